@@ -1,0 +1,23 @@
+"""The arrays that describe one step to the kernels. Letters: see the table in CONTRIBUTING.
+
+T tokens in the step, S rows, P pages per row, N pages in the pool, B page size, K kv heads, D head dim.
+A pool of one layer is a pair k, v of [N, B, K, D]; pages of one request need not be contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+
+class Ragged(NamedTuple):
+    """Rows of different lengths, flattened. Padding tokens come last; padding rows have length 0."""
+
+    positions: jax.Array  # [T] int32, position of each token in its request (0 for padding)
+    rows: jax.Array  # [T] int32, row of each token (S for padding)
+    write: jax.Array  # [T] int32, page * B + offset where its KV goes (N * B, out of range, for padding)
+    starts: jax.Array  # [S] int32, first token of the row in [T]
+    lengths: jax.Array  # [S] int32, tokens of the row in this step
+    contexts: jax.Array  # [S] int32, tokens of the row in the cache once this step has written (0 for padding)
+    block_tables: jax.Array  # [S, P] int32, page ids in order; 0 where unused

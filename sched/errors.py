@@ -1,0 +1,25 @@
+"""The one tree of errors. Callers catch it broadly (`JaxserveError`) or narrowly."""
+
+
+class JaxserveError(Exception):
+    """Anything jaxserve raises on purpose. Its message names the value and what is allowed."""
+
+
+class InvalidValue(JaxserveError, ValueError):
+    """A value given by a person (flag, config key, request field) is not allowed. `param` names the field."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class QueueFull(JaxserveError):
+    """The bounded queue is full; retry after `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class StepFailed(JaxserveError):
+    """A step raised on the device. Its executor has rebuilt its pool: every page of the instance is lost."""

@@ -1,0 +1,49 @@
+"""The seam between deciding and computing. Real and simulated engines differ only behind this protocol."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from .plan import KvParcel, StepPlan, StepResult, Suspended
+
+Step = asyncio.Future[StepResult | Suspended]
+
+
+class Executor(Protocol):
+    """One instance's devices, or a model of them."""
+
+    @property
+    def pages(self) -> int:
+        """Pages in the KV pool."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+
+    @property
+    def lead(self) -> float:
+        """Seconds before a running step's predicted end at which the next plan is wanted; 0: only when idle."""
+
+    def now(self) -> float:
+        """Seconds on this executor's clock; monotone. The only clock `sched` reads."""
+
+    def submit(self, plan: StepPlan) -> Step:
+        """Start a step behind those already submitted; returns at once. The future raises StepFailed when the
+        step raised, after which the KV pool is new and empty."""
+
+    def preempt(self, step: Step) -> None:
+        """Stop a preemptible step at its next segment boundary; the step then yields Suspended."""
+
+    def release(self, slots: Sequence[int]) -> None:
+        """The rows are free: the requests finished, were dropped or left."""
+
+    def export_kv(self, pages: Sequence[int]) -> KvParcel:
+        """Gather pages as they stand after all submitted steps."""
+
+    async def import_kv(self, parcel: KvParcel, pages: Sequence[int]) -> None:
+        """Move a parcel here and scatter it into `pages`; returns once later steps will see it."""
+
+    async def close(self) -> None:
+        """Let running work end and free what is held."""

@@ -1,0 +1,64 @@
+"""How a request wants its tokens drawn and when it ends: plain data, checked where it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import InvalidValue
+
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling and stopping, with vLLM's names and defaults.
+
+    temperature 0 is greedy. top_k 0 or -1 and top_p 1 are off. `seed` None draws one per request.
+    max_tokens None means up to the context length. `logprobs` and `prompt_logprobs` count alternatives.
+    Raises InvalidValue naming the field, the value and what is allowed.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        for name, ok, allowed in (
+            ("n", self.n >= 1, "at least 1"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= (self.max_tokens or self.min_tokens), "0 to max_tokens"),
+            ("temperature", 0.0 <= self.temperature <= 100.0, "0 (greedy) or more"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("top_k", self.top_k >= -1, "0 or -1 (off), or at least 1"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
+            ("repetition_penalty", self.repetition_penalty > 0.0, "above 0"),
+            ("stop", all(self.stop), "strings that are not empty"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
+                f"0 to {MAX_LOGPROBS}",
+            ),
+            ("logit_bias", len(self.logit_bias) <= MAX_LOGIT_BIAS, f"at most {MAX_LOGIT_BIAS} entries"),
+        ):
+            if not ok:
+                raise InvalidValue(f"{name}={getattr(self, name)!r} must be {allowed}", name)

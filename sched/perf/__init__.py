@@ -1,0 +1,1 @@
+"""Step-time models: how long a step will take, said before and corrected after."""

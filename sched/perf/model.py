@@ -1,0 +1,132 @@
+"""The protocol of step-time models, and the general form that every published one is a case of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ..errors import InvalidValue
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+Number = float | Array
+
+
+class Load(NamedTuple):
+    """What a step's time depends on. Tokens unless said otherwise."""
+
+    prefill: int = 0  # new prompt tokens
+    decode: int = 0  # rows that decode one token
+    quadratic: float = 0.0  # sum over chunks of k*c + k*k/2: k new tokens after c
+    longest: int = 0  # longest decode context
+    context: int = 0  # sum of decode contexts
+    prefix: int = 0  # sum over chunks of c, the context a chunk attends to before itself
+
+    @property
+    def tokens(self) -> int:
+        return self.prefill + self.decode
+
+    def add_chunk(self, k: int, c: int) -> Load:
+        """With a chunk of k new prompt tokens after c computed ones."""
+        return self._replace(
+            prefill=self.prefill + k, quadratic=self.quadratic + k * c + k * k / 2, prefix=self.prefix + c
+        )
+
+    def add_decode(self, context: int) -> Load:
+        """With one more decoding row of that context."""
+        return self._replace(decode=self.decode + 1, longest=max(self.longest, context), context=self.context + context)
+
+
+class PerfModel(Protocol):
+    """Predicts step times in seconds. Writer of its state: the Scheduler that settles steps."""
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens per second, as observed lately (Kairos's mu)."""
+
+    def step_time(self, load: Load) -> float:
+        """Predicted seconds of a step."""
+
+    def decode_times(self, rows: Array, longest: Array, context: Array) -> Array:
+        """Predicted seconds of pure decode steps, elementwise: rows, longest context, sum of contexts."""
+
+    def observe(self, load: Load, seconds: float) -> None:
+        """Learn from a measured step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """T = fixed + w_moe*(1 - (1 - p_moe)^tokens) + prefill*n + decode*d + quadratic*sum(kc + k^2/2)
+    + longest*max(L) + context*(sum(L) - max(L)), seconds (algorithms digest, section 0)."""
+
+    fixed: float
+    prefill: float
+    decode: float
+    quadratic: float
+    longest: float
+    context: float
+    w_moe: float = 0.0
+    p_moe: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if not value >= 0:
+                raise InvalidValue(f"coefficient {name}={value!r} must be 0 or more seconds", name)
+
+    def step_time(self, load: Load) -> float:
+        moe = self.w_moe * (1.0 - (1.0 - self.p_moe) ** load.tokens) if self.w_moe else 0.0
+        return (
+            self.fixed
+            + moe
+            + self.prefill * load.prefill
+            + self.decode * load.decode
+            + self.quadratic * load.quadratic
+            + self.longest * load.longest
+            + self.context * (load.context - load.longest)
+        )
+
+    def decode_times(self, rows: Array, longest: Array, context: Array) -> Array:
+        moe = self.w_moe * (1.0 - (1.0 - self.p_moe) ** rows)
+        result: Array = (
+            self.fixed + moe + self.decode * rows + self.longest * longest + self.context * (context - longest)
+        )
+        return result
+
+
+class GeneralModel:
+    """The general form with fixed coefficients, corrected online by an EWMA of measured/predicted.
+
+    `correct` False keeps it as it is (the ground truth of a simulation).
+    """
+
+    def __init__(self, coefficients: Coefficients, *, correct: bool = True, chunk: int = 8192) -> None:
+        self._base = coefficients
+        self._correct = correct
+        self._ratio = 1.0
+        first = coefficients.step_time(Load().add_chunk(chunk, 0))
+        self._prefill_rate = chunk / first if first > 0 else float("inf")
+
+    @property
+    def coefficients(self) -> Coefficients:
+        return self._base
+
+    @property
+    def prefill_rate(self) -> float:
+        return self._prefill_rate
+
+    def step_time(self, load: Load) -> float:
+        return self._ratio * self._base.step_time(load)
+
+    def decode_times(self, rows: Array, longest: Array, context: Array) -> Array:
+        return self._ratio * self._base.decode_times(rows, longest, context)
+
+    def observe(self, load: Load, seconds: float) -> None:
+        predicted = self._base.step_time(load)
+        if seconds <= 0 or predicted <= 0:
+            return
+        if self._correct:
+            self._ratio += 0.05 * (min(max(seconds / predicted, 0.1), 10.0) - self._ratio)
+        if load.prefill and not load.decode:
+            self._prefill_rate += 0.1 * (load.prefill / seconds - self._prefill_rate)

@@ -1,0 +1,99 @@
+"""What a policy sees, and what it may say. A policy is a pure function of a View in a file of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from .perf.model import Array, PerfModel
+from .request import RequestView
+
+
+class Role(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+class Rows(Protocol):
+    """Requests ordered by (priority, arrival, id), as objects and as numpy columns (one row each, read-only)."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[RequestView]: ...
+    def __getitem__(self, row: int) -> RequestView: ...
+    @property
+    def arrival(self) -> Array: ...
+    @property
+    def ttft(self) -> Array: ...
+    @property
+    def tpot(self) -> Array:
+        """tpot of the stage that the next token belongs to."""
+
+    @property
+    def deadline(self) -> Array:
+        """When the next token is due."""
+
+    @property
+    def remaining(self) -> Array:
+        """Tokens to compute before the next token is sampled."""
+
+    @property
+    def context(self) -> Array:
+        """Tokens already in the cache."""
+
+    @property
+    def length(self) -> Array:
+        """Prompt length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a plan may not exceed."""
+
+    tokens: int = 8192  # new tokens in a step (max_num_batched_tokens): the chunk budget C
+    rows: int = 256  # requests with a slot (max_num_seqs)
+    pages: int = 0  # pages of the pool
+    page_size: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Everything a policy may see, at one moment, of one instance."""
+
+    now: float  # the clock, read once for this decision
+    start: float  # when the step planned now can begin (later than `now` while one is running)
+    role: Role
+    prefill: Rows  # prompt work left, or KV dropped and to be computed again
+    decode: Rows  # one token left to compute: a decode step each
+    limits: Limits
+    free_pages: int  # free or idle: to be had without dropping anybody
+    kv_waiting: int  # requests that wait for pages of this instance
+    perf: PerfModel
+
+
+class Grant(NamedTuple):
+    """Compute up to `tokens` tokens of a request in this step; draft and verify `draft` of them."""
+
+    request: int
+    tokens: int
+    draft: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Grants, most important first: pages are given in this order and taken back from its end.
+
+    A policy cannot leak a page, break a limit or lose a request: grants beyond a limit are cut, requests it
+    does not name wait. `reject` refuses requests for good, `demote` makes them best effort.
+    """
+
+    grants: tuple[Grant, ...] = ()
+    preempt: tuple[int, ...] = ()
+    demote: tuple[int, ...] = ()
+    reject: tuple[int, ...] = ()
+
+
+class Policy(Protocol):
+    def decide(self, view: View) -> Decision: ...

@@ -1,0 +1,191 @@
+"""The one mutable record of a request. Writer: the Scheduler that owns it, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+from .params import SamplingParams
+from .slo import ANSWER, SLO, THINKING, deadline
+
+BEST_EFFORT = "best_effort"
+STANDARD = "standard"
+
+
+class State(Enum):
+    WAITING = "waiting"  # holds no pages here (new, or its KV was dropped)
+    RUNNING = "running"  # holds pages and a slot
+    HANDOVER = "handover"  # prompt done, KV held for another instance
+    FINISHED = "finished"
+
+
+class RequestView(Protocol):
+    """What a policy may see of a request: read-only, and without the length of its output, which nobody knows."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def arrival(self) -> float: ...
+    @property
+    def slo(self) -> SLO: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def tier(self) -> str: ...
+    @property
+    def prompt_length(self) -> int: ...
+    @property
+    def computed(self) -> int: ...
+    @property
+    def remaining(self) -> int: ...
+    @property
+    def generated(self) -> int: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def first_token_at(self) -> float | None: ...
+    @property
+    def deadline(self) -> float: ...
+    @property
+    def state(self) -> State: ...
+
+
+class Request:
+    """A request and its one cursor: `computed` tokens have KV in the cache, or will once all submitted steps end.
+
+    Prompt chunk, decode token and draft to verify are the same thing: the cursor catching up with the known
+    tokens (prompt + output + those sampled on the device but not yet back on the host).
+    """
+
+    __slots__ = (
+        "arrival",
+        "budget",
+        "cached",
+        "computed",
+        "digests",
+        "drops",
+        "end_thinking",
+        "eos",
+        "error",
+        "failures",
+        "finish_reason",
+        "finished_at",
+        "first_token_at",
+        "id",
+        "inflight",
+        "key",
+        "output",
+        "pages",
+        "params",
+        "pending",
+        "priority",
+        "prompt",
+        "prompt_length",
+        "salt",
+        "scheduled_at",
+        "seed",
+        "sent_pages",
+        "slo",
+        "slot",
+        "stage",
+        "state",
+        "tier",
+        "token_times",
+    )
+
+    def __init__(
+        self,
+        id: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        slo: SLO,
+        arrival: float,
+        *,
+        seed: int = 0,
+        priority: int = 0,
+        tier: str = STANDARD,
+        eos: frozenset[int] = frozenset(),
+        end_thinking: frozenset[int] = frozenset(),
+        key: str = "",
+        salt: bytes = b"",
+    ) -> None:
+        self.id = id
+        self.key = key or f"req-{id}"
+        self.prompt = prompt
+        self.prompt_length = len(prompt)
+        self.params = params
+        self.slo = slo
+        self.arrival = arrival
+        self.seed = seed
+        self.priority = priority
+        self.tier = tier
+        self.eos = eos
+        self.end_thinking = end_thinking
+        self.salt = salt
+        self.stage = THINKING if slo.stages and end_thinking else ANSWER
+
+        self.state = State.WAITING
+        self.output: list[int] = []
+        self.pending = 0  # tokens sampled by submitted steps that are not back yet
+        self.computed = 0
+        self.cached = 0  # prompt tokens whose KV was found in the prefix cache at the first admission
+        self.inflight = 0  # submitted spans whose result is not back
+        self.slot: int | None = None
+        self.pages: list[int] = []
+        self.sent_pages = 0  # how many of `pages` the executor's slot has been told of
+        self.digests: list[bytes] = []  # one per full page of known tokens, chained
+        self.budget = 0.0  # seconds of tpot granted to the tokens after the first, see slo.deadline
+        self.drops = 0  # times its KV was dropped
+        self.failures = 0  # steps in a row that raised while it was in them
+        self.scheduled_at: float | None = None
+        self.first_token_at: float | None = None
+        self.token_times: list[float] = []
+        self.finished_at: float | None = None
+        self.finish_reason: str | None = None
+        self.error: str | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.id}, {self.state.value}, prompt={self.prompt_length}, computed={self.computed}, "
+            f"output={len(self.output)}+{self.pending}, pages={len(self.pages)})"
+        )
+
+    @property
+    def known(self) -> int:
+        """Tokens that exist: prompt, output, and those still on the device."""
+        return self.prompt_length + len(self.output) + self.pending
+
+    @property
+    def generated(self) -> int:
+        return len(self.output) + self.pending
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute before the next one can be sampled; 1 is a decode step."""
+        return self.prompt_length + len(self.output) + self.pending - self.computed
+
+    @property
+    def context(self) -> int:
+        """Tokens that the next span attends to before its own: the cursor."""
+        return self.computed
+
+    @property
+    def deadline(self) -> float:
+        """When its next token is due."""
+        return deadline(self.slo, self.arrival, self.first_token_at, self.budget)
+
+    def token(self, position: int) -> int:
+        """The token at a position that is known on the host."""
+        if position < self.prompt_length:
+            return self.prompt[position]
+        return self.output[position - self.prompt_length]
+
+    def tokens(self, start: int, end: int) -> tuple[int, ...]:
+        """Known host tokens of positions [start, end)."""
+        n = self.prompt_length
+        if end <= n:
+            return tuple(self.prompt[start:end])
+        if start >= n:
+            return tuple(self.output[start - n : end - n])
+        return (*self.prompt[start:n], *self.output[: end - n])
