@@ -1,0 +1,62 @@
+"""Settings every test relies on. They are environment variables, so jax is imported only by tests that need it,
+and a server started by a test inherits them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# The same examples on every run; HYPOTHESIS_PROFILE=random looks for new ones.
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, database=None, print_blob=True)
+hypothesis.settings.register_profile("random", deadline=None, max_examples=500, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Runs before any test module is imported, hence before jax reads its configuration."""
+    early = [name for name in ("jax", "jaxlib") if name in sys.modules]
+    if early:
+        raise pytest.UsageError(f"{early} imported before tests/conftest.py could configure jax: which plugin did it?")
+    marks = str(config.getoption("markexpr", default=""))
+    if "gpu" not in marks or "not gpu" in marks:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    defaults = {
+        "JAX_NUM_CPU_DEVICES": "8",
+        # An implicit broadcast is an error. Strict dtype promotion would be too, but optax's adamw computes
+        # int32 step * float (jax 0.10, optax 0.2.8), so the training tests could not run under it.
+        "JAX_NUMPY_RANK_PROMOTION": "raise",
+        # Shared by the processes of a run and by later runs; keyed by jax on the program, its flags and versions.
+        "JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"jaxserve-tests-{os.getuid()}"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+        "HF_HUB_OFFLINE": "1",  # no test reaches for the network
+        "TOKENIZERS_PARALLELISM": "false",
+        "MPLBACKEND": "Agg",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    # jax writes an entry in place: a reader that comes too early sees half of it, warns, and compiles.
+    config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache entry")
+
+
+@pytest.fixture(scope="session")
+def repo() -> Path:
+    """Root of the checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def traces() -> Path:
+    """Folder of public request traces (azure/ burstgpt/ mooncake/ servegen/), which the repository does not hold."""
+    named = os.environ.get("JAXSERVE_TRACES")
+    places = [Path(named)] if named else [ROOT / "shared" / "traces", ROOT.parent / "shared" / "traces"]
+    for place in places:
+        if place.is_dir():
+            return place
+    pytest.skip(f"no traces in {', '.join(map(str, places))}; JAXSERVE_TRACES names their folder")
