@@ -1,0 +1,118 @@
+"""Plots as PNG or SVG files: lines and cumulative distributions, legible in grey and by the colour-blind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")  # Okabe and Ito
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line; `low` and `high` are drawn as a band (the spread over seeds)."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+    dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One set of axes. `level` is a dashed horizontal mark (a goal)."""
+
+    title: str
+    xlabel: str
+    ylabel: str
+    series: Mapping[str, Series] = field(default_factory=dict)
+    ylim: tuple[float, float] | None = None
+    level: float | None = None
+    log_x: bool = False
+
+
+def lines(path: str | Path, panels: Panel | Sequence[Panel], *, title: str = "", columns: int = 2) -> Path:
+    """Draw one panel, or several in a grid with one legend; returns the path written."""
+    panels = [panels] if isinstance(panels, Panel) else list(panels)
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(5.4 * columns, 3.6 * rows + 0.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(rows, columns, squeeze=False).flat
+    for axes, panel in zip(grid, panels, strict=False):
+        _draw(axes, panel)
+    for axes in list(grid)[len(panels) :]:
+        axes.set_visible(False)
+    names: dict[str, Any] = {}
+    for axes in figure.axes:
+        handles, labels = axes.get_legend_handles_labels()
+        names |= {label: handle for handle, label in zip(handles, labels, strict=True) if label not in names}
+    if names:
+        figure.legend(
+            names.values(), names.keys(), loc="outside lower center", ncols=min(len(names), 2 * columns), frameon=False
+        )
+    if title:
+        figure.suptitle(title)
+    return _save(figure, path)
+
+
+def cdf(
+    path: str | Path,
+    series: Mapping[str, Sequence[float]],
+    *,
+    title: str = "",
+    xlabel: str = "seconds",
+    level: float | None = None,
+    log_x: bool = False,
+) -> Path:
+    """Cumulative distributions, one line per name; `level` marks a value on the x axis (an SLO)."""
+    figure = Figure(figsize=(5.6, 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for index, (name, values) in enumerate(series.items()):
+        ordered = np.sort(np.asarray(values, dtype=float))
+        ordered = ordered[np.isfinite(ordered)]
+        if len(ordered):
+            share = np.arange(1, len(ordered) + 1) / len(ordered)
+            axes.step(ordered, share, where="post", label=name, color=COLOURS[index % len(COLOURS)])
+    if level is not None:
+        axes.axvline(level, color="grey", linestyle="--", linewidth=1)
+    if log_x:
+        axes.set_xscale("log")
+    axes.set(title=title, xlabel=xlabel, ylabel="share", ylim=(0, 1.02))
+    axes.grid(alpha=0.3)
+    if series:
+        axes.legend(frameon=False)
+    return _save(figure, path)
+
+
+def _draw(axes: Any, panel: Panel) -> None:
+    for index, (name, line) in enumerate(panel.series.items()):
+        colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+        style = "--" if line.dashed else "-"
+        axes.plot(line.x, line.y, style, color=colour, marker=marker, markersize=4, linewidth=1.6, label=name)
+        if line.low is not None and line.high is not None:
+            axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
+    if panel.level is not None:
+        axes.axhline(panel.level, color="grey", linestyle=":", linewidth=1)
+    if panel.ylim:
+        axes.set_ylim(*panel.ylim)
+    if panel.log_x:
+        axes.set_xscale("log")
+    axes.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel)
+    axes.grid(alpha=0.3)
+
+
+def _save(figure: Any, path: str | Path) -> Path:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    return path

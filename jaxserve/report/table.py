@@ -1,0 +1,52 @@
+"""Tables for the terminal and for documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isnan
+
+from rich.console import Console
+from rich.table import Table
+
+PLAIN_WIDTH = 160  # columns where the output is not a terminal: nothing may be cut off in a log
+
+
+def cell(value: object) -> str:
+    """One value as people read it: floats to four significant digits, None and NaN as a dash."""
+    if value is None or (isinstance(value, float) and isnan(value)):
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+    return str(value)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+    """A rich table: numbers to the right, the rest to the left. Raises ValueError on a row of another length."""
+    made = Table(title=title or None, title_justify="left", header_style="bold")
+    for index, name in enumerate(columns):
+        numeric = all(row[index] is None or isinstance(row[index], int | float) for row in rows if len(row) > index)
+        made.add_column(name, justify="right" if rows and numeric else "left", no_wrap=numeric)
+    for row in rows:
+        if len(row) != len(columns):
+            raise ValueError(f"a row of {len(row)} cells in a table of {len(columns)} columns: {row!r}")
+        made.add_row(*(cell(value) for value in row))
+    return made
+
+
+def print_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, console: Console | None = None
+) -> None:
+    """Print to stdout, or to `console`."""
+    console = console or Console()
+    if not console.is_terminal:
+        console.width = max(console.width, PLAIN_WIDTH)
+    console.print(table(title, columns, rows))
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """The same table in Markdown, for documents."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    lines += ["| " + " | ".join(cell(value) for value in row) + " |" for row in rows]
+    return "\n".join(lines)

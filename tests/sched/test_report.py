@@ -1,0 +1,56 @@
+"""Tables, plots and bars: they show what they were given, and stay silent when there is nothing to wait for."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from jaxserve.report import plot, progress, table
+
+
+def test_table_shows_every_cell_and_refuses_ragged_rows() -> None:
+    out = io.StringIO()
+    table.print_table("T", ["name", "value"], [["a", 0.12345], ["b", None]], console=Console(file=out))
+    text = out.getvalue()
+    assert all(piece in text for piece in ("T", "name", "0.1235", "–"))
+    with pytest.raises(ValueError, match="1 cells in a table of 2"):
+        table.table("T", ["a", "b"], [["x"]])
+
+
+def test_wide_table_is_not_cut_in_a_log() -> None:
+    out = io.StringIO()
+    columns = [f"column{i}" for i in range(12)]
+    table.print_table("", columns, [[float(i) for i in range(12)]], console=Console(file=out))
+    assert "column11" in out.getvalue()
+
+
+def test_markdown() -> None:
+    assert table.markdown(["a", "b"], [[1, 2.5]]).splitlines()[-1] == "| 1 | 2.5 |"
+
+
+def test_bar_is_silent_when_quick_and_speaks_when_slow() -> None:
+    for patience, spoken in ((60.0, False), (0.0, True)):
+        out = io.StringIO()
+        with progress.bar("work", patience=patience, console=Console(file=out)) as tick:
+            tick(1, 4, "note")
+        assert ("work: 1/4" in out.getvalue()) is spoken
+
+
+def test_bar_draws_on_a_terminal() -> None:
+    out = io.StringIO()
+    with progress.bar("work", patience=0.0, console=Console(file=out, force_terminal=True)) as tick:
+        tick(1, 4)
+        tick(4, 4, "end")
+    assert "4/4" in out.getvalue()
+
+
+def test_plots_write_pictures(tmp_path: Path) -> None:
+    series = {"a": plot.Series([1, 2], [0.5, 0.9], low=[0.4, 0.8], high=[0.6, 1.0]), "b": plot.Series([1, 2], [1, 1])}
+    panel = plot.Panel("attainment", "QPS", "share", series, ylim=(0, 1), level=0.9)
+    for path in (
+        plot.lines(tmp_path / "one.png", panel),
+        plot.lines(tmp_path / "sub" / "three.png", [panel] * 3, title="x"),
+        plot.cdf(tmp_path / "cdf.png", {"a": [3, 1, 2, float("nan")], "empty": []}, level=2),
+    ):
+        assert path.read_bytes().startswith(b"\x89PNG")
