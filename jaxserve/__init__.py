@@ -1,0 +1,61 @@
+"""jaxserve: LLM serving under per-request latency objectives, in JAX.
+
+    from jaxserve import LLM, SamplingParams
+
+The names below are loaded on first use: importing jaxserve does not import jax.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+if importlib.util.find_spec("jaxserve.sched") is None:
+    raise ImportError(
+        f"jaxserve/sched is missing in {__path__[0]!r}. It is a symbolic link to ../sched, and this copy of the tree "
+        "dropped it (zip archives and some file systems do). Restore it with `ln -s ../sched jaxserve/sched`, or "
+        "clone with git, or install the wheel."
+    )
+
+if TYPE_CHECKING:
+    from jaxserve.errors import InvalidValue, JaxserveError, QueueFull
+    from jaxserve.llm import LLM, AsyncLLM, RequestOutput
+    from jaxserve.sched.params import SamplingParams
+    from jaxserve.sched.slo import SLO
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "SLO",
+    "AsyncLLM",
+    "InvalidValue",
+    "JaxserveError",
+    "QueueFull",
+    "RequestOutput",
+    "SamplingParams",
+]
+
+_HOME = {
+    "LLM": "jaxserve.llm",
+    "AsyncLLM": "jaxserve.llm",
+    "RequestOutput": "jaxserve.llm",
+    "SamplingParams": "jaxserve.sched.params",
+    "SLO": "jaxserve.sched.slo",
+    "InvalidValue": "jaxserve.errors",
+    "JaxserveError": "jaxserve.errors",
+    "QueueFull": "jaxserve.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
