@@ -1,0 +1,146 @@
+"""The embedded model is small, loads like any Hugging Face folder, and has learnt something."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import random
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.demo import model_path
+
+transformers = pytest.importorskip("transformers")
+
+HELD_OUT_LOSS = 4.0  # nats per token; an untrained model has log(4096) = 8.3
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return transformers.AutoTokenizer.from_pretrained(model_path(), local_files_only=True)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch = pytest.importorskip("torch")
+    net = transformers.AutoModelForCausalLM.from_pretrained(model_path(), local_files_only=True)
+    return net.to(torch.float32).eval()
+
+
+def test_the_whole_demo_fits_in_twelve_megabytes() -> None:
+    files = [path for path in model_path().parent.rglob("*") if "__pycache__" not in path.parts]
+    size = sum(path.stat().st_size for path in files if path.is_file())
+    assert size <= 12_000_000, f"{size=}"
+
+
+def test_config_is_what_the_weights_are() -> None:
+    numpy = pytest.importorskip("safetensors")
+    config = json.loads((model_path() / "config.json").read_text())
+    with numpy.safe_open(model_path() / "model.safetensors", "numpy") as weights:
+        shapes = {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+        kinds = {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
+    assert kinds == {"BF16"}
+    assert len(shapes) == 2 + 9 * config["num_hidden_layers"]
+    assert shapes["model.embed_tokens.weight"] == (config["vocab_size"], config["hidden_size"])
+    kv = config["num_key_value_heads"] * config["head_dim"]
+    assert shapes["model.layers.0.self_attn.k_proj.weight"] == (kv, config["hidden_size"])
+    assert shapes["model.layers.0.mlp.gate_proj.weight"] == (
+        config["intermediate_size"],
+        config["hidden_size"],
+    )
+
+
+def test_any_text_survives_the_tokenizer(tokenizer: Any) -> None:
+    rng = random.Random(0)
+    letters = "".join(chr(rng.choice([rng.randrange(32, 0xD800), rng.randrange(0xE000, 0x110000)])) for _ in range(400))
+    for text in ["def f(x):\n\treturn  x\n", "naïve 東京 🦜👩‍👩‍👧 \u200f\x00\r\n", " a  b ", letters]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_special_tokens_are_single_and_end_a_completion(tokenizer: Any) -> None:
+    names = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"]
+    assert [tokenizer.encode(name) for name in names] == [[0], [1], [2], [3]]
+    generation = json.loads((model_path() / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [0, 3]
+    assert tokenizer.eos_token_id == 0
+
+
+def test_chat_template(tokenizer: Any) -> None:
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Write a Python function named `add`."},
+        {"role": "assistant", "content": "def add(a, b): ..."},
+        {"role": "user", "content": [{"type": "text", "text": "Again"}, {"type": "text", "text": "."}]},
+    ]
+    assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == (
+        "<|endoftext|><|user|>\nBe brief.\nWrite a Python function named `add`.<|end|>\n"
+        "<|assistant|>\ndef add(a, b): ...<|end|>\n<|user|>\nAgain.<|end|>\n<|assistant|>\n"
+    )
+
+
+def test_the_template_renders_what_was_trained_on(tokenizer: Any) -> None:
+    corpus = pytest.importorskip("jaxserve.demo.corpus")
+    chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == corpus.END_OF_TEXT + corpus.turn("Q", "A")
+
+
+def test_held_out_code_is_far_from_a_surprise(tokenizer: Any, model: Any) -> None:
+    import torch
+
+    source = inspect.getsource(textwrap.TextWrapper)  # textwrap was held out of training
+    ids = torch.tensor([tokenizer.encode(source)[:1024]])
+    with torch.no_grad():
+        loss = float(model(ids, labels=ids).loss)
+    assert loss < HELD_OUT_LOSS < math.log(len(tokenizer)) - 4.0, f"{loss=}"
+
+
+def test_a_chat_is_answered_with_code_and_ends(tokenizer: Any, model: Any) -> None:
+    import torch
+
+    chat = [{"role": "user", "content": "Write a Python function named `close`."}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    with torch.no_grad():
+        answer = model.generate(**prompt, max_new_tokens=300, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    text = tokenizer.decode(answer)
+    assert text.startswith("```python\ndef close(")
+    assert text.endswith("```<|end|>")
+
+
+def test_the_corpus_holds_modules_out_and_chats_in(tmp_path: Path) -> None:
+    corpus = pytest.importorskip("jaxserve.demo.corpus")
+    code = 'def twice(x):\n    """Return twice the given number."""\n    return x + x  # long enough\n'
+    (tmp_path / "textwrap.py").write_text("# held out\n")
+    (tmp_path / "numbers_like.py").write_text(code)
+    built = corpus.build(tmp_path)
+    assert built.held_out == ("# held out\n",)
+    assert code in built.train
+    assert any("<|user|>" in text and "```python\ndef twice(x):" in text for text in built.train)
+    assert corpus.build(tmp_path) == built
+
+
+def test_learning_rate_warms_up_and_falls() -> None:
+    pytest.importorskip("optax")
+    pytest.importorskip("orbax.checkpoint")
+    from jaxserve.demo.train import LOWEST_RATE, learning_rate
+
+    rates = [learning_rate(done / 100, peak=1.0, warm_up=0.1) for done in range(101)]
+    assert rates[0] == 0.0 and rates[10] == 1.0 and rates[100] == pytest.approx(LOWEST_RATE)
+    assert rates[:11] == sorted(rates[:11]) and rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_every_epoch_reads_each_piece_once() -> None:
+    numpy = pytest.importorskip("numpy")
+    pytest.importorskip("optax")
+    pytest.importorskip("orbax.checkpoint")
+    from jaxserve.demo.train import rows_of
+
+    tokens = numpy.arange(1000, dtype=numpy.uint16)
+    steps = (999 // 10 - 1) // 4
+    first = numpy.concatenate([rows_of(tokens, step, 4, 10, seed=0) for step in range(steps)])
+    assert first.shape == (steps * 4, 11)
+    assert (numpy.diff(first, axis=1) == 1).all()
+    assert len(set(first[:, 0].tolist())) == steps * 4
