@@ -46,6 +46,8 @@ class RequestView(Protocol):
     @property
     def first_token_at(self) -> float | None: ...
     @property
+    def last_token_at(self) -> float | None: ...
+    @property
     def deadline(self) -> float: ...
     @property
     def state(self) -> State: ...
@@ -70,11 +72,12 @@ class Request:
         "error",
         "failures",
         "finish_reason",
-        "finished_at",
         "first_token_at",
         "id",
         "inflight",
         "key",
+        "limit",
+        "on_device",
         "output",
         "pages",
         "params",
@@ -107,6 +110,7 @@ class Request:
         tier: str = STANDARD,
         eos: frozenset[int] = frozenset(),
         end_thinking: frozenset[int] = frozenset(),
+        limit: int | None = None,
         key: str = "",
         salt: bytes = b"",
     ) -> None:
@@ -123,6 +127,7 @@ class Request:
         self.eos = eos
         self.end_thinking = end_thinking
         self.salt = salt
+        self.limit = params.max_tokens or (1 << 30) if limit is None else limit  # most tokens it may generate
         self.stage = THINKING if slo.stages and end_thinking else ANSWER
 
         self.state = State.WAITING
@@ -133,7 +138,8 @@ class Request:
         self.inflight = 0  # submitted spans whose result is not back
         self.slot: int | None = None
         self.pages: list[int] = []
-        self.sent_pages = 0  # how many of `pages` the executor's slot has been told of
+        self.on_device = False  # the last token is in the device-side carry of its slot
+        self.sent_pages = 0  # how many of `pages` the slot has been told of
         self.digests: list[bytes] = []  # one per full page of known tokens, chained
         self.budget = 0.0  # seconds of tpot granted to the tokens after the first, see slo.deadline
         self.drops = 0  # times its KV was dropped
@@ -141,7 +147,6 @@ class Request:
         self.scheduled_at: float | None = None
         self.first_token_at: float | None = None
         self.token_times: list[float] = []
-        self.finished_at: float | None = None
         self.finish_reason: str | None = None
         self.error: str | None = None
 
@@ -171,6 +176,10 @@ class Request:
         return self.computed
 
     @property
+    def last_token_at(self) -> float | None:
+        return self.token_times[-1] if self.token_times else None
+
+    @property
     def deadline(self) -> float:
         """When its next token is due."""
         return deadline(self.slo, self.arrival, self.first_token_at, self.budget)
@@ -189,3 +198,31 @@ class Request:
         if start >= n:
             return tuple(self.output[start - n : end - n])
         return (*self.prompt[start:n], *self.output[: end - n])
+
+    def gain(self, token: int, at: float) -> None:
+        """A sampled token is back."""
+        self.pending -= 1
+        self.output.append(token)
+        self.token_times.append(at)
+        if self.first_token_at is None:
+            self.first_token_at = at
+
+    def stops_at(self, token: int) -> bool:
+        """Whether this token, the last of the output, ends the request."""
+        if len(self.output) < self.params.min_tokens:
+            return False
+        return token in self.params.stop_token_ids or (token in self.eos and not self.params.ignore_eos)
+
+    def switch_stage(self, stage: str) -> None:
+        """Tokens from here on are of another stage, those still on the device and the next one due included."""
+        before = self.slo.tpot_of(self.stage)
+        self.stage = stage
+        self.budget += (self.pending + 1) * (self.slo.tpot_of(stage) - before)
+
+    def forget_cache(self) -> None:
+        """The pool it had pages in is gone, and with it what was submitted; the tokens stay."""
+        self.pages, self.slot = [], None
+        self.inflight = self.computed = self.sent_pages = 0
+        self.on_device = False
+        self.budget -= self.pending * self.slo.tpot_of(self.stage)
+        self.pending = 0

@@ -1,0 +1,149 @@
+"""From a policy's Decision to spans: limits, admission, pages, and who gives pages back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .memory import Memory
+from .perf.model import Load
+from .plan import Begin, Span
+from .policy import Decision, Limits
+from .request import Request, State
+from .roster import Roster
+
+
+class Granted(NamedTuple):
+    spans: tuple[Span, ...]
+    load: Load
+    admitted: tuple[Request, ...]
+    dropped: tuple[Request, ...]  # their KV was taken for requests that rank before them
+
+
+class Granter:
+    """One pass over a decision. Writer of Requests, Memory and Roster on behalf of the Scheduler that made it."""
+
+    def __init__(self, roster: Roster, memory: Memory, limits: Limits, start: float, *, busy: bool) -> None:
+        self._roster = roster
+        self._memory = memory
+        self._limits = limits
+        self._start = start
+        self._busy = busy  # a step is running: nobody's pages can be taken now
+        self._admitting = True
+        self._admitted: list[Request] = []
+        self._dropped: list[Request] = []
+
+    def grant(self, decision: Decision) -> Granted:
+        """Raises AssertionError where a policy grants a request that is not in its view."""
+        budget, most = self._limits.tokens, self._limits.rows
+        requests = self._roster.requests
+        spans: list[Span] = []
+        prefill = quadratic = prefix = decode = longest = context = 0
+        for position, grant in enumerate(decision.grants):
+            if budget <= 0 or len(spans) >= most:
+                break
+            if not self._roster.runnable(grant.request):
+                raise AssertionError(f"the policy granted request {grant.request}, which is not in its view")
+            request = requests[grant.request]
+            if request.failures and spans:
+                continue  # it was in a step that raised, so it runs alone
+            if request.state is State.WAITING and not self._admit(request):
+                continue
+            length = min(grant.tokens, request.remaining, budget)
+            start = request.computed
+            if length < 1 or not self._room(request, start + length, decision, position):
+                continue
+            if length == 1 and request.generated:
+                decode += 1
+                context += start
+                longest = max(longest, start)
+            else:
+                prefill += length
+                quadratic += 2 * length * start + length * length
+                prefix += start
+            spans.append(self._span(request, length))
+            budget -= length
+            if request.failures:
+                break
+        load = Load(prefill, decode, quadratic / 2, longest, context, prefix)
+        return Granted(tuple(spans), load, tuple(self._admitted), tuple(self._dropped))
+
+    def _admit(self, request: Request) -> bool:
+        """The first that does not fit ends admission: smaller ones behind it would starve it."""
+        roster = self._roster
+        reserve = len(roster.decode) if roster.running() else 0
+        self._admitting = self._admitting and self._memory.admit(request, reserve)
+        if self._admitting:
+            request.state = State.RUNNING
+            roster.file(request)
+            self._admitted.append(request)
+        return self._admitting
+
+    def _room(self, request: Request, tokens: int, decision: Decision, position: int) -> bool:
+        """Pages for `tokens` tokens, taken back from the end of the decision's order where none is left."""
+        while not self._memory.grow(request, tokens):
+            if self._busy:
+                return False  # a victim may be in the running step: the next plan asks again
+            victim = next(self._victims(decision, position), None)
+            if victim is None:
+                return False
+            self._memory.vacate(victim)
+            victim.drops += 1
+            victim.state = State.WAITING
+            self._roster.file(victim)
+            self._dropped.append(victim)
+        return True
+
+    def _victims(self, decision: Decision, position: int) -> Iterator[Request]:
+        """Running requests that rank behind `position`, last first: those not granted, then the granted."""
+        named = {grant.request for grant in decision.grants}
+        for table in (self._roster.prefill, self._roster.decode):
+            for row in range(len(table) - 1, -1, -1):
+                if table[row].id not in named and table[row].state is State.RUNNING:
+                    yield table[row]
+        for grant in decision.grants[:position:-1]:
+            request = self._roster.requests[grant.request]
+            if request.state is State.RUNNING:
+                yield request
+
+    def _span(self, request: Request, length: int) -> Span:
+        """Move the cursor, and say what the executor has to know."""
+        start, pages, sent = request.computed, request.pages, request.sent_pages
+        samples = length == request.remaining
+        assert request.slot is not None
+        span = Span(
+            request.id,
+            request.slot,
+            start,
+            length,
+            tuple(pages[sent:]) if len(pages) > sent else (),
+            () if request.on_device and length == 1 else request.tokens(start, start + length),
+            0,
+            samples,
+            None if sent else begin(request),
+        )
+        request.sent_pages = len(pages)
+        request.computed = start + length
+        request.inflight += 1
+        if request.scheduled_at is None:
+            request.scheduled_at = self._start
+        if samples:
+            request.pending += 1
+            request.on_device = True
+            request.budget += request.slo.tpot_of(request.stage)
+        self._roster.file(request)
+        return span
+
+
+def begin(request: Request) -> Begin:
+    """What an executor must know before a request's first span; token history only where penalties need it."""
+    params = request.params
+    history = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+    return Begin(
+        params,
+        request.seed,
+        tuple(request.prompt) if history else (),
+        tuple(request.output) if history else (),
+        request.prompt_length,
+        tuple(sorted(request.eos)),
+    )

@@ -1,0 +1,123 @@
+"""What a request occupies on an instance: its pages and its slot. Writer: the Scheduler of the instance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from .blocks import BlockManager, chain
+from .request import Request
+
+
+class Reservation(NamedTuple):
+    """Pages and a slot set aside for a request whose KV is on its way. The first `cached` pages are here already."""
+
+    request: int
+    pages: tuple[int, ...]
+    cached: int
+    slot: int
+
+
+class Memory:
+    """Pages and slots of one instance.
+
+    A request is admitted with the pages of all its known tokens or not at all. So a prefill, once begun, never
+    waits for pages, and what is on its way to another instance always arrives: that is why pools of a few pages
+    cannot deadlock. Only decoding rows grow.
+    """
+
+    def __init__(self, blocks: BlockManager, slots: int) -> None:
+        self.blocks = blocks
+        self._slots = list(range(slots - 1, -1, -1))
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._slots)
+
+    def digests(self, request: Request, tokens: int) -> Sequence[bytes]:
+        """Digests of the full pages of the first `tokens` tokens; kept on the request, computed once."""
+        size, known = self.blocks.page_size, request.digests
+        for page in range(len(known), tokens // size):
+            parent = known[-1] if known else request.salt
+            known.append(chain(parent, request.tokens(page * size, (page + 1) * size)))
+        return known[: tokens // size]
+
+    def cached(self, request: Request) -> list[bytes]:
+        """Digests of the leading pages that are here already. At least one token is always left to compute."""
+        if not self.blocks.prefix_caching or request.params.prompt_logprobs is not None:
+            return []
+        digests = self.digests(request, request.known - 1)
+        return list(digests[: self.blocks.match(digests)])
+
+    def admit(self, request: Request, reserve: int) -> bool:
+        """Give pages for every known token, and a slot; `reserve` pages must stay available for those that grow."""
+        if not self._slots:
+            return False
+        hits = self.cached(request)
+        pages = self.blocks.take(hits, self.blocks.count(request.known) - len(hits), reserve)
+        if pages is None:
+            return False
+        request.pages = pages
+        request.slot = self._slots.pop()
+        request.computed = len(hits) * self.blocks.page_size
+        if request.scheduled_at is None:
+            request.cached = request.computed
+        return True
+
+    def grow(self, request: Request, tokens: int) -> bool:
+        """Pages so that `tokens` tokens fit."""
+        fresh = self.blocks.count(tokens) - len(request.pages)
+        if fresh > 0:
+            more = self.blocks.take((), fresh)
+            if more is None:
+                return False
+            request.pages += more
+        return True
+
+    def vacate(self, request: Request) -> None:
+        """Take everything back; the content of full pages stays findable until it is evicted."""
+        self.blocks.release(request.pages)
+        request.pages = []
+        request.computed = 0
+        request.sent_pages = 0
+        request.on_device = False
+        if request.slot is not None:
+            self._slots.append(request.slot)
+            request.slot = None
+
+    def register(self, request: Request, start: int, end: int) -> None:
+        """Tokens [start, end) are in the cache now, all known on the host: name the pages that they filled."""
+        size = self.blocks.page_size
+        if self.blocks.prefix_caching and end // size > start // size:
+            digests = self.digests(request, end)
+            for page in range(start // size, end // size):
+                self.blocks.register(request.pages[page], digests[page])
+
+    def reserve(self, request: Request, tokens: int, reserve: int) -> Reservation | None:
+        """Set pages for `tokens` tokens and a slot aside for a request that another instance owns."""
+        if not self._slots:
+            return None
+        hits = self.cached(request)[: tokens // self.blocks.page_size]
+        pages = self.blocks.take(hits, self.blocks.count(tokens) - len(hits), reserve)
+        if pages is None:
+            return None
+        return Reservation(request.id, tuple(pages), len(hits), self._slots.pop())
+
+    def release(self, reservation: Reservation) -> None:
+        self.blocks.release(reservation.pages)
+        self._slots.append(reservation.slot)
+
+    def occupy(self, request: Request, reservation: Reservation) -> None:
+        """The KV has arrived: the request lives here from now on."""
+        request.pages = list(reservation.pages)
+        request.slot = reservation.slot
+        request.sent_pages = 0
+        request.on_device = False
+        self.register(request, 0, request.computed)
+
+    def check(self, requests: Iterable[Request], reservations: Iterable[Reservation], slots: int) -> None:
+        """Conservation of pages and slots. Raises AssertionError."""
+        residents, expected = list(requests), list(reservations)
+        self.blocks.check([r.pages for r in residents] + [r.pages for r in expected])
+        taken = [r.slot for r in residents if r.slot is not None] + [r.slot for r in expected]
+        assert sorted(self._slots + taken) == list(range(slots)), "a slot is lost or given twice"

@@ -1,0 +1,73 @@
+"""Which requests an instance has, and which of them a policy may choose from."""
+
+from __future__ import annotations
+
+from .policy import Role
+from .request import BEST_EFFORT, Request, State
+from .table import Table
+
+
+class Roster:
+    """The requests of one instance, filed in two tables by what they need next. Writer: the Scheduler.
+
+    `prefill` has those with prompt work (or dropped KV to compute again), `decode` those with one token left.
+    A request that must wait for a result, or for another instance, is in neither.
+    """
+
+    def __init__(self, role: Role) -> None:
+        self.role = role
+        self.requests: dict[int, Request] = {}
+        self.prefill = Table()
+        self.decode = Table()
+        self._filed: dict[int, Table] = {}
+
+    def runnable(self, id: int) -> bool:
+        return id in self._filed
+
+    def running(self) -> int:
+        """Requests that hold a slot."""
+        return sum(request.slot is not None for request in self.requests.values())
+
+    def file(self, request: Request) -> None:
+        """Put a request into the table it belongs to now, or take over what has changed."""
+        table, before = self._belongs(request), self._filed.get(request.id)
+        if table is before:
+            if table is not None:
+                table.refresh(request)
+            return
+        self.unfile(request)
+        if table is not None:
+            table.add(request)
+            self._filed[request.id] = table
+
+    def unfile(self, request: Request) -> None:
+        table = self._filed.pop(request.id, None)
+        if table is not None:
+            table.remove(request)
+
+    def demote(self, id: int) -> None:
+        """Make a request best effort: it is served from what the others leave."""
+        request = self.requests[id]
+        table = self._filed.get(id)
+        if table is not None:
+            table.remove(request)
+        request.tier = BEST_EFFORT
+        if table is not None:
+            table.add(request)
+
+    def check(self) -> None:
+        """Raises AssertionError where a request is filed wrongly."""
+        for request in self.requests.values():
+            assert request.inflight >= 0 and request.pending >= 0, f"{request} counts below zero"
+            assert self._filed.get(request.id) is self._belongs(request), f"{request} is in the wrong table"
+        assert len(self.prefill) + len(self.decode) == len(self._filed), "tables and index disagree"
+        assert self._filed.keys() <= self.requests.keys(), "a request that left is still filed"
+
+    def _belongs(self, request: Request) -> Table | None:
+        if request.state is State.WAITING:
+            return self.prefill
+        if request.state is not State.RUNNING or request.generated >= request.limit:
+            return None
+        if request.pending and self.role is Role.PREFILL:
+            return None  # its prompt is done: it leaves
+        return self.decode if request.remaining == 1 and request.generated else self.prefill

@@ -1,0 +1,327 @@
+"""The mechanism: a policy's Decision + memory + limits become a legal StepPlan; a StepResult becomes state.
+
+Every public method that changes something is an input of later plans, and is logged as such: feeding a journal's
+inputs to new Schedulers gives the same plans (see journal.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+from .blocks import BlockManager
+from .counters import Counters
+from .errors import InvalidValue
+from .grant import Granter
+from .memory import Memory, Reservation
+from .perf.model import Load, PerfModel
+from .plan import Delta, StepPlan, StepResult
+from .policy import Limits, Policy, Role, View
+from .request import Request, State
+from .roster import Roster
+from .slo import ANSWER
+
+
+class Log(Protocol):
+    """Takes one input, or one plan, of one instance; see journal.py."""
+
+    def __call__(self, kind: str, **fields: Any) -> None: ...
+
+
+class Submitted(NamedTuple):
+    """A plan that the executor has and whose result is not back."""
+
+    plan: StepPlan
+    load: Load
+    seconds: float  # predicted
+
+
+class Settled(NamedTuple):
+    """What a finished step changed."""
+
+    deltas: tuple[Delta, ...]
+    advanced: tuple[tuple[Request, int], ...]  # on a prefill instance: requests, and the tokens whose KV stands now
+
+
+def no_log(kind: str, **fields: Any) -> None:
+    """Keeps nothing."""
+
+
+class Scheduler:
+    """Requests of one instance. Owner of every Request it holds, of their pages and slots."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        perf: PerfModel,
+        limits: Limits,
+        role: Role = Role.MIXED,
+        *,
+        prefix_caching: bool = True,
+        log: Log = no_log,
+    ) -> None:
+        self.policy = policy
+        self.perf = perf
+        self.limits = limits
+        self.role = role
+        self.kv_waiting = 0  # requests of other instances that wait for pages here; set by the Cluster
+        self.counters = Counters()
+        self._prefix_caching = prefix_caching
+        self._log = log
+        self._roster = Roster(role)
+        self._reservations: dict[int, Reservation] = {}
+        self._memory = self._new_memory()
+        self._submitted: deque[Submitted] = deque()
+        self._step = 0
+
+    def _new_memory(self) -> Memory:
+        limits = self.limits
+        blocks = BlockManager(limits.pages, limits.page_size, prefix_caching=self._prefix_caching)
+        return Memory(blocks, limits.rows)
+
+    # what others may look at
+
+    def __len__(self) -> int:
+        return len(self._roster.requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._roster.requests.values())
+
+    def __contains__(self, id: int) -> bool:
+        return id in self._roster.requests
+
+    @property
+    def blocks(self) -> BlockManager:
+        return self._memory.blocks
+
+    @property
+    def running(self) -> int:
+        """Requests that hold a slot."""
+        return self._roster.running()
+
+    @property
+    def waiting(self) -> int:
+        return len(self) - self.running
+
+    @property
+    def prefill_backlog(self) -> int:
+        """Prompt tokens still to compute here."""
+        return int(self._roster.prefill.remaining.sum())
+
+    @property
+    def decode_context(self) -> int:
+        """Sum of the contexts that decode here, those on their way included. Tokens."""
+        coming = sum(len(r.pages) for r in self._reservations.values()) * self.limits.page_size
+        return int(self._roster.decode.context.sum()) + coming
+
+    @property
+    def predicted(self) -> float:
+        """Predicted seconds of the plan made last."""
+        return self._submitted[-1].seconds if self._submitted else 0.0
+
+    def cached_tokens(self, request: Request) -> int:
+        """Prompt tokens of a request that this instance's prefix cache holds."""
+        return len(self._memory.cached(request)) * self.limits.page_size
+
+    def reserved(self, reservation: Reservation) -> bool:
+        """Whether a reservation still stands."""
+        return self._reservations.get(reservation.request) is reservation
+
+    # inputs: requests
+
+    def add(self, request: Request) -> None:
+        """Take over a new request. Raises InvalidValue where it could never fit."""
+        most = self.limits.pages * self.limits.page_size
+        if request.prompt_length >= most:
+            raise InvalidValue(
+                f"a prompt of {request.prompt_length} tokens does not fit: the KV pool of an instance holds {most} "
+                "tokens; raise --kv-cache-memory or --gpu-memory-utilization",
+                "prompt",
+            )
+        self._log("add", request=request)
+        request.limit = min(request.limit, most - request.prompt_length)
+        self._roster.requests[request.id] = request
+        self._roster.file(request)
+
+    def cancel(self, id: int, reason: str, error: str | None = None) -> Delta | None:
+        """End a request early; None where it is not here or already over."""
+        request = self._roster.requests.get(id)
+        if request is None or request.state is State.FINISHED:
+            return None
+        self._log("cancel", id=id, reason=reason, error=error)
+        return self._finish(request, reason, error)
+
+    # inputs: steps
+
+    def plan(self, now: float, start: float) -> StepPlan | None:
+        """The next step, to begin at `start`; None where nothing can run."""
+        self._log("plan", now=now, start=start, kv_waiting=self.kv_waiting)
+        roster = self._roster
+        view = View(
+            now=now,
+            start=start,
+            role=self.role,
+            prefill=roster.prefill,
+            decode=roster.decode,
+            limits=self.limits,
+            free_pages=self._memory.blocks.available,
+            kv_waiting=self.kv_waiting,
+            perf=self.perf,
+        )
+        decision = self.policy.decide(view)
+        for id in decision.demote:
+            roster.demote(id)
+        granted = Granter(roster, self._memory, self.limits, start, busy=bool(self._submitted)).grant(decision)
+        self.counters.count(granted)
+        if not granted.spans:
+            return None
+        self._step += 1
+        plan = StepPlan(self._step, granted.spans)
+        self._submitted.append(Submitted(plan, granted.load, self.perf.step_time(granted.load)))
+        self._log("planned", plan=plan)
+        return plan
+
+    def settle(self, result: StepResult) -> Settled:
+        """Take in the result of the oldest submitted step."""
+        self._log("settle", result=result)
+        submitted = self._submitted.popleft()
+        if submitted.plan.step != result.step:
+            raise AssertionError(f"step {result.step} came back before step {submitted.plan.step}")
+        seconds = result.finished - result.started
+        self.perf.observe(submitted.load, seconds)
+        self.counters.step(submitted.load, submitted.seconds, seconds)
+        prefills = self.role is Role.PREFILL
+        deltas: list[Delta] = []
+        advanced: list[tuple[Request, int]] = []
+        for index, span in enumerate(submitted.plan.spans):
+            request = self._roster.requests[span.request]
+            request.inflight -= 1
+            request.failures = 0
+            if request.state is State.FINISHED:
+                self.counters.surplus_tokens += span.length
+                self._forget(request)
+                continue
+            if index in result.failed:
+                deltas.append(self._finish(request, "error", result.failed[index]))
+                continue
+            if prefills and span.samples:
+                request.state = State.HANDOVER
+            end = span.start + span.length
+            self._memory.register(request, span.start, end)
+            delta = self._gain(request, result, index)
+            if delta is not None:
+                deltas.append(delta)
+            if prefills and request.state is not State.FINISHED:
+                advanced.append((request, end))
+        return Settled(tuple(deltas), tuple(advanced))
+
+    def recover(self) -> list[Delta]:
+        """A step raised and the pool is new: every request here loses its KV and keeps its tokens.
+
+        The requests of the step that raised are retried, each alone, so that the one at fault can be told from
+        the others; the one whose span fails alone ends in an error.
+        """
+        self._log("recover")
+        self.counters.rebuilds += 1
+        blamed = {span.request for span in self._submitted[0].plan.spans} if self._submitted else set()
+        self._submitted.clear()
+        self._reservations.clear()
+        self._memory = self._new_memory()
+        deltas = []
+        for request in list(self._roster.requests.values()):
+            request.forget_cache()
+            if request.state is State.FINISHED:
+                del self._roster.requests[request.id]
+                continue
+            request.state = State.WAITING
+            request.failures += request.id in blamed
+            if request.failures > 1 and len(blamed) == 1:
+                deltas.append(self._finish(request, "error", "the step that computed this request failed twice"))
+            else:
+                self._roster.file(request)
+        return deltas
+
+    # inputs: KV that moves between instances
+
+    def reserve(self, request: Request) -> Reservation | None:
+        """Set pages and a slot aside for a request whose prompt another instance computes."""
+        self._log("reserve", id=request.id)
+        if any(resident.state is State.WAITING for resident in self):
+            return None  # those whose KV was dropped here come back first
+        tokens = request.prompt_length + len(request.output)
+        headroom = len(self._roster.decode) + len(self._reservations)
+        reservation = self._memory.reserve(request, tokens, headroom)
+        if reservation is not None:
+            self._reservations[request.id] = reservation
+        return reservation
+
+    def unreserve(self, reservation: Reservation) -> None:
+        """Give a reservation back; nothing where a step that raised has already taken it."""
+        if self.reserved(reservation):
+            self._log("unreserve", id=reservation.request)
+            self._memory.release(self._reservations.pop(reservation.request))
+
+    def disown(self, id: int) -> Request:
+        """Let a request go whose KV has been taken elsewhere."""
+        self._log("disown", id=id)
+        request = self._roster.requests.pop(id)
+        self._roster.unfile(request)
+        computed = request.computed
+        self._memory.vacate(request)
+        request.computed = computed
+        return request
+
+    def adopt(self, request: Request) -> None:
+        """Take over a request whose KV has arrived in the pages reserved for it."""
+        self._log("adopt", id=request.id)
+        self._memory.occupy(request, self._reservations.pop(request.id))
+        request.state = State.RUNNING
+        self._roster.requests[request.id] = request
+        self._roster.file(request)
+
+    def check(self) -> None:
+        """Raises AssertionError where a page, a slot or a request is lost."""
+        self._memory.check(self, self._reservations.values(), self.limits.rows)
+        self._roster.check()
+
+    # from a result to state
+
+    def _gain(self, request: Request, result: StepResult, index: int) -> Delta | None:
+        """Append the sampled tokens, up to the one that ends the request."""
+        tokens, logprobs = result.tokens[index], result.logprobs.get(index, ())
+        prompt_logprobs = result.prompt_logprobs.get(index, ())
+        if not tokens:
+            return Delta(request.id, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
+        reason = stop_token = None
+        for count, token in enumerate(tokens, 1):
+            request.gain(token, result.finished)
+            if token in request.end_thinking:
+                request.switch_stage(ANSWER)
+            if request.stops_at(token):
+                reason, stop_token = "stop", token
+            elif len(request.output) >= request.limit:
+                reason = "length"
+            if reason is not None:
+                tokens, logprobs = tokens[:count], logprobs[:count]
+                break
+        self.counters.generated_tokens += len(tokens)
+        if reason is not None:
+            self._finish(request, reason)
+        elif len(request.output) == 1 or request.slo.stages:
+            self._roster.file(request)  # its deadline has a new anchor
+        return Delta(request.id, tokens, logprobs, prompt_logprobs, reason, None, stop_token)
+
+    def _finish(self, request: Request, reason: str, error: str | None = None) -> Delta:
+        request.state = State.FINISHED
+        request.finish_reason = reason
+        request.error = error
+        self._roster.unfile(request)
+        self._forget(request)
+        return Delta(request.id, finish_reason=reason, error=error)
+
+    def _forget(self, request: Request) -> None:
+        """Give a finished request's pages back, once no submitted step touches them."""
+        if request.inflight == 0:
+            self._memory.vacate(request)
+            self._roster.requests.pop(request.id, None)

@@ -1,0 +1,277 @@
+"""The seam's second implementation: devices as a step-time model, a link and a table of hidden output lengths."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from ..errors import InvalidValue, StepFailed
+from ..executor import Step
+from ..perf.model import Load
+from ..plan import KvParcel, StepPlan, StepResult, Suspended
+from .clock import EVENT, VirtualLoop
+
+FILLER, EOS = 1, 2  # the two token ids a simulation knows
+DRAWS = 4096  # noise factors drawn at a time
+
+
+class StepTime(Protocol):
+    """What really happens in a simulation; a scheduler's PerfModel only predicts it."""
+
+    def step_time(self, load: Load) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One simulated instance.
+
+    bandwidth (bytes/s) and latency (s) are those of the link by which KV arrives, one parcel at a time.
+    segments: equal pieces of a preemptible step, at whose ends it can stop; ahead: pieces already dispatched when
+    the host asks. noise: standard deviation of the step times' lognormal factor of mean 1. acceptance: chance that
+    a drafted token is right.
+    """
+
+    pages: int
+    page_size: int
+    kv_bytes_per_token: int = 0
+    bandwidth: float = 450e9
+    latency: float = 1e-3
+    segments: int = 1
+    ahead: int = 0
+    noise: float = 0.0
+    acceptance: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, ok, allowed in (
+            ("pages", self.pages >= 1, "at least 1"),
+            ("page_size", self.page_size >= 1, "at least 1 token"),
+            ("bandwidth", self.bandwidth > 0, "more than 0 bytes/s"),
+            ("latency", self.latency >= 0, "0 s or more"),
+            ("segments", self.segments >= 1, "at least 1"),
+            ("ahead", self.ahead >= 0, "0 or more"),
+            ("noise", 0 <= self.noise < 1, "between 0 and 1"),
+            ("acceptance", 0 <= self.acceptance <= 1, "between 0 and 1"),
+        ):
+            if not ok:
+                raise InvalidValue(f"device {name}={getattr(self, name)!r} must be {allowed}", name)
+
+
+class Parcel(NamedTuple):
+    """KV on its way: how much, and the last step that writes it."""
+
+    pages: int
+    after: Step | None
+
+
+class _Job:
+    """A submitted step. Writer: the SimExecutor that holds it."""
+
+    __slots__ = ("began", "done", "future", "plan", "seconds", "stop", "timer", "tokens")
+
+    def __init__(self, plan: StepPlan, future: Step, seconds: float, tokens: tuple[tuple[int, ...], ...]) -> None:
+        self.plan = plan
+        self.future = future
+        self.seconds = seconds  # of the whole step
+        self.tokens = tokens
+        self.done = 0.0  # seconds computed before `began`, where it was suspended
+        self.began = 0.0
+        self.timer: asyncio.TimerHandle | None = None
+        self.stop = False  # asked to stop before it began
+
+
+class SimExecutor:
+    """One instance in virtual time. Output lengths live here only, so nobody who decides can see them."""
+
+    lead = 0.0
+
+    def __init__(
+        self,
+        model: StepTime,
+        device: Device,
+        outputs: Mapping[int, int],
+        loop: VirtualLoop,
+        *,
+        seed: int | Sequence[int] = 0,
+        watch: Callable[[StepPlan, StepResult], None] | None = None,
+        fails: Callable[[StepPlan], bool] | None = None,
+    ) -> None:
+        """`outputs` maps a request to the number of its output tokens, the EOS included. `watch` sees every step
+        that ends; a step for which `fails` says so raises StepFailed instead."""
+        self._model = model
+        self._device = device
+        self._outputs = outputs
+        self._loop = loop
+        self._random = np.random.default_rng(seed)
+        self._factors: list[float] = []
+        self._watch = watch
+        self._fails = fails
+        self._queue: deque[_Job] = deque()  # behind the running one
+        self._running: _Job | None = None
+        self._suspended: dict[int, _Job] = {}
+        self._last: Step | None = None
+        self._prompts: dict[int, int] = {}  # slot -> prompt length of the request in it
+        self._link_free = 0.0
+
+    @property
+    def pages(self) -> int:
+        return self._device.pages
+
+    @property
+    def page_size(self) -> int:
+        return self._device.page_size
+
+    def now(self) -> float:
+        return self._loop.now
+
+    # steps
+
+    def submit(self, plan: StepPlan) -> Step:
+        future: Step = self._loop.create_future()
+        if plan.resume is None:
+            load, tokens = self._look(plan)
+            job = _Job(plan, future, self._model.step_time(load) * self._factor(), tokens)
+        else:
+            before = self._suspended.pop(plan.resume, None)
+            if before is None:
+                raise InvalidValue(f"step {plan.step} resumes step {plan.resume}, which is not suspended", "resume")
+            job = _Job(plan, future, before.seconds, before.tokens)
+            job.done = before.done
+        self._last = future
+        if self._running is None:
+            self._begin(job)
+        else:
+            self._queue.append(job)
+        return future
+
+    def preempt(self, step: Step) -> None:
+        job = self._running if self._running is not None and self._running.future is step else None
+        if job is None:
+            for queued in self._queue:
+                queued.stop = queued.stop or queued.future is step
+            return
+        if not job.plan.preemptible:
+            raise InvalidValue(f"step {job.plan.step} is not preemptible", "preemptible")
+        segment = job.seconds / self._device.segments
+        computed = job.done + self._loop.now - job.began
+        boundary = max(ceil(computed / segment - 1e-9), round(job.done / segment) + 1) + self._device.ahead
+        if boundary < self._device.segments and job.timer is not None:
+            job.timer.cancel()
+            at = job.began + boundary * segment - job.done
+            job.timer = self._loop.at(at, EVENT, self._suspend, job, boundary * segment)
+
+    def _begin(self, job: _Job) -> None:
+        self._running = job
+        job.began = now = self._loop.now
+        if job.stop:
+            job.timer = self._loop.at(now, EVENT, self._suspend, job, job.done)
+        else:
+            job.timer = self._loop.at(now + job.seconds - job.done, EVENT, self._end, job)
+
+    def _end(self, job: _Job) -> None:
+        result = StepResult(job.plan.step, job.began, self._loop.now, job.tokens)
+        failed = self._fails is not None and self._fails(job.plan)
+        if self._watch is not None and not failed:
+            self._watch(job.plan, result)
+        if not job.future.done():
+            if failed:
+                job.future.set_exception(StepFailed(f"step {job.plan.step} was made to fail"))
+            else:
+                job.future.set_result(result)
+        self._next()
+
+    def _suspend(self, job: _Job, done: float) -> None:
+        job.done = done
+        self._suspended[job.plan.step] = job
+        if not job.future.done():
+            job.future.set_result(Suspended(job.plan.step, self._loop.now))
+        self._next()
+
+    def _next(self) -> None:
+        self._running = None
+        if self._queue:
+            self._begin(self._queue.popleft())
+
+    def _look(self, plan: StepPlan) -> tuple[Load, tuple[tuple[int, ...], ...]]:
+        """What the step costs, and what it will sample."""
+        prompts, outputs = self._prompts, self._outputs
+        prefill = decode = longest = context = prefix = quadratic = 0
+        tokens: list[tuple[int, ...]] = []
+        for request, slot, start, length, _, _, draft, samples, begin in plan.spans:
+            if begin is not None:
+                prompts[slot] = begin.prompt_length
+            prompt = prompts[slot]
+            if length == 1 + draft and start >= prompt:
+                decode += length
+                context += start
+                if start > longest:
+                    longest = start
+            else:
+                prefill += length
+                quadratic += 2 * length * start + length * length
+                prefix += start
+            if not samples:
+                tokens.append(())
+                continue
+            index = start + length - draft - prompt  # of the first token sampled; 0 is the request's first
+            left = outputs[request] - index
+            if draft:
+                tokens.append(self._verified(draft, left))
+            else:
+                tokens.append(_FILLER if left > 1 else _EOS)
+        return Load(prefill, decode, quadratic / 2, longest, context, prefix), tuple(tokens)
+
+    def _verified(self, draft: int, left: int) -> tuple[int, ...]:
+        """Drafted tokens up to the first wrong one, and the token that the target puts there."""
+        right = 0
+        while right < draft and self._random.random() < self._device.acceptance:
+            right += 1
+        return (FILLER,) * right + _FILLER if right + 1 < left else (FILLER,) * (max(left, 1) - 1) + _EOS
+
+    def _factor(self) -> float:
+        sigma = self._device.noise
+        if not sigma:
+            return 1.0
+        if not self._factors:
+            self._factors = self._random.lognormal(-sigma * sigma / 2, sigma, DRAWS).tolist()
+        return self._factors.pop()
+
+    # rows and KV
+
+    def release(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._prompts.pop(slot, None)
+
+    def export_kv(self, pages: Sequence[int]) -> KvParcel:
+        return Parcel(len(pages), self._last)
+
+    async def import_kv(self, parcel: KvParcel, pages: Sequence[int]) -> None:
+        """Wait for the parcel's KV to be written, for the link to be free, and for the transfer."""
+        if len(pages) != parcel.pages:
+            raise InvalidValue(f"a parcel of {parcel.pages} pages does not fit {len(pages)} pages", "pages")
+        if parcel.after is not None and not parcel.after.done():
+            await asyncio.wait([parcel.after])
+        device, now = self._device, self._loop.now
+        size = parcel.pages * device.page_size * device.kv_bytes_per_token
+        self._link_free = max(self._link_free, now) + device.latency + size / device.bandwidth
+        arrived: asyncio.Future[None] = self._loop.create_future()
+        self._loop.at(self._link_free, EVENT, _arrive, arrived)
+        await arrived
+
+    async def close(self) -> None:
+        """Let submitted steps end."""
+        if self._last is not None and not self._last.done():
+            await asyncio.wait([self._last])
+
+
+_FILLER, _EOS = (FILLER,), (EOS,)
+
+
+def _arrive(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

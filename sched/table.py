@@ -1,0 +1,111 @@
+"""Requests in order, with numpy columns kept up to date beside them, so that a policy need not rebuild them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+
+import numpy as np
+
+from .perf.model import Array
+from .request import BEST_EFFORT, Request
+
+Key = tuple[bool, int, float, int]
+ARRIVAL, TTFT, TPOT, DEADLINE, REMAINING, CONTEXT, LENGTH, COLUMNS = range(8)
+
+
+def key(request: Request) -> Key:
+    """The order of service among equals: best effort last, then vLLM's priority (lower first), arrival, id."""
+    return (request.tier == BEST_EFFORT, request.priority, request.arrival, request.id)
+
+
+class Table:
+    """Requests sorted by `key`. Writer: the Scheduler that owns them. Policies see it as `Rows`."""
+
+    def __init__(self, capacity: int = 64) -> None:
+        self._requests: list[Request] = []
+        self._keys: list[Key] = []
+        self._data = np.zeros((COLUMNS, capacity))
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def __getitem__(self, row: int) -> Request:
+        return self._requests[row]
+
+    def _column(self, index: int) -> Array:
+        column = self._data[index, : len(self._requests)]
+        column.flags.writeable = False
+        return column
+
+    @property
+    def arrival(self) -> Array:
+        return self._column(ARRIVAL)
+
+    @property
+    def ttft(self) -> Array:
+        return self._column(TTFT)
+
+    @property
+    def tpot(self) -> Array:
+        return self._column(TPOT)
+
+    @property
+    def deadline(self) -> Array:
+        return self._column(DEADLINE)
+
+    @property
+    def remaining(self) -> Array:
+        return self._column(REMAINING)
+
+    @property
+    def context(self) -> Array:
+        return self._column(CONTEXT)
+
+    @property
+    def length(self) -> Array:
+        return self._column(LENGTH)
+
+    def add(self, request: Request) -> None:
+        place = key(request)
+        row = bisect_left(self._keys, place)
+        n = len(self._requests)
+        if n == self._data.shape[1]:
+            self._data = np.concatenate([self._data, np.zeros_like(self._data)], axis=1)
+        self._data[:, row + 1 : n + 1] = self._data[:, row:n]
+        self._requests.insert(row, request)
+        self._keys.insert(row, place)
+        slo = request.slo
+        self._data[:, row] = (
+            request.arrival,
+            slo.ttft,
+            slo.tpot_of(request.stage),
+            request.deadline,
+            request.remaining,
+            request.computed,
+            request.prompt_length,
+        )
+
+    def remove(self, request: Request) -> None:
+        row = self._row(request)
+        n = len(self._requests)
+        self._data[:, row : n - 1] = self._data[:, row + 1 : n]
+        del self._requests[row], self._keys[row]
+
+    def refresh(self, request: Request) -> None:
+        """Take over what changes while a request runs."""
+        row, data = self._row(request), self._data
+        data[DEADLINE, row] = request.deadline
+        data[REMAINING, row] = request.remaining
+        data[CONTEXT, row] = request.computed
+        if request.slo.stages:
+            data[TPOT, row] = request.slo.tpot_of(request.stage)
+
+    def _row(self, request: Request) -> int:
+        row = bisect_left(self._keys, key(request))
+        if row == len(self._keys) or self._requests[row] is not request:
+            raise KeyError(f"{request} is not in this table")
+        return row
