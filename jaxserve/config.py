@@ -1,7 +1,299 @@
-"""Everything that can be set, as one frozen value."""
+"""Everything that can be set, as one frozen value: `ServeConfig`. Flags, a YAML file and `LLM(...)` all make one."""
 
 from __future__ import annotations
 
-from jaxserve.yamlio import load_yaml, parse_yaml
+import re
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-__all__ = ["load_yaml", "parse_yaml"]
+from jaxserve.errors import InvalidValue
+from jaxserve.sched.request import BEST_EFFORT, STANDARD
+from jaxserve.sched.slo import NO_SLO, SLO
+from jaxserve.yamlio import convert, load_fields, load_yaml, nearest, parse_yaml, size
+
+__all__ = ["ServeConfig", "Tier", "load_yaml", "parse_mesh", "parse_yaml", "preset"]
+
+Bytes = Annotated[int, size]
+
+
+def preset(kind: str, name: str) -> Path:
+    """A file of `configs/`: `preset("slo", "tiers")` is configs/slo/tiers.yaml, also in an installed wheel."""
+    folder = Path(__file__).parent / "presets" / kind
+    path = folder / f"{name}.yaml"
+    if not path.is_file():
+        raise InvalidValue(f"no {kind} preset {name!r}: {nearest(name, (p.stem for p in folder.glob('*.yaml')))}", name)
+    return path
+
+
+def parse_mesh(text: str) -> tuple[int, int]:
+    """`RxT` as (instances, devices per instance)."""
+    match = re.fullmatch(r"([1-9]\d*)[xX]([1-9]\d*)", text.strip())
+    if match is None:
+        raise InvalidValue(
+            f"mesh={text!r} must be RxT, instances by devices per instance, as in 1x1, 2x4 or 4x2", "mesh"
+        )
+    return int(match[1]), int(match[2])
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A named service class that a request picks with `service_tier`. None: as the server's own SLO."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    tbt: float | None = None
+    priority: int = 0
+    best_effort: bool = False  # no deadline; may lose its KV, never its tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiers:
+    tiers: Mapping[str, Tier]
+
+
+def flag(default: Any, group: str, text: str, **more: Any) -> Any:
+    """A setting: its default, the group of flags it is shown in, and what it does."""
+    return field(default=default, metadata={"group": group, "help": text, **more})
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Settings of a server or of an `LLM`. Names are vLLM's where vLLM has the setting.
+
+    Each field is a flag (`max_model_len` is `--max-model-len`) and a key of a `--config` file. Raises InvalidValue
+    naming the field, its value and what is allowed, also for settings this version does not support yet.
+    """
+
+    # model
+    model: str | None = flag(
+        None, "model", "Hugging Face name or folder with config.json, tokenizer and weights. Default: the demo model "
+        "that comes with jaxserve, small enough for a laptop.", metavar="NAME|PATH",
+    )  # fmt: skip
+    tokenizer: str | None = flag(None, "model", "Name or folder of the tokenizer. Default: the model's.")
+    revision: str | None = flag(None, "model", "Branch, tag or commit on the Hugging Face hub.")
+    dtype: Literal["auto", "float32", "bfloat16"] = flag(
+        "auto", "model", "Type of weights and activations. auto: float32 on CPU, bfloat16 on accelerators."
+    )
+    load_format: Literal["auto", "safetensors", "orbax", "dummy"] = flag(
+        "auto", "model", "Where weights come from. dummy: random ones, for measuring speed without a download."
+    )
+    max_model_len: int | None = flag(
+        None, "model", "Longest prompt plus output, in tokens. Default: the model's own limit."
+    )
+    seed: int = flag(0, "model", "Seed of dummy weights and of requests that bring none.")
+    speculative_config: str | None = flag(
+        None, "model", "JSON as for vLLM. Not supported by this version.", metavar="JSON"
+    )
+
+    # devices
+    mesh: str | None = flag(
+        None, "devices", "RxT: R instances of T devices each (T-way tensor parallel). From 2 instances on, half "
+        "prefill and half decode. Default: one instance on all local accelerators; 1x1 on CPU. On CPU missing "
+        "devices are emulated.", metavar="RxT",
+    )  # fmt: skip
+    prefill: int | None = flag(
+        None, "devices", "How many of the R instances prefill; the others decode. Default: half.", metavar="N"
+    )
+    mode: Literal["auto", "disaggregated", "colocated"] = flag(
+        "auto", "devices", "colocated: every instance both prefills and decodes. disaggregated: each does one of the "
+        "two. auto: disaggregated from two instances on.",
+    )  # fmt: skip
+    share_devices: bool = flag(False, "devices", "Let instances share a device when there are fewer than R*T.")
+
+    # scheduling
+    policy: str = flag(
+        "kairos", "scheduling", "Scheduling policy, or one per role as in prefill=fcfs,decode=continuous."
+    )
+    placement: Literal["least_work", "round_robin"] = flag(
+        "least_work", "scheduling", "Which instance takes a request: the one with least work left, or each in turn."
+    )
+    admission: str = flag("none", "scheduling", "none: every request is admitted. Others are not supported yet.")
+    ttft_slo: float = flag(
+        8.0, "scheduling", "Time to first token that a request is promised unless it brings its own: 8s, 500ms.",
+        metavar="TIME",
+    )  # fmt: skip
+    tpot_slo: float = flag(
+        0.050, "scheduling", "Mean time per output token after the first, likewise, as in 50ms.", metavar="TIME"
+    )
+    slo_tiers: str | None = flag(
+        None, "scheduling", "YAML file of the tiers a request can pick with service_tier. Default: interactive, "
+        "standard, batch (configs/slo/tiers.yaml).", metavar="FILE",
+    )  # fmt: skip
+    max_num_seqs: int | None = flag(
+        None, "scheduling", "Most requests running at a time on an instance. Default: 256 on accelerators, 64 on CPU."
+    )
+    max_num_batched_tokens: int | None = flag(
+        None, "scheduling", "Most new tokens in a step: the chunk budget. Default: 8192 on accelerators, 512 on CPU."
+    )
+    max_num_queued_reqs: int | None = flag(
+        None, "scheduling", "Requests allowed to wait; further ones get 503 and Retry-After. Default: no bound."
+    )
+    preempt_boundary: str = flag(
+        "chunk", "scheduling", "Where a running prefill may stop for more urgent work. Only chunk is supported yet."
+    )
+    first_token: Literal["prefill", "decode"] = flag(
+        "prefill", "scheduling", "Who sends the first token: the prefill instance at once, or the decode instance "
+        "when the KV has arrived.",
+    )  # fmt: skip
+
+    # memory
+    block_size: int | None = flag(
+        None, "memory", "Tokens in a page of the KV cache. Default: what the attention kernel likes best."
+    )
+    kv_cache_dtype: str = flag("auto", "memory", "auto: as --dtype. Others are not supported yet.")
+    gpu_memory_utilization: float = flag(
+        0.9, "memory", "Share of each accelerator's memory for weights, KV cache and temporaries."
+    )
+    kv_cache_memory: Bytes | None = flag(  # noqa: RUF009
+        None, "memory", "On CPU: bytes of all KV caches together, as in 2GiB. Default: 2 GiB or a quarter of free "
+        "memory, whichever is smaller.", metavar="SIZE",
+    )  # fmt: skip
+    enable_prefix_caching: bool = flag(True, "memory", "Keep the KV of finished requests for later equal prefixes.")
+
+    # server
+    host: str = flag(
+        "127.0.0.1", "server", "Address to listen on; 0.0.0.0 lets other machines connect (set --api-key then)."
+    )
+    port: int = flag(8000, "server", "Port to listen on; 0 picks a free one.")
+    api_key: tuple[str, ...] = flag(
+        (), "server", "Keys that requests must bring as `Authorization: Bearer KEY`.", metavar="KEY"
+    )
+    served_model_name: tuple[str, ...] = flag(
+        (), "server", "Names that requests may give as `model`. Default: the model's.", metavar="NAME"
+    )
+    chat_template: str | None = flag(None, "server", "Jinja file with a chat template instead of the model's.")
+    max_body_size: Bytes = flag(  # noqa: RUF009
+        8 << 20, "server", "Largest request body; larger ones get 413.", metavar="SIZE"
+    )
+    drain_timeout: float = flag(
+        30.0, "server", "After SIGTERM, how long running requests may go on; new ones get 503.", metavar="TIME"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = flag("info", "server", "How much to log.")
+    disable_log_stats: bool = flag(False, "server", "No line of statistics every 10 s.")
+    journal: str | None = flag(
+        None, "server", "File that records arrivals, plans and results as JSON lines, to replay them.", metavar="FILE"
+    )
+
+    def __post_init__(self) -> None:
+        self._check_ranges()
+        self._check_supported()
+        self._check_mesh()
+        _ = self.slo
+
+    def _check_ranges(self) -> None:
+        for name, low, high in (
+            ("max_model_len", 2, None),
+            ("max_num_seqs", 1, None),
+            ("max_num_batched_tokens", 1, None),
+            ("max_num_queued_reqs", 1, None),
+            ("block_size", 1, None),
+            ("kv_cache_memory", 1, None),
+            ("max_body_size", 1, None),
+            ("drain_timeout", 0, None),
+            ("port", 0, 65535),
+            ("gpu_memory_utilization", 0.01, 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and (value < low or (high is not None and value > high)):
+                allowed = f"at least {low}" if high is None else f"{low} to {high}"
+                raise InvalidValue(f"{name}={value!r} must be {allowed}", name)
+        if self.block_size is not None and self.block_size & (self.block_size - 1):
+            raise InvalidValue(f"block_size={self.block_size} must be a power of two", "block_size")
+
+    def _check_supported(self) -> None:
+        choices: tuple[tuple[str, tuple[Any, ...]], ...] = (
+            ("dtype", ("auto", "float32", "bfloat16")),
+            ("load_format", ("auto", "safetensors", "orbax", "dummy")),
+            ("mode", ("auto", "disaggregated", "colocated")),
+            ("first_token", ("prefill", "decode")),
+            ("log_level", ("debug", "info", "warning", "error")),
+        )
+        for name, allowed in choices:
+            if getattr(self, name) not in allowed:
+                raise InvalidValue(f"{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}", name)
+        supported: tuple[tuple[str, tuple[Any, ...]], ...] = (
+            ("speculative_config", (None,)),
+            ("admission", ("none",)),
+            ("preempt_boundary", ("chunk",)),
+            ("kv_cache_dtype", ("auto",)),
+            ("placement", ("least_work", "round_robin")),
+        )
+        for name, allowed in supported:
+            if getattr(self, name) not in allowed:
+                words = "not setting it" if allowed == (None,) else ", ".join(allowed)
+                raise InvalidValue(f"{name}={getattr(self, name)!r} is not supported yet; allowed: {words}", name)
+
+    def _check_mesh(self) -> None:
+        if self.mesh is not None:
+            self.roles(parse_mesh(self.mesh)[0])
+        elif self.prefill is not None:
+            raise InvalidValue(f"prefill={self.prefill} needs a mesh, as in --mesh 4x2 --prefill 1", "prefill")
+
+    @property
+    def mesh_shape(self) -> tuple[int, int] | None:
+        """(instances, devices per instance), or None: one instance on all local accelerators, 1x1 on CPU."""
+        return None if self.mesh is None else parse_mesh(self.mesh)
+
+    def roles(self, instances: int) -> tuple[str, ...]:
+        """Role of each instance: `prefill`, `decode` or `mixed`."""
+        if self.mode == "disaggregated" and instances == 1:
+            raise InvalidValue("mode='disaggregated' needs at least 2 instances, as in --mesh 2x1", "mode")
+        if self.mode == "colocated" or instances == 1:
+            if self.prefill is not None:
+                raise InvalidValue(f"prefill={self.prefill} has no meaning when all instances are colocated", "prefill")
+            return ("mixed",) * instances
+        prefill = instances // 2 if self.prefill is None else self.prefill
+        if not 1 <= prefill < instances:
+            raise InvalidValue(
+                f"prefill={prefill} must be 1 to {instances - 1} on a mesh of {instances} instances", "prefill"
+            )
+        return ("prefill",) * prefill + ("decode",) * (instances - prefill)
+
+    @property
+    def slo(self) -> SLO:
+        """What a request is promised that brings no SLO of its own."""
+        return SLO(self.ttft_slo, self.tpot_slo)
+
+    def rows(self, platform: str) -> int:
+        """`max_num_seqs`, or the platform's default."""
+        return self.max_num_seqs or (64 if platform == "cpu" else 256)
+
+    def step_tokens(self, platform: str) -> int:
+        """`max_num_batched_tokens`, or the platform's default."""
+        return self.max_num_batched_tokens or (512 if platform == "cpu" else 8192)
+
+    @cached_property
+    def tiers(self) -> Mapping[str, Tier]:
+        """The tiers that `service_tier` may name. `auto`, `default` and `standard` are the server's own SLO."""
+        path = Path(self.slo_tiers) if self.slo_tiers else preset("slo", "tiers")
+        builtin = {"auto": Tier(), "default": Tier(), STANDARD: Tier()}
+        free = {BEST_EFFORT: Tier(best_effort=True), "flex": Tier(best_effort=True)}
+        return {**builtin, **load_yaml(path, _Tiers).tiers, **free}
+
+    def tier(self, name: str) -> tuple[Tier, SLO]:
+        """A tier by name, and the SLO it promises. Raises InvalidValue naming the tiers there are."""
+        if name not in self.tiers:
+            raise InvalidValue(f"service_tier={name!r} is unknown: {nearest(name, self.tiers)}", "service_tier")
+        tier = self.tiers[name]
+        if tier.best_effort:
+            return tier, NO_SLO
+        ttft = self.ttft_slo if tier.ttft is None else tier.ttft
+        return tier, SLO(ttft, self.tpot_slo if tier.tpot is None else tier.tpot, tier.tbt)
+
+    @classmethod
+    def load(cls, path: str | Path | None = None, **given: Any) -> ServeConfig:
+        """Settings from a YAML file, overridden by those given; these may be texts, as in `ttft_slo="8s"`."""
+        hints = typing.get_type_hints(cls, include_extras=True)
+        for name, value in given.items():
+            if name not in hints:
+                raise InvalidValue(f"unknown setting {name!r}; {nearest(name, hints)}", name)
+            if isinstance(value, str):
+                try:
+                    given[name] = convert(value, hints[name])
+                except InvalidValue as error:
+                    raise InvalidValue(f"{name}={error}", name) from error
+        return cls(**{**(load_fields(path, cls) if path else {}), **given})

@@ -1,0 +1,131 @@
+"""Command-line flags made from the fields of `ServeConfig`, and errors that teach."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import sys
+import types
+import typing
+from typing import Any, Literal, NoReturn
+
+from jaxserve.config import ServeConfig
+from jaxserve.errors import InvalidValue
+from jaxserve.yamlio import convert
+
+_GROUPS = {
+    "model": "what to serve",
+    "devices": "on which devices",
+    "scheduling": "in which order, against which objectives",
+    "memory": "KV cache",
+    "server": "HTTP server",
+}
+
+# Flags of other engines, and what says the same here.
+_ELSEWHERE = {
+    "--tensor-parallel-size": "--mesh 1xT",
+    "-tp": "--mesh 1xT",
+    "--tp-size": "--mesh 1xT",
+    "--data-parallel-size": "--mesh RxT with --mode colocated",
+    "--dp-size": "--mesh RxT with --mode colocated",
+    "--scheduling-policy": "--policy",
+    "--schedule-policy": "--policy",
+    "--model-path": "--model",
+    "--tokenizer-path": "--tokenizer",
+    "--context-length": "--max-model-len",
+    "--max-running-requests": "--max-num-seqs",
+    "--chunked-prefill-size": "--max-num-batched-tokens",
+    "--mem-fraction-static": "--gpu-memory-utilization",
+    "--page-size": "--block-size",
+    "--max-queued-requests": "--max-num-queued-reqs",
+    "--speculative-algorithm": "--speculative-config",
+    "--disaggregation-mode": "--mesh RxT with --prefill N",
+    "--kv-transfer-config": "--mesh RxT with --prefill N",
+    "--disable-radix-cache": "--no-enable-prefix-caching",
+    "--random-seed": "--seed",
+}
+
+
+class TeachingParser(argparse.ArgumentParser):
+    """An argument parser that, on an unknown flag, names the nearest one or the one that other engines call so."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        more.setdefault("allow_abbrev", False)
+        more.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(*args, **more)
+
+    def error(self, message: str) -> NoReturn:
+        unknown = [word.split("=")[0] for word in message.rpartition(":")[2].split() if word.startswith("-")]
+        if not message.startswith("unrecognized arguments"):
+            unknown = []
+        for word in unknown:
+            message += "\n  " + self._hint(word)
+        self.print_usage(sys.stderr) if not unknown else None
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def _hint(self, word: str) -> str:
+        if word in _ELSEWHERE:
+            return f"{word}: say {_ELSEWHERE[word]}"
+        close = difflib.get_close_matches(word, self._option_string_actions, n=1, cutoff=0.5)
+        return f"{word}: did you mean {close[0]}?" if close else f"{word}: see --help for all flags"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every field of ServeConfig, `--config`, and the model as a positional argument."""
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="same as --model")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file with these settings by name; flags given here win over it"
+    )
+    hints = typing.get_type_hints(ServeConfig, include_extras=True)
+    groups = {name: parser.add_argument_group(text) for name, text in _GROUPS.items()}
+    for field in dataclasses.fields(ServeConfig):
+        _add(groups[field.metadata["group"]], field, hints[field.name])
+
+
+def _add(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
+    text, default = field.metadata["help"].replace("%", "%%"), field.default
+    if default not in (None, ()) and not isinstance(default, bool):
+        text += f" [{default}]"
+    name = "--" + field.name.replace("_", "-")
+    more: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
+    if "metavar" in field.metadata:
+        more["metavar"] = field.metadata["metavar"]
+    if hint is bool:
+        if default:
+            text += " [on]"
+        group.add_argument(name, action=argparse.BooleanOptionalAction, **{**more, "help": text})
+    elif typing.get_origin(hint) is Literal:
+        group.add_argument(name, choices=typing.get_args(hint), **more)
+    elif typing.get_origin(hint) is tuple:
+        group.add_argument(name, nargs="+", **more)
+    else:
+        more.setdefault("metavar", _metavar(hint))
+        group.add_argument(name, type=_parser(hint), **more)
+
+
+def _metavar(hint: Any) -> str:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        hint = next(a for a in typing.get_args(hint) if a is not types.NoneType)
+    return {int: "N", float: "X"}.get(hint, "TEXT")
+
+
+def _parser(hint: Any) -> Any:
+    def parse(text: str) -> Any:
+        try:
+            return convert(text, hint)
+        except InvalidValue as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse
+
+
+def config_of(args: argparse.Namespace) -> ServeConfig:
+    """The settings that parsed flags and the `--config` file say together. Raises InvalidValue."""
+    names = {field.name for field in dataclasses.fields(ServeConfig)}
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(args).items() if k in names}
+    if args.model_tag is not None:
+        if given.get("model", args.model_tag) != args.model_tag:
+            raise InvalidValue(f"model is given twice: {args.model_tag!r} and --model {given['model']!r}", "model")
+        given["model"] = args.model_tag
+    return ServeConfig.load(args.config, **given)
