@@ -1,0 +1,116 @@
+"""The repository as a whole: what is installed, under which names, and what may import what."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+SOURCES = ("jaxserve", "sched", "configs", "pallas_kernels", "pyproject.toml", "README.md", "LICENSE")
+
+
+def python(code: str, *, cwd: Path, path: Path | None = None) -> str:
+    """Output of `code` run by a new interpreter that sees this environment and, before it, `path`."""
+    environment = {**os.environ, "PYTHONPATH": str(path) if path else ""}
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def wheel(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of the checkout, unpacked."""
+    pytest.importorskip("setuptools", minversion="77")
+    work = tmp_path_factory.mktemp("wheel")
+    source = work / "source"
+    source.mkdir()
+    for name in SOURCES:
+        if (repo / name).is_dir():
+            shutil.copytree(repo / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(repo / name, source / name)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(work), "."]
+    subprocess.run(command, cwd=source, check=True, timeout=120)
+    (built,) = work.glob("jaxserve-*.whl")
+    with zipfile.ZipFile(built) as archive:
+        archive.extractall(work / "site")
+    return work / "site"
+
+
+def expected(repo: Path, folder: str, installed: str) -> set[str]:
+    """Files of a folder that users need, by the name they have once installed."""
+    kept = {".py", ".yaml", ".json", ".safetensors", ".html", ".jinja"}
+    return {
+        f"{installed}/{path.relative_to(repo / folder)}"
+        for path in (repo / folder).rglob("*")
+        if path.is_file() and path.suffix in kept and "__pycache__" not in path.parts
+    }
+
+
+def test_the_wheel_holds_every_module_preset_and_the_demo_model(repo: Path, wheel: Path) -> None:
+    have = {str(path.relative_to(wheel)) for path in wheel.rglob("*") if path.is_file()}
+    need = expected(repo, "jaxserve", "jaxserve") | expected(repo, "pallas_kernels", "pallas_kernels")
+    need |= expected(repo, "sched", "jaxserve/sched") | expected(repo, "configs", "jaxserve/presets")
+    assert sorted(need - have) == []
+
+
+def test_the_wheel_leaves_the_standard_librarys_sched_alone(wheel: Path, tmp_path: Path) -> None:
+    assert {path.name for path in wheel.iterdir() if not path.name.endswith(".dist-info")} == {
+        "jaxserve",
+        "pallas_kernels",
+    }
+    code = "import sched, jaxserve.sched as ours; print(sched.scheduler.__module__, ours.__file__)"
+    module, file = python(code, cwd=tmp_path, path=wheel).split()
+    assert module == "sched"
+    assert Path(file) == wheel / "jaxserve/sched/__init__.py"
+
+
+def test_a_copy_that_dropped_the_link_says_so(repo: Path, tmp_path: Path) -> None:
+    (tmp_path / "jaxserve").mkdir()
+    shutil.copy(repo / "jaxserve/__init__.py", tmp_path / "jaxserve/__init__.py")
+    code = "try:\n    import jaxserve\nexcept ImportError as error:\n    print(error)"
+    assert "jaxserve/sched is missing" in python(code, cwd=tmp_path, path=tmp_path)
+
+
+def test_the_links_are_links(repo: Path) -> None:
+    assert os.readlink(repo / "jaxserve/sched") == "../sched"
+    assert os.readlink(repo / "jaxserve/presets") == "../configs"
+
+
+# The simulator, the benchmark client and the reports: what a laptop without jax runs.
+WITHOUT_JAX = """
+import importlib, pkgutil, sys
+import jaxserve, jaxserve.sched, jaxserve.bench, jaxserve.report
+for package in (jaxserve.sched, jaxserve.bench, jaxserve.report):
+    for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(found.name)
+print(*[name for name in ("jax", "flax", "torch", "transformers") if name in sys.modules])
+"""
+
+
+def test_deciding_measuring_and_reporting_import_no_jax(repo: Path) -> None:
+    assert python(WITHOUT_JAX, cwd=repo, path=repo) == ""
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_links_and_python_of_the_pages_are_sound(repo: Path, page: str) -> None:
+    text = (repo / page).read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)#]+)", text):
+        assert link.startswith("https://") or (repo / link).exists(), f"{page} links to {link}, which is not there"
+    for block in blocks(re.sub(r"(?m)^   ", "", text), "python"):
+        compile(block, page, "exec")
+
+
+def test_the_license_is_the_whole_of_apache_2(repo: Path) -> None:
+    text = (repo / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text and len(text) > 11_000

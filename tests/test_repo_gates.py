@@ -1,0 +1,105 @@
+"""The gates in scripts/ find what they are for."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+def load(repo: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, repo / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write(root: Path, name: str, text: str) -> None:
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_text(text)
+
+
+def function(name: str, lines: int) -> str:
+    return f"def {name}():\n" + "    x = 1\n" * (lines - 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "found"),
+    [
+        ("sched/a.py", "x = 1\n" * 400, None),
+        ("sched/a.py", "x = 1\n" * 401, "sched/a.py: 401 lines"),
+        ("jaxserve/a.py", function("f", 80), None),
+        ("jaxserve/a.py", function("f", 81), "jaxserve/a.py:1: f has 81 lines, the limit is 80"),
+        ("pallas_kernels/a.py", function("_decode_kernel", 150), None),
+        ("pallas_kernels/a.py", function("_decode_kernel", 151), "the limit is 150"),
+        ("pallas_kernels/a.py", function("reference", 81), "the limit is 80"),
+        ("jaxserve/a.py", function("not_a_kernel", 81), "the limit is 80"),
+        ("tests/test_a.py", "x = 1\n" * 401, "401 lines"),
+    ],
+)
+def test_size_gate(
+    repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, text: str, found: str | None
+) -> None:
+    write(tmp_path, path, text)
+    assert load(repo, "size_gate").main(tmp_path) == (0 if found is None else 1)
+    out = capsys.readouterr().out
+    assert out == "" if found is None else found in out
+
+
+def test_size_gate_reads_what_lies_behind_a_link_once(
+    repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, "sched/a.py", "x = 1\n" * 401)
+    (tmp_path / "jaxserve").mkdir()
+    (tmp_path / "jaxserve/sched").symlink_to("../sched")
+    assert load(repo, "size_gate").main(tmp_path) == 1
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import time",
+        "from time import monotonic",
+        "import threading",
+        "import socket",
+        "from concurrent.futures import ThreadPoolExecutor",
+        "import jax",
+        "import yaml",
+        "from jaxserve.engine import engine",
+        "from ... import engine",
+        "import sched",
+        "now = asyncio.get_running_loop().time()",
+        "now = loop.time()",
+        "now = self._loop.time()",
+        "now = datetime.now()",
+        "now = datetime.datetime.now()",
+        "loop.run_in_executor(None, f)",
+        "asyncio.to_thread(f)",
+    ],
+)
+def test_sched_gate_refuses(repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
+    write(tmp_path, "sched/policies/a.py", f"import asyncio\nimport datetime\n{line}\n")
+    assert load(repo, "sched_gate").main(tmp_path) == 1
+    assert capsys.readouterr().out.startswith("sched/policies/a.py:3: ")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import numpy as np",
+        "import asyncio, heapq, json, math",
+        "from collections.abc import Sequence",
+        "from ..policy import View",
+        "from . import fcfs",
+        "now = executor.now()",
+        "step_time = table.time",
+        "def time(self): return self.now",
+    ],
+)
+def test_sched_gate_allows(repo: Path, tmp_path: Path, line: str) -> None:
+    write(tmp_path, "sched/policies/a.py", line + "\n")
+    assert load(repo, "sched_gate").main(tmp_path) == 0
