@@ -1,0 +1,192 @@
+"""Laws of the simulated devices: time is the model's, order is kept, lengths stay hidden, links are serial."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from jaxserve.sched.errors import InvalidValue, StepFailed
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.perf.model import Coefficients
+from jaxserve.sched.plan import Begin, Span, StepPlan, StepResult, Suspended
+from jaxserve.sched.sim import clock
+from jaxserve.sched.sim.executor import EOS, FILLER, Device, SimExecutor
+
+MODEL = Coefficients(fixed=1.0, prefill=0.1, decode=0.01, quadratic=0.001, longest=0.0, context=0.002)
+DEVICE = Device(pages=100, page_size=4, kv_bytes_per_token=100, bandwidth=400.0, latency=0.5)
+
+
+def begin(prompt: int) -> Begin:
+    return Begin(SamplingParams(), 0, (), (), prompt, (EOS,))
+
+
+def prefill(request: int, slot: int, start: int, length: int, prompt: int, samples: bool) -> Span:
+    return Span(request, slot, start, length, (0,), tuple(range(length)), 0, samples, begin(prompt))
+
+
+def make(outputs: dict[int, int], device: Device = DEVICE, **kwargs: Any) -> SimExecutor:
+    return SimExecutor(MODEL, device, outputs, clock.loop(), **kwargs)
+
+
+def test_step_takes_what_the_model_says_of_its_load() -> None:
+    async def main() -> None:
+        executor = make({1: 5, 2: 5})
+        first = await executor.submit(StepPlan(1, (prefill(1, 0, 0, 10, 10, True),)))
+        assert isinstance(first, StepResult)
+        assert first.finished - first.started == pytest.approx(1 + 1.0 + 0.001 * 50)
+        spans = (Span(1, 0, 10, 1, samples=True), prefill(2, 1, 6, 4, 10, True))
+        mixed = await executor.submit(StepPlan(2, spans))
+        assert isinstance(mixed, StepResult)
+        assert mixed.finished - mixed.started == pytest.approx(1 + 0.4 + 0.01 + 0.001 * (24 + 8))
+
+    clock.run(main())
+
+
+def test_steps_run_one_after_the_other_in_the_order_of_submission() -> None:
+    async def main() -> list[tuple[int, float, float]]:
+        executor = make({1: 9})
+        steps = [executor.submit(StepPlan(n, (prefill(1, 0, 0, 1, 5, False),))) for n in (1, 2, 3)]
+        results = [result for result in await asyncio.gather(*steps) if isinstance(result, StepResult)]
+        return [(r.step, r.started, r.finished) for r in results]
+
+    results = clock.run(main())
+    assert [step for step, _, _ in results] == [1, 2, 3]
+    assert [start for _, start, _ in results[1:]] == [end for _, _, end in results[:-1]]
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_the_end_comes_with_the_hidden_length_also_after_a_drop_or_elsewhere(length: int) -> None:
+    async def tokens() -> list[int]:
+        here, there = make({7: length}), make({7: length})
+        got: list[int] = []
+        prompt = 6
+        for n in range(length + 1):
+            executor = here if n < 2 else there
+            if n in (0, 2):  # the prompt, or prompt and output again after a move
+                span = Span(7, 3, 0, prompt + n, (0,), (0,) * (prompt + n), 0, True, begin(prompt))
+            else:
+                span = Span(7, 3, prompt + n - 1, 1, samples=True)
+            result = await executor.submit(StepPlan(n, (span,)))
+            assert isinstance(result, StepResult)
+            got += result.tokens[0]
+            if got[-1] == EOS:
+                break
+        return got
+
+    assert clock.run(tokens()) == [FILLER] * (length - 1) + [EOS]
+
+
+def test_spans_that_do_not_sample_give_no_token() -> None:
+    async def main() -> None:
+        result = await make({1: 1}).submit(StepPlan(1, (prefill(1, 0, 0, 5, 10, False),)))
+        assert isinstance(result, StepResult) and result.tokens == ((),)
+
+    clock.run(main())
+
+
+@pytest.mark.parametrize(("acceptance", "expected"), [(0.0, 1), (1.0, 4)])
+def test_drafts_are_verified(acceptance: float, expected: int) -> None:
+    async def main() -> None:
+        executor = make({1: 100, 2: 3}, Device(10, 4, acceptance=acceptance))
+        spans = tuple(Span(id, id, 10, 4, draft=3, samples=True, begin=begin(10)) for id in (1, 2))
+        result = await executor.submit(StepPlan(1, spans))
+        assert isinstance(result, StepResult)
+        assert result.tokens[0] == (FILLER,) * expected
+        assert result.tokens[1] == ((FILLER,) if not acceptance else (FILLER, EOS))  # its third token is the last
+
+    clock.run(main())
+
+
+@pytest.mark.parametrize("segments", [1, 2, 7, 10])
+def test_preemption_stops_at_a_boundary_and_loses_no_work(segments: int) -> None:
+    async def main() -> None:
+        executor = make({1: 1}, Device(10, 4, segments=segments))
+        plan = StepPlan(1, (prefill(1, 0, 0, 80, 100, False),), preemptible=True)
+        whole = MODEL.step_time(executor._look(plan)[0])
+        step, stopped, worked = executor.submit(plan), 0, 0.0
+        while True:
+            began = executor.now()
+            await asyncio.sleep(0.37 * whole / segments)
+            executor.preempt(step)
+            end = await step
+            worked += executor.now() - began
+            if isinstance(end, StepResult):
+                break
+            stopped += 1
+            assert isinstance(end, Suspended)
+            assert worked * segments / whole == pytest.approx(round(worked * segments / whole))
+            await asyncio.sleep(5)  # others run meanwhile
+            step = executor.submit(StepPlan(1 + stopped, plan.spans, preemptible=True, resume=end.step))
+        assert worked == pytest.approx(whole)
+        assert stopped == segments - 1
+
+    clock.run(main())
+
+
+def test_a_queued_step_can_be_stopped_before_it_begins() -> None:
+    async def main() -> None:
+        executor = make({1: 1})
+        spans = (prefill(1, 0, 0, 5, 10, False),)
+        first = executor.submit(StepPlan(1, spans))
+        second = executor.submit(StepPlan(2, spans, preemptible=True))
+        executor.preempt(second)
+        done, stopped = await asyncio.gather(first, second)
+        assert isinstance(done, StepResult) and isinstance(stopped, Suspended) and stopped.at == done.finished
+
+    clock.run(main())
+
+
+def test_misuse_is_named() -> None:
+    async def main() -> None:
+        executor = make({1: 1})
+        step = executor.submit(StepPlan(1, (prefill(1, 0, 0, 5, 10, False),)))
+        with pytest.raises(InvalidValue, match="step 1 is not preemptible"):
+            executor.preempt(step)
+        with pytest.raises(InvalidValue, match="resumes step 9"):
+            executor.submit(StepPlan(2, (), resume=9))
+        await executor.close()
+
+    clock.run(main())
+    with pytest.raises(InvalidValue, match="segments=0 must be at least 1"):
+        Device(1, 1, segments=0)
+
+
+def test_kv_waits_for_the_step_that_writes_it_and_for_the_link() -> None:
+    async def main() -> list[float]:
+        source, target = make({1: 1}), make({1: 1})
+        step = source.submit(StepPlan(1, (prefill(1, 0, 0, 10, 10, True),)))
+        parcel = source.export_kv([1, 2])
+        arrivals: list[float] = []
+
+        async def move() -> None:
+            await target.import_kv(parcel, [5, 6])
+            arrivals.append(target.now())
+
+        await asyncio.gather(move(), move())
+        result = await step
+        assert isinstance(result, StepResult)
+        return [at - result.finished for at in arrivals]
+
+    one = 0.5 + 2 * 4 * 100 / 400
+    assert clock.run(main()) == pytest.approx([one, 2 * one])
+
+
+def test_noise_has_mean_one_and_a_seed() -> None:
+    async def main(seed: int) -> list[float]:
+        executor = make({1: 1}, Device(10, 4, noise=0.1), seed=seed)
+        return [executor._factor() for _ in range(10_000)]
+
+    first, again, other = (clock.run(main(seed)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert sum(first) / len(first) == pytest.approx(1.0, abs=0.005)
+
+
+def test_faults_can_be_injected() -> None:
+    async def main() -> None:
+        executor = make({1: 1}, fails=lambda plan: plan.step == 1)
+        bad, good = (executor.submit(StepPlan(n, (prefill(1, 0, 0, 5, 10, False),))) for n in (1, 2))
+        with pytest.raises(StepFailed):
+            await bad
+        assert isinstance(await good, StepResult)
+
+    clock.run(main())
