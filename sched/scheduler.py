@@ -116,6 +116,11 @@ class Scheduler:
         return int(self._roster.decode.context.sum()) + coming
 
     @property
+    def in_flight(self) -> int:
+        """Steps that the executor has."""
+        return len(self._submitted)
+
+    @property
     def predicted(self) -> float:
         """Predicted seconds of the plan made last."""
         return self._submitted[-1].seconds if self._submitted else 0.0
@@ -247,8 +252,8 @@ class Scheduler:
     def reserve(self, request: Request) -> Reservation | None:
         """Set pages and a slot aside for a request whose prompt another instance computes."""
         self._log("reserve", id=request.id)
-        if any(resident.state is State.WAITING for resident in self):
-            return None  # those whose KV was dropped here come back first
+        if request.id in self._reservations or any(resident.state is State.WAITING for resident in self):
+            return None  # an earlier move still ends here; those whose KV was dropped here come back first
         tokens = request.prompt_length + len(request.output)
         headroom = len(self._roster.decode) + len(self._reservations)
         reservation = self._memory.reserve(request, tokens, headroom)
@@ -272,9 +277,14 @@ class Scheduler:
         request.computed = computed
         return request
 
-    def adopt(self, request: Request) -> None:
-        """Take over a request whose KV has arrived in the pages reserved for it."""
-        self._log("adopt", id=request.id)
+    def adopt(self, request: Request, first_token_at: float | None = None) -> None:
+        """Take over a request whose KV has arrived in the pages reserved for it.
+
+        `first_token_at` is given where the first token counts only now (`--first-token decode`).
+        """
+        self._log("adopt", id=request.id, first_token_at=first_token_at)
+        if first_token_at is not None and len(request.output) == 1:
+            request.first_token_at = request.token_times[0] = first_token_at
         self._memory.occupy(request, self._reservations.pop(request.id))
         request.state = State.RUNNING
         self._roster.requests[request.id] = request

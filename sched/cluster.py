@@ -1,0 +1,149 @@
+"""The instances of a process: places requests, moves KV between instances, tells each request's listener."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple
+
+from .core import Core
+from .errors import InvalidValue
+from .executor import Executor
+from .handover import Mover
+from .placement import Placement
+from .plan import Delta
+from .policy import Role
+from .request import Request
+from .scheduler import Scheduler, Settled
+
+Tell = Callable[[Delta], None]
+
+
+class Instance(NamedTuple):
+    """A scheduler and the devices that it plans for."""
+
+    name: str
+    scheduler: Scheduler
+    executor: Executor
+
+
+class Resident(NamedTuple):
+    request: Request
+    tell: Tell
+
+
+class Cluster:
+    """Owner of the cores. Everything here runs in one event loop, real or virtual.
+
+    `first_token`: "prefill" tells the first token at once; "decode" holds it until the KV has arrived. `finished`
+    hears of every request that is over, whatever the reason.
+    """
+
+    def __init__(
+        self,
+        instances: Sequence[Instance],
+        placement: Placement,
+        *,
+        first_token: str = "prefill",
+        finished: Callable[[Request], None] = lambda request: None,
+    ) -> None:
+        if first_token not in ("prefill", "decode"):
+            raise InvalidValue(f"{first_token=} must be 'prefill' or 'decode'", "first_token")
+        self.cores = [Core(one.name, one.scheduler, one.executor, self) for one in instances]
+        self._entries = [core for core in self.cores if core.scheduler.role is not Role.DECODE]
+        targets = [core for core in self.cores if core.scheduler.role is Role.DECODE]
+        if not self._entries or (any(core.scheduler.role is Role.PREFILL for core in self.cores) and not targets):
+            roles = [core.scheduler.role.value for core in self.cores]
+            raise InvalidValue(f"{roles=}: prefill and decode instances need each other, mixed ones need nobody")
+        self._placement = placement
+        self._hold_first = first_token == "decode"
+        self._finished = finished
+        self._residents: dict[int, Resident] = {}
+        self._held: dict[int, list[Delta]] = {}  # told when the KV has arrived
+        self._tasks: asyncio.TaskGroup | None = None
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.mover = Mover(
+            targets, placement, self._spawn, self._arrived, self._move_failed, hold_first=self._hold_first
+        )
+
+    def __len__(self) -> int:
+        """Requests that are not over."""
+        return len(self._residents)
+
+    async def run(self) -> None:
+        """Until cancelled. An error in the machinery itself ends it: errors of one request never do."""
+        async with asyncio.TaskGroup() as self._tasks:
+            for core in self.cores:
+                self._spawn(core.run())
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        assert self._tasks is not None
+        return self._tasks.create_task(coroutine)
+
+    async def drained(self) -> None:
+        """Until no request is left."""
+        await self._empty.wait()
+
+    def submit(self, request: Request, tell: Tell) -> None:
+        """Place a new request. Its news come to `tell`. Raises InvalidValue where it could never fit."""
+        schedulers = [core.scheduler for core in self._entries]
+        core = self._entries[self._placement.prefill(request, schedulers)[0]]
+        most = min(one.scheduler.limits.pages * one.scheduler.limits.page_size for one in self.cores)
+        request.limit = min(request.limit, max(1, most - request.prompt_length))
+        core.scheduler.add(request)
+        self._residents[request.id] = Resident(request, tell)
+        self._empty.clear()
+        core.wake()
+
+    def cancel(self, id: int, reason: str = "abort", error: str | None = None) -> None:
+        """End a request early; nothing where it is already over."""
+        for core in self.cores:
+            delta = core.scheduler.cancel(id, reason, error)
+            if delta is not None:
+                self._tell(delta)
+                core.wake()
+                self.mover.place()
+
+    def settled(self, core: Core, settled: Settled) -> None:
+        for delta in settled.deltas:
+            if self._hold_first and core.scheduler.role is Role.PREFILL and delta.finish_reason is None:
+                self._held.setdefault(delta.request, []).append(delta)
+            else:
+                self._tell(delta)
+        for request, tokens in settled.advanced:
+            self.mover.advance(core, request, tokens)
+        if len(self.mover):
+            self.mover.place()
+
+    def recovered(self, core: Core, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            self._tell(delta)
+        self.mover.lost(core)
+
+    def _arrived(self, request: Request) -> None:
+        for delta in self._held.pop(request.id, ()):
+            self._tell(delta)
+
+    def _move_failed(self, request: Request, why: str) -> None:
+        self.cancel(request.id, "error", why)
+
+    def _tell(self, delta: Delta) -> None:
+        resident = self._residents[delta.request]
+        if delta.finish_reason is not None:
+            for held in self._held.pop(delta.request, ()):
+                resident.tell(held)
+            del self._residents[delta.request]
+            self.mover.drop(delta.request)
+        resident.tell(delta)
+        if delta.finish_reason is not None:
+            self._finished(resident.request)
+            if not self._residents:
+                self._empty.set()
+
+    def check(self) -> None:
+        """Raises AssertionError where a page, a slot or a request is lost."""
+        for core in self.cores:
+            core.scheduler.check()
+        alive = {request.id for core in self.cores for request in core.scheduler if request.finish_reason is None}
+        assert alive == set(self._residents), "requests told of and requests held differ"

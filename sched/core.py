@@ -1,0 +1,86 @@
+"""One instance's loop: plan, submit, await, settle. Real and simulated time run this very code."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from .errors import StepFailed
+from .executor import Executor, Step
+from .plan import Delta, StepResult
+from .scheduler import Scheduler, Settled
+
+
+class Listener(Protocol):
+    """Who hears of what an instance did: the Cluster."""
+
+    def settled(self, core: Core, settled: Settled) -> None: ...
+    def recovered(self, core: Core, deltas: list[Delta]) -> None: ...
+
+
+class Core:
+    """Drives one Scheduler and one Executor. Writer of both, together with the Cluster in the same event loop."""
+
+    def __init__(self, name: str, scheduler: Scheduler, executor: Executor, listener: Listener) -> None:
+        self.name = name
+        self.scheduler = scheduler
+        self.executor = executor
+        self._listener = listener
+        self._wanted = asyncio.Event()
+        self._ends = 0.0  # predicted end of what is submitted
+
+    def wake(self) -> None:
+        """Something changed: there may be a plan now."""
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Until cancelled. One step runs; at most one more is planned ahead, `executor.lead` before its end."""
+        running: Step | None = None
+        while True:
+            if running is None:
+                running = self._submit()
+                if running is None:
+                    await self._wanted.wait()
+                    self._wanted.clear()
+                continue
+            await self._nearly(running)
+            ahead = None if running.done() else self._submit()
+            if not await self._settle(running):
+                await self._recover(ahead)
+                ahead = None
+            running = ahead
+
+    def _submit(self) -> Step | None:
+        now = self.executor.now()
+        start = max(now, self._ends)
+        plan = self.scheduler.plan(now, start)
+        if plan is None:
+            return None
+        self._ends = start + self.scheduler.predicted
+        return self.executor.submit(plan)
+
+    async def _nearly(self, step: Step) -> None:
+        """Wait until the step is done, or is predicted to be within the executor's lead."""
+        lead = self.executor.lead
+        if lead == 0.0:
+            await asyncio.wait([step])
+        elif (left := self._ends - lead - self.executor.now()) > 0:
+            await asyncio.wait([step], timeout=left)
+
+    async def _settle(self, step: Step) -> bool:
+        try:
+            result = await step
+        except StepFailed:
+            return False
+        assert isinstance(result, StepResult)
+        if self._ends < result.finished or self.scheduler.in_flight == 1:
+            self._ends = result.finished
+        self._listener.settled(self, self.scheduler.settle(result))
+        return True
+
+    async def _recover(self, ahead: Step | None) -> None:
+        if ahead is not None:
+            await asyncio.wait([ahead])
+            ahead.exception()  # it ran on buffers that are gone
+        self._ends = self.executor.now()
+        self._listener.recovered(self, self.scheduler.recover())

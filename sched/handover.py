@@ -1,0 +1,168 @@
+"""KV on its way from a prefill instance to a decode instance, chunk by chunk while the prompt is still computed.
+
+The destination is chosen, and its pages reserved, at the first chunk if there is room; otherwise the KV stays
+held where it is and moves when space comes. A prefill owns all its pages from the start (memory.py), so whatever
+is reserved will be filled: no cycle of instances waiting for each other's pages can close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from .core import Core
+from .memory import Reservation
+from .placement import Placement
+from .request import Request, State
+
+ATTEMPTS = 3
+
+
+class Handover:
+    """One request's way. Writer: the Mover."""
+
+    def __init__(self, request: Request, source: Core) -> None:
+        self.request = request
+        self.source = source
+        self.target: Core | None = None
+        self.reservation: Reservation | None = None
+        self.settled = 0  # tokens whose KV stands at the source
+        self.moved = 0  # pages that stand at the target
+        self.failures = 0
+        self.changed = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def complete(self) -> bool:
+        """The prompt is done; only the move is left."""
+        return self.request.state is State.HANDOVER
+
+
+class Mover:
+    """All hand-overs of a cluster, in order of arrival. Writer of Handovers; in the Cluster's event loop.
+
+    `spawn` starts a task whose failure is the cluster's; `arrived` hears of requests that have moved, `failed` of
+    those whose KV cannot be. With `hold_first` a request's first token counts when its KV has arrived.
+    """
+
+    def __init__(
+        self,
+        targets: list[Core],
+        placement: Placement,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        arrived: Callable[[Request], None],
+        failed: Callable[[Request, str], None],
+        *,
+        hold_first: bool = False,
+    ) -> None:
+        self._targets = targets
+        self._placement = placement
+        self._spawn = spawn
+        self._arrived = arrived
+        self._failed = failed
+        self._hold_first = hold_first
+        self._going: dict[int, Handover] = {}
+        self.transfers = 0
+        self.seconds = 0.0  # spent in transfers, their waiting for the link included
+
+    def __len__(self) -> int:
+        return len(self._going)
+
+    def advance(self, source: Core, request: Request, settled: int) -> None:
+        """More of a prompt's KV stands at the source."""
+        handover = self._going.get(request.id)
+        if handover is None:
+            handover = self._going[request.id] = Handover(request, source)
+        handover.settled = settled
+        handover.changed.set()
+        self.place()
+
+    def place(self) -> None:
+        """Reserve room for those that wait, first come first; none passes another."""
+        waiting = False
+        for handover in list(self._going.values()):
+            if handover.reservation is None and not waiting:
+                waiting = not self._reserve(handover)
+            if waiting:
+                break
+        lacking = sum(handover.reservation is None for handover in self._going.values())
+        for target in self._targets:
+            target.scheduler.kv_waiting = lacking
+
+    def _reserve(self, handover: Handover) -> bool:
+        schedulers = [core.scheduler for core in self._targets]
+        for index in self._placement.decode(handover.request, schedulers):
+            reservation = schedulers[index].reserve(handover.request)
+            if reservation is not None:
+                handover.target = self._targets[index]
+                handover.reservation = reservation
+                handover.moved = reservation.cached
+                handover.task = self._spawn(self._carry(handover))
+                return True
+        return False
+
+    async def _carry(self, handover: Handover) -> None:
+        """Send pages as they are finished, then let the request follow."""
+        request, source, target, reservation = handover.request, handover.source, handover.target, handover.reservation
+        assert target is not None and reservation is not None
+        size = target.executor.page_size
+        while self._going.get(request.id) is handover and target.scheduler.reserved(reservation):
+            ready = len(reservation.pages) if handover.complete else handover.settled // size
+            if ready > handover.moved:
+                await self._send(handover, target, reservation, ready)
+            elif handover.complete:
+                self._finish(handover, source, target)
+                return
+            else:
+                handover.changed.clear()
+                await handover.changed.wait()
+            if handover.task is not asyncio.current_task():
+                break
+        self._give_up(handover, target, reservation)
+
+    async def _send(self, handover: Handover, target: Core, reservation: Reservation, ready: int) -> None:
+        request, begun = handover.request, target.executor.now()
+        try:
+            parcel = handover.source.executor.export_kv(request.pages[handover.moved : ready])
+            await target.executor.import_kv(parcel, reservation.pages[handover.moved : ready])
+        except Exception as error:
+            handover.failures += 1
+            handover.task = None
+            if handover.failures >= ATTEMPTS and self._going.get(request.id) is handover:
+                self._failed(request, f"moving its KV failed {ATTEMPTS} times: {error}")
+            return
+        handover.moved = ready
+        self.transfers += 1
+        self.seconds += target.executor.now() - begun
+
+    def _finish(self, handover: Handover, source: Core, target: Core) -> None:
+        del self._going[handover.request.id]
+        request = source.scheduler.disown(handover.request.id)
+        target.scheduler.adopt(request, target.executor.now() if self._hold_first else None)
+        self._arrived(request)
+        source.wake()
+        target.wake()
+
+    def _give_up(self, handover: Handover, target: Core, reservation: Reservation) -> None:
+        """The request ended, a pool was rebuilt, or the transfer failed: try again from the start if it still is."""
+        target.scheduler.unreserve(reservation)
+        if self._going.get(handover.request.id) is handover:
+            handover.target = handover.reservation = handover.task = None
+        self.place()
+        target.wake()
+
+    def drop(self, id: int) -> None:
+        """The request is over, or its KV at the source is gone."""
+        handover = self._going.pop(id, None)
+        if handover is not None:
+            handover.changed.set()
+
+    def lost(self, core: Core) -> None:
+        """An instance's pool is new: what it held, or was to receive, is gone."""
+        for handover in list(self._going.values()):
+            if handover.source is core:
+                self.drop(handover.request.id)
+            elif handover.target is core:
+                handover.changed.set()
+        self.place()
