@@ -1,0 +1,52 @@
+"""From a model's name to a folder of its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jaxserve.sched.errors import InvalidValue, JaxserveError
+
+# Weights in safetensors, and what configs and tokenizers are made of; not the same weights in other formats.
+FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+SKIPPED = ("original/*", "onnx/*", "consolidated*.safetensors")
+
+
+class ModelNotFound(JaxserveError):
+    """A model that is neither a folder here nor to be had from the Hub."""
+
+
+def resolve_model(name_or_path: str, revision: str | None = None) -> Path:
+    """The folder of a model: `name_or_path` itself where it is a folder, else a snapshot of the Hub's repository.
+
+    Downloads on first use. The environment is huggingface_hub's: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    if name_or_path.count("/") > 1 or name_or_path.startswith((".", "/", "~")) or not name_or_path:
+        raise InvalidValue(
+            f"model folder {name_or_path!r} does not exist; expected a folder with config.json and *.safetensors, or "
+            "a Hugging Face Hub id such as Qwen/Qwen3-8B",
+            "model",
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                name_or_path, revision=revision, allow_patterns=list(FILES), ignore_patterns=list(SKIPPED)
+            )
+        )
+    except Exception as error:  # its errors come from five libraries; each means: no such files
+        at = f" at revision {revision!r}" if revision else ""
+        raise ModelNotFound(
+            f"model {name_or_path!r}{at} is not a folder here, and the Hub did not give it: "
+            f"{type(error).__name__}: {_first_line(error)}\nWhere there is a network, run `hf download {name_or_path}` "
+            f"(private and gated models need HF_TOKEN); then either copy the Hub cache (HF_HOME) to this machine, or "
+            "copy config.json, *.safetensors and the tokenizer's files into a folder and pass its path as --model"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else ""

@@ -1,0 +1,13 @@
+"""Llama 2 and 3, and models in their form: biases where the config asks for them, no norms on q and k."""
+
+from __future__ import annotations
+
+from jaxserve.models.layers import Decoder
+from jaxserve.models.spec import Config, ModelSpec, common
+
+__all__ = ["Decoder", "read"]
+
+
+def read(config: Config) -> ModelSpec:
+    bias = bool(config.get("attention_bias", False))
+    return ModelSpec(**common(config), qkv_bias=bias, out_bias=bias, mlp_bias=bool(config.get("mlp_bias", False)))

@@ -1,0 +1,149 @@
+"""Models by name, and the pure functions that the engine calls.
+
+To add a family:
+ 1. Write `jaxserve/models/<family>.py` with `read(config) -> ModelSpec` and a `Decoder` (that of `layers`, or one
+    with your own `Block`). `Info` of each parameter names its tensors in the checkpoint; nothing else does.
+ 2. Name its architectures in `FAMILIES`.
+ 3. Add a small random config of it to `tests/models/test_parity.py`: logits are compared with transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxserve.models.layers import Block, Decoder, Info, Tree, angles, bind, rms_norm, tree_of
+from jaxserve.models.spec import Config, ModelSpec, architecture
+from jaxserve.sched.errors import InvalidValue
+from pallas_kernels.dispatch import Attention, Pool
+from pallas_kernels.layout import Ragged
+
+FAMILIES = {
+    "LlamaForCausalLM": "jaxserve.models.llama",
+    "MistralForCausalLM": "jaxserve.models.llama",
+    "Qwen2ForCausalLM": "jaxserve.models.qwen",
+    "Qwen3ForCausalLM": "jaxserve.models.qwen",
+}
+
+
+def _family(name: str) -> Any:
+    if name not in FAMILIES:
+        raise InvalidValue(f"architecture {name!r} is not supported; supported: {', '.join(FAMILIES)}", "model")
+    return import_module(FAMILIES[name])
+
+
+def load_spec(path: Path) -> ModelSpec:
+    """The spec of the model in folder `path`, from its config.json (and generation_config.json, for EOS ids)."""
+    spec = spec_from_config(_read_json(path, "config.json"))
+    if (path / "generation_config.json").is_file():
+        eos = _read_json(path, "generation_config.json").get("eos_token_id")
+        more = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        spec = replace(spec, eos=tuple(dict.fromkeys([*spec.eos, *more])))
+    return spec
+
+
+def spec_from_config(config: Config) -> ModelSpec:
+    """The spec of a Hugging Face config given as a mapping."""
+    spec: ModelSpec = _family(architecture(config)).read(config)
+    return spec
+
+
+def _read_json(path: Path, name: str) -> dict[str, Any]:
+    what = "a folder of a Hugging Face model: config.json, *.safetensors and the tokenizer's files"
+    if not path.is_dir():
+        raise InvalidValue(f"model folder {str(path)!r} does not exist; expected {what}", "model")
+    if not (path / name).is_file():
+        raise InvalidValue(f"{str(path / name)!r} is missing; expected {what}", "model")
+    try:
+        read = json.loads((path / name).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidValue(f"{str(path / name)!r} is not valid JSON: {error}", "model") from error
+    if not isinstance(read, dict):
+        raise InvalidValue(f"{str(path / name)!r} must hold a JSON object, not {type(read).__name__}", "model")
+    return read
+
+
+@lru_cache(maxsize=32)
+def decoder(spec: ModelSpec) -> Decoder:
+    """The module tree of a spec, with descriptions for parameters."""
+    made: Decoder = _family(spec.architecture).Decoder(spec)
+    return made
+
+
+def abstract_weights(spec: ModelSpec, dtype: Any) -> Tree:
+    """The weight tree with an `Info` in each place: {"embed", "layers": [...], "norm", "head" unless tied}."""
+    return jax.tree.map(
+        lambda info: replace(info, dtype=jnp.dtype(dtype)),
+        tree_of(decoder(spec)),
+        is_leaf=lambda x: isinstance(x, Info),
+    )
+
+
+def pool_shape(spec: ModelSpec, pages: int, page_size: int) -> tuple[int, int, int, int]:
+    """Shape [N, B, K, D] of the key pool, and of the value pool, of one layer."""
+    return pages, page_size, spec.pool_heads, spec.head_dim
+
+
+def pool_spec(spec: ModelSpec) -> PartitionSpec:
+    """How a pool lies on the mesh: kv heads over `tp`. `spec` must come from `for_tp` of the mesh's size."""
+    return PartitionSpec(None, None, "tp", None)
+
+
+def embed(spec: ModelSpec, weights: Tree, tokens: jax.Array) -> jax.Array:
+    """tokens [T] int32 -> [T, E]; ids outside the vocabulary read its nearest end."""
+    with jax.named_scope("embed"):
+        return jnp.take(weights["embed"], tokens, axis=0, mode="clip")
+
+
+def layer(
+    spec: ModelSpec,
+    layer_weights: Tree,
+    pool: Pool,
+    x: jax.Array,
+    turn: tuple[jax.Array, jax.Array],
+    ragged: Ragged,
+    *,
+    attention: Attention,
+) -> tuple[jax.Array, Pool]:
+    """One layer, x [T, E] -> [T, E]. The same program serves every layer: only the leaves differ."""
+    block: Block = decoder(spec).layers[0]
+    return bind(block, layer_weights)(x, turn, pool, ragged, attention)
+
+
+def turns(spec: ModelSpec, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin for `layer`, each [T, 1, D / 2] float32."""
+    return angles(spec.rope, spec.head_dim, positions)
+
+
+def forward(
+    spec: ModelSpec, weights: Tree, pools: list[Pool], tokens: jax.Array, ragged: Ragged, *, attention: Attention
+) -> tuple[jax.Array, list[Pool]]:
+    """tokens [T] int32 -> hidden [T, E] after the final norm, and the pools with this step's keys and values.
+
+    pools: per layer (k, v), each [N, B, K, D]. attention: `pallas_kernels.dispatch.attention(mesh, decode=...)`.
+    """
+    x, turn, filled = embed(spec, weights, tokens), turns(spec, ragged.positions), []
+    for leaves, pool in zip(weights["layers"], pools, strict=True):
+        x, pool = layer(spec, leaves, pool, x, turn, ragged, attention=attention)
+        filled.append(pool)
+    return final_norm(spec, weights, x), filled
+
+
+def final_norm(spec: ModelSpec, weights: Tree, x: jax.Array) -> jax.Array:
+    """[T, E] -> [T, E], what `logits` takes."""
+    return rms_norm(x, weights["norm"], spec.norm_eps)
+
+
+def logits(spec: ModelSpec, weights: Tree, hidden: jax.Array) -> jax.Array:
+    """hidden [S, E] -> [S, V] float32."""
+    with jax.named_scope("logits"):
+        table = weights["embed" if spec.tied else "head"]
+        return jnp.einsum("se,ve->sv", hidden, table, preferred_element_type=jnp.float32)

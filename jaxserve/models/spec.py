@@ -1,0 +1,224 @@
+"""What a model is, in numbers: read once from a Hugging Face config, then passed by value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxserve.sched.errors import InvalidValue
+
+Config = Mapping[str, Any]  # the object in config.json
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary position embedding. Fields after `theta` matter to the kinds named beside them."""
+
+    kind: str = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0  # linear, llama3, yarn
+    original: int = 0  # llama3, yarn: positions the model was first trained on
+    low: float = 1.0  # llama3: low_freq_factor; yarn: beta_slow
+    high: float = 1.0  # llama3: high_freq_factor; yarn: beta_fast
+    scale: float = 1.0  # yarn: multiplies cos and sin
+    truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
+
+    def frequencies(self, dim: int) -> npt.NDArray[np.float32]:
+        """Radians per position of each pair, [D / 2]."""
+        plain = self.theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
+        if self.kind == "linear":
+            plain = plain / self.factor
+        elif self.kind == "llama3":
+            plain = self._llama3(plain)
+        elif self.kind == "yarn":
+            plain = self._yarn(plain, dim)
+        return plain.astype(np.float32)
+
+    def _llama3(self, plain: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Long waves are stretched by `factor`, short ones kept, those between interpolated."""
+        turns = self.original * plain / (2 * math.pi)  # turns of each pair within the original context
+        keep = np.clip((turns - self.low) / (self.high - self.low), 0.0, 1.0)
+        return np.asarray(keep * plain + (1 - keep) * plain / self.factor)
+
+    def _yarn(self, plain: npt.NDArray[np.float64], dim: int) -> npt.NDArray[np.float64]:
+        """YaRN (arXiv 2309.00071) eq. 23: as llama3, but the ramp runs over the index of the pair."""
+        first, last = (
+            dim * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+            for turns in (self.high, self.low)
+        )
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, dim - 1)
+        ramp = np.clip((np.arange(dim // 2) - first) / max(last - first, 1e-3), 0.0, 1.0)
+        return plain * (1 - ramp) + plain / self.factor * ramp
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A dense decoder in numbers. Letters as in CONTRIBUTING."""
+
+    architecture: str
+    vocab: int  # V
+    dim: int  # E
+    layers: int  # L
+    heads: int  # H
+    kv_heads: int  # K in the checkpoint
+    head_dim: int  # D
+    ff_dim: int  # F
+    max_positions: int
+    rope: Rope = Rope()
+    norm_eps: float = 1e-6
+    tied: bool = False  # the embedding table is also the output head
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    eos: tuple[int, ...] = ()
+    dtype: str = "float32"  # of the checkpoint
+    kv_copies: int = 1  # each kv head is held by this many shards
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ff_dim", "max_positions"):
+            if getattr(self, name) < 1:
+                raise InvalidValue(f"config: {name}={getattr(self, name)} must be at least 1", name)
+        if self.heads % self.kv_heads:
+            raise InvalidValue(f"config: heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
+        if self.head_dim % 2:
+            raise InvalidValue(f"config: head_dim={self.head_dim} must be even: rotary embedding turns pairs")
+
+    @property
+    def pool_heads(self) -> int:
+        """KV heads in a page, copies included."""
+        return self.kv_heads * self.kv_copies
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a kv head of the pool."""
+        return self.heads // self.pool_heads
+
+    def for_tp(self, tp: int) -> ModelSpec:
+        """The spec as `tp` shards hold it. Where there are fewer kv heads than shards, each is copied."""
+        copies = max(1, tp // self.kv_heads)
+        good = self.heads % tp == 0 and self.ff_dim % tp == 0 and (self.kv_heads * copies) % tp == 0
+        if tp < 1 or not good:
+            raise InvalidValue(
+                f"tensor parallel size {tp} does not fit {self.architecture}: it must divide heads={self.heads} and "
+                f"ff_dim={self.ff_dim}, and divide or be a multiple of kv_heads={self.kv_heads}",
+                "mesh",
+            )
+        return replace(self, kv_copies=copies)
+
+
+def need(config: Config, key: str) -> Any:
+    """`config[key]`, or an error that names the key."""
+    if config.get(key) is None:
+        raise InvalidValue(f"config.json has no {key!r}, which {architecture(config)} needs", key)
+    return config[key]
+
+
+def architecture(config: Config) -> str:
+    """The first of `architectures`."""
+    names = config.get("architectures") or ()
+    if not names:
+        raise InvalidValue("config.json has no 'architectures', so the model's family is unknown", "architectures")
+    return str(names[0])
+
+
+def common(config: Config) -> dict[str, Any]:
+    """Fields that every dense family spells alike; a family adds its own or overrides them."""
+    _refuse(config)
+    heads, dim = int(need(config, "num_attention_heads")), int(need(config, "hidden_size"))
+    rope, max_positions = read_rope(config)
+    eos = config.get("eos_token_id")
+    return {
+        "architecture": architecture(config),
+        "vocab": int(need(config, "vocab_size")),
+        "dim": dim,
+        "layers": int(need(config, "num_hidden_layers")),
+        "heads": heads,
+        "kv_heads": int(config.get("num_key_value_heads") or heads),
+        "head_dim": int(config.get("head_dim") or dim // heads),
+        "ff_dim": int(need(config, "intermediate_size")),
+        "max_positions": max_positions,
+        "rope": rope,
+        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "tied": bool(config.get("tie_word_embeddings", False)),
+        "eos": tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (int(eos),),
+        "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+    }
+
+
+def _refuse(config: Config) -> None:
+    """Facts that would change the mathematics, and which no dense family here computes."""
+    act = config.get("hidden_act", "silu")
+    if act not in ("silu", "swish"):
+        raise InvalidValue(f"config.json: hidden_act={act!r} is not supported; supported is 'silu'", "hidden_act")
+    window = config.get("sliding_window")
+    layer_types = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
+    if config.get("use_sliding_window", window is not None) or layer_types:
+        raise InvalidValue(
+            f"config.json: sliding_window={window!r}, {layer_types=}: sliding windows are not supported; supported is "
+            "full attention in every layer",
+            "sliding_window",
+        )
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method")
+        raise InvalidValue(
+            f"config.json: quantization_config of method {method!r} is not supported; supported are unquantised "
+            "float32, float16 and bfloat16 weights",
+            "quantization_config",
+        )
+
+
+def read_rope(config: Config) -> tuple[Rope, int]:
+    """The rotary embedding, and the positions it is good for.
+
+    Reads both spellings: `rope_parameters`, and the older `rope_theta` with `rope_scaling`.
+    """
+    given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    theta = float(given.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    kind = str(given.get("rope_type") or given.get("type") or "default")
+    positions = int(config.get("max_position_embeddings") or 2048)
+    if kind not in ROPE_TYPES:
+        raise InvalidValue(f"config.json: rope_type={kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+    partial = float(given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+    if partial != 1.0:
+        raise InvalidValue(f"config.json: partial_rotary_factor={partial} is not supported; supported is 1.0")
+    # Dynamic scaling turns the whole cache anew when a text outgrows `max_position_embeddings`, which would make
+    # results depend on the schedule. Up to there it is the default embedding, and there we stop.
+    if kind in ("default", "dynamic"):
+        return Rope(kind, theta), positions
+    if given.get("factor") is None:
+        raise InvalidValue(f"config.json: rope_type={kind!r} needs 'factor' in rope_parameters")
+    factor = float(given["factor"])
+    original = int(given.get("original_max_position_embeddings") or positions)
+    if kind == "linear":
+        return Rope(kind, theta, factor), max(positions, int(original * factor))
+    if kind == "llama3":
+        low, high = float(given.get("low_freq_factor") or 1.0), float(given.get("high_freq_factor") or 4.0)
+        if not low < high:
+            raise InvalidValue(f"config.json: low_freq_factor={low} must be below high_freq_factor={high}")
+        return Rope(kind, theta, factor, original, low, high), positions
+    fast, slow = float(given.get("beta_fast") or 32.0), float(given.get("beta_slow") or 1.0)
+    rope = Rope(kind, theta, factor, original, slow, fast, _yarn_scale(given), given.get("truncate", True))
+    return rope, max(positions, int(original * factor))
+
+
+def _yarn_scale(given: Config) -> float:
+    """YaRN's attention factor, applied to cos and sin; the DeepSeek spelling gives it as a quotient."""
+
+    def grown(weight: float) -> float:
+        return 0.1 * weight * math.log(max(float(given["factor"]), 1.0)) + 1.0
+
+    if given.get("attention_factor") is not None:
+        return float(given["attention_factor"])
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        return grown(float(given["mscale"])) / grown(float(given["mscale_all_dim"]))
+    return grown(1.0)

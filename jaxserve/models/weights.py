@@ -1,0 +1,203 @@
+"""Weights onto meshes: from a folder of safetensors, one parameter at a time, or random.
+
+Every parameter is read (or drawn) once, built from its tensors, cast, and put on each distinct mesh before the
+next is read: the host holds about one fused matrix. Instances on the same mesh share one copy.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import Mesh, NamedSharding
+from safetensors import SafetensorError, safe_open
+
+from jaxserve.models.layers import Info, Source, Tree
+from jaxserve.models.registry import abstract_weights
+from jaxserve.models.spec import ModelSpec
+from jaxserve.sched.errors import JaxserveError
+
+Progress = Callable[[int, int], None]
+Array = npt.NDArray[Any]
+
+FLOATS = ("F32", "F16", "BF16")
+EXPECTED = "model.safetensors, or model.safetensors.index.json and the files it names"
+DRAWN = 1 << 22  # random numbers drawn for one tensor; larger ones repeat them
+
+
+class WeightsError(JaxserveError):
+    """A checkpoint that is missing, damaged, or not that of the model."""
+
+
+def shardings(spec: ModelSpec, mesh: Mesh) -> Tree:
+    """The weight tree with a NamedSharding in each place. `spec` must come from `for_tp(mesh.shape["tp"])`."""
+    tp = mesh.shape["tp"]
+    _check_tp(spec, tp)
+    return jax.tree.map(
+        lambda info: NamedSharding(mesh, info.partition(tp)), abstract_weights(spec, "float32"), is_leaf=_is_info
+    )
+
+
+def load_weights(
+    path: Path, spec: ModelSpec, dtype: Any, meshes: Sequence[Mesh], *, progress: Progress | None = None
+) -> list[Tree]:
+    """The model's weights on each mesh, in the order of `meshes`; equal meshes get the same arrays.
+
+    `progress(done, total)` counts parameters. Raises WeightsError naming every tensor that is missing, unexpected
+    or misshapen, or the file that cannot be read.
+    """
+    abstract = abstract_weights(spec, dtype)
+    with ExitStack() as open_files:
+        tensors = _index(path, open_files)
+        _check_names(path, tensors, _infos(abstract), spec)
+
+        def read(source: Source) -> Array:
+            file, handle = tensors[source.name]
+            try:
+                tensor: Array = handle.get_tensor(source.name)
+            except (SafetensorError, OSError, ValueError) as error:
+                raise WeightsError(f"{file}: tensor {source.name!r} cannot be read: {error}") from error
+            return tensor
+
+        return _place(abstract, spec, meshes, lambda info: [read(source) for source in info.sources], progress)
+
+
+def random_weights(
+    spec: ModelSpec, dtype: Any, meshes: Sequence[Mesh], *, seed: int = 0, progress: Progress | None = None
+) -> list[Tree]:
+    """Weights for `--load-format dummy`: normal matrices, norms of one, biases of zero.
+
+    They depend on the seed and the tensor's name alone, so every sharding holds the same model.
+    """
+
+    def draw(info: Info) -> list[Array]:
+        return [_draw(info, source, seed) for source in info.sources]
+
+    return _place(abstract_weights(spec, dtype), spec, meshes, draw, progress)
+
+
+def _draw(info: Info, source: Source, seed: int) -> Array:
+    if not info.init:
+        return np.full(source.shape, info.fill, np.float32)
+    size = int(np.prod(source.shape))
+    rng = np.random.default_rng((seed, zlib.crc32(source.name.encode())))
+    drawn = rng.standard_normal(min(size, DRAWN - 1), np.float32) * np.float32(info.init)
+    return np.resize(drawn, source.shape)  # an odd period, so that no two rows of a matrix are alike
+
+
+def _place(
+    abstract: Tree,
+    spec: ModelSpec,
+    meshes: Sequence[Mesh],
+    read: Callable[[Info], list[Array]],
+    progress: Progress | None,
+) -> list[Tree]:
+    """Build every parameter and put it on each distinct mesh."""
+    distinct = list(dict.fromkeys(meshes))
+    for mesh in distinct:
+        _check_tp(spec, mesh.shape["tp"])
+    infos, structure = jax.tree.flatten(abstract, is_leaf=_is_info)
+    placed: dict[Mesh, list[jax.Array]] = {mesh: [] for mesh in distinct}
+    for done, info in enumerate(infos, start=1):
+        built = np.ascontiguousarray(info.build(*read(info))).astype(info.dtype, copy=False)
+        if built.shape != info.shape:
+            raise WeightsError(f"{info.sources}: built {built.shape}, but the parameter is {info.shape}")
+        for mesh in distinct:
+            placed[mesh].append(jax.device_put(built, NamedSharding(mesh, info.partition(mesh.shape["tp"]))))
+        jax.block_until_ready([leaves[-1] for leaves in placed.values()])  # else host copies of all would pile up
+        if progress is not None:
+            progress(done, len(infos))
+    return [jax.tree.unflatten(structure, placed[mesh]) for mesh in meshes]
+
+
+def _index(path: Path, open_files: ExitStack) -> dict[str, tuple[Path, Any]]:
+    """Every tensor of the folder: its file, and the open file."""
+    tensors: dict[str, tuple[Path, Any]] = {}
+    for file in _files(path):
+        try:
+            handle = open_files.enter_context(safe_open(file, framework="numpy"))
+            tensors |= dict.fromkeys(handle.keys(), (file, handle))
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{file} cannot be read as safetensors: {error}{_first_cut(file)}") from error
+    return tensors
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        raise WeightsError(f"model folder {str(path)!r} does not exist; expected {EXPECTED} in it")
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            raise WeightsError(f"no *.safetensors in {str(path)!r}; expected {EXPECTED}")
+        return files
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{index} is not an index of safetensors: {error!r}; expected a 'weight_map'") from error
+    absent = [name for name in names if not (path / name).is_file()]
+    if absent:
+        raise WeightsError(f"{index} names files that are not there: {', '.join(absent)}")
+    return [path / name for name in names]
+
+
+def _first_cut(file: Path) -> str:
+    """Which tensor of a truncated file is the first to be incomplete, as the end of an error message."""
+    try:
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if size > file.stat().st_size:
+                return "; the header itself is cut off"
+            header = json.loads(stream.read(size))
+        room = file.stat().st_size - 8 - size
+        cut = [(info["data_offsets"], name) for name, info in header.items() if name != "__metadata__"]
+        (_, end), name = min((item for item in cut if item[0][1] > room), default=((0, 0), ""))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ""
+    return f"; tensor {name!r} ends at byte {end} of {room}: the file is truncated" if name else ""
+
+
+def _check_names(path: Path, tensors: Mapping[str, tuple[Path, Any]], infos: Sequence[Info], spec: ModelSpec) -> None:
+    wanted = {source.name: source.shape for info in infos for source in info.sources}
+    problems = [f"missing {name} {list(shape)}" for name, shape in wanted.items() if name not in tensors]
+    for name, (file, handle) in tensors.items():
+        part = handle.get_slice(name)
+        shape, dtype = tuple(part.get_shape()), part.get_dtype()
+        if name not in wanted:
+            if not _harmless(name, spec):
+                problems.append(f"unexpected {name} {list(shape)} in {file.name}")
+        elif shape != wanted[name]:
+            problems.append(f"misshapen {name}: {list(shape)} in {file.name}, the config says {list(wanted[name])}")
+        elif dtype not in FLOATS:
+            problems.append(f"{name} is {dtype} in {file.name}; supported are {', '.join(FLOATS)}")
+    if problems:
+        lines = "\n  ".join(problems)
+        raise WeightsError(f"{path} does not fit {spec.architecture}, {len(problems)} tensors:\n  {lines}")
+
+
+def _harmless(name: str, spec: ModelSpec) -> bool:
+    """Tensors that some checkpoints carry and nothing needs: rotary tables, and the head of a tied model."""
+    return name.endswith("rotary_emb.inv_freq") or (spec.tied and name == "lm_head.weight")
+
+
+def _check_tp(spec: ModelSpec, tp: int) -> None:
+    if spec.for_tp(tp).kv_copies != spec.kv_copies:
+        raise WeightsError(
+            f"the spec holds {spec.kv_copies} copies of each kv head; use spec.for_tp({tp}) on this mesh"
+        )
+
+
+def _infos(abstract: Tree) -> list[Info]:
+    leaves: list[Info] = jax.tree.leaves(abstract, is_leaf=_is_info)
+    return leaves
+
+
+def _is_info(x: Any) -> bool:
+    return isinstance(x, Info)
