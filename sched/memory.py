@@ -93,12 +93,12 @@ class Memory:
             for page in range(start // size, end // size):
                 self.blocks.register(request.pages[page], digests[page])
 
-    def reserve(self, request: Request, tokens: int, reserve: int) -> Reservation | None:
-        """Set pages for `tokens` tokens and a slot aside for a request that another instance owns."""
+    def reserve(self, request: Request, reserve: int) -> Reservation | None:
+        """Set as many pages as it holds elsewhere, and a slot, aside for a request that another instance owns."""
         if not self._slots:
             return None
-        hits = self.cached(request)[: tokens // self.blocks.page_size]
-        pages = self.blocks.take(hits, self.blocks.count(tokens) - len(hits), reserve)
+        hits = self.cached(request)
+        pages = self.blocks.take(hits, len(request.pages) - len(hits), reserve)
         if pages is None:
             return None
         return Reservation(request.id, tuple(pages), len(hits), self._slots.pop())

@@ -7,8 +7,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from .perf.model import Array, PerfModel
 from .request import RequestView
+
+
+Order = np.ndarray[tuple[int], np.dtype[np.intp]]  # row numbers
 
 
 class Role(Enum):
@@ -46,6 +51,10 @@ class Rows(Protocol):
     @property
     def length(self) -> Array:
         """Prompt length."""
+
+    @property
+    def running(self) -> Array:
+        """1 where the request holds a slot and pages, 0 where it waits for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +102,18 @@ class Decision:
     preempt: tuple[int, ...] = ()
     demote: tuple[int, ...] = ()
     reject: tuple[int, ...] = ()
+
+
+def in_order(rows: Rows, order: Order, limits: Limits) -> tuple[Grant, ...]:
+    """Grants of all that is left of each request, in an order of rows.
+
+    Of those that wait only the first `limits.rows` are named: no plan has room for more. Those that run are all
+    named, since they can go on where nobody new can be let in.
+    """
+    if len(order) > limits.rows:
+        order = order[(rows.running[order] > 0) | (np.arange(len(order)) < limits.rows)]
+    left = rows.remaining[order].astype(int).tolist()
+    return tuple(Grant(rows[row].id, tokens) for row, tokens in zip(order.tolist(), left, strict=True))
 
 
 class Policy(Protocol):

@@ -254,9 +254,8 @@ class Scheduler:
         self._log("reserve", id=request.id)
         if request.id in self._reservations or any(resident.state is State.WAITING for resident in self):
             return None  # an earlier move still ends here; those whose KV was dropped here come back first
-        tokens = request.prompt_length + len(request.output)
         headroom = len(self._roster.decode) + len(self._reservations)
-        reservation = self._memory.reserve(request, tokens, headroom)
+        reservation = self._memory.reserve(request, headroom)
         if reservation is not None:
             self._reservations[request.id] = reservation
         return reservation

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from .perf.model import Array
-from .request import BEST_EFFORT, Request
+from .request import BEST_EFFORT, Request, State
 
 Key = tuple[bool, int, float, int]
-ARRIVAL, TTFT, TPOT, DEADLINE, REMAINING, CONTEXT, LENGTH, COLUMNS = range(8)
+ARRIVAL, TTFT, TPOT, DEADLINE, REMAINING, CONTEXT, LENGTH, RUNNING, COLUMNS = range(9)
 
 
 def key(request: Request) -> Key:
@@ -69,6 +69,10 @@ class Table:
     def length(self) -> Array:
         return self._column(LENGTH)
 
+    @property
+    def running(self) -> Array:
+        return self._column(RUNNING)
+
     def add(self, request: Request) -> None:
         place = key(request)
         row = bisect_left(self._keys, place)
@@ -87,6 +91,7 @@ class Table:
             request.remaining,
             request.computed,
             request.prompt_length,
+            request.state is State.RUNNING,
         )
 
     def remove(self, request: Request) -> None:
@@ -101,6 +106,7 @@ class Table:
         data[DEADLINE, row] = request.deadline
         data[REMAINING, row] = request.remaining
         data[CONTEXT, row] = request.computed
+        data[RUNNING, row] = request.state is State.RUNNING
         if request.slo.stages:
             data[TPOT, row] = request.slo.tpot_of(request.stage)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import islice
+import numpy as np
 
-from ..policy import Decision, Grant, View
+from ..policy import Decision, View, in_order
 
 
 class Fcfs:
     def decide(self, view: View) -> Decision:
-        return Decision(
-            tuple(Grant(request.id, request.remaining) for request in islice(view.prefill, view.limits.rows))
-        )
+        return Decision(in_order(view.prefill, np.arange(len(view.prefill)), view.limits))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..perf.model import Array
-from ..policy import Decision, Grant, View
+from ..policy import Decision, Grant, Order, View
 
 
 class KairosDecode:
@@ -31,7 +31,7 @@ class KairosDecode:
     def _short_of_kv(self, view: View) -> bool:
         return view.kv_waiting > 0 or view.free_pages < (1.0 - self._pressure) * view.limits.pages
 
-    def _prefix(self, view: View, order: np.ndarray[tuple[int], np.dtype[np.intp]]) -> int:
+    def _prefix(self, view: View, order: Order) -> int:
         """How many of the shortest rows to decode: all where there is no slack to use."""
         rows = view.decode
         context: Array = rows.context[order]

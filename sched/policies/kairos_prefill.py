@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..policy import Decision, Grant, View
+from ..policy import Decision, View, in_order
 
 
 class KairosPrefill:
@@ -12,12 +12,9 @@ class KairosPrefill:
 
     Finish times are predicted under FCFS (Algorithm 2) with the measured prefill throughput. Line 8 divides the
     relative slack by the prompt's length; for a negative slack that would put the longest late prompt first, so
-    there it multiplies. `pack` lets a chunk hold several prompts. Prompts of 64K and more starve under load,
-    whatever the paper's section 3.1 says.
+    there it multiplies. A chunk may hold several prompts. Prompts of 64K and more starve under load, whatever
+    the paper's section 3.1 says.
     """
-
-    def __init__(self, pack: bool = True) -> None:
-        self._pack = pack
 
     def decide(self, view: View) -> Decision:
         rows = view.prefill
@@ -26,5 +23,4 @@ class KairosPrefill:
             urgency = (rows.deadline - finish) / rows.ttft  # Equation 1
         urgency = np.where(urgency >= 0, urgency / rows.length, urgency * rows.length)
         urgency[~np.isfinite(rows.ttft)] = -np.inf  # no objective: after everybody
-        order = np.argsort(-urgency, kind="stable")[: view.limits.rows if self._pack else 1]
-        return Decision(tuple(Grant(rows[row].id, rows[row].remaining) for row in order.tolist()))
+        return Decision(in_order(rows, np.argsort(-urgency, kind="stable"), view.limits))

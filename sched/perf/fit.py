@@ -1,0 +1,143 @@
+"""Coefficients from what is known: published points solved exactly, or measured steps fitted by least squares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from ..errors import InvalidValue
+from .model import Array, Coefficients, Load
+
+LINEAR = ("fixed", "w_moe", "prefill", "decode", "quadratic", "longest", "context")  # all but p_moe
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A published time in seconds. prefill: a prompt of `tokens`, alone, in chunks. decode: one step of `batch`
+    requests with a context of `tokens` each."""
+
+    kind: Literal["prefill", "decode"]
+    tokens: int
+    seconds: float
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "seconds", "batch"):
+            if not getattr(self, name) > 0:
+                raise InvalidValue(f"point {name}={getattr(self, name)!r} must be positive", name)
+
+    def loads(self, chunk: int) -> list[Load]:
+        """The steps that it is the sum of."""
+        if self.kind == "decode":
+            return [Load(decode=self.batch, longest=self.tokens, context=self.tokens * self.batch)]
+        starts = range(0, self.tokens, chunk)
+        return [Load().add_chunk(min(chunk, self.tokens - start), start) for start in starts]
+
+
+def row(load: Load, p_moe: float) -> tuple[float, ...]:
+    """What each coefficient of LINEAR is multiplied by."""
+    moe = 1.0 - (1.0 - p_moe) ** load.tokens
+    return 1.0, moe, load.prefill, load.decode, load.quadratic, load.longest, load.context - load.longest
+
+
+def solve(points: Sequence[Point], assumed: Mapping[str, float], chunk: int = 8192) -> Coefficients:
+    """The coefficients not in `assumed` that reproduce the points: exactly where there are as many as unknowns, by
+    least squares of the relative error where there are more. Raises InvalidValue where the points do not tell."""
+    known = {field.name for field in fields(Coefficients)}
+    for name in assumed:
+        if name not in known:
+            raise InvalidValue(f"assumed {name!r} must be one of {', '.join(sorted(known))}", name)
+    p_moe = assumed.get("p_moe", 0.0)
+    unknown = [name for name in LINEAR if name not in assumed and not (name == "w_moe" and not p_moe)]
+    table = np.array([np.sum([row(load, p_moe) for load in point.loads(chunk)], axis=0) for point in points])
+    seconds = np.array([point.seconds for point in points])
+    if len(points) < len(unknown):
+        raise InvalidValue(f"{len(points)} points cannot tell {', '.join(unknown)}: assume some of them", "points")
+    given = np.array([0.0 if name in unknown else assumed.get(name, 0.0) for name in LINEAR])
+    columns = [LINEAR.index(name) for name in unknown]
+    target = (seconds - table @ given) / seconds
+    found, rank = _least_squares(table[:, columns] / seconds[:, None], target)
+    if rank < len(unknown):
+        raise InvalidValue(f"the points do not tell {', '.join(unknown)} apart: assume some of them", "points")
+    values = dict(zip(unknown, found.tolist(), strict=True))
+    negative = [f"{name}={value:.3g}" for name, value in values.items() if value < 0]
+    if negative:
+        raise InvalidValue(f"the points and what is assumed make {', '.join(negative)} negative", "points")
+    return Coefficients(**{name: 0.0 for name in LINEAR} | dict(assumed) | values)
+
+
+def _least_squares(table: Array, target: Array) -> tuple[Array, int]:
+    """As numpy's, with columns brought to one size first: tokens squared stand beside ones."""
+    size = np.linalg.norm(table, axis=0)
+    size[size == 0] = 1.0
+    found, _, rank, _ = np.linalg.lstsq(table / size, target, rcond=1e-10)
+    result: Array = found / size
+    return result, int(rank)
+
+
+class Fit(NamedTuple):
+    """Fitted coefficients and how far off they are, as shares: mean and largest absolute relative error."""
+
+    coefficients: Coefficients
+    mape: float
+    worst: float
+    by_kind: Mapping[str, float]  # mape of prefill, decode and mixed steps, those that occur
+    count: int
+
+
+def fit(measured: Iterable[tuple[Load, float]], p_moe: float = 0.0) -> Fit:
+    """Least squares of the relative error with coefficients >= 0, from (load, seconds) of single steps.
+
+    p_moe is a fact of the model (experts per token / experts); 0 for dense ones. Raises InvalidValue without data.
+    """
+    steps = [(load, seconds) for load, seconds in measured if seconds > 0]
+    if not steps:
+        raise InvalidValue("no measured steps to fit", "measured")
+    seconds = np.array([time for _, time in steps])
+    table = np.array([row(load, p_moe) for load, _ in steps], dtype=float)
+    found = nonnegative(table / seconds[:, None], np.ones(len(steps)))
+    predicted = table @ found
+    error = np.abs(predicted / seconds - 1)
+    kinds = np.array([kind(load) for load, _ in steps])
+    by_kind = {name: float(error[kinds == name].mean()) for name in ("prefill", "decode", "mixed") if name in kinds}
+    coefficients = Coefficients(**dict(zip(LINEAR, found.tolist(), strict=True)), p_moe=p_moe)
+    return Fit(coefficients, float(error.mean()), float(error.max()), by_kind, len(steps))
+
+
+def kind(load: Load) -> str:
+    """prefill, decode or mixed."""
+    if load.prefill and load.decode:
+        return "mixed"
+    return "prefill" if load.prefill else "decode"
+
+
+def nonnegative(table: Array, target: Array) -> Array:
+    """Least squares with no negative coefficient (Lawson and Hanson): columns join while they lower the error, and
+    leave when they would turn negative. A column of zeros stays at zero."""
+    size = np.linalg.norm(table, axis=0)
+    table = table / np.where(size > 0, size, 1.0)
+    count = table.shape[1]
+    inside = np.zeros(count, dtype=bool)
+    found: Array = np.zeros(count)
+    for _ in range(10 * count):
+        pull = table.T @ (target - table @ found)
+        pull[inside | (size == 0)] = -np.inf
+        best = int(np.argmax(pull))
+        if pull[best] <= 1e-10 * max(1.0, float(np.linalg.norm(target))):
+            break
+        inside[best] = True
+        while inside.any():
+            trial = np.zeros(count)
+            trial[inside] = np.linalg.lstsq(table[:, inside], target, rcond=1e-10)[0]
+            below = inside & (trial <= 0)
+            if not below.any():
+                found = trial
+                break
+            step = np.min(found[below] / np.maximum(found[below] - trial[below], 1e-300))
+            found = np.maximum(found + step * (trial - found), 0.0)
+            inside &= found > 1e-12
+    result: Array = found / np.where(size > 0, size, 1.0)
+    return result

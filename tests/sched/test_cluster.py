@@ -1,0 +1,132 @@
+"""Laws of the whole machine in virtual time: nothing is lost, nothing waits for ever, tokens do not change."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.plan import StepPlan
+from jaxserve.sched.policy import Role
+
+from .harness import Job, Outcome, simulate
+
+PD = (Role.PREFILL, Role.DECODE)
+ROLES = {"1x1": (Role.MIXED,), "2x1": PD, "4x1": (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)}
+
+
+def check_complete(outcome: Outcome, jobs: list[Job], *, cancelled: bool = False) -> None:
+    """Every request is told of once, in order, with exactly its tokens."""
+    assert [request.id for request in outcome.requests] == list(range(len(jobs)))
+    for request, job in zip(outcome.requests, jobs, strict=True):
+        told = [token for delta in outcome.deltas[request.id] for token in delta.tokens]
+        reasons = [delta.finish_reason for delta in outcome.deltas[request.id] if delta.finish_reason]
+        assert told == request.output and len(reasons) == 1
+        assert request.token_times == sorted(request.token_times)
+        if request.finish_reason in ("stop", "length"):
+            assert len(told) == min(job.output, request.limit)
+            assert reasons == ["stop" if job.output <= request.limit else "length"]
+        else:
+            assert cancelled and request.finish_reason == "abort"
+
+
+@pytest.mark.parametrize("roles", ROLES)
+@pytest.mark.parametrize("policy", ["distserve", "kairos"])
+def test_serves_a_mixed_load(roles: str, policy: str) -> None:
+    draw = random.Random(1)
+    jobs = [Job(range(1000 * i, 1000 * i + draw.randint(1, 60)), draw.randint(1, 30), i * 0.002) for i in range(40)]
+    check_complete(simulate(jobs, ROLES[roles], policy=policy), jobs)
+
+
+JOB = st.builds(
+    lambda start, prompt, output, arrival, cancel: Job(
+        range(start, start + prompt), output, arrival, cancel_at=None if cancel is None else arrival + cancel
+    ),
+    start=st.sampled_from([0, 0, 1000, 2000]),  # equal starts share prefixes
+    prompt=st.integers(1, 20),
+    output=st.integers(1, 14),
+    arrival=st.floats(0, 0.05),
+    cancel=st.none() | st.floats(0, 0.05),
+)
+
+
+@given(
+    jobs=st.lists(JOB, min_size=1, max_size=8),
+    roles=st.sampled_from(list(ROLES.values())),
+    policy=st.sampled_from(["distserve", "kairos"]),
+    pages=st.integers(9, 14),
+    rows=st.integers(1, 4),
+    tokens=st.integers(1, 16),
+    first_token=st.sampled_from(["prefill", "decode"]),
+)
+@settings(max_examples=150)
+def test_pools_of_a_few_pages_never_deadlock(jobs, roles, policy, pages, rows, tokens, first_token) -> None:  # type: ignore[no-untyped-def]
+    """A request of up to 34 tokens in pools of 36 to 56: admission, growth, drops and hand-overs all collide."""
+    outcome = simulate(
+        jobs, roles, policy=policy, pages=pages, page_size=4, rows=rows, tokens=tokens, first_token=first_token
+    )
+    check_complete(outcome, jobs, cancelled=True)
+
+
+@given(
+    jobs=st.lists(JOB, min_size=1, max_size=6),
+    roles=st.sampled_from(list(ROLES.values())),
+    every=st.integers(3, 7),
+)
+@settings(max_examples=60)
+def test_steps_that_raise_cost_no_token(jobs, roles, every) -> None:  # type: ignore[no-untyped-def]
+    seen = [0]
+
+    def fails(name: str, plan: StepPlan) -> bool:
+        seen[0] += 1
+        return seen[0] % every == 0 and seen[0] < 40
+
+    outcome = simulate(jobs, roles, pages=14, rows=4, tokens=16, fails=fails)
+    for request in outcome.requests:
+        told = [token for delta in outcome.deltas[request.id] for token in delta.tokens]
+        assert told == request.output
+
+
+def test_the_request_at_fault_fails_alone() -> None:
+    jobs = [Job(range(100 * i, 100 * i + 10), 8) for i in range(5)]
+
+    def fails(name: str, plan: StepPlan) -> bool:
+        return any(span.request == 2 and span.start + span.length > 12 for span in plan.spans)
+
+    outcome = simulate(jobs, PD, fails=fails)
+    reasons = [request.finish_reason for request in outcome.requests]
+    assert reasons == ["stop", "stop", "error", "stop", "stop"]
+    assert "failed twice" in (outcome.requests[2].error or "")
+
+
+def test_shared_prefix_is_computed_once() -> None:
+    prefix = list(range(40))
+    jobs = [Job([*prefix, 100 + i], 4, arrival=float(i)) for i in range(4)]
+    outcome = simulate(jobs, pages=64, page_size=4)
+    assert [request.cached for request in outcome.requests] == [0, 40, 40, 40]
+    cold = simulate(jobs, pages=64, page_size=4, prefix_caching=False)
+    assert [request.cached for request in cold.requests] == [0, 0, 0, 0]
+
+
+def test_the_same_seed_gives_the_same_history() -> None:
+    draw = random.Random(2)
+    jobs = [Job(range(1000 * i, 1000 * i + draw.randint(1, 50)), draw.randint(1, 20), i * 0.003) for i in range(20)]
+    first, second = (simulate(jobs, ROLES["4x1"], policy="kairos") for _ in range(2))
+    assert first.plans == second.plans and first.ended == second.ended
+
+
+def test_first_token_counts_where_the_flag_says() -> None:
+    jobs = [Job(range(30), 5)]
+    early = simulate(jobs, PD).requests[0]
+    late = simulate(jobs, PD, first_token="decode").requests[0]
+    assert early.first_token_at is not None and late.first_token_at is not None
+    assert late.first_token_at > early.first_token_at + 1e-3  # the link's latency
+    assert late.token_times[0] == late.first_token_at
+
+
+def test_stops_at_max_tokens() -> None:
+    jobs = [Job(range(10), 50, params=SamplingParams(max_tokens=7))]
+    request = simulate(jobs, PD).requests[0]
+    assert (request.finish_reason, len(request.output)) == ("length", 7)
