@@ -254,6 +254,20 @@ class ServeConfig:
         return ("prefill",) * prefill + ("decode",) * (instances - prefill)
 
     @property
+    def model_source(self) -> str:
+        """Where the model is: as given, or the folder of the demo model."""
+        if self.model is not None:
+            return self.model
+        from jaxserve.demo import model_path
+
+        return str(model_path())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What requests may call the model; the first is what answers call it."""
+        return self.served_model_name or (self.model or "jaxserve-demo",)
+
+    @property
     def slo(self) -> SLO:
         """What a request is promised that brings no SLO of its own."""
         return SLO(self.ttft_slo, self.tpot_slo)

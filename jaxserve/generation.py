@@ -1,0 +1,257 @@
+"""From a prompt to pieces of text: what the server and `LLM` share above the engine.
+
+The engine speaks of one request and its tokens, in its own thread. Here a job may ask for n outputs, tokens become
+text up to a stop string, and news hops to the thread or event loop of the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+from jaxserve.detokenize import TextStream
+from jaxserve.errors import InvalidValue, JaxserveError
+from jaxserve.outputs import RequestMetrics
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.plan import Delta, TokenLogprobs
+from jaxserve.sched.request import STANDARD
+from jaxserve.sched.slo import SLO
+from jaxserve.tokenizer import Tokenizer
+
+
+class EngineLike(Protocol):
+    """The part of `Engine` that generating needs."""
+
+    @property
+    def info(self) -> Any: ...
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        slo: SLO,
+        priority: int = 0,
+        tier: str = STANDARD,
+        key: str = "",
+        on_delta: Callable[[Delta], None],
+    ) -> int: ...
+    def cancel(self, request: int, reason: str = "abort") -> None: ...
+    def record(self, request: int) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prompt and everything that was asked about it."""
+
+    prompt: list[int]
+    params: SamplingParams
+    slo: SLO
+    priority: int = 0
+    tier: str = STANDARD
+    key: str = field(default_factory=lambda: f"gen-{secrets.token_hex(8)}")
+    text: str | None = None  # the prompt as it was given, where it was text
+
+
+class Piece(NamedTuple):
+    """News of one output of a job."""
+
+    choice: int  # which of the n outputs
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    metrics: RequestMetrics | None = None  # with the last piece
+
+
+class GenerationFailed(JaxserveError):
+    """The engine gave a request up; `reason` is `error` or `rejected`."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def check_length(length: int, params: SamplingParams, limit: int) -> None:
+    """Raises InvalidValue, naming the lengths, where prompt and output do not fit into the context."""
+    if length == 0:
+        raise InvalidValue("the prompt is empty: at least one token is needed", "prompt")
+    if length >= limit:
+        raise InvalidValue(
+            f"the prompt has {length} tokens, and this model's context of {limit} tokens must hold it and at least "
+            "one token of output",
+            "prompt",
+        )
+    if params.max_tokens is not None and length + params.max_tokens > limit:
+        raise InvalidValue(
+            f"max_tokens={params.max_tokens} after a prompt of {length} tokens is more than this model's context of "
+            f"{limit} tokens: at most {limit - length} are left",
+            "max_tokens",
+        )
+
+
+class Choice:
+    """One output of a job. Writer: the thread that reads the job's news."""
+
+    def __init__(self, engine: EngineLike, tokenizer: Tokenizer, job: Job, index: int) -> None:
+        self.index = index
+        self.request = -1  # set by `submit`
+        self.finished = False
+        self.count = 0  # tokens of the output
+        self._engine = engine
+        self._params = job.params
+        self._stream = TextStream(tokenizer, job.params)
+        self._stop: str | None = None
+
+    def feed(self, delta: Delta) -> Piece:
+        """What this delta says to the caller. After a stop string nothing more but the end, which the engine tells
+        once it has let the request go."""
+        final, text, used = delta.finish_reason is not None, "", 0
+        if self._stop is None:
+            gain = self._stream.add(delta.tokens, final=final, stop_token=delta.stop_token)
+            text, used = gain.text, gain.used
+            self.count += used
+            if gain.stop is not None:
+                self._stop = gain.stop
+                if not final:
+                    self._engine.cancel(self.request, "stop")
+        piece = Piece(self.index, text, delta.tokens[:used], delta.logprobs[:used], delta.prompt_logprobs)
+        return self._end(piece, delta) if final else piece
+
+    def _end(self, piece: Piece, delta: Delta) -> Piece:
+        self.finished = True
+        record = self._engine.record(self.request)
+        metrics = None if record is None else RequestMetrics.of(record)
+        if metrics is not None:
+            metrics = replace(metrics, token_times=metrics.token_times[: self.count])
+        reason, stop = delta.finish_reason, None
+        if self._stop is not None:
+            reason, stop = "stop", self._stop
+        token = delta.stop_token if delta.stop_token in self._params.stop_token_ids else None
+        return piece._replace(
+            finish_reason=reason, stop_reason=stop if stop is not None else token, error=delta.error, metrics=metrics
+        )
+
+
+def submit(
+    engine: EngineLike, tokenizer: Tokenizer, job: Job, deliver: Callable[[Choice, Delta], None]
+) -> list[Choice]:
+    """Hand the n requests of a job to the engine; `deliver` is called in the engine's thread.
+
+    All or none: where one is refused, those before it are cancelled. Output i draws with seed + i; only the first
+    computes the prompt's log-probabilities.
+    """
+    params, choices = job.params, list[Choice]()
+    for index in range(params.n):
+        choice = Choice(engine, tokenizer, job, index)
+        own = replace(
+            params,
+            n=1,
+            seed=None if params.seed is None else params.seed + index,
+            prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+        )
+        key = job.key if params.n == 1 else f"{job.key}-{index}"
+        try:
+            choice.request = engine.submit(
+                job.prompt,
+                own,
+                slo=job.slo,
+                priority=job.priority,
+                tier=job.tier,
+                key=key,
+                on_delta=lambda delta, choice=choice: deliver(choice, delta),  # type: ignore[misc]
+            )
+        except BaseException:
+            cancel(engine, choices)
+            raise
+        choices.append(choice)
+    return choices
+
+
+def cancel(engine: EngineLike, choices: Sequence[Choice]) -> None:
+    """Let go of the outputs that have not ended."""
+    for choice in choices:
+        if not choice.finished:
+            engine.cancel(choice.request, "abort")
+
+
+class Mailbox:
+    """Carries news from the engine's thread to one event loop: one wake-up for all that a step brings."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._items: deque[tuple[asyncio.Queue[Any], Any]] = deque()
+        self._called = False
+
+    def post(self, queue: asyncio.Queue[Any], item: Any) -> None:
+        """Put an item into a queue of the loop; called from any thread. Nobody reads once the loop is closed."""
+        self._items.append((queue, item))
+        if not self._called:
+            self._called = True
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._flush)
+
+    def _flush(self) -> None:
+        self._called = False  # before reading: an item posted from now on calls again
+        while self._items:
+            queue, item = self._items.popleft()
+            queue.put_nowait(item)
+
+
+async def pieces(engine: EngineLike, tokenizer: Tokenizer, job: Job, mailbox: Mailbox) -> AsyncIterator[Piece]:
+    """The outputs of a job as they come. Closing the iterator, or cancelling its task, cancels the job."""
+    news: asyncio.Queue[tuple[Choice, Delta]] = asyncio.Queue()
+    choices = submit(engine, tokenizer, job, lambda choice, delta: mailbox.post(news, (choice, delta)))
+    try:
+        open_ = len(choices)
+        while open_:
+            choice, delta = await news.get()
+            if choice.finished:
+                continue
+            piece = choice.feed(delta)
+            open_ -= choice.finished
+            yield piece
+    finally:
+        cancel(engine, choices)
+
+
+async def merged(streams: Sequence[AsyncIterator[Piece]]) -> AsyncIterator[tuple[int, Piece]]:
+    """Several streams as one, each piece with the number of its stream; an error in one ends all."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:  # type: ignore[type-var]
+            async for piece in only:
+                yield 0, piece
+        return
+    queue: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue()
+
+    async def pump(number: int, stream: AsyncIterator[Piece]) -> None:
+        try:
+            async with aclosing(stream) as own:  # type: ignore[type-var]
+                async for piece in own:
+                    queue.put_nowait((number, piece))
+            queue.put_nowait((number, None))
+        except Exception as error:
+            queue.put_nowait((number, error))
+
+    tasks = [asyncio.ensure_future(pump(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        open_ = len(tasks)
+        while open_:
+            number, item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                open_ -= 1
+            else:
+                yield number, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,109 @@
+"""What a finished or running generation looks like to a caller, with vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from jaxserve.sched.plan import TokenLogprobs
+
+
+class Record(Protocol):
+    """When what happened to one request, in seconds on the engine's clock."""
+
+    @property
+    def arrival(self) -> float: ...
+    @property
+    def scheduled_at(self) -> float | None: ...
+    @property
+    def first_token_at(self) -> float | None: ...
+    @property
+    def finished_at(self) -> float | None: ...
+    @property
+    def token_times(self) -> Sequence[float]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times of one request in seconds on the engine's clock (only differences have a meaning)."""
+
+    arrival: float
+    scheduled: float | None
+    first_token: float | None
+    finished: float | None
+    token_times: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, record: Record) -> RequestMetrics:
+        finished = record.finished_at
+        if finished is None and record.token_times:
+            finished = record.token_times[-1]
+        return cls(record.arrival, record.scheduled_at, record.first_token_at, finished, tuple(record.token_times))
+
+    @property
+    def ttft(self) -> float | None:
+        """Arrival to first token."""
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean time per token after the first; None for fewer than two tokens."""
+        times = self.token_times
+        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log-probability of one token at one position. rank 1 is the most likely token of the vocabulary."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the `n` outputs of a request, or news of it."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: str | None = None  # "stop", "length", "abort", "error", "rejected"
+    stop_reason: int | str | None = None  # the stop token or string, where one of the caller's ended it
+    error: str | None = None  # what went wrong, where finish_reason is "error" or "rejected"
+    metrics: RequestMetrics | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What came of one prompt. While streaming, `outputs` holds only what is new."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    @property
+    def metrics(self) -> RequestMetrics | None:
+        """Times of the first output."""
+        return self.outputs[0].metrics if self.outputs else None
+
+
+class Piecewise(Protocol):
+    """What can name a token."""
+
+    def piece(self, token: int) -> str: ...
+
+
+def logprob_dict(position: TokenLogprobs, tokenizer: Piecewise) -> dict[int, Logprob]:
+    """One position as vLLM has it: token id -> Logprob, the sampled token and the best alternatives."""
+    made = {
+        token: Logprob(logprob, rank, tokenizer.piece(token)) for rank, (token, logprob) in enumerate(position.top, 1)
+    }
+    made[position.token] = Logprob(position.logprob, position.rank, tokenizer.piece(position.token))
+    return made

@@ -1,0 +1,135 @@
+"""Text to token ids and back: a thin layer over transformers, which brings tokenizers and chat templates."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from jaxserve.errors import InvalidValue
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "\u2581"  # SentencePiece's visible space
+
+Message = Mapping[str, Any]
+
+
+class Tokenizer:
+    """One model's tokenizer. Safe to use from several threads for decoding; encode from one at a time."""
+
+    def __init__(self, hf: Any, chat_template: str | None = None) -> None:
+        """`hf` is a transformers tokenizer; `chat_template` replaces the template that it brings."""
+        self._hf = hf
+        self._template = chat_template
+        self.piece_bytes = lru_cache(maxsize=65536)(self._piece_bytes)
+
+    @classmethod
+    def load(cls, name: str | Path, revision: str | None = None, chat_template: str | None = None) -> Tokenizer:
+        """Load by Hugging Face name or folder. `chat_template` is a file, or the template itself."""
+        from transformers import AutoTokenizer  # seconds: not for those who only want --help
+
+        if chat_template is not None and "{" not in chat_template:
+            path = Path(chat_template)
+            if not path.is_file():
+                raise InvalidValue(f"chat_template={chat_template!r} is neither a file nor a template", "chat_template")
+            chat_template = path.read_text(encoding="utf-8")
+        return cls(AutoTokenizer.from_pretrained(str(name), revision=revision), chat_template)
+
+    def __len__(self) -> int:
+        return len(self._hf)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with what the model wants around it (BOS) unless `add_special_tokens` is off."""
+        return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of some tokens; what is not valid UTF-8 becomes U+FFFD. Ids beyond the vocabulary are empty."""
+        text: str = self._hf.decode(
+            list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template: str | None = None,
+        **more: Any,
+    ) -> str:
+        """The prompt text of a conversation. Raises InvalidValue where there is no template or it refuses."""
+        template = template or self._template
+        if template is None and not self._hf.chat_template:
+            raise InvalidValue(
+                "this model has no chat template: use /v1/completions, or give --chat-template", "messages"
+            )
+        try:
+            text: str = self._hf.apply_chat_template(
+                [dict(message) for message in messages],
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **more,
+            )
+        except Exception as error:  # a template is a program: it may raise anything
+            raise InvalidValue(f"the chat template refuses these messages: {error}", "messages") from error
+        return text
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._template or self._hf.chat_template)
+
+    @cached_property
+    def special(self) -> frozenset[int]:
+        """Ids that `skip_special_tokens` leaves out of the text."""
+        return frozenset(self._hf.all_special_ids)
+
+    @cached_property
+    def byte_fallback(self) -> frozenset[int]:
+        """Ids that stand for one raw byte each (`<0x0A>`); a run of them is text only as a whole."""
+        if self._byte_level:
+            return frozenset()
+        return frozenset(id for piece, id in self._hf.get_vocab().items() if _BYTE_PIECE.fullmatch(piece))
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        decoder = getattr(backend, "decoder", None)
+        if decoder is None:
+            return False
+        state = json.loads(decoder.__getstate__())
+        return any(part.get("type") == "ByteLevel" for part in [state, *state.get("decoders", ())])
+
+    def _piece_bytes(self, token: int) -> bytes:
+        """The bytes of one token; a character may be spread over several tokens."""
+        piece = self._hf.convert_ids_to_tokens(token)
+        if piece is None:
+            return b""
+        if token in self.special:
+            return str(piece).encode()
+        if self._byte_level:
+            table = _byte_alphabet()
+            if all(c in table for c in piece):
+                return bytes(table[c] for c in piece)
+            return str(piece).encode()
+        if match := _BYTE_PIECE.fullmatch(piece):
+            return bytes([int(match[1], 16)])
+        return str(piece).replace(_SPACE, " ").encode()
+
+    def piece(self, token: int) -> str:
+        """One token as text, for lists of log-probabilities."""
+        return self.piece_bytes(token).decode("utf-8", errors="replace")
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes each byte as a printable character: itself where it is one, else from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    table = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {**table, **{chr(256 + i): byte for i, byte in enumerate(others)}}
