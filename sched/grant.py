@@ -71,8 +71,7 @@ class Granter:
     def _admit(self, request: Request) -> bool:
         """The first that does not fit ends admission: smaller ones behind it would starve it."""
         roster = self._roster
-        reserve = len(roster.decode) if roster.running() else 0
-        self._admitting = self._admitting and self._memory.admit(request, reserve)
+        self._admitting = self._admitting and self._memory.admit(request, len(roster.decode))
         if self._admitting:
             request.state = State.RUNNING
             roster.file(request)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .blocks import BlockManager, chain
+from .log import Log, no_log
 from .request import Request
 
 
@@ -26,8 +27,9 @@ class Memory:
     cannot deadlock. Only decoding rows grow.
     """
 
-    def __init__(self, blocks: BlockManager, slots: int) -> None:
+    def __init__(self, blocks: BlockManager, slots: int, log: Log = no_log) -> None:
         self.blocks = blocks
+        self._log = log
         self._slots = list(range(slots - 1, -1, -1))
 
     @property
@@ -40,6 +42,7 @@ class Memory:
         for page in range(len(known), tokens // size):
             parent = known[-1] if known else request.salt
             known.append(chain(parent, request.tokens(page * size, (page + 1) * size)))
+            self._log("digest", id=request.id, digest=known[-1])
         return known[: tokens // size]
 
     def cached(self, request: Request) -> list[bytes]:

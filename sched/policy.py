@@ -12,7 +12,6 @@ import numpy as np
 from .perf.model import Array, PerfModel
 from .request import RequestView
 
-
 Order = np.ndarray[tuple[int], np.dtype[np.intp]]  # row numbers
 
 

@@ -176,6 +176,11 @@ class Request:
         return self.computed
 
     @property
+    def finished_at(self) -> float | None:
+        """When its last token came out."""
+        return self.last_token_at
+
+    @property
     def last_token_at(self) -> float | None:
         return self.token_times[-1] if self.token_times else None
 

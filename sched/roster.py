@@ -24,10 +24,6 @@ class Roster:
     def runnable(self, id: int) -> bool:
         return id in self._filed
 
-    def running(self) -> int:
-        """Requests that hold a slot."""
-        return sum(request.slot is not None for request in self.requests.values())
-
     def file(self, request: Request) -> None:
         """Put a request into the table it belongs to now, or take over what has changed."""
         table, before = self._belongs(request), self._filed.get(request.id)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from .blocks import BlockManager
 from .counters import Counters
 from .errors import InvalidValue
 from .grant import Granter
+from .log import Log, no_log
 from .memory import Memory, Reservation
 from .perf.model import Load, PerfModel
 from .plan import Delta, StepPlan, StepResult
@@ -21,12 +22,6 @@ from .policy import Limits, Policy, Role, View
 from .request import Request, State
 from .roster import Roster
 from .slo import ANSWER
-
-
-class Log(Protocol):
-    """Takes one input, or one plan, of one instance; see journal.py."""
-
-    def __call__(self, kind: str, **fields: Any) -> None: ...
 
 
 class Submitted(NamedTuple):
@@ -42,10 +37,6 @@ class Settled(NamedTuple):
 
     deltas: tuple[Delta, ...]
     advanced: tuple[tuple[Request, int], ...]  # on a prefill instance: requests, and the tokens whose KV stands now
-
-
-def no_log(kind: str, **fields: Any) -> None:
-    """Keeps nothing."""
 
 
 class Scheduler:
@@ -78,7 +69,7 @@ class Scheduler:
     def _new_memory(self) -> Memory:
         limits = self.limits
         blocks = BlockManager(limits.pages, limits.page_size, prefix_caching=self._prefix_caching)
-        return Memory(blocks, limits.rows)
+        return Memory(blocks, limits.rows, self._log)
 
     # what others may look at
 
@@ -98,7 +89,7 @@ class Scheduler:
     @property
     def running(self) -> int:
         """Requests that hold a slot."""
-        return self._roster.running()
+        return self.limits.rows - self._memory.free_slots - len(self._reservations)
 
     @property
     def waiting(self) -> int:
@@ -263,8 +254,12 @@ class Scheduler:
     def unreserve(self, reservation: Reservation) -> None:
         """Give a reservation back; nothing where a step that raised has already taken it."""
         if self.reserved(reservation):
-            self._log("unreserve", id=reservation.request)
-            self._memory.release(self._reservations.pop(reservation.request))
+            self.unreserve_id(reservation.request)
+
+    def unreserve_id(self, id: int) -> None:
+        """Give the standing reservation of a request back."""
+        self._log("unreserve", id=id)
+        self._memory.release(self._reservations.pop(id))
 
     def disown(self, id: int) -> Request:
         """Let a request go whose KV has been taken elsewhere."""

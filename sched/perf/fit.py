@@ -66,7 +66,7 @@ def solve(points: Sequence[Point], assumed: Mapping[str, float], chunk: int = 81
     negative = [f"{name}={value:.3g}" for name, value in values.items() if value < 0]
     if negative:
         raise InvalidValue(f"the points and what is assumed make {', '.join(negative)} negative", "points")
-    return Coefficients(**{name: 0.0 for name in LINEAR} | dict(assumed) | values)
+    return Coefficients(**dict.fromkeys(LINEAR, 0.0) | dict(assumed) | values)
 
 
 def _least_squares(table: Array, target: Array) -> tuple[Array, int]:
@@ -85,7 +85,7 @@ class Fit(NamedTuple):
     mape: float
     worst: float
     by_kind: Mapping[str, float]  # mape of prefill, decode and mixed steps, those that occur
-    count: int
+    steps: int
 
 
 def fit(measured: Iterable[tuple[Load, float]], p_moe: float = 0.0) -> Fit:

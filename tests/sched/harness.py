@@ -12,7 +12,8 @@ from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.plan import Delta, StepPlan, StepResult
 from jaxserve.sched.policy import Limits, Role
 from jaxserve.sched.request import Request
-from jaxserve.sched.scheduler import Log, Scheduler, no_log
+from jaxserve.sched.log import Log, no_log
+from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.sim import clock
 from jaxserve.sched.sim.executor import EOS, Device, SimExecutor
 from jaxserve.sched.slo import SLO

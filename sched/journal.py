@@ -1,0 +1,225 @@
+"""Every input of every decision, in order, as JSON lines; fed back to new Schedulers they must give equal plans.
+
+A journal holds lengths, SLOs, sampling parameters, results and digests of pages, but no prompt: which tokens it
+had shows only in digests, which is all that prefix sharing needs. Kinds of records: `instance` (how to make one),
+`add`, `cancel`, `plan` (with the clock that the policy saw), `planned` (what came out), `digest`, `settle`,
+`recover`, `reserve`, `unreserve`, `disown`, `adopt`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import IO, Any, NamedTuple
+
+from . import policies
+from .errors import InvalidValue
+from .log import Log
+from .params import SamplingParams
+from .perf.model import PerfModel
+from .plan import StepPlan, StepResult
+from .policy import Limits, Role
+from .request import Request
+from .scheduler import Scheduler
+from .slo import SLO
+
+
+class Journal:
+    """Writes records to a text file, one a line. Writer: the event loop of the Cluster."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def instance(
+        self,
+        name: str,
+        *,
+        policy: str,
+        limits: Limits,
+        role: Role,
+        prefix_caching: bool,
+        perf: Mapping[str, Any],
+    ) -> Log:
+        """The log of one instance, after a record of how to make it again. `perf` is what `replay` will be given
+        back to make its step-time model."""
+        made = {"policy": policy, "limits": asdict(limits), "role": role.value, "prefix_caching": prefix_caching}
+        self._write(name, "instance", {**made, "perf": perf})
+
+        def log(kind: str, **fields: Any) -> None:
+            self._write(name, kind, {key: _plain(value) for key, value in fields.items()})
+
+        return log
+
+    def _write(self, instance: str, kind: str, fields: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps({"at": instance, "kind": kind, **fields}, separators=(",", ":")) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Request):
+        return _request(value)
+    if isinstance(value, StepPlan):
+        return _plan(value)
+    if isinstance(value, StepResult):
+        return [value.step, value.started, value.finished, value.tokens, list(value.failed.items())]
+    return value.hex() if isinstance(value, bytes) else value
+
+
+def _request(request: Request) -> dict[str, Any]:
+    return {
+        "id": request.id,
+        "key": request.key,
+        "prompt_length": request.prompt_length,
+        "params": asdict(request.params),
+        "slo": asdict(request.slo),
+        "arrival": request.arrival,
+        "seed": request.seed,
+        "priority": request.priority,
+        "tier": request.tier,
+        "eos": sorted(request.eos),
+        "end_thinking": sorted(request.end_thinking),
+        "limit": request.limit,
+    }
+
+
+def _plan(plan: StepPlan) -> list[Any]:
+    """All of a plan but the tokens themselves."""
+    return [
+        plan.step,
+        [
+            [
+                s.request,
+                s.slot,
+                s.start,
+                s.length,
+                list(s.new_pages),
+                len(s.tokens),
+                s.draft,
+                s.samples,
+                s.begin is None,
+            ]
+            for s in plan.spans
+        ],
+        plan.preemptible,
+        plan.resume,
+    ]
+
+
+class Difference(NamedTuple):
+    """A plan that came out otherwise than it was recorded."""
+
+    line: int
+    instance: str
+    recorded: Any
+    replayed: Any
+
+
+@dataclass
+class Replay:
+    """What came of feeding a journal back."""
+
+    plans: int = 0
+    differences: list[Difference] = field(default_factory=list)
+
+
+class _Replayer:
+    """New schedulers, fed record by record. Writer of the Replay it returns."""
+
+    def __init__(self, perf: Callable[[Mapping[str, Any]], PerfModel], digests: Mapping[int, list[bytes]]) -> None:
+        self._perf = perf
+        self._digests = digests
+        self._schedulers: dict[str, Scheduler] = {}
+        self._requests: dict[int, Request] = {}
+        self._last: dict[str, StepPlan | None] = {}
+        self.outcome = Replay()
+
+    def feed(self, line: int, record: dict[str, Any]) -> None:
+        at, kind = record["at"], record["kind"]
+        if kind == "instance":
+            self._schedulers[at] = Scheduler(
+                policies.make(record["policy"]),
+                self._perf(record["perf"]),
+                Limits(**record["limits"]),
+                Role(record["role"]),
+                prefix_caching=record["prefix_caching"],
+            )
+            return
+        scheduler = self._schedulers[at]
+        if kind == "add":
+            scheduler.add(self._made(record["request"]))
+        elif kind == "cancel":
+            scheduler.cancel(record["id"], record["reason"], record["error"])
+        elif kind == "plan":
+            if self._last.get(at) is not None:
+                self._compare(line, at, None)  # the journal has no plan where one came out now
+            scheduler.kv_waiting = record["kv_waiting"]
+            self._last[at] = scheduler.plan(record["now"], record["start"])
+        elif kind == "planned":
+            self._compare(line, at, record["plan"])
+        elif kind == "settle":
+            step, started, finished, tokens, failed = record["result"]
+            scheduler.settle(StepResult(step, started, finished, tuple(map(tuple, tokens)), dict(failed)))
+        elif kind == "recover":
+            scheduler.recover()
+        elif kind == "adopt":
+            scheduler.adopt(self._requests[record["id"]], record["first_token_at"])
+        elif kind == "reserve":
+            scheduler.reserve(self._requests[record["id"]])
+        elif kind == "unreserve":
+            scheduler.unreserve_id(record["id"])
+        elif kind == "disown":
+            scheduler.disown(record["id"])
+        elif kind != "digest":
+            raise InvalidValue(f"journal line {line}: unknown kind {kind!r}")
+
+    def _made(self, fields: dict[str, Any]) -> Request:
+        made = dict(fields)
+        params, slo = made.pop("params"), made.pop("slo")
+        request = Request(
+            made.pop("id"),
+            range(made.pop("prompt_length")),
+            SamplingParams(**{name: _tupled(value) for name, value in params.items()}),
+            SLO(**{name: _tupled(value) for name, value in slo.items()}),
+            made.pop("arrival"),
+            eos=frozenset(made.pop("eos")),
+            end_thinking=frozenset(made.pop("end_thinking")),
+            **made,
+        )
+        request.digests = list(self._digests.get(request.id, ()))
+        self._requests[request.id] = request
+        return request
+
+    def _compare(self, line: int, at: str, recorded: Any) -> None:
+        plan = self._last.pop(at)
+        replayed = None if plan is None else _plan(plan)
+        self.outcome.plans += 1
+        if replayed != recorded:
+            self.outcome.differences.append(Difference(line, at, recorded, replayed))
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value
+
+
+def replay(lines: Iterable[str], perf: Callable[[Mapping[str, Any]], PerfModel]) -> Replay:
+    """Feed a journal back and compare every plan. `perf` makes a step-time model from its record.
+
+    Raises InvalidValue, naming the line, where a record cannot be read.
+    """
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append((number, json.loads(line)))
+        except json.JSONDecodeError as error:
+            raise InvalidValue(f"journal line {number} is not JSON: {error}") from None
+    digests: dict[int, list[bytes]] = {}
+    for _, record in records:
+        if record["kind"] == "digest":
+            digests.setdefault(record["id"], []).append(bytes.fromhex(record["digest"]))
+    replayer = _Replayer(perf, digests)
+    for number, record in records:
+        replayer.feed(number, record)
+    return replayer.outcome

@@ -1,0 +1,225 @@
+"""What was promised and what was kept: one implementation for simulated and for served requests.
+
+Attained means finished, TTFT <= ttft, mean TPOT <= tpot (true of a single token) and, where set, largest gap <=
+tbt. Rejected or unfinished is violated. Counting requests alone makes dropping the largest prompts look like a win,
+so attainment is also given per class of prompt length and weighted by prompt tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import inf, isfinite, nan
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from .perf.model import Array
+from .slo import SLO
+
+FINISHED = ("stop", "length")
+WINDOW = 10  # tokens over which SLOs-Serve takes a mean
+GOAL = 0.9  # share attained that goodput asks for
+ROUNDING = 1e-9  # seconds: sums of floats may not decide
+CLASSES = (("<4K", 4096), ("4-16K", 16384), ("16-64K", 65536), (">=64K", inf))
+
+
+class Finished(Protocol):
+    """What is measured of a request; Request has it, and so has what a client saw of one."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def arrival(self) -> float: ...
+    @property
+    def prompt_length(self) -> int: ...
+    @property
+    def slo(self) -> SLO: ...
+    @property
+    def token_times(self) -> Sequence[float]: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+
+
+class Measured(NamedTuple):
+    """One request, in seconds. Without a first token TTFT is inf; what needs a second one is NaN without it."""
+
+    id: int
+    class_: str
+    arrival: float
+    prompt: int
+    output: int
+    ttft: float
+    tpot: float  # mean time per token after the first
+    worst_tpot: float  # FairBatching's max over k of (t_k - t_0) / k
+    window_tpot: float  # the worst mean over 10 tokens in a row
+    largest_gap: float  # TBT
+    ended: float  # its last token, NaN without one
+    reason: str | None
+    ttft_attained: bool
+    tpot_attained: bool  # and the largest gap, where the SLO sets one
+
+    @property
+    def attained(self) -> bool:
+        return self.ttft_attained and self.tpot_attained
+
+
+def measure(request: Finished, class_: str = "", allowance: float | None = None) -> Measured:
+    """Measure one request. `allowance`: seconds granted to all tokens after the first, where stages differ."""
+    times = np.asarray(request.token_times, dtype=float)
+    slo, count = request.slo, len(times)
+    ttft = float(times[0]) - request.arrival if count else inf
+    tpot = worst = window = gap = nan
+    if count > 1:
+        since = times[1:] - times[0]
+        tpot = float(since[-1]) / (count - 1)
+        worst = float((since / np.arange(1, count)).max())
+        window = float((times[WINDOW:] - times[:-WINDOW]).max()) / WINDOW if count > WINDOW else tpot
+        gap = float(np.diff(times).max())
+    done = request.finish_reason in FINISHED
+    allowed = slo.tpot * (count - 1) if allowance is None else allowance
+    smooth = count < 2 or float(times[-1] - times[0]) <= allowed + ROUNDING
+    if slo.tbt is not None:
+        smooth = smooth and not gap > slo.tbt + ROUNDING
+    return Measured(
+        request.id,
+        class_,
+        request.arrival,
+        request.prompt_length,
+        count,
+        ttft,
+        tpot,
+        worst,
+        window,
+        gap,
+        float(times[-1]) if count else nan,
+        request.finish_reason,
+        done and ttft <= slo.ttft + ROUNDING,
+        done and smooth,
+    )
+
+
+class Spread(NamedTuple):
+    """A distribution of finite values; NaN where there is none."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+def spread(values: Sequence[float] | Array) -> Spread:
+    """Values that are not finite are left out."""
+    array = np.asarray(values, dtype=float)
+    array = array[np.isfinite(array)]
+    if not len(array):
+        return Spread(nan, nan, nan, nan, nan)
+    p50, p90, p99 = np.percentile(array, (50, 90, 99)).tolist()
+    return Spread(float(array.mean()), p50, p90, p99, float(array.max()))
+
+
+class Share(NamedTuple):
+    """How many requests, and what share of them attained their SLO."""
+
+    count: int
+    attained: float
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Many requests. Shares 0 to 1, times in seconds, rates per second of `duration`."""
+
+    count: int
+    attained: float
+    ttft_attained: float
+    tpot_attained: float
+    token_weighted: float  # attained, each request weighted by its prompt tokens
+    by_length: Mapping[str, Share]
+    by_class: Mapping[str, Share]
+    ttft: Spread
+    tpot: Spread
+    worst_tpot: Spread
+    window_tpot: Spread
+    largest_gap: Spread
+    latency: Spread  # arrival to last token
+    duration: float  # first arrival to last token
+    output_throughput: float  # tokens per second, all requests together
+    request_throughput: float  # finished requests per second
+    request_goodput: float  # attained requests per second
+    median_speed: float  # median over requests of tokens per second after the first token
+    reasons: Mapping[str, int]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON: named tuples as mappings, what is not finite as None."""
+        return {name: _plain(value) for name, value in asdict(self).items()}
+
+
+def summarize(measured: Sequence[Measured], skip: int = 0) -> Summary:
+    """Sum up; the first and last `skip` requests by arrival are left out (the steady state is what remains)."""
+    ordered = sorted(measured, key=lambda one: (one.arrival, one.id))
+    ordered = ordered[skip : len(ordered) - skip]
+    attained = np.array([one.attained for one in ordered], dtype=bool)
+    prompts = np.array([one.prompt for one in ordered], dtype=float)
+    tpot = np.array([one.tpot for one in ordered], dtype=float)
+    ends = [one.ended for one in ordered if isfinite(one.ended)]
+    duration = max(ends) - ordered[0].arrival if ends else 0.0
+    finished = sum(one.reason in FINISHED for one in ordered)
+
+    def per_second(amount: float) -> float:
+        return float(amount) / duration if duration > 0 else nan
+
+    return Summary(
+        count=len(ordered),
+        attained=_mean(attained),
+        ttft_attained=_mean(np.array([one.ttft_attained for one in ordered], dtype=bool)),
+        tpot_attained=_mean(np.array([one.tpot_attained for one in ordered], dtype=bool)),
+        token_weighted=float(prompts @ attained / prompts.sum()) if prompts.sum() else nan,
+        by_length=_shares([length_class(one.prompt) for one in ordered], attained, [name for name, _ in CLASSES]),
+        by_class=_shares([one.class_ for one in ordered], attained, sorted({one.class_ for one in ordered} - {""})),
+        ttft=spread([one.ttft for one in ordered]),
+        tpot=spread(tpot),
+        worst_tpot=spread([one.worst_tpot for one in ordered]),
+        window_tpot=spread([one.window_tpot for one in ordered]),
+        largest_gap=spread([one.largest_gap for one in ordered]),
+        latency=spread([one.ended - one.arrival for one in ordered]),
+        duration=duration,
+        output_throughput=per_second(sum(one.output for one in ordered)),
+        request_throughput=per_second(finished),
+        request_goodput=per_second(attained.sum()),
+        median_speed=float(np.median(1 / tpot[tpot > 0])) if np.any(tpot > 0) else nan,
+        reasons=dict(sorted(Counter(one.reason or "unfinished" for one in ordered).items())),
+    )
+
+
+def length_class(prompt: int) -> str:
+    """The class of prompt length that attainment is broken down by."""
+    return next(name for name, end in CLASSES if prompt < end)
+
+
+def goodput_rate(rates: Sequence[float], attained: Sequence[float], goal: float = GOAL) -> float | None:
+    """The highest rate of a sweep whose attainment reaches the goal; None where none does."""
+    return max((rate for rate, share in zip(rates, attained, strict=True) if share >= goal), default=None)
+
+
+def _mean(flags: np.ndarray[Any, np.dtype[np.bool_]]) -> float:
+    return float(flags.mean()) if len(flags) else nan
+
+
+def _shares(
+    names: Sequence[str], attained: np.ndarray[Any, np.dtype[np.bool_]], wanted: Sequence[str]
+) -> dict[str, Share]:
+    array = np.array(names)
+    chosen = {name: attained[array == name] for name in wanted}
+    return {name: Share(len(flags), _mean(flags)) for name, flags in chosen.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {name: _plain(item) for name, item in value._asdict().items()}
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    return value

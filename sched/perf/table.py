@@ -1,0 +1,145 @@
+"""Kairos's lookup table of decode step times by batch size and longest sequence (section 3.2, Algorithm 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from ..errors import InvalidValue
+from .fit import nonnegative
+from .model import Array, Load, PerfModel
+
+BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 24576, 32768, 49152, 65536, 81920, 98304, 114688, 131072)
+PROFILING_RUNS = 100  # "the mean decode step time over 100 profiling runs per configuration"
+
+
+class TableModel:
+    """LUT[batch size, longest context], kept up to date by what is measured. A PerfModel.
+
+    An entry is the historical mean of its profiling runs and of every step nearest to it since (Algorithm 3 line
+    24), or with `ewma` a moving average that can forget. Between entries: bilinear, or the nearest one. Entries
+    never seen follow a + b*batch + c*length fitted to those that were. Prefill is what Kairos makes of it: prompt
+    tokens / mu, where mu counts the tokens that were processed (the paper's line 22 counts whole prompts).
+    Writer: the Scheduler that observes steps.
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[int] = BATCHES,
+        lengths: Sequence[int] = LENGTHS,
+        *,
+        prefill_rate: float,
+        ewma: float | None = None,
+        lookup: Literal["bilinear", "nearest"] = "bilinear",
+    ) -> None:
+        for name, axis in (("batches", batches), ("lengths", lengths)):
+            if len(axis) < 2 or list(axis) != sorted(set(axis)) or axis[0] < 1:
+                raise InvalidValue(f"{name}={list(axis)} must be two or more positive numbers in order", name)
+        if ewma is not None and not 0 < ewma <= 1:
+            raise InvalidValue(f"{ewma=} must be above 0 and at most 1", "ewma")
+        if not prefill_rate > 0:
+            raise InvalidValue(f"{prefill_rate=} must be positive tokens per second", "prefill_rate")
+        self._batches = np.array(batches, dtype=float)
+        self._lengths = np.array(lengths, dtype=float)
+        self._seconds = np.full((len(batches), len(lengths)), np.nan)  # measured; NaN where never seen
+        self._runs = np.zeros(self._seconds.shape)
+        self._filled = np.zeros(self._seconds.shape)  # with the fit where never seen
+        self._unseen = self._seconds.size
+        self._prefill_rate = prefill_rate
+        self._ewma = ewma
+        self._lookup = lookup
+
+    @classmethod
+    def profiled(
+        cls,
+        model: PerfModel,
+        batches: Sequence[int] = BATCHES,
+        lengths: Sequence[int] = LENGTHS,
+        *,
+        runs: int = PROFILING_RUNS,
+        ewma: float | None = None,
+        lookup: Literal["bilinear", "nearest"] = "bilinear",
+    ) -> TableModel:
+        """Filled offline from a model: `runs` runs of each batch, all of its rows of the same length."""
+        table = cls(batches, lengths, prefill_rate=model.prefill_rate, ewma=ewma, lookup=lookup)
+        rows, longest = np.meshgrid(table._batches, table._lengths, indexing="ij")
+        table._seconds = np.asarray(model.decode_times(rows, longest, rows * longest), dtype=float)
+        table._runs[:] = runs
+        table._unseen = 0
+        table._filled = table._seconds
+        return table
+
+    def add(self, points: Iterable[tuple[int, int, float]]) -> None:
+        """Measured (batch, longest context, seconds), for a table filled by measurement."""
+        for batch, longest, seconds in points:
+            self._update(batch, longest, seconds, refill=False)
+        self._refill()
+
+    @property
+    def prefill_rate(self) -> float:
+        return self._prefill_rate
+
+    def step_time(self, load: Load) -> float:
+        seconds = load.prefill / self._prefill_rate
+        if load.decode:
+            seconds += float(self._look(np.array([float(load.decode)]), np.array([float(load.longest)]))[0])
+        return seconds
+
+    def decode_times(self, rows: Array, longest: Array, context: Array) -> Array:
+        return self._look(np.asarray(rows, dtype=float), np.asarray(longest, dtype=float))
+
+    def observe(self, load: Load, seconds: float) -> None:
+        if not 0 < seconds < float("inf"):
+            return
+        if load.prefill and not load.decode:
+            self._prefill_rate += 0.1 * (load.prefill / seconds - self._prefill_rate)
+        elif load.decode and not load.prefill:
+            self._update(load.decode, load.longest, seconds, refill=True)
+
+    def _look(self, rows: Array, longest: Array) -> Array:
+        """Inside the table interpolated, beyond its edges the edge's value."""
+        row, along = _place(self._batches, rows)
+        column, across = _place(self._lengths, longest)
+        if self._lookup == "nearest":
+            nearest: Array = self._filled[row + (along >= 0.5), column + (across >= 0.5)]
+            return nearest
+        filled = self._filled
+        short = filled[row, column] * (1 - along) + filled[row + 1, column] * along
+        long = filled[row, column + 1] * (1 - along) + filled[row + 1, column + 1] * along
+        between: Array = short * (1 - across) + long * across
+        return between
+
+    def _update(self, batch: int, longest: int, seconds: float, *, refill: bool) -> None:
+        row = int(np.argmin(np.abs(self._batches - batch)))
+        column = int(np.argmin(np.abs(self._lengths - longest)))
+        runs = self._runs[row, column]
+        if runs == 0:
+            self._seconds[row, column] = seconds
+            self._unseen -= 1
+        else:
+            weight = self._ewma or 1 / (runs + 1)
+            self._seconds[row, column] += weight * (seconds - self._seconds[row, column])
+        self._runs[row, column] = runs + 1
+        self._filled[row, column] = self._seconds[row, column]
+        if refill and self._unseen and not runs:
+            self._refill()
+
+    def _refill(self) -> None:
+        """Entries never seen, from a fit to those that were."""
+        seen = self._runs > 0
+        if not seen.any():
+            return
+        rows, longest = np.meshgrid(self._batches, self._lengths, indexing="ij")
+        table = np.stack([np.ones_like(rows), rows, longest], axis=-1)
+        found = nonnegative(table[seen], self._seconds[seen])
+        self._filled = np.where(seen, self._seconds, table @ found)
+
+
+def _place(axis: Array, values: Array) -> tuple[np.ndarray[tuple[int], np.dtype[np.intp]], Array]:
+    """The interval of `axis` that a value lies in, and how far into it, 0 to 1."""
+    index = np.clip(np.searchsorted(axis, values, side="right") - 1, 0, len(axis) - 2)
+    share: Array = np.clip((values - axis[index]) / (axis[index + 1] - axis[index]), 0.0, 1.0)
+    return index, share

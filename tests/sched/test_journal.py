@@ -1,0 +1,81 @@
+"""A journal fed back gives the plans that were made; a changed policy shows as differences."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.journal import Journal, replay
+from jaxserve.sched.log import Log
+from jaxserve.sched.perf.model import Coefficients, GeneralModel
+from jaxserve.sched.plan import StepPlan
+from jaxserve.sched.policy import Limits, Role
+
+from .harness import COEFFICIENTS, Job, simulate
+from .test_cluster import JOB, ROLES
+
+
+def perf(record: Mapping[str, Any]) -> GeneralModel:
+    return GeneralModel(Coefficients(**record["coefficients"]))
+
+
+def recorded(jobs: list[Job], roles: str, policy: str, every: int = 10_000) -> str:
+    file, count = io.StringIO(), [0]
+    journal = Journal(file)
+    limits = Limits(16, 4, 14, 4)
+
+    def log(name: str) -> Log:
+        role = Role(name.rstrip("0123456789"))
+        coefficients = {field: getattr(COEFFICIENTS, field) for field in COEFFICIENTS.__slots__}
+        described = {"model": "general", "coefficients": coefficients}
+        return journal.instance(name, policy=policy, limits=limits, role=role, prefix_caching=True, perf=described)
+
+    def fails(name: str, plan: StepPlan) -> bool:
+        count[0] += 1
+        return count[0] % every == 0 and count[0] < 40
+
+    simulate(jobs, ROLES[roles], policy=policy, pages=14, rows=4, tokens=16, log=log, fails=fails)
+    return file.getvalue()
+
+
+@given(
+    jobs=st.lists(JOB, min_size=1, max_size=8),
+    roles=st.sampled_from(list(ROLES)),
+    policy=st.sampled_from(["distserve", "kairos"]),
+    every=st.sampled_from([4, 7, 10_000]),
+)
+@settings(max_examples=60)
+def test_replay_reproduces_every_plan(jobs: list[Job], roles: str, policy: str, every: int) -> None:
+    text = recorded(jobs, roles, policy, every)
+    outcome = replay(text.splitlines(), perf)
+    assert outcome.differences == []
+    assert outcome.plans == text.count('"kind":"planned"')
+
+
+def test_a_changed_plan_shows_as_a_difference() -> None:
+    jobs = [Job(range(100 * i, 100 * i + 12), 6) for i in range(6)]
+    lines = recorded(jobs, "1x1", "distserve").splitlines()
+    for index, line in enumerate(lines):
+        record = json.loads(line)
+        if record["kind"] == "planned" and len(record["plan"][1]) > 1:
+            record["plan"][1][0][3] += 1
+            lines[index] = json.dumps(record)
+            break
+    (difference,) = replay(lines, perf).differences
+    assert difference.line == index + 1 and difference.instance == "mixed0"
+
+
+def test_no_prompt_is_written() -> None:
+    text = recorded([Job([424242] * 12, 3)], "1x1", "distserve")
+    assert "424242" not in text
+
+
+def test_a_broken_line_is_named() -> None:
+    with pytest.raises(InvalidValue, match="line 1 is not JSON"):
+        replay(["{"], perf)

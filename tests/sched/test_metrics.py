@@ -1,0 +1,117 @@
+"""Laws of what is measured, then values worked out by hand."""
+
+import json
+from dataclasses import dataclass, field
+from math import inf, isnan
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.sched.metrics import goodput_rate, length_class, measure, spread, summarize
+from jaxserve.sched.slo import SLO
+
+
+@dataclass
+class Done:
+    token_times: list[float]
+    arrival: float = 0.0
+    prompt_length: int = 100
+    slo: SLO = field(default_factory=lambda: SLO(ttft=2.0, tpot=0.1))
+    finish_reason: str | None = "stop"
+    id: int = 0
+
+
+@given(gaps=st.lists(st.floats(0, 10), min_size=1, max_size=40), first=st.floats(0, 10))
+def test_means_lie_below_their_worst(gaps: list[float], first: float) -> None:
+    times = [first]
+    for gap in gaps:
+        times.append(times[-1] + gap)
+    one = measure(Done(times))
+    tolerance = 1e-9 + 1e-12 * times[-1]
+    assert one.tpot <= one.worst_tpot + tolerance <= one.largest_gap + 2 * tolerance
+    assert one.tpot <= one.largest_gap + tolerance and one.window_tpot <= one.largest_gap + tolerance
+    assert one.attained == (first <= 2 + 1e-9 and times[-1] - first <= 0.1 * len(gaps) + 1e-9)
+
+
+def test_worked_out_by_hand() -> None:
+    one = measure(Done([1.5, 1.6, 1.9, 2.0], arrival=1.0))
+    assert one.ttft == pytest.approx(0.5)
+    assert one.tpot == pytest.approx(0.5 / 3)
+    assert one.worst_tpot == pytest.approx(0.2)
+    assert one.largest_gap == pytest.approx(0.3)
+    assert one.window_tpot == one.tpot  # ten tokens or fewer: one window
+    assert (one.ttft_attained, one.tpot_attained, one.attained) == (True, False, False)
+
+
+def test_window_of_ten() -> None:
+    times = [0.0] + [1.0 + 0.01 * i for i in range(30)]
+    assert measure(Done(times)).window_tpot == pytest.approx(1.09 / 10)
+
+
+@pytest.mark.parametrize(
+    ("done", "attained"),
+    [
+        (Done([1.0]), True),
+        (Done([]), False),
+        (Done([1.0], finish_reason=None), False),
+        (Done([1.0], finish_reason="rejected"), False),
+        (Done([1.0], finish_reason="abort"), False),
+        (Done([2.0 + 1e-12]), True),
+        (Done([2.1]), False),
+        (Done([1.0, 1.0, 1.2], slo=SLO(2.0, 0.1)), True),
+        (Done([1.0, 1.0, 1.2], slo=SLO(2.0, 0.1, tbt=0.15)), False),
+        (Done([1.0, 1.1, 1.2], slo=SLO(2.0, 0.1, tbt=0.15)), True),
+        (Done([1.0], slo=SLO(2.0, 0.1, tbt=0.15)), True),
+    ],
+)
+def test_attained(done: Done, attained: bool) -> None:
+    assert measure(done).attained is attained
+
+
+def test_stages_have_an_allowance_of_their_own() -> None:
+    assert measure(Done([1.0, 1.5, 2.0]), allowance=1.0).tpot_attained
+    assert not measure(Done([1.0, 1.5, 2.0]), allowance=0.9).tpot_attained
+
+
+def test_summary() -> None:
+    requests = [
+        Done([1.0, 1.1], prompt_length=1000, id=0),
+        Done([5.0, 5.1], prompt_length=9000, id=1, arrival=1.0),
+        Done([], prompt_length=70_000, id=2, finish_reason="rejected", arrival=2.0),
+        Done([3.5, 3.7], prompt_length=3000, id=3, arrival=3.0, slo=SLO(2.0, 0.2)),
+    ]
+    summary = summarize([measure(one, "chat" if one.id else "code") for one in requests])
+    assert (summary.count, summary.attained, summary.ttft_attained, summary.tpot_attained) == (4, 0.5, 0.5, 0.75)
+    assert summary.token_weighted == pytest.approx(4000 / 83_000)
+    assert summary.by_length["<4K"] == (2, 1.0) and summary.by_length[">=64K"] == (1, 0.0)
+    assert isnan(summary.by_length["16-64K"].attained)
+    assert summary.by_class == {"chat": (3, pytest.approx(1 / 3)), "code": (1, 1.0)}
+    assert summary.duration == pytest.approx(5.1)
+    assert summary.request_goodput == pytest.approx(2 / 5.1)
+    assert summary.output_throughput == pytest.approx(6 / 5.1)
+    assert summary.median_speed == pytest.approx(10.0)
+    assert summary.reasons == {"rejected": 1, "stop": 3}
+    assert json.loads(json.dumps(summary.as_dict(), allow_nan=False))["by_length"]["16-64K"]["attained"] is None
+    assert summarize([measure(one) for one in requests], skip=1).count == 2
+
+
+def test_nothing_measured_is_not_an_error() -> None:
+    summary = summarize([])
+    assert summary.count == 0 and isnan(summary.attained) and isnan(summary.median_speed)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "name"), [(1, "<4K"), (4095, "<4K"), (4096, "4-16K"), (65535, "16-64K"), (65536, ">=64K")]
+)
+def test_length_classes(prompt: int, name: str) -> None:
+    assert length_class(prompt) == name
+
+
+def test_goodput_rate_is_the_highest_that_reaches_the_goal() -> None:
+    assert goodput_rate([1, 2, 3, 4], [1.0, 0.95, 0.9, 0.2]) == 3
+    assert goodput_rate([1, 2], [0.5, 0.2]) is None
+
+
+def test_percentiles_leave_out_what_is_not_finite() -> None:
+    assert spread([1.0, inf, 3.0]).p50 == 2.0
