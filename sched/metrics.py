@@ -123,7 +123,7 @@ def spread(values: Sequence[float] | Array) -> Spread:
 class Share(NamedTuple):
     """How many requests, and what share of them attained their SLO."""
 
-    count: int
+    requests: int
     attained: float
 
 

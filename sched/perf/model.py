@@ -124,7 +124,7 @@ class GeneralModel:
 
     def observe(self, load: Load, seconds: float) -> None:
         predicted = self._base.step_time(load)
-        if seconds <= 0 or predicted <= 0:
+        if not 0 < seconds < float("inf") or predicted <= 0:
             return
         if self._correct:
             self._ratio += 0.05 * (min(max(seconds / predicted, 0.1), 10.0) - self._ratio)

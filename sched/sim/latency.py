@@ -1,0 +1,91 @@
+"""A latency preset: what is known of a model on a device, and the simulated instance that follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from ..errors import InvalidValue
+from ..perf.fit import Point, solve
+from ..perf.model import Coefficients
+from .executor import Device
+
+
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """Coefficients that no published point tells, see perf.model.Coefficients; what is None is solved for."""
+
+    fixed: float | None = None
+    prefill: float | None = None
+    decode: float | None = None
+    quadratic: float | None = None
+    longest: float | None = None
+    context: float | None = None
+    w_moe: float | None = None
+    p_moe: float | None = None
+
+    def given(self) -> dict[str, float]:
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """One instance: `tensor_parallel` devices that hold the model together.
+
+    Step times come from `points` and `assumed`, or from `coefficients`. Times in seconds, bandwidth in bytes/s.
+    kv_tokens: what the KV pool holds. chunk: tokens in the chunks of the published prefill points. noise: standard
+    deviation of a step's lognormal factor.
+    """
+
+    name: str
+    kv_bytes_per_token: int
+    kv_tokens: int
+    tensor_parallel: int = 1
+    page_size: int = 64
+    chunk: int = 8192
+    points: tuple[Point, ...] = ()
+    assumed: Assumed = field(default_factory=Assumed)
+    coefficients: Coefficients | None = None
+    link_bandwidth: float = 450e9
+    link_latency: float = 1e-3
+    layers: int = 1
+    operators: int = 5  # of a layer: qkv, attention, output, gate-up, down
+    noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("kv_tokens", "page_size", "chunk", "layers", "operators", "tensor_parallel"):
+            if getattr(self, name) < 1:
+                raise InvalidValue(f"{name}={getattr(self, name)!r} must be at least 1", name)
+        if bool(self.points) == (self.coefficients is not None):
+            raise InvalidValue("a latency preset has either points (with what is assumed) or coefficients", "points")
+        self.device()
+
+    def solve(self) -> Coefficients:
+        """The step-time model. Raises InvalidValue where the points do not determine it."""
+        return self.coefficients or solve(self.points, self.assumed.given(), self.chunk)
+
+    def device(self, boundary: str = "layer", *, pages: int | None = None, page_size: int | None = None) -> Device:
+        """The simulated instance; `pages` and `page_size` instead of the preset's for experiments."""
+        size = page_size or self.page_size
+        return Device(
+            pages=pages or self.kv_tokens // size,
+            page_size=size,
+            kv_bytes_per_token=self.kv_bytes_per_token,
+            bandwidth=self.link_bandwidth,
+            latency=self.link_latency,
+            segments=self.segments(boundary),
+            noise=self.noise,
+        )
+
+    def segments(self, boundary: str) -> int:
+        """Equal pieces of a step at whose ends it may stop: `op`, `layer`, `layers:k` or `chunk`."""
+        if boundary == "chunk":
+            return 1
+        if boundary == "layer":
+            return self.layers
+        if boundary == "op":
+            return self.layers * self.operators
+        word, _, count = boundary.partition(":")
+        if word != "layers" or not count.isdecimal() or int(count) < 1:
+            raise InvalidValue(f"{boundary=} must be op, layer, layers:K or chunk", "preempt_boundary")
+        return -(-self.layers // int(count))

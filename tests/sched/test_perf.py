@@ -1,0 +1,205 @@
+"""Step-time models: what was published is reproduced, what was measured is learnt, and nonsense breaks nothing."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve.config import load_yaml, parse_yaml
+from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.perf.fit import Point, fit, kind, nonnegative, solve
+from jaxserve.sched.perf.linear import LinearModel
+from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load, PerfModel
+from jaxserve.sched.perf.table import TableModel
+from jaxserve.sched.sim.latency import Latency
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "latency"
+TRUTH = Coefficients(8.7e-3, 4.5e-5, 2e-5, 3e-10, 2.4e-7, 1.5e-8, 11.5e-3, 8 / 256)
+LINEAR = Coefficients(8e-3, 4e-5, 4e-5, 0.0, 2e-8, 2e-8)
+
+
+def decode(*contexts: int) -> Load:
+    load = Load()
+    for context in contexts:
+        load = load.add_decode(context)
+    return load
+
+
+def loads(count: int, seed: int = 0) -> list[Load]:
+    random = np.random.default_rng(seed)
+    made = []
+    for _ in range(count):
+        load = decode(*random.integers(10, 100_000, random.integers(0, 40)).tolist())
+        if random.random() < 0.5 or not load.decode:
+            load = load.add_chunk(int(random.integers(1, 8192)), int(random.integers(0, 60_000)))
+        made.append(load)
+    return made
+
+
+MODELS: dict[str, PerfModel] = {
+    "general": GeneralModel(TRUTH),
+    "table": TableModel.profiled(GeneralModel(TRUTH)),
+    "linear": LinearModel(8e-3, 4e-5, 2e-8),
+}
+
+
+def test_the_published_points_are_reproduced() -> None:
+    preset = load_yaml(CONFIGS / "minimax-m2.5-h200-tp4.yaml", Latency)
+    truth = preset.solve()
+    published = {
+        ("prefill", 8192): 0.4004,
+        ("prefill", 131072): 8.8,
+        ("decode", 8192): 0.011,
+        ("decode", 131072): 0.0403,
+    }
+    assert {(point.kind, point.tokens): point.seconds for point in preset.points} == pytest.approx(published)
+    prompt = sum(truth.step_time(Load().add_chunk(8192, start)) for start in range(0, 131072, 8192))
+    assert prompt == pytest.approx(8.8, rel=1e-3)
+    assert truth.step_time(Load().add_chunk(8192, 0)) == pytest.approx(0.4004, rel=1e-3)
+    for context, seconds in ((8192, 0.011), (131072, 0.0403)):
+        assert truth.step_time(decode(context)) == pytest.approx(seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_preset_is_read_and_solved(path: Path) -> None:
+    preset = load_yaml(path, Latency)
+    assert preset.solve().step_time(decode(1000)) > 0 and preset.device().pages > 0
+    assert preset.name == path.stem
+
+
+def test_an_unknown_key_is_named_with_those_allowed() -> None:
+    with pytest.raises(InvalidValue, match=r"x.yaml:3: unknown key 'kv_token'.*kv_tokens"):
+        parse_yaml("name: a\nkv_bytes_per_token: 1\nkv_token: 5\n", Latency, "x.yaml")
+
+
+@pytest.mark.parametrize(
+    ("boundary", "segments"), [("chunk", 1), ("layer", 62), ("op", 372), ("layers:4", 16), ("layers:62", 1)]
+)
+def test_boundaries(boundary: str, segments: int) -> None:
+    preset = load_yaml(CONFIGS / "minimax-m2.5-h200-tp4.yaml", Latency)
+    assert preset.segments(boundary) == segments
+    with pytest.raises(InvalidValue, match="op, layer, layers:K or chunk"):
+        preset.segments("layers:0")
+
+
+def test_points_that_do_not_tell_are_refused() -> None:
+    one = Point("decode", 1000, 0.01)
+    with pytest.raises(InvalidValue, match="1 points cannot tell"):
+        solve([one], {})
+    with pytest.raises(InvalidValue, match="do not tell"):
+        solve([one] * 6, {})
+    with pytest.raises(InvalidValue, match="negative"):
+        solve([one, Point("decode", 2000, 0.005)], dict.fromkeys(("prefill", "decode", "quadratic", "context"), 0.0))
+    with pytest.raises(InvalidValue, match="assumed 'speed'"):
+        solve([one], {"speed": 1.0})
+
+
+def test_fit_finds_the_coefficients_behind_the_measurements() -> None:
+    fitted = fit([(load, TRUTH.step_time(load)) for load in loads(300)], p_moe=TRUTH.p_moe)
+    for name in Coefficients.__slots__:
+        assert getattr(fitted.coefficients, name) == pytest.approx(getattr(TRUTH, name), rel=1e-3)
+    assert fitted.mape < 1e-6 and set(fitted.by_kind) == {"prefill", "decode", "mixed"}
+
+
+def test_fit_reports_the_noise_it_cannot_explain() -> None:
+    random = np.random.default_rng(0)
+    noisy = [(load, TRUTH.step_time(load) * random.lognormal(0, 0.05)) for load in loads(500)]
+    fitted = fit(noisy, p_moe=TRUTH.p_moe)
+    assert 0.03 < fitted.mape < 0.05 and fitted.worst > fitted.mape
+    with pytest.raises(InvalidValue, match="no measured steps"):
+        fit([])
+
+
+def test_nonnegative_least_squares_is_optimal() -> None:
+    """The law of Karush, Kuhn and Tucker: no pull on what is above zero, none upwards on what is zero."""
+    random = np.random.default_rng(3)
+    for _ in range(50):
+        table, target = random.normal(size=(30, 6)), random.normal(size=30)
+        found = nonnegative(table, target)
+        pull = table.T @ (target - table @ found)
+        assert np.all(found >= 0)
+        assert np.all(np.abs(pull[found > 0]) < 1e-8) and np.all(pull[found == 0] < 1e-8)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_agrees_with_itself_and_survives_nonsense(name: str) -> None:
+    model = MODELS[name]
+    rows = np.array([1.0, 2.0, 40.0])
+    longest, total = np.array([500.0, 9000.0, 90_000.0]), np.array([500.0, 9900.0, 250_000.0])
+    times = model.decode_times(rows, longest, total)
+    for index in range(3):
+        load = Load(decode=int(rows[index]), longest=int(longest[index]), context=int(total[index]))
+        assert model.step_time(load) == pytest.approx(float(times[index]))
+    for seconds in (0.0, -1.0, float("nan"), float("inf")):
+        model.observe(decode(100), seconds)
+        model.observe(Load(), seconds)
+    assert model.step_time(decode(100)) > 0 and model.prefill_rate > 0
+    assert np.isfinite(model.step_time(decode(100)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prefill_rate_follows_steps_without_decodes(name: str) -> None:
+    model = {
+        "general": lambda: GeneralModel(TRUTH),
+        "table": lambda: TableModel.profiled(GeneralModel(TRUTH)),
+        "linear": lambda: LinearModel(8e-3, 4e-5, 2e-8),
+    }[name]()
+    before = model.prefill_rate
+    model.observe(decode(100).add_chunk(1000, 0), 100.0)
+    assert model.prefill_rate == before
+    for _ in range(200):
+        model.observe(Load().add_chunk(1000, 0), 0.5)
+    assert model.prefill_rate == pytest.approx(2000, rel=1e-3)
+
+
+def test_table_is_exact_at_its_entries_and_between_its_neighbours() -> None:
+    truth = GeneralModel(TRUTH)
+    table = TableModel.profiled(truth)
+    for batch, length in ((1, 8192), (32, 131072), (256, 256)):
+        load = Load(decode=batch, longest=length, context=batch * length)
+        assert table.step_time(load) == pytest.approx(truth.step_time(load))
+    low, mid, high = (table.step_time(Load(decode=4, longest=length)) for length in (8192, 10_000, 16_384))
+    assert low < mid < high
+    assert table.step_time(Load(decode=999, longest=10**7)) == table.step_time(Load(decode=256, longest=131072))
+    nearest = TableModel.profiled(truth, lookup="nearest")
+    assert nearest.step_time(Load(decode=4, longest=10_000)) == nearest.step_time(Load(decode=4, longest=8192))
+
+
+def test_table_learns_by_mean_or_by_moving_average() -> None:
+    load = Load(decode=4, longest=8192)
+    slow, quick = (TableModel.profiled(GeneralModel(TRUTH), ewma=ewma) for ewma in (None, 0.2))
+    before = slow.step_time(load)
+    for model in (slow, quick):
+        for _ in range(100):
+            model.observe(load, 2 * before)
+    assert slow.step_time(load) == pytest.approx(1.5 * before)  # 100 profiling runs and 100 steps
+    assert quick.step_time(load) == pytest.approx(2 * before, rel=1e-3)
+
+
+def test_unseen_entries_follow_a_fit_to_those_seen() -> None:
+    table = TableModel(prefill_rate=20_000)
+    table.add([(batch, length, 0.01 + 1e-4 * batch + 1e-7 * length) for batch in (1, 8) for length in (256, 16384)])
+    assert table.step_time(Load(decode=64, longest=131072)) == pytest.approx(0.01 + 6.4e-3 + 0.0131072)
+    table.observe(Load(decode=64, longest=131072), 0.5)
+    assert table.step_time(Load(decode=64, longest=131072)) == pytest.approx(0.5)
+
+
+def test_linear_model_is_fitted_offline_and_recalibrates_online() -> None:
+    steps = [(load, LINEAR.step_time(load)) for load in loads(200) if kind(load) == "decode"]
+    a, b, c = LinearModel.fitted(steps).coefficients
+    assert (a, b, c) == pytest.approx((8e-3, 4e-5, 2e-8), rel=1e-3)
+    model = LinearModel(1e-3, 1e-5, 1e-9)
+    for load, seconds in steps:
+        model.observe(load, 2 * seconds)
+    error = [abs(model.step_time(load) / (2 * seconds) - 1) for load, seconds in steps]
+    assert max(error) < 0.02
+
+
+def test_linear_model_survives_a_load_that_never_varies() -> None:
+    model, load = LinearModel(8e-3, 4e-5, 2e-8, forgetting=0.95), decode(1000, 1000)
+    for _ in range(20_000):
+        model.observe(load, 0.02)
+    assert model.step_time(load) == pytest.approx(0.02, rel=1e-6)
+    for other, seconds in [(load, LINEAR.step_time(load)) for load in loads(400)]:
+        model.observe(other, seconds)
+        assert min(model.coefficients) >= 0 and np.all(np.isfinite(model.coefficients))
