@@ -1,0 +1,223 @@
+"""`jaxserve bench`: open-loop load on an OpenAI-compatible endpoint, with the flags of `vllm bench serve`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Callable
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from jaxserve.bench.client import Target
+from jaxserve.bench.load import parse_slo_class
+from jaxserve.bench.result import METRICS
+from jaxserve.bench.session import Plan, Session
+from jaxserve.errors import InvalidValue
+from jaxserve.yamlio import seconds
+
+EPILOG = """examples:
+  jaxserve bench --dataset-name random --num-prompts 100 --request-rate 4 --goodput ttft:500 tpot:50
+  jaxserve bench --trace azure_conv.csv --num-prompts 200 --prompt-scale 8 --ttft-slo 2s --tpot-slo 50ms
+  jaxserve bench --slo-class chat=0.7,ttft:500,tpot:50 --slo-class batch=0.3,ttft:8000,tpot:200 --find-goodput
+"""
+
+BACKENDS = ("openai", "openai-chat", "vllm", "sglang", "jaxserve")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Send load to a running server; report latencies, attainment and goodput."
+    parser.epilog = EPILOG
+    _add_server(parser.add_argument_group("server"))
+    _add_requests(parser.add_argument_group("requests"))
+    _add_load(parser.add_argument_group("load"))
+    _add_objectives(parser.add_argument_group("objectives"))
+    _add_results(parser.add_argument_group("results"))
+
+
+def _add_server(group: Any) -> None:
+    add = group.add_argument
+    add("--backend", choices=BACKENDS, default="openai", help="openai-chat uses /v1/chat/completions [openai]")
+    add("--base-url", metavar="URL", help="instead of --host and --port")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8000)
+    add("--endpoint", metavar="PATH", help="instead of /v1/completions or /v1/chat/completions; needs --client http")
+    add("--model", help="name to ask for [the first of /v1/models]")
+    add("--api-key", default="none")
+    add("--header", nargs="+", default=[], type=_pair, metavar="NAME=VALUE", help="sent with every request")
+    add("--extra-body", type=_object, default={}, metavar="JSON", help="fields added to every request")
+    add(
+        "--client",
+        choices=("auto", "openai", "http"),
+        default="auto",
+        help="the official openai client, or plain HTTP, which costs less per token [openai if installed]",
+    )
+
+
+def _add_requests(group: Any) -> None:
+    add = group.add_argument
+    add("--dataset-name", choices=("random", "custom", "trace"), default="random")
+    add(
+        "--dataset-path",
+        type=Path,
+        metavar="FILE",
+        help="custom: JSON lines with prompt and, optionally, output_tokens",
+    )
+    add("--trace", type=Path, metavar="FILE", help="Azure, Mooncake or plain CSV; implies --dataset-name trace")
+    add("--num-prompts", type=int, default=None, metavar="N", help="[100; trace: all of it]")
+    add("--random-input-len", type=int, default=128, metavar="TOKENS")
+    add("--random-output-len", type=int, default=32, metavar="TOKENS")
+    add("--random-range-ratio", type=float, default=0.0, metavar="R", help="lengths uniform in mean·(1±R) [0: exact]")
+    add("--random-ids", type=_range, metavar="LOW:HIGH", help="token ids of prompts [those /tokenize gives for a text]")
+    add("--prompt-scale", type=float, default=1.0, metavar="X", help="trace: prompt lengths are divided by this")
+    add("--output-scale", type=float, default=1.0, metavar="X", help="trace: output lengths are divided by this")
+    add(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="outputs have the length asked for [on]",
+    )
+    add("--seed", type=int, default=0)
+
+
+def _add_load(group: Any) -> None:
+    add = group.add_argument
+    add("--request-rate", type=float, default=inf, metavar="RPS", help="[inf: all at once]")
+    add("--burstiness", type=float, default=1.0, metavar="SHAPE", help="of gamma gaps; 1 is Poisson, less is burstier")
+    add(
+        "--time-scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="trace: times are multiplied by this (0.5: twice as fast)",
+    )
+    add("--max-concurrency", type=int, metavar="N", help="hold calls back here, counted as the client's own delay")
+    add("--num-warmups", type=int, default=0, metavar="N", help="requests sent first and not counted")
+    add("--find-goodput", action="store_true", help="search the highest rate with --attainment on time")
+    add("--attainment", type=float, default=0.9, metavar="SHARE")
+
+
+def _add_objectives(group: Any) -> None:
+    add = group.add_argument
+    add("--ttft-slo", type=_seconds, metavar="8s", help="sent with each request that has none of its own")
+    add("--tpot-slo", type=_seconds, metavar="50ms", help="likewise")
+    add(
+        "--slo-class",
+        type=_checked(parse_slo_class),
+        action="append",
+        default=[],
+        metavar="NAME=SHARE,ttft:MS,tpot:MS",
+        help="a share of the requests has these; again for each class",
+    )
+    add(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="METRIC:MS",
+        help="ttft, tpot, e2el: what requests without an objective of their own are held to; not sent",
+    )
+
+
+def _add_results(group: Any) -> None:
+    add = group.add_argument
+    add("--percentile-metrics", default="ttft,tpot,itl,e2el", metavar="NAMES", help=f"of {','.join(METRICS)}")
+    add("--metric-percentiles", default="99", metavar="NUMBERS", help="for example 50,90,99 [99]")
+    add("--save-result", action="store_true", help="write a JSON file and a plot")
+    add("--save-detailed", action="store_true", help="with an entry for each request")
+    add("--result-dir", type=Path, default=Path("."), metavar="DIR")
+    add("--result-filename", metavar="NAME", help="[backend-rate-model-time.json]")
+    add("--metadata", nargs="+", default=[], type=_pair, metavar="NAME=VALUE", help="kept in the JSON file")
+
+
+def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    def checked(text: str) -> Any:
+        try:
+            return parse(text)
+        except InvalidValue as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return checked
+
+
+def _seconds(text: str) -> float:
+    return float(_checked(seconds)(text))
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not (name and sign):
+        raise argparse.ArgumentTypeError(f"{text!r} must read NAME=VALUE")
+    return name, value
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object")
+    return value
+
+
+def _range(text: str) -> range:
+    low, _, high = text.partition(":")
+    try:
+        made = range(int(low), int(high))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} must read LOW:HIGH") from error
+    if not (made and made.start >= 0):
+        raise argparse.ArgumentTypeError(f"{text!r}: LOW must be at least 0 and below HIGH")
+    return made
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    """The plan that the flags describe. Raises InvalidValue."""
+    dataset = "trace" if args.trace else args.dataset_name
+    if dataset == "trace" and args.trace is None and args.dataset_path is None:
+        raise InvalidValue("--dataset-name trace needs --trace FILE", "trace")
+    if dataset == "custom" and args.dataset_path is None:
+        raise InvalidValue("--dataset-name custom needs --dataset-path FILE", "dataset_path")
+    for name in ("num_prompts", "max_concurrency"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise InvalidValue(f"{name}={getattr(args, name)} must be at least 1", name)
+    try:
+        percentiles = tuple(float(number) for number in args.metric_percentiles.split(","))
+    except ValueError as error:
+        raise InvalidValue(f"metric_percentiles={args.metric_percentiles!r}: {error}", "metric_percentiles") from error
+    own = {name: getattr(args, name) for name in Plan.__dataclass_fields__ if hasattr(args, name)}
+    own |= {
+        "dataset_name": dataset,
+        "dataset_path": args.trace or args.dataset_path,
+        "num_prompts": args.num_prompts or (None if dataset == "trace" else 100),
+        "slo_class": tuple(args.slo_class),
+        "goodput": tuple(args.goodput),
+        "percentile_metrics": tuple(args.percentile_metrics.split(",")),
+        "metric_percentiles": percentiles,
+        "metadata": dict(args.metadata),
+        "vocabulary": args.random_ids or (),
+    }
+    return Plan(**own)
+
+
+def target_of(args: argparse.Namespace) -> Target:
+    """Where the flags say to send; the model may still be "", see Session."""
+    base = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/").removesuffix("/v1")
+    return Target(
+        base_url=base,
+        model=args.model or "",
+        chat=args.backend == "openai-chat",
+        endpoint=args.endpoint,
+        headers=dict(args.header),
+        extra_body=args.extra_body,
+        ignore_eos=args.ignore_eos,
+        api_key=args.api_key,
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run it. 0 where at least one request succeeded."""
+    plan, target = plan_of(args), target_of(args)
+    session = Session(plan, target, args.client)
+    return asyncio.run(session.run())

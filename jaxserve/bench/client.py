@@ -1,0 +1,253 @@
+"""One streaming request to an OpenAI-compatible endpoint, timed token by token."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Protocol
+
+from jaxserve.bench.load import Call
+from jaxserve.errors import InvalidValue
+
+TIMEOUT = 6 * 3600.0  # seconds; a benchmark waits for the slowest request
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one call. Times are seconds: `start` since the run began, the others since `start`.
+
+    Written by the one task that sends the call. `error` is "" where the request succeeded.
+    """
+
+    call: Call
+    start: float = 0.0
+    ttft: float = 0.0
+    latency: float = 0.0
+    itls: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.error
+
+    @property
+    def lag(self) -> float:
+        """How much later than planned it was sent: the client's own delay, or its limit on concurrency."""
+        return self.start - self.call.at
+
+    @property
+    def tpot(self) -> float:
+        """Mean seconds per output token after the first; 0 where there is none."""
+        return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where to send, and what to add to every request."""
+
+    base_url: str  # without /v1
+    model: str
+    chat: bool = False
+    endpoint: str | None = None  # instead of /v1/completions or /v1/chat/completions
+    headers: Mapping[str, str] = field(default_factory=dict)
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    ignore_eos: bool = True
+    api_key: str = "none"
+
+    @property
+    def path(self) -> str:
+        return self.endpoint or ("/v1/chat/completions" if self.chat else "/v1/completions")
+
+    def standard(self, call: Call) -> dict[str, Any]:
+        """The fields of the request that OpenAI's API has."""
+        body: dict[str, Any] = {"model": self.model, "stream": True, "temperature": 0.0}
+        body["stream_options"] = {"include_usage": True}
+        if self.chat:
+            if not isinstance(call.prompt, str):
+                raise InvalidValue("a chat endpoint takes text, not token ids; give --dataset-name custom", "backend")
+            body["messages"] = [{"role": "user", "content": call.prompt}]
+            body["max_completion_tokens"] = call.output_tokens
+        else:
+            body["prompt"] = list(call.prompt) if not isinstance(call.prompt, str) else call.prompt
+            body["max_tokens"] = call.output_tokens
+        return body
+
+    def extra(self, call: Call) -> dict[str, Any]:
+        """The fields that it has not: the objectives of the request, and what the command line adds."""
+        body: dict[str, Any] = {"ignore_eos": True} if self.ignore_eos else {}
+        body |= {name: value for name, value in call.slo.body().items() if value is not None}
+        return body | dict(self.extra_body)
+
+
+class Sender(Protocol):
+    async def send(self, call: Call, began: float) -> Outcome:
+        """Send one call and read its stream to the end; never raises for what the server does. `began` is the
+        perf_counter of the run's beginning."""
+
+
+class Clock:
+    """Notes when tokens arrive and writes them into an outcome."""
+
+    __slots__ = ("_last", "_outcome", "_sent", "chunks")
+
+    def __init__(self, outcome: Outcome, began: float) -> None:
+        self._outcome = outcome
+        self._sent = self._last = perf_counter()
+        self.chunks = 0
+        outcome.start = self._sent - began
+
+    def token(self) -> None:
+        """A chunk with at least one token has arrived."""
+        now, outcome = perf_counter(), self._outcome
+        if self.chunks == 0:
+            outcome.ttft = now - self._sent
+        else:
+            outcome.itls.append(now - self._last)
+        self._last = now
+        self.chunks += 1
+
+    def usage(self, prompt_tokens: int, output_tokens: int) -> None:
+        self._outcome.prompt_tokens, self._outcome.output_tokens = prompt_tokens, output_tokens
+
+    def end(self) -> None:
+        """The stream has ended. Where the server gave no usage, a chunk counts as a token."""
+        outcome = self._outcome
+        outcome.latency = self._last - self._sent
+        outcome.output_tokens = outcome.output_tokens or self.chunks
+        outcome.prompt_tokens = outcome.prompt_tokens or outcome.call.prompt_tokens
+        if not self.chunks and not outcome.error:
+            outcome.error = "the stream ended without a token"
+
+
+def read_event(event: Mapping[str, Any], clock: Clock) -> str:
+    """Take one decoded event of a stream into account; returns the error it carries, or ""."""
+    if "error" in event:
+        error = event["error"]
+        return str(error.get("message", error)) if isinstance(error, Mapping) else str(error)
+    for choice in event.get("choices") or ():
+        delta = choice.get("delta")
+        if delta is None:
+            # Some tokens have no text of their own. The last event may carry a reason to finish and no token.
+            fresh = bool(choice.get("text")) or choice.get("finish_reason") is None
+        else:  # the role comes in an event of its own, which is no token
+            fresh = bool(delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning"))
+        if fresh:
+            clock.token()
+    if usage := event.get("usage"):
+        clock.usage(usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0))
+    return ""
+
+
+class OpenAISender:
+    """The official `openai` client, as users have it."""
+
+    def __init__(self, client: Any, target: Target) -> None:
+        self._target = target
+        self._create = client.chat.completions.create if target.chat else client.completions.create
+
+    async def send(self, call: Call, began: float) -> Outcome:
+        import openai
+
+        outcome, target = Outcome(call), self._target
+        body, extra = target.standard(call), target.extra(call)
+        clock = Clock(outcome, began)
+        try:
+            async with await self._create(**body, extra_body=extra) as stream:
+                async for event in stream:
+                    self._read(event, clock)
+        except (openai.OpenAIError, OSError) as error:
+            outcome.error = f"{type(error).__name__}: {error}"
+        except Exception as error:  # the HTTP library's own: its name differs between versions of openai
+            if not type(error).__module__.startswith("httpx"):
+                raise
+            outcome.error = f"{type(error).__name__}: {error}"
+        clock.end()
+        return outcome
+
+    def _read(self, event: Any, clock: Clock) -> None:
+        """`read_event` on the client's objects, without turning them into dictionaries again."""
+        for choice in event.choices:
+            if not self._target.chat:
+                fresh = bool(choice.text) or choice.finish_reason is None
+            else:
+                delta = choice.delta
+                fresh = bool(delta.content or (delta.model_extra or {}).get("reasoning_content"))
+            if fresh:
+                clock.token()
+        if event.usage is not None:
+            clock.usage(event.usage.prompt_tokens, event.usage.completion_tokens)
+
+
+class HttpSender:
+    """httpx and a JSON parser: about half the client's cost for each token, and no further package."""
+
+    def __init__(self, client: Any, target: Target) -> None:
+        self._client = client
+        self._target = target
+
+    async def send(self, call: Call, began: float) -> Outcome:
+        import httpx
+
+        outcome, target = Outcome(call), self._target
+        body = target.standard(call) | target.extra(call)
+        clock = Clock(outcome, began)
+        try:
+            async with self._client.stream("POST", target.base_url + target.path, json=body) as response:
+                if response.status_code != 200:
+                    text = (await response.aread()).decode(errors="replace")
+                    outcome.error = f"HTTP {response.status_code}: {text[:300]}"
+                else:
+                    outcome.error = await _read_stream(response.aiter_lines(), clock)
+        except httpx.HTTPError as error:
+            outcome.error = f"{type(error).__name__}: {error}"
+        clock.end()
+        return outcome
+
+
+async def _read_stream(lines: AsyncIterator[str], clock: Clock) -> str:
+    """Read server-sent events to the end; returns the first error among them, or ""."""
+    async for line in lines:
+        if line.startswith("data:"):
+            data = line[5:].strip()
+            if data == "[DONE]":
+                return ""
+            if error := read_event(json.loads(data), clock):
+                return error
+    return "the stream broke off before [DONE]"
+
+
+@asynccontextmanager
+async def open_sender(kind: str, target: Target, connections: int = 4096) -> AsyncIterator[Sender]:
+    """A sender of kind "openai", "http", or "auto" (openai where it is installed). Raises InvalidValue."""
+    if kind == "auto":
+        kind = "openai" if importlib.util.find_spec("openai") and target.endpoint is None else "http"
+    if kind == "openai":
+        if importlib.util.find_spec("openai") is None:
+            raise InvalidValue("--client openai needs the openai package: pip install 'jaxserve[bench]'", "client")
+        if target.endpoint is not None:
+            raise InvalidValue("--client openai knows its own endpoints; --endpoint needs --client http", "endpoint")
+        from openai import AsyncOpenAI
+
+        async with AsyncOpenAI(
+            base_url=target.base_url + "/v1",
+            api_key=target.api_key,
+            max_retries=0,  # a refusal is a result
+            timeout=TIMEOUT,
+            default_headers=dict(target.headers),
+        ) as client:
+            yield OpenAISender(client, target)
+    elif kind == "http":
+        import httpx
+
+        headers = {"Authorization": f"Bearer {target.api_key}", **target.headers}
+        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+        async with httpx.AsyncClient(headers=headers, timeout=TIMEOUT, limits=limits) as http:
+            yield HttpSender(http, target)
+    else:
+        raise InvalidValue(f"client={kind!r} must be one of 'auto', 'openai', 'http'", "client")

@@ -1,0 +1,101 @@
+"""Open-loop load: every call is sent at its own time, whatever became of those before it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from time import perf_counter
+
+from jaxserve.bench.client import Outcome, Sender
+from jaxserve.bench.load import Call
+
+Progress = Callable[..., None]  # (done, total)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Outcomes in the order of the calls, and the seconds from the first call's time to the last token."""
+
+    outcomes: tuple[Outcome, ...]
+    duration: float
+
+
+async def drive(
+    calls: Sequence[Call],
+    sender: Sender,
+    *,
+    max_concurrency: int | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """Send all calls, ordered by `at`, and wait for all of them.
+
+    With max_concurrency a call waits here until another has ended; that wait counts as `lag`, not as TTFT.
+    """
+    gate = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
+    done = 0
+    began = perf_counter()
+
+    async def one(call: Call) -> Outcome:
+        nonlocal done
+        async with gate:
+            outcome = await sender.send(call, began)
+        done += 1
+        if progress is not None:
+            progress(done, len(calls))
+        return outcome
+
+    tasks: list[asyncio.Task[Outcome]] = []
+    try:
+        for call in calls:
+            wait = began + call.at - perf_counter()
+            if wait > 0:
+                await asyncio.sleep(wait)
+            tasks.append(asyncio.create_task(one(call)))
+        outcomes = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return Run(tuple(outcomes), max(perf_counter() - began, 1e-9))
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One rate that was tried. `attainment` is the share of requests that kept their objectives."""
+
+    rate: float
+    attainment: float
+
+
+async def find_goodput(
+    measure: Callable[[float], Awaitable[float]],
+    *,
+    start: float,
+    target: float = 0.9,
+    precision: float = 0.05,
+    most: int = 12,
+) -> tuple[float, list[Probe]]:
+    """The highest rate at which at least `target` of the requests are on time, and every rate tried.
+
+    `measure` gives the attainment at a rate. The rate is doubled (or halved) until one that holds and one that does
+    not enclose the answer, then halved between them in proportion until they are within `precision`, or `most`
+    rates have been tried. 0 where no rate held.
+    """
+    probes: list[Probe] = []
+    low, high = 0.0, float("inf")
+    rate = start
+    while len(probes) < most and high > low * (1 + precision):
+        probes.append(Probe(rate, await measure(rate)))
+        if probes[-1].attainment >= target:
+            low = max(low, rate)
+        else:
+            high = min(high, rate)
+        if low == 0.0:
+            rate = high / 2
+        elif high == float("inf"):
+            rate = low * 2
+        else:
+            rate = (low * high) ** 0.5
+    return low, probes

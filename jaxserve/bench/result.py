@@ -1,0 +1,190 @@
+"""From outcomes to the figures that people compare, under the keys of `vllm bench serve`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxserve.bench.client import Outcome
+from jaxserve.errors import InvalidValue
+
+METRICS = ("ttft", "tpot", "itl", "e2el")
+TITLES = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "inter-token latency",
+    "e2el": "end-to-end latency",
+    "client_lag": "client's own delay",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """Milliseconds that every request must keep where it asked for nothing itself: `--goodput ttft:500 tpot:50`."""
+
+    limits: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, texts: Sequence[str]) -> Goals:
+        limits: dict[str, float] = {}
+        for text in texts:
+            metric, _, value = text.partition(":")
+            try:
+                limits[metric] = float(value)
+            except ValueError as error:
+                raise InvalidValue(f"goodput={text!r} must read METRIC:MILLISECONDS", "goodput") from error
+            if metric not in ("ttft", "tpot", "e2el") or not limits[metric] > 0:
+                raise InvalidValue(f"goodput={text!r} must name ttft, tpot or e2el and a positive number", "goodput")
+        return cls(limits)
+
+    def of(self, outcome: Outcome) -> dict[str, float]:
+        """What one request is held to; its own objectives come first."""
+        slo = outcome.call.slo
+        own = {"ttft": slo.ttft_slo_ms, "tpot": slo.tpot_slo_ms}
+        return {**self.limits, **{metric: value for metric, value in own.items() if value is not None}}
+
+    def kept(self, outcome: Outcome) -> dict[str, bool]:
+        """Which of them it kept; a request that failed kept none."""
+        return {metric: outcome.ok and milliseconds(outcome, metric) <= v for metric, v in self.of(outcome).items()}
+
+
+def milliseconds(outcome: Outcome, metric: str) -> float:
+    """ttft, tpot (0 where there is one output token), or e2el of a request."""
+    seconds = {"ttft": outcome.ttft, "tpot": outcome.tpot, "e2el": outcome.latency}[metric]
+    return seconds * 1e3
+
+
+def samples(outcomes: Sequence[Outcome], metric: str) -> list[float]:
+    """Milliseconds of all requests that succeeded: one a request, or one a gap for itl."""
+    good = [outcome for outcome in outcomes if outcome.ok]
+    if metric == "itl":
+        return [gap * 1e3 for outcome in good for gap in outcome.itls]
+    if metric == "client_lag":
+        return [outcome.lag * 1e3 for outcome in outcomes]
+    if metric == "tpot":
+        good = [outcome for outcome in good if outcome.output_tokens > 1]
+    return [milliseconds(outcome, metric) for outcome in good]
+
+
+def percentile_name(percentile: float) -> str:
+    return f"p{int(percentile) if percentile == int(percentile) else percentile}"
+
+
+def statistics(values: Sequence[float], metric: str, percentiles: Sequence[float]) -> dict[str, float]:
+    """{mean,median,std,p99,...}_{metric}_ms; zeros where there is no sample, as in vLLM."""
+    data = np.asarray(values or [0.0])
+    found = {"mean": data.mean(), "median": np.median(data), "std": data.std()}
+    found |= {percentile_name(p): np.percentile(data, p) for p in percentiles}
+    return {f"{name}_{metric}_ms": float(value) for name, value in found.items()}
+
+
+def peak_concurrency(outcomes: Sequence[Outcome]) -> int:
+    """Most requests in flight at once."""
+    marks = [(outcome.start, 1) for outcome in outcomes] + [(o.start + o.latency, -1) for o in outcomes]
+    running = most = 0
+    for _, change in sorted(marks):
+        running += change
+        most = max(most, running)
+    return most
+
+
+def peak_output_rate(outcomes: Sequence[Outcome]) -> float:
+    """Most tokens that arrived within one second of the clock, over all requests."""
+    seconds: Counter[int] = Counter()
+    for outcome in outcomes:
+        at = outcome.start + outcome.ttft
+        seconds[int(at)] += 1
+        for gap in outcome.itls:
+            at += gap
+            seconds[int(at)] += 1
+    return float(max(seconds.values(), default=0))
+
+
+def attainment(outcomes: Sequence[Outcome], goals: Goals) -> dict[str, Any]:
+    """Shares of the requests sent that kept what they were held to, in all and by objective; {} without any."""
+    kept = [goals.kept(outcome) for outcome in outcomes]
+    held = [item for item in kept if item]
+    if not held:
+        return {}
+    metrics = sorted({metric for item in held for metric in item})
+    by_metric = {m: float(np.mean([item[m] for item in held if m in item])) for m in metrics}
+    classes: dict[str, list[bool]] = {}
+    for outcome, item in zip(outcomes, kept, strict=True):
+        if item and outcome.call.slo.name:
+            classes.setdefault(outcome.call.slo.name, []).append(all(item.values()))
+    return {
+        "slo_attainment": sum(all(item.values()) for item in held) / len(held),
+        "slo_attainment_by_metric": by_metric,
+        "slo_attainment_by_class": {name: float(np.mean(values)) for name, values in sorted(classes.items())},
+        "goodput_slos_ms": dict(goals.limits),
+    }
+
+
+def summary(
+    outcomes: Sequence[Outcome],
+    duration: float,
+    *,
+    goals: Goals,
+    percentiles: Sequence[float] = (99.0,),
+    metrics: Sequence[str] = METRICS,
+) -> dict[str, Any]:
+    """vLLM's result keys, and `slo_attainment*`, `client_lag`. Durations in s, rates per s, latencies in ms."""
+    if unknown := set(metrics) - set(METRICS):
+        raise InvalidValue(f"percentile_metrics: unknown {sorted(unknown)}, known are {METRICS}", "percentile_metrics")
+    good = [outcome for outcome in outcomes if outcome.ok]
+    prompt, output = sum(o.prompt_tokens for o in good), sum(o.output_tokens for o in good)
+    attained = sum(all(goals.kept(o).values()) for o in good if goals.of(o))
+    judged = any(goals.of(outcome) for outcome in outcomes)
+    found: dict[str, Any] = {
+        "duration": duration,
+        "completed": len(good),
+        "failed": len(outcomes) - len(good),
+        "total_input_tokens": prompt,
+        "total_output_tokens": output,
+        "request_throughput": len(good) / duration,
+        "request_goodput": attained / duration if judged else None,
+        "output_throughput": output / duration,
+        "total_token_throughput": (prompt + output) / duration,
+        "max_output_tokens_per_s": peak_output_rate(good),
+        "max_concurrent_requests": peak_concurrency(outcomes),
+        **attainment(outcomes, goals),
+    }
+    for metric in (*metrics, "client_lag"):
+        found |= statistics(samples(outcomes, metric), metric, percentiles)
+    return found
+
+
+def detail(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """One entry a request, in the order of their times; seconds."""
+    return {
+        "input_lens": [o.prompt_tokens for o in outcomes],
+        "output_lens": [o.output_tokens for o in outcomes],
+        "ttfts": [o.ttft for o in outcomes],
+        "itls": [o.itls for o in outcomes],
+        "latencies": [o.latency for o in outcomes],
+        "start_times": [o.start for o in outcomes],
+        "client_lags": [o.lag for o in outcomes],
+        "ttft_slos_ms": [o.call.slo.ttft_slo_ms for o in outcomes],
+        "tpot_slos_ms": [o.call.slo.tpot_slo_ms for o in outcomes],
+        "classes": [o.call.slo.name for o in outcomes],
+        "errors": [o.error for o in outcomes],
+    }
+
+
+def rows(found: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> list[list[object]]:
+    """The latencies of a summary, one line a metric, for a table."""
+    names = ["mean", "median", "std", *map(percentile_name, percentiles)]
+    return [
+        [TITLES[metric], *(float(found[f"{name}_{metric}_ms"]) for name in names)]
+        for metric in (*metrics, "client_lag")
+    ]
+
+
+def errors(outcomes: Sequence[Outcome], most: int = 5) -> list[str]:
+    """The commonest errors, with how often each came."""
+    counted = Counter(outcome.error for outcome in outcomes if outcome.error)
+    return [f"{number} × {text}" for text, number in counted.most_common(most)]

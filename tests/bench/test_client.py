@@ -1,0 +1,142 @@
+"""What the benchmark measures on a server whose delays are known."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from jaxserve.bench.client import Outcome, Target, open_sender
+from jaxserve.bench.drive import Run, drive
+from jaxserve.bench.load import Call, Objective
+from jaxserve.errors import InvalidValue
+
+from .endpoint import Endpoint
+
+CLIENTS = ["openai", "http"]
+SLACK = 0.06  # seconds that a busy two-core machine may add
+
+
+def go(endpoint: Endpoint, calls: list[Call], client: str, **target: Any) -> Run:
+    async def run() -> Run:
+        async with open_sender(client, Target(endpoint.url, "toy", **target)) as sender:
+            return await drive(calls, sender)
+
+    return asyncio.run(run())
+
+
+def alone(endpoint: Endpoint, call: Call, client: str, **target: Any) -> Outcome:
+    return go(endpoint, [call], client, **target).outcomes[0]
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("chat", [False, True])
+def test_latencies_are_those_of_the_server(client: str, chat: bool) -> None:
+    prompt = "one two three" if chat else (1, 2, 3)
+    with Endpoint(ttft=0.2, gap=0.03).running() as endpoint:
+        alone(endpoint, Call(0.0, prompt, 3, 2), client, chat=chat)  # imports, connection
+        outcome = alone(endpoint, Call(0.0, prompt, 3, 6), client, chat=chat)
+    assert outcome.error == ""
+    assert (outcome.prompt_tokens, outcome.output_tokens, len(outcome.itls)) == (3, 6, 5)
+    assert 0.2 <= outcome.ttft < 0.2 + SLACK
+    assert 0.03 <= outcome.tpot < 0.03 + SLACK / 5
+    assert outcome.latency == pytest.approx(outcome.ttft + sum(outcome.itls))
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_the_body_carries_lengths_and_objectives(client: str) -> None:
+    target = {"headers": {"x-tenant": "a"}, "extra_body": {"priority": 3}, "api_key": "secret"}
+    with Endpoint(ttft=0.0, gap=0.0).running() as endpoint:
+        alone(endpoint, Call(0.0, (5, 6), 2, 3, Objective(500.0, None)), client, **target)
+        alone(endpoint, Call(0.0, (5, 6), 2, 3), client, ignore_eos=False)
+    first, second = endpoint.bodies
+    assert first["prompt"] == [5, 6] and first["max_tokens"] == 3 and first["stream"] is True
+    assert first["ttft_slo_ms"] == 500.0 and "tpot_slo_ms" not in first
+    assert first["ignore_eos"] is True and first["priority"] == 3
+    assert endpoint.headers[0]["x-tenant"] == "a" and endpoint.headers[0]["authorization"] == "Bearer secret"
+    assert not {"ignore_eos", "ttft_slo_ms"} & set(second)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize(
+    ("server", "part"),
+    [
+        (Endpoint(fail=1), "the queue is full"),
+        (Endpoint(ttft=0.0, gap=0.0, in_stream_error=True), "the device is gone"),
+        (Endpoint(ttft=0.0, gap=0.0, cut=1), ""),
+    ],
+)
+def test_failures_are_outcomes(client: str, server: Endpoint, part: str) -> None:
+    with server.running() as endpoint:
+        outcome = alone(endpoint, Call(0.0, (1,), 1, 4), client)
+    assert not outcome.ok and part in outcome.error
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_nobody_there(client: str) -> None:
+    with Endpoint().running() as endpoint:
+        pass
+    assert "onnect" in alone(endpoint, Call(0.0, (1,), 1, 4), client).error
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_without_usage_a_chunk_is_a_token(client: str) -> None:
+    with Endpoint(ttft=0.0, gap=0.0, usage=False).running() as endpoint:
+        outcome = alone(endpoint, Call(0.0, (1, 2), 2, 7), client)
+    assert (outcome.prompt_tokens, outcome.output_tokens) == (2, 7)
+
+
+def test_calls_are_sent_at_their_times_whatever_became_of_the_others() -> None:
+    with Endpoint(ttft=0.3, gap=0.0).running() as endpoint:
+        alone(endpoint, Call(0.0, (1,), 1, 1), "http")
+        run = go(endpoint, [Call(at, (1,), 1, 1) for at in (0.0, 0.1, 0.2)], "http")
+    for outcome in run.outcomes:
+        assert outcome.start == pytest.approx(outcome.call.at, abs=SLACK)
+        assert outcome.ttft == pytest.approx(0.3, abs=SLACK)
+    assert run.duration == pytest.approx(0.5, abs=2 * SLACK)
+
+
+def test_waiting_for_a_place_is_lag_and_not_ttft() -> None:
+    async def run(endpoint: Endpoint) -> Run:
+        async with open_sender("http", Target(endpoint.url, "toy")) as sender:
+            return await drive([Call(0.0, (1,), 1, 1)] * 3, sender, max_concurrency=1)
+
+    with Endpoint(ttft=0.1, gap=0.0).running() as endpoint:
+        outcomes = asyncio.run(run(endpoint)).outcomes
+    assert [outcome.lag for outcome in outcomes] == pytest.approx([0.0, 0.1, 0.2], abs=2 * SLACK)
+    assert all(outcome.ttft < 0.1 + SLACK for outcome in outcomes)
+
+
+def test_progress_counts_to_the_end() -> None:
+    seen: list[tuple[int, int]] = []
+
+    async def run(endpoint: Endpoint) -> None:
+        async with open_sender("http", Target(endpoint.url, "toy")) as sender:
+            await drive([Call(0.0, (1,), 1, 1)] * 3, sender, progress=lambda done, total: seen.append((done, total)))
+
+    with Endpoint(ttft=0.0).running() as endpoint:
+        asyncio.run(run(endpoint))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("client", "target", "param"),
+    [
+        ("carrier-pigeon", Target("http://127.0.0.1:1", "toy"), "client"),
+        ("openai", Target("http://127.0.0.1:1", "toy", endpoint="/generate"), "endpoint"),
+    ],
+)
+def test_what_cannot_be_is_refused(client: str, target: Target, param: str) -> None:
+    async def run() -> None:
+        async with open_sender(client, target):
+            pass
+
+    with pytest.raises(InvalidValue) as caught:
+        asyncio.run(run())
+    assert caught.value.param == param
+
+
+def test_a_chat_endpoint_takes_no_token_ids() -> None:
+    with pytest.raises(InvalidValue, match="text"):
+        Target("", "toy", chat=True).standard(Call(0.0, (1, 2), 2, 1))
