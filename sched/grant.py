@@ -124,12 +124,15 @@ class Granter:
         request.sent_pages = len(pages)
         request.computed = start + length
         request.inflight += 1
-        if request.scheduled_at is None:
-            request.scheduled_at = self._start
         if samples:
             request.pending += 1
-            request.on_device = True
             request.budget += request.slo.tpot_of(request.stage)
+            if request.on_device:  # as in the step before: it decodes
+                self._roster.step(request)
+                return span
+            request.on_device = True
+        if request.scheduled_at is None:
+            request.scheduled_at = self._start
         self._roster.file(request)
         return span
 

@@ -85,6 +85,7 @@ class Request:
         "priority",
         "prompt",
         "prompt_length",
+        "row",
         "salt",
         "scheduled_at",
         "seed",
@@ -135,6 +136,7 @@ class Request:
         self.pending = 0  # tokens sampled by submitted steps that are not back yet
         self.computed = 0
         self.cached = 0  # prompt tokens whose KV was found in the prefix cache at the first admission
+        self.row = 0  # where it was last seen in its table
         self.inflight = 0  # submitted spans whose result is not back
         self.slot: int | None = None
         self.pages: list[int] = []

@@ -36,6 +36,13 @@ class Roster:
             table.add(request)
             self._filed[request.id] = table
 
+    def step(self, request: Request) -> None:
+        """`file` for a row of `decode` that has been planned once more: it stays, or has all its tokens planned."""
+        if request.generated < request.limit:
+            self.decode.step(request)
+        else:
+            self.unfile(request)
+
     def unfile(self, request: Request) -> None:
         table = self._filed.pop(request.id, None)
         if table is not None:
