@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from jaxserve.sched import placement, policies
 from jaxserve.sched.cluster import Cluster, Instance
+from jaxserve.sched.log import Log, no_log
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.plan import Delta, StepPlan, StepResult
 from jaxserve.sched.policy import Limits, Role
 from jaxserve.sched.request import Request
-from jaxserve.sched.log import Log, no_log
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.sim import clock
 from jaxserve.sched.sim.executor import EOS, Device, SimExecutor

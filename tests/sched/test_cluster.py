@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import StepPlan
 from jaxserve.sched.policy import Role

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.log import Log

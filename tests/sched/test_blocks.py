@@ -1,0 +1,93 @@
+"""Pages are conserved whatever is asked, and a prefix is found exactly where its content is."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
+
+from jaxserve.sched.blocks import BlockManager, chain
+from jaxserve.sched.errors import InvalidValue
+
+SIZE = 2
+
+
+class Pool(RuleBasedStateMachine):
+    """Holders come and go; a model of who holds what is kept beside."""
+
+    holders = Bundle("holders")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = BlockManager(12, SIZE)
+        self.owned: dict[int, list[int]] = {}
+        self.content: dict[int, bytes] = {}  # what the last writer put into a page
+        self.count = 0
+
+    @rule(target=holders, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=10), reserve=st.integers(0, 3))
+    def take(self, tokens: list[int], reserve: int):  # type: ignore[no-untyped-def]
+        digests, parent = [], b""
+        for page in range(len(tokens) // SIZE):
+            parent = chain(parent, tokens[page * SIZE : (page + 1) * SIZE])
+            digests.append(parent)
+        hits = digests[: self.blocks.match(digests)]
+        before = self.blocks.available
+        pages = self.blocks.take(hits, self.blocks.count(len(tokens)) - len(hits), reserve)
+        if pages is None:
+            assert self.blocks.available == before
+            return multiple()
+        assert self.blocks.available >= reserve
+        for page, digest in zip(pages, hits, strict=False):
+            assert self.content[page] == digest, "a hit must hold what was asked for"
+        for page, digest in list(zip(pages, digests, strict=False))[len(hits) :]:
+            self.content[page] = digest
+            self.blocks.register(page, digest)
+        for page in pages[len(digests) :]:
+            self.content[page] = b"partial"
+        self.count += 1
+        self.owned[self.count] = pages
+        return self.count
+
+    @rule(holder=holders)
+    def release(self, holder: int) -> None:
+        self.blocks.release(self.owned.pop(holder, []))
+
+    @invariant()
+    def conserved(self) -> None:
+        self.blocks.check(self.owned.values())
+        assert self.blocks.held == len({page for pages in self.owned.values() for page in pages})
+
+
+TestPool = Pool.TestCase
+TestPool.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+def test_the_least_recently_used_page_goes_first() -> None:
+    blocks = BlockManager(2, 1)
+    for token in (1, 2):
+        pages = blocks.take((), 1)
+        assert pages is not None
+        blocks.register(pages[0], chain(b"", [token]))
+        blocks.release(pages)
+    blocks.take((), 1)
+    assert blocks.match([chain(b"", [1])]) == 0 and blocks.match([chain(b"", [2])]) == 1
+
+
+def test_a_digest_covers_the_whole_prefix() -> None:
+    assert chain(chain(b"", [1]), [2]) != chain(chain(b"", [3]), [2])
+    assert chain(b"", [1, 2]) != chain(b"salt", [1, 2])
+
+
+def test_giving_back_twice_is_caught() -> None:
+    blocks = BlockManager(2, 1)
+    pages = blocks.take((), 1)
+    assert pages is not None
+    blocks.release(pages)
+    with pytest.raises(AssertionError, match="more often than held"):
+        blocks.release(pages)
+
+
+def test_an_empty_pool_is_refused() -> None:
+    with pytest.raises(InvalidValue, match="pages=0"):
+        BlockManager(0, 16)

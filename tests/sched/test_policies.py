@@ -1,0 +1,122 @@
+"""Policies on views small enough to say what they must answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.sched import policies
+from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.perf.model import Coefficients, GeneralModel
+from jaxserve.sched.policies.continuous import Continuous
+from jaxserve.sched.policies.fcfs import Fcfs
+from jaxserve.sched.policies.kairos_decode import KairosDecode
+from jaxserve.sched.policies.kairos_prefill import KairosPrefill
+from jaxserve.sched.policy import Limits, Policy, Role, View
+from jaxserve.sched.request import BEST_EFFORT, Request, State
+from jaxserve.sched.slo import NO_SLO, SLO
+from jaxserve.sched.table import Table
+
+# one second per 1,000 prompt tokens; a decode step costs 10 ms + 1 ms per 1,000 tokens of its longest row
+PERF = GeneralModel(
+    Coefficients(fixed=0.010, prefill=1e-3, decode=0.0, quadratic=0.0, longest=1e-6, context=0.0), correct=False
+)
+
+
+def prompt(id: int, length: int, arrival: float = 0.0, slo: SLO | None = None, tier: str = "standard") -> Request:
+    return Request(id, range(length), SamplingParams(), slo or SLO(ttft=8.0), arrival, tier=tier)
+
+
+def decoding(id: int, context: int, due: float, last: float = 0.0) -> Request:
+    one = Request(id, range(context - 1), SamplingParams(max_tokens=1000), SLO(tpot=0.05), 0.0)
+    one.state, one.computed, one.output = State.RUNNING, context - 1, [1]
+    one.first_token_at, one.token_times, one.budget = 0.0, [last], due
+    return one
+
+
+def view(prefill: list[Request], decode: list[Request], **more: object) -> View:
+    tables = Table(), Table()
+    for table, requests in zip(tables, (prefill, decode), strict=True):
+        for request in requests:
+            table.add(request)
+    fields: dict[str, object] = {
+        "now": 0.0, "start": 0.0, "role": Role.PREFILL, "limits": Limits(8192, 256, 1000, 16), "free_pages": 900,
+        "kv_waiting": 0, "perf": PERF,
+    }  # fmt: skip
+    return View(prefill=tables[0], decode=tables[1], **{**fields, **more})  # type: ignore[arg-type]
+
+
+def order(policy: Policy, at: View) -> list[int]:
+    return [grant.request for grant in policy.decide(at).grants]
+
+
+def test_fcfs_is_by_arrival_and_best_effort_last() -> None:
+    at = view([prompt(3, 10, 2.0), prompt(1, 10, 1.0), prompt(2, 10, 0.0, tier=BEST_EFFORT)], [])
+    assert order(Fcfs(), at) == [1, 3, 2]
+
+
+def test_kairos_serves_a_short_prompt_before_a_long_one_that_came_first() -> None:
+    at = view([prompt(0, 6000, 0.0), *(prompt(1 + i, 100, 0.1) for i in range(3))], [])
+    assert order(KairosPrefill(), at) == [1, 2, 3, 0]
+    assert order(Fcfs(), at) == [0, 1, 2, 3]
+
+
+def test_kairos_does_not_put_the_longest_late_prompt_first() -> None:
+    """As published, dividing a negative slack by the length would."""
+    at = view([prompt(0, 9000, -20.0), prompt(1, 100, -20.0)], [], start=0.0)
+    assert order(KairosPrefill(), at) == [1, 0]
+
+
+def test_kairos_serves_requests_without_an_objective_last() -> None:
+    at = view([prompt(0, 10, 0.0, NO_SLO), prompt(1, 9000, 0.0)], [])
+    assert order(KairosPrefill(), at) == [1, 0]
+
+
+def test_kairos_decodes_the_short_row_alone_while_the_long_one_has_slack() -> None:
+    # everybody: 110 ms; the short row alone: 11 ms
+    short = decoding(0, 1000, due=0.050)
+    patient, pressed = decoding(1, 100_000, due=0.400), decoding(1, 100_000, due=0.115)
+    assert order(KairosDecode(), view([], [short, patient], role=Role.DECODE)) == [0]
+    assert order(KairosDecode(), view([], [short, pressed], role=Role.DECODE)) == [0, 1]  # 5 ms of slack: not enough
+    assert order(Continuous(), view([], [short, patient], role=Role.DECODE)) == [0, 1]
+
+
+def test_kairos_leaves_nobody_out_under_kv_pressure() -> None:
+    rows = [decoding(0, 1000, due=0.200), decoding(1, 100_000, due=0.400)]
+    assert order(KairosDecode(), view([], rows, role=Role.DECODE, kv_waiting=1)) == [0, 1]
+    assert order(KairosDecode(), view([], rows, role=Role.DECODE, free_pages=199)) == [0, 1]
+
+
+def test_one_late_straggler_does_not_forbid_the_rest_but_is_not_starved() -> None:
+    rows = [decoding(0, 1000, due=0.300, last=-0.01), decoding(1, 2000, due=0.300, last=-0.01)]
+    late = decoding(2, 150_000, due=-1.0, last=-0.1)
+    assert order(KairosDecode(), view([], [*rows, late], role=Role.DECODE)) == [0, 1]
+    starved = decoding(2, 150_000, due=-1.0, last=-0.3)  # six of its tpot without a token
+    assert set(order(KairosDecode(), view([], [*rows, starved], role=Role.DECODE))) == {0, 1, 2}
+
+
+def test_halves_put_their_own_side_first() -> None:
+    halves = policies.make("distserve")
+    requests = [prompt(0, 10)], [decoding(1, 100, due=1.0)]
+    assert order(halves, view(*requests, role=Role.PREFILL)) == [0, 1]
+    assert order(halves, view(*requests, role=Role.DECODE)) == [1, 0]
+    assert order(halves, view(*requests, role=Role.MIXED)) == [1, 0]
+
+
+def test_waiting_requests_beyond_the_row_limit_never_hide_a_running_one() -> None:
+    requests = [prompt(i, 10, float(i)) for i in range(9)]
+    requests[8].state = State.RUNNING
+    at = view(requests, [], limits=Limits(8192, 2, 1000, 16))
+    assert order(Fcfs(), at) == [0, 1, 8]
+
+
+@pytest.mark.parametrize(
+    "name", ["lottery", "prefill=fcfs", "prefill=fcfs,decode=lottery", "prefill=edf,decode=kairos"]
+)
+def test_unknown_policies_are_named_with_the_known(name: str) -> None:
+    with pytest.raises(InvalidValue, match=r"(lottery|prefill=fcfs|edf).*choose one of .*(kairos|continuous|fcfs)"):
+        policies.make(name)
+
+
+def test_halves_can_be_chosen_apart() -> None:
+    assert policies.make("prefill=kairos,decode=continuous") is not None
