@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf, nan
 from typing import Any
 
 import numpy as np
 
 from jaxserve.bench.client import Outcome
 from jaxserve.errors import InvalidValue
+from jaxserve.sched.metrics import Measured, summarize
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 TITLES = {
@@ -112,16 +114,38 @@ def attainment(outcomes: Sequence[Outcome], goals: Goals) -> dict[str, Any]:
         return {}
     metrics = sorted({metric for item in held for metric in item})
     by_metric = {m: float(np.mean([item[m] for item in held if m in item])) for m in metrics}
-    classes: dict[str, list[bool]] = {}
-    for outcome, item in zip(outcomes, kept, strict=True):
-        if item and outcome.call.slo.name:
-            classes.setdefault(outcome.call.slo.name, []).append(all(item.values()))
+    judged = [measured(n, o, item) for n, (o, item) in enumerate(zip(outcomes, kept, strict=True)) if item]
+    shares = summarize(judged)
     return {
-        "slo_attainment": sum(all(item.values()) for item in held) / len(held),
+        "slo_attainment": shares.attained,
         "slo_attainment_by_metric": by_metric,
-        "slo_attainment_by_class": {name: float(np.mean(values)) for name, values in sorted(classes.items())},
+        "slo_attainment_by_class": {name: share.attained for name, share in shares.by_class.items()},
+        "slo_attainment_by_prompt_length": {n: s.attained for n, s in shares.by_length.items() if s.requests},
+        "slo_attainment_token_weighted": shares.token_weighted,
         "goodput_slos_ms": dict(goals.limits),
     }
+
+
+def measured(number: int, outcome: Outcome, kept: Mapping[str, bool]) -> Measured:
+    """The same request as the simulator would put it, so that shares are taken by the same code."""
+    gap = max(outcome.itls, default=nan)
+    good, some = outcome.ok, outcome.ok and outcome.output_tokens > 1
+    return Measured(
+        id=number,
+        class_=outcome.call.slo.name,
+        arrival=outcome.start,
+        prompt=outcome.prompt_tokens or outcome.call.prompt_tokens,
+        output=outcome.output_tokens,
+        ttft=outcome.ttft if good else inf,
+        tpot=outcome.tpot if some else nan,
+        worst_tpot=nan,  # wants the time of every token; a chunk may carry several
+        window_tpot=nan,
+        largest_gap=gap,
+        ended=outcome.start + outcome.latency if good else nan,
+        reason="length" if good else "error",
+        ttft_attained=good and kept.get("ttft", True) and kept.get("e2el", True),
+        tpot_attained=good and kept.get("tpot", True),
+    )
 
 
 def summary(

@@ -40,7 +40,7 @@ def test_latencies_are_those_of_the_server(client: str, chat: bool) -> None:
     assert outcome.error == ""
     assert (outcome.prompt_tokens, outcome.output_tokens, len(outcome.itls)) == (3, 6, 5)
     assert 0.2 <= outcome.ttft < 0.2 + SLACK
-    assert 0.03 <= outcome.tpot < 0.03 + SLACK / 5
+    assert outcome.tpot == pytest.approx(0.03, abs=SLACK / 5)  # the first token may be late, and then it is less
     assert outcome.latency == pytest.approx(outcome.ttft + sum(outcome.itls))
 
 

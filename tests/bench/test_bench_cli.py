@@ -1,0 +1,169 @@
+"""`jaxserve bench` from its flags to its files."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.__main__ import main as jaxserve
+from jaxserve.bench import cli
+from jaxserve.flags import TeachingParser
+
+from .endpoint import Endpoint
+
+FAST = Endpoint(ttft=0.02, gap=0.002)
+
+
+def bench(endpoint: Endpoint, *flags: str) -> int:
+    return jaxserve(["bench", "--base-url", endpoint.url, *flags])
+
+
+def saved(folder: Path) -> dict[str, Any]:
+    (path,) = folder.glob("*.json")
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads(path.read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+# Keys that tools written for `vllm bench serve` read.
+VLLM_KEYS = {
+    *("date", "backend", "model_id", "num_prompts", "request_rate", "burstiness", "max_concurrency", "duration"),
+    *("completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput", "request_goodput"),
+    *("output_throughput", "total_token_throughput", "max_concurrent_requests", "max_output_tokens_per_s"),
+    *(f"{name}_{metric}_ms" for name in ("mean", "median", "std", "p99") for metric in ("ttft", "tpot", "itl", "e2el")),
+}
+DETAILS = {"input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "errors"}
+
+
+def test_a_run_with_all_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--num-prompts 12 --random-input-len 9 --random-output-len 4 --request-rate 60 --num-warmups 2"
+    flags += " --goodput ttft:5000 tpot:5000 --metric-percentiles 50,99 --save-result --save-detailed"
+    with Endpoint(ttft=0.02, gap=0.002, fail=7).running() as endpoint:
+        status = bench(endpoint, *flags.split(), "--result-dir", str(tmp_path), "--metadata", "engine=toy")
+    assert status == 0
+    found = saved(tmp_path)
+    assert set(found) >= VLLM_KEYS | DETAILS
+    assert (found["completed"], found["failed"], found["engine"]) == (10, 2, "toy")
+    assert found["total_input_tokens"] == 90 and found["total_output_tokens"] == 40
+    assert found["slo_attainment"] == pytest.approx(10 / 12)
+    assert found["request_goodput"] == pytest.approx(found["request_throughput"])
+    assert 20 <= found["median_ttft_ms"] < 80 and 2 <= found["median_tpot_ms"] < 20
+    assert [bool(error) for error in found["errors"]].count(True) == 2
+    assert len(endpoint.bodies) == 14  # two warm-ups
+    assert all(set(body["prompt"]) <= {10, 11, 12} for body in endpoint.bodies)  # what /tokenize named
+    out = capsys.readouterr().out
+    assert "time to first token" in out and "10 / 2" in out and "the queue is full" in out
+
+
+def test_a_trace_with_classes(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = "".join(f"{i},{i * 0.05},40,{3 + i % 3},{'0.001' if i % 4 == 0 else ''}\n" for i in range(12))
+    trace.write_text("id,arrival_s,input_tokens,output_tokens,ttft_slo_s\n" + rows)
+    flags = f"--trace {trace} --prompt-scale 4 --time-scale 0.5 --slo-class chat=1,ttft:4000,tpot:4000"
+    with FAST.running() as endpoint:
+        assert bench(endpoint, *flags.split(), "--save-result", "--result-dir", str(tmp_path)) == 0
+    found = saved(tmp_path)
+    assert found["num_prompts"] == 12 and found["prompt_scale"] == 4.0
+    assert found["request_rate"] == pytest.approx(40, rel=0.01)
+    assert found["slo_attainment"] == pytest.approx(9 / 12)
+    assert found["slo_attainment_by_class"] == {"chat": 1.0}
+    asked = [body.get("ttft_slo_ms") for body in sorted(endpoint.bodies[-12:], key=lambda body: len(body["prompt"]))]
+    assert sorted(asked) == [1.0] * 3 + [4000.0] * 9
+
+
+def test_find_goodput_finds_the_capacity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # One request at a time, 20 ms each: 50 a second. Two thirds of that leave most waits below the objective.
+    flags = "--num-prompts 30 --random-input-len 4 --random-output-len 1 --request-rate 20 --ttft-slo 100ms"
+    with Endpoint(ttft=0.02, gap=0.0, slots=1).running() as endpoint:
+        command = [*flags.split(), "--find-goodput", "--save-result", "--result-dir", str(tmp_path)]
+        assert bench(endpoint, *command) == 0
+    found = saved(tmp_path)
+    assert 15 < found["goodput_rate"] < 80
+    assert found["slo_attainment"] >= 0.9
+    rates = [probe["rate"] for probe in found["probes"]]
+    assert rates[0] == 20.0 and found["goodput_rate"] in rates
+    assert "on time up to" in capsys.readouterr().out
+
+
+def test_chat_and_custom_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "load.jsonl"
+    path.write_text('{"prompt": "one two three", "output_tokens": 3}\n')
+    with FAST.running() as endpoint:
+        flags = ["--backend", "openai-chat", "--dataset-name", "custom", "--dataset-path", str(path)]
+        assert bench(endpoint, *flags, "--num-prompts", "3", "--tpot-slo", "5s") == 0
+        assert endpoint.bodies[-1]["messages"] == [{"role": "user", "content": "one two three"}]
+        assert endpoint.bodies[-1]["tpot_slo_ms"] == 5000.0
+
+
+def test_without_tokenize_ids_are_guessed_and_can_be_named() -> None:
+    with Endpoint(ttft=0.0, gap=0.0, tokenize=False).running() as endpoint:
+        assert bench(endpoint, "--num-prompts", "2") == 0
+        assert bench(endpoint, "--num-prompts", "2", "--random-ids", "7:9") == 0
+    assert all(32 <= token < 256 for body in endpoint.bodies[:2] for token in body["prompt"])
+    assert all(token in (7, 8) for body in endpoint.bodies[2:] for token in body["prompt"])
+
+
+def test_status_is_1_when_nothing_succeeded(capsys: pytest.CaptureFixture[str]) -> None:
+    with Endpoint(fail=1).running() as endpoint:
+        assert bench(endpoint, "--num-prompts", "2") == 1
+    assert "2 × " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ("--dataset-name trace", "--trace FILE"),
+        ("--dataset-name custom", "--dataset-path FILE"),
+        ("--num-prompts 0", "num_prompts=0"),
+        ("--metric-percentiles x", "metric_percentiles"),
+        ("--goodput itl:5", "goodput"),
+        ("--find-goodput", "objectives"),
+        ("--request-rate 0", "request_rate"),
+    ],
+)
+def test_what_a_person_got_wrong_is_one_line(flags: str, part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with FAST.running() as endpoint:
+        assert bench(endpoint, *flags.split()) == 2
+    error = capsys.readouterr().err
+    assert part in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--header x",
+        "--extra-body [1]",
+        "--extra-body {",
+        "--random-ids 5",
+        "--random-ids 9:3",
+        "--slo-class chat",
+        "--ttft-slo fast",
+    ],
+)
+def test_flags_are_checked(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        jaxserve(["bench", *flags.split()])
+    assert flags.split()[1] in capsys.readouterr().err
+
+
+def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    with FAST.running() as endpoint:
+        pass
+    assert bench(endpoint) == 2
+    assert "no OpenAI-compatible server answers" in capsys.readouterr().err
+
+
+def test_the_readmes_commands_parse(repo: Path) -> None:
+    text = (repo / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    commands = re.findall(r"(?m)^jaxserve bench (.*)$", text) + re.findall(r"(?m)^  jaxserve bench (.*)$", cli.EPILOG)
+    assert len(commands) >= 4
+    for command in commands:
+        parser = TeachingParser()
+        cli.add_arguments(parser)
+        cli.plan_of(parser.parse_args(shlex.split(command)))
