@@ -104,6 +104,12 @@ class BlockManager:
             self._page[digest] = page
             self._digest[page] = digest
 
+    def unregister(self, page: int) -> None:
+        """The content of a held page is not to be found again."""
+        digest = self._digest.pop(page, None)
+        if digest is not None:
+            del self._page[digest]
+
     def check(self, owners: Iterable[Sequence[int]]) -> None:
         """Conservation: every page is free, idle or held by exactly the given owners. Raises AssertionError."""
         expected = [0] * self.pages

@@ -96,6 +96,13 @@ class Memory:
             for page in range(start // size, end // size):
                 self.blocks.register(request.pages[page], digests[page])
 
+    def condemn(self, request: Request) -> set[int]:
+        """What this request computed was not finite and must not be found by others. Returns its own pages."""
+        own = request.pages[request.cached // self.blocks.page_size :]
+        for page in own:
+            self.blocks.unregister(page)
+        return set(own)
+
     def reserve(self, request: Request, reserve: int) -> Reservation | None:
         """Set as many pages as it holds elsewhere, and a slot, aside for a request that another instance owns."""
         if not self._slots:

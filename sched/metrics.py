@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from .perf.model import Array
+from .request import Request
 from .slo import SLO
 
 FINISHED = ("stop", "length")
@@ -98,6 +99,13 @@ def measure(request: Finished, class_: str = "", allowance: float | None = None)
         done and ttft <= slo.ttft + ROUNDING,
         done and smooth,
     )
+
+
+def stage_allowance(request: Request) -> float | None:
+    """Seconds granted to a finished request's tokens after the first, each by its own stage; None without stages."""
+    if not request.slo.stages:
+        return None
+    return request.budget - (request.pending + 1) * request.slo.tpot_of(request.stage)
 
 
 class Spread(NamedTuple):

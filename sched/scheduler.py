@@ -199,7 +199,7 @@ class Scheduler:
                 self._forget(request)
                 continue
             if index in result.failed:
-                deltas.append(self._finish(request, "error", result.failed[index]))
+                deltas += self._condemn(request, result.failed[index])
                 continue
             if prefills and span.samples:
                 request.state = State.HANDOVER
@@ -315,6 +315,12 @@ class Scheduler:
         elif len(request.output) == 1 or request.slo.stages:
             self._roster.file(request)  # its deadline has a new anchor
         return Delta(request.id, tokens, logprobs, prompt_logprobs, reason, None, stop_token)
+
+    def _condemn(self, request: Request, why: str) -> list[Delta]:
+        """End a request whose row failed, and those that share the pages which it filled."""
+        own = self._memory.condemn(request)
+        sharers = [one for one in self if one is not request and not own.isdisjoint(one.pages)]
+        return [self._finish(one, "error", why) for one in (request, *sharers) if one.state is not State.FINISHED]
 
     def _finish(self, request: Request, reason: str, error: str | None = None) -> Delta:
         request.state = State.FINISHED

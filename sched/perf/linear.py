@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import InvalidValue
 from .fit import nonnegative
-from .model import Array, Load
+from .model import Array, Load, running_rate
 
 SCALE = np.array([1.0, 1e3, 1e5])  # tokens and contexts brought near 1, so that the filter is well conditioned
 PRIOR = 1.0  # variance of a coefficient (in scaled seconds) before anything is measured
@@ -80,7 +80,7 @@ class LinearModel:
         if not 0 < seconds < float("inf"):
             return
         if load.prefill and not load.decode:
-            self._prefill_rate += 0.1 * (load.prefill / seconds - self._prefill_rate)
+            self._prefill_rate = running_rate(self._prefill_rate, load.prefill, seconds)
         if self._learn:
             # relative: a decode step of 10 ms counts as much as a prefill of 400 ms
             self._update(np.array(_row(load)) / seconds, 1.0)

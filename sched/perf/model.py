@@ -95,6 +95,12 @@ class Coefficients:
         return result
 
 
+def running_rate(rate: float, tokens: int, seconds: float) -> float:
+    """Prompt tokens per second after one more step, each step weighing by its time: over some 5 s of them it is
+    tokens / seconds, where a mean of rates would let a few short prompts hide what a full chunk achieves."""
+    return rate + min(1.0, seconds / 5.0) * (tokens / seconds - rate)
+
+
 class GeneralModel:
     """The general form with fixed coefficients, corrected online by an EWMA of measured/predicted.
 
@@ -129,4 +135,4 @@ class GeneralModel:
         if self._correct:
             self._ratio += 0.05 * (min(max(seconds / predicted, 0.1), 10.0) - self._ratio)
         if load.prefill and not load.decode:
-            self._prefill_rate += 0.1 * (load.prefill / seconds - self._prefill_rate)
+            self._prefill_rate = running_rate(self._prefill_rate, load.prefill, seconds)

@@ -31,7 +31,9 @@ class StepTime(Protocol):
 class Device:
     """One simulated instance.
 
-    bandwidth (bytes/s) and latency (s) are those of the link by which KV arrives, one parcel at a time.
+    bandwidth (bytes/s) and latency (s) are those of the link by which KV arrives, one parcel at a time. behind: KV
+    leaves only after the steps already submitted, as it does where the copy shares their stream; otherwise at once
+    (a Cluster exports what settled steps have written).
     segments: equal pieces of a preemptible step, at whose ends it can stop; ahead: pieces already dispatched when
     the host asks. noise: standard deviation of the step times' lognormal factor of mean 1. acceptance: chance that
     a drafted token is right.
@@ -46,6 +48,7 @@ class Device:
     ahead: int = 0
     noise: float = 0.0
     acceptance: float = 0.0
+    behind: bool = False
 
     def __post_init__(self) -> None:
         for name, ok, allowed in (
@@ -248,7 +251,7 @@ class SimExecutor:
             self._prompts.pop(slot, None)
 
     def export_kv(self, pages: Sequence[int]) -> KvParcel:
-        return Parcel(len(pages), self._last)
+        return Parcel(len(pages), self._last if self._device.behind else None)
 
     async def import_kv(self, parcel: KvParcel, pages: Sequence[int]) -> None:
         """Wait for the parcel's KV to be written, for the link to be free, and for the transfer."""
