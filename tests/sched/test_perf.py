@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.config import load_yaml, parse_yaml
 from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.perf.fit import Point, fit, kind, nonnegative, solve
 from jaxserve.sched.perf.linear import LinearModel
 from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load, PerfModel
 from jaxserve.sched.perf.table import TableModel
 from jaxserve.sched.sim.latency import Latency
+from jaxserve.yamlio import load_yaml, parse_yaml
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "latency"
 TRUTH = Coefficients(8.7e-3, 4.5e-5, 2e-5, 3e-10, 2.4e-7, 1.5e-8, 11.5e-3, 8 / 256)

@@ -1,6 +1,7 @@
 """Laws of the simulated devices: time is the model's, order is kept, lengths stay hidden, links are serial."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,9 +152,10 @@ def test_misuse_is_named() -> None:
         Device(1, 1, segments=0)
 
 
-def test_kv_waits_for_the_step_that_writes_it_and_for_the_link() -> None:
+@pytest.mark.parametrize("behind", [True, False])
+def test_kv_waits_for_the_link_and_where_told_so_for_submitted_steps(behind: bool) -> None:
     async def main() -> list[float]:
-        source, target = make({1: 1}), make({1: 1})
+        source, target = make({1: 1}, replace(DEVICE, behind=behind)), make({1: 1})
         step = source.submit(StepPlan(1, (prefill(1, 0, 0, 10, 10, True),)))
         parcel = source.export_kv([1, 2])
         arrivals: list[float] = []
@@ -165,7 +167,7 @@ def test_kv_waits_for_the_step_that_writes_it_and_for_the_link() -> None:
         await asyncio.gather(move(), move())
         result = await step
         assert isinstance(result, StepResult)
-        return [at - result.finished for at in arrivals]
+        return [at - (result.finished if behind else 0.0) for at in arrivals]
 
     one = 0.5 + 2 * 4 * 100 / 400
     assert clock.run(main()) == pytest.approx([one, 2 * one])
