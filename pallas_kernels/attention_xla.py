@@ -101,31 +101,42 @@ def _finish(state: _Running) -> jax.Array:
 def _single(
     q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, contexts: jax.Array, tables: jax.Array, scale: float
 ) -> jax.Array:
-    """One query per row, q [S, K, G, D], batched over rows; reads as far as the longest context."""
+    """One query per row, q [S, K, G, D], batched over rows; reads as far as the longest context.
+
+    Both products run over whole tokens [K * D], as they lie in the pages: queries are spread block-diagonally over
+    the kv heads, and of the mixed values each query keeps its own head's. That is K times the arithmetic, but one
+    plain matrix product per row and chunk; products per head would first transpose the keys, and sums of products
+    are not vectorised over D.
+    """
     rows, kv_heads, group, dim = q.shape
-    size = k_pool.shape[1]
+    size, own = k_pool.shape[1], jnp.eye(kv_heads, dtype=q.dtype)
     row_bytes = rows * size * kv_heads * dim * k_pool.dtype.itemsize
     pages = min(max(1, CHUNK_BYTES // row_bytes), max(1, 256 // size), tables.shape[1])  # per row and chunk
     span = pages * size  # C
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % pages)))
-    scaled = q.astype(jnp.float32) * scale
+    spread = ((q * scale)[:, :, :, None] * own[:, None, :, None]).reshape(rows, -1, kv_heads * dim)  # [S, H, K * D]
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def body(i: jax.Array, state: _Running) -> _Running:
         ids = lax.dynamic_slice_in_dim(tables, i * pages, pages, axis=1)  # [S, pages]
-        k, v = _take(k_pool, ids), _take(v_pool, ids)  # [S, C, K, D]
-        score = jnp.sum(scaled[:, None] * k[:, :, :, None].astype(jnp.float32), axis=-1)  # [S, C, K, G]
+        k, v = (_take(pool, ids).astype(q.dtype).reshape(rows, span, -1) for pool in (k_pool, v_pool))  # [S, C, K * D]
+        score = product("sce,she->sch", k, spread).swapaxes(1, 2)  # [S, H, C]
         seen = (i * span + jnp.arange(span))[None, :] < contexts[:, None]  # [S, C]
-        score = jnp.where(seen[:, :, None, None], score, MASKED)
-        peak = jnp.maximum(state.peak, jnp.max(score, axis=1))  # [S, K, G]
+        # What a page held before is not to be seen, and may be NaN, which a weight of zero would let through.
+        v = jnp.where(seen[..., None], v, jnp.zeros_like(v))
+        seen = seen[:, None]  # [S, 1, C]
+        score = jnp.where(seen, score, MASKED)
+        peak = jnp.maximum(state.peak, jnp.max(score, axis=-1))  # [S, H]
         # Masked weights are set to zero, not left to exp: in a row of context 0 the peak itself is MASKED.
-        weight = jnp.where(seen[:, :, None, None], jnp.exp(score - peak[:, None]), 0.0)
+        weight = jnp.where(seen, jnp.exp(score - peak[..., None]), 0.0)
         fade = jnp.exp(state.peak - peak)
-        new = jnp.sum(weight[..., None] * v[:, :, :, None].astype(jnp.float32), axis=1)  # [S, K, G, D]
-        return _Running(peak, state.total * fade + jnp.sum(weight, axis=1), state.mixed * fade[..., None] + new)
+        new = product("shc,sce->she", weight.astype(q.dtype), v)  # [S, H, K * D]
+        return _Running(peak, state.total * fade + jnp.sum(weight, axis=-1), state.mixed * fade[..., None] + new)
 
     trips = (jnp.max(contexts) + span - 1) // span
-    state = lax.fori_loop(0, trips, body, _begin((rows, kv_heads, group), dim))
-    return _finish(state).astype(q.dtype)
+    state = lax.fori_loop(0, trips, body, _begin((rows, kv_heads * group), kv_heads * dim))
+    mixed = _finish(state).reshape(rows, kv_heads, group, kv_heads, dim)
+    return jnp.einsum("skgjd,kj->skgd", mixed, own.astype(jnp.float32), precision="highest").astype(q.dtype)
 
 
 def _general(q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, ragged: Ragged, scale: float) -> jax.Array:
@@ -160,8 +171,8 @@ def _general(q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, ragged: Ragged,
         out = lax.fori_loop(0, blocks, one, out)
         return out
 
-    out = lax.fori_loop(0, rows, row, out)
-    return out[:tokens]
+    out = lax.fori_loop(0, rows, row, out)[:tokens]
+    return out
 
 
 def _block(

@@ -116,7 +116,11 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 def angles(rope: Rope, dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """cos and sin of each token's turns, [T, 1, D / 2] float32; computed once for all layers."""
     turn = positions.astype(jnp.float32)[:, None, None] * rope.frequencies(dim)  # [T, 1, D/2]
-    return jnp.cos(turn) * rope.scale, jnp.sin(turn) * rope.scale
+    both = jnp.concatenate([jnp.cos(turn), jnp.sin(turn)], axis=-1) * rope.scale  # [T, 1, D]
+    # XLA on CPU would compute cosines again inside every layer's fusions, head by head (optimization_barrier does
+    # not survive there). The result of a product is kept, and one with the identity is exact.
+    both = jnp.einsum("tod,de->toe", both, jnp.eye(dim, dtype=jnp.float32), precision="highest")
+    return both[..., : dim // 2], both[..., dim // 2 :]
 
 
 def rotate(x: jax.Array, turn: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -93,8 +93,12 @@ def pool_shape(spec: ModelSpec, pages: int, page_size: int) -> tuple[int, int, i
 
 
 def pool_spec(spec: ModelSpec) -> PartitionSpec:
-    """How a pool lies on the mesh: kv heads over `tp`. `spec` must come from `for_tp` of the mesh's size."""
-    return PartitionSpec(None, None, "tp", None)
+    """How a pool lies on the mesh: kv heads over `tp`. `spec` must come from `for_tp` of the mesh's size.
+
+    Name it in `out_shardings` of the step too: on one device jit would call the new pool unsharded, and compile
+    again when it comes back.
+    """
+    return PartitionSpec(None, None, "tp")
 
 
 def embed(spec: ModelSpec, weights: Tree, tokens: jax.Array) -> jax.Array:

@@ -32,7 +32,7 @@ class Rope:
 
     def frequencies(self, dim: int) -> npt.NDArray[np.float32]:
         """Radians per position of each pair, [D / 2]."""
-        plain = self.theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
+        plain: npt.NDArray[np.float64] = self.theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
         if self.kind == "linear":
             plain = plain / self.factor
         elif self.kind == "llama3":
