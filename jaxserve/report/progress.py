@@ -44,7 +44,7 @@ class _Bar:
         now = monotonic()
         if self._progress is not None:
             self._progress.update(self._task, completed=done, total=total or None, note=note)
-        elif now >= self._next:
+        elif now >= self._next and not done >= total > 0:  # nothing to wait for at the end
             if self._console.is_terminal:
                 self._show(done, total, note)
             else:

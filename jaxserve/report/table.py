@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import isnan
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-PLAIN_WIDTH = 160  # columns where the output is not a terminal: nothing may be cut off in a log
+PLAIN_WIDTH = 1000  # columns where the output is not a terminal: nothing may be cut off or folded in a log
 
 
 def cell(value: object) -> str:
@@ -24,10 +25,10 @@ def cell(value: object) -> str:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
     """A rich table: numbers to the right, the rest to the left. Raises ValueError on a row of another length."""
-    made = Table(title=title or None, title_justify="left", header_style="bold")
+    made = Table(title=title or None, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=0)
     for index, name in enumerate(columns):
         numeric = all(row[index] is None or isinstance(row[index], int | float) for row in rows if len(row) > index)
-        made.add_column(name, justify="right" if rows and numeric else "left", no_wrap=numeric)
+        made.add_column(name, justify="right" if rows and numeric else "left", overflow="fold")
     for row in rows:
         if len(row) != len(columns):
             raise ValueError(f"a row of {len(row)} cells in a table of {len(columns)} columns: {row!r}")
@@ -42,7 +43,9 @@ def print_table(
     console = console or Console()
     if not console.is_terminal:
         console.width = max(console.width, PLAIN_WIDTH)
-    console.print(table(title, columns, rows))
+    if title:
+        console.print(title, style="bold", soft_wrap=True, highlight=False)
+    console.print(table("", columns, rows))
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
