@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
@@ -59,6 +60,7 @@ class Cluster:
         self._hold_first = first_token == "decode"
         self._finished = finished
         self._residents: dict[int, Resident] = {}
+        self.rebuilt: deque[float] = deque(maxlen=16)  # when pools were last made anew, by the executors' clock
         self._held: dict[int, list[Delta]] = {}  # told when the KV has arrived
         self._tasks: asyncio.TaskGroup | None = None
         self._empty = asyncio.Event()
@@ -117,6 +119,7 @@ class Cluster:
             self.mover.place()
 
     def recovered(self, core: Core, deltas: list[Delta]) -> None:
+        self.rebuilt.append(core.executor.now())
         for delta in deltas:
             self._tell(delta)
         self.mover.lost(core)

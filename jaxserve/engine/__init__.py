@@ -1,0 +1,1 @@
+"""Running models: meshes, memory, steps, and the executors that a scheduler drives."""

@@ -1,0 +1,159 @@
+"""From settings to a machine that is ready to serve: executors, schedulers, a cluster."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import jax
+
+from jaxserve.config import ServeConfig
+from jaxserve.engine import profile
+from jaxserve.engine.build import ExecutorConfig, build_executors, from_folder, random_init
+from jaxserve.engine.executor import JaxExecutor
+from jaxserve.engine.info import EngineInfo, InstanceInfo
+from jaxserve.engine.mesh import MeshPlan, plan_of
+from jaxserve.engine.warmup import CompileCounter, Progress, compile_counter
+from jaxserve.models.hub import resolve_model
+from jaxserve.models.registry import load_spec
+from jaxserve.models.spec import ModelSpec
+from jaxserve.sched import placement, policies
+from jaxserve.sched.cluster import Cluster, Instance
+from jaxserve.sched.journal import Journal
+from jaxserve.sched.log import Log, no_log
+from jaxserve.sched.policy import Limits, Role
+from jaxserve.sched.request import Request
+from jaxserve.sched.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+PAGE_SIZE = {"cpu": 16}  # tokens; elsewhere what the accelerators' kernels are written for
+PAGE_SIZE_ELSEWHERE = 64
+
+
+class Machine:
+    """Warm executors and what is needed to schedule them. Writer: the Engine that owns it."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        mesh: MeshPlan,
+        executors: list[JaxExecutor],
+        limits: Limits,
+        points: list[profile.Point],
+        info: EngineInfo,
+    ) -> None:
+        self.info = info
+        self.executors = executors
+        self.compiled: CompileCounter = compile_counter()
+        self._config = config
+        self._mesh = mesh
+        self._limits = limits
+        self._points = points
+        self._file: IO[str] | None = None  # open for as long as the machine lives
+        if config.journal is not None:
+            self._file = Path(config.journal).open("w", encoding="utf-8")  # noqa: SIM115
+
+    def cluster(self, finished: Callable[[Request], None]) -> Cluster:
+        """A new cluster over the executors."""
+        config = self._config
+        instances = []
+        for executor, role in zip(self.executors, self._mesh.roles, strict=True):
+            scheduler = Scheduler(
+                policies.make(config.policy),
+                profile.model(self._points, self._limits, self.info.max_model_len),
+                self._limits,
+                role,
+                prefix_caching=config.enable_prefix_caching,
+                log=self._log(executor.name, role),
+            )
+            instances.append(Instance(executor.name, scheduler, executor))
+        return Cluster(instances, placement.make(config.placement), first_token=config.first_token, finished=finished)
+
+    def _log(self, name: str, role: Role) -> Log:
+        if self._file is None:
+            return no_log
+        described = {"model": "profile", "points": self._points, "max_model_len": self.info.max_model_len}
+        return Journal(self._file).instance(
+            name,
+            policy=self._config.policy,
+            limits=self._limits,
+            role=role,
+            prefix_caching=self._config.enable_prefix_caching,
+            perf=described,
+        )
+
+    def now(self) -> float:
+        return self.executors[0].now()
+
+    async def close(self) -> None:
+        for executor in self.executors:
+            with suppress(Exception):  # a device that is gone must not keep the others from being closed
+                await executor.close()
+        if self._file is not None:
+            self._file.close()
+
+
+def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
+    """Load, compile, measure. Raises JaxserveError with what to do about it."""
+    began = time.perf_counter()
+    policies.make(config.policy)  # a mistyped name is told before anything is loaded
+    path = resolve_model(config.model_source, config.revision)
+    spec = load_spec(path)
+    mesh = plan_of(config)
+    platform = jax.default_backend()
+    length = config.max_model_len or spec.max_positions
+    rows, tokens = config.rows(platform), config.step_tokens(platform)
+    page_size = config.block_size or PAGE_SIZE.get(platform, PAGE_SIZE_ELSEWHERE)
+    executors = build_executors(
+        ExecutorConfig(
+            spec=spec,
+            load=random_init(config.seed) if config.load_format == "dummy" else from_folder(path),
+            mesh=mesh,
+            max_num_seqs=rows,
+            max_num_batched_tokens=tokens,
+            max_model_len=length,
+            dtype=config.dtype,
+            page_size=page_size,
+            kv_cache_memory=config.kv_cache_memory,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            share_devices=config.share_devices,
+        ),
+        progress,
+    )
+    limits = Limits(tokens, rows, executors[0].pages, page_size)
+    points = profile.measured(executors[0], limits, length)
+    compile_counter().warm()
+    seconds = time.perf_counter() - began
+    log.info("ready in %.1f s; %s", seconds, policies_line(config, mesh))
+    return Machine(config, mesh, executors, limits, points, _info(config, spec, mesh, executors, length, seconds))
+
+
+def policies_line(config: ServeConfig, mesh: MeshPlan) -> str:
+    """What decides, in words."""
+    return f"mesh {mesh}, policy {config.policy}, placement {config.placement}"
+
+
+def _info(
+    config: ServeConfig, spec: ModelSpec, mesh: MeshPlan, executors: list[JaxExecutor], length: int, seconds: float
+) -> EngineInfo:
+    def instance(executor: JaxExecutor, role: Any) -> InstanceInfo:
+        devices = tuple(str(device) for device in executor.state.mesh.devices.flat)
+        return InstanceInfo(executor.name, role.value, devices, executor.pages, executor.page_size)
+
+    return EngineInfo(
+        model=config.model_source,
+        max_model_len=length,
+        vocab_size=spec.vocab,
+        dtype=str(executors[0].state.weights["embed"].dtype),
+        instances=tuple(map(instance, executors, mesh.roles)),
+        policy=config.policy,
+        placement=config.placement,
+        eos=frozenset(spec.eos),
+        end_thinking=frozenset(),
+        startup_seconds=seconds,
+    )

@@ -1,0 +1,141 @@
+"""From a configuration to warm executors, one per instance."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxserve.engine import kv
+from jaxserve.engine.executor import JaxExecutor
+from jaxserve.engine.inputs import Limits, SlotTable
+from jaxserve.engine.mesh import MeshPlan, sub_meshes
+from jaxserve.engine.state import DeviceState, placement
+from jaxserve.engine.step import Programs, Tree
+from jaxserve.engine.warmup import Progress, idle_batch, use_persistent_cache, warm_up
+from jaxserve.models import registry, weights
+from jaxserve.models.spec import ModelSpec
+from jaxserve.sched.errors import InvalidValue
+
+log = logging.getLogger(__name__)
+
+# spec, dtype, meshes -> one weight tree per mesh
+LoadWeights = Callable[[ModelSpec, Any, Sequence[Mesh]], list[Tree]]
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorConfig:
+    """What the instances of a process share."""
+
+    spec: ModelSpec  # of the whole model; split for the mesh here
+    load: LoadWeights
+    mesh: MeshPlan
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    dtype: str = "auto"  # float32 on CPU, bfloat16 elsewhere
+    page_size: int = 16
+    kv_cache_memory: int | None = None  # bytes of all pools together; None: see `kv`
+    gpu_memory_utilization: float = 0.9
+    share_devices: bool = False
+    persistent_cache: bool = True
+    cache_folder: Path | None = None  # None: see `warmup.use_persistent_cache`
+    warm: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_model_len > self.spec.max_positions:
+            raise InvalidValue(
+                f"max_model_len={self.max_model_len} is above the model's {self.spec.max_positions} positions",
+                "max_model_len",
+            )
+
+
+def from_folder(path: Path) -> LoadWeights:
+    """Weights of a Hugging Face folder."""
+    return lambda spec, dtype, meshes: weights.load_weights(path, spec, dtype, meshes)
+
+
+def random_init(seed: int = 0) -> LoadWeights:
+    """Random weights (`--load-format dummy`)."""
+    return lambda spec, dtype, meshes: weights.random_weights(spec, dtype, meshes, seed=seed)
+
+
+def build_executors(config: ExecutorConfig, progress: Progress | None = None) -> list[JaxExecutor]:
+    """One warm executor per instance, in the order of `config.mesh.roles`."""
+    if config.persistent_cache:
+        use_persistent_cache(config.cache_folder)
+    meshes = sub_meshes(config.mesh, share_devices=config.share_devices)
+    spec = config.spec.for_tp(config.mesh.tp)
+    platform = meshes[0].devices.flat[0].platform
+    auto = "float32" if platform == "cpu" else "bfloat16"
+    dtype = jnp.dtype(auto if config.dtype == "auto" else config.dtype)
+    trees = config.load(spec, dtype, meshes)
+    limits = _limits(config, spec, dtype, meshes, trees[0])
+    programs = Programs(spec, meshes[0], limits)
+    states = [DeviceState(programs, mesh, tree, dtype) for mesh, tree in zip(meshes, trees, strict=True)]
+    if config.warm:
+        warm_up(states, progress)
+    roles = config.mesh.roles
+    return [JaxExecutor(f"{role.value}-{i}", state) for i, (role, state) in enumerate(zip(roles, states, strict=True))]
+
+
+def _limits(config: ExecutorConfig, spec: ModelSpec, dtype: Any, meshes: Sequence[Mesh], tree: Tree) -> Limits:
+    limits = Limits(
+        slots=config.max_num_seqs,
+        tokens=config.max_num_batched_tokens,
+        pages=-(-config.max_model_len // config.page_size),  # until it is known how many fit
+        page_size=config.page_size,
+        row_pages=-(-config.max_model_len // config.page_size),
+        vocab=spec.vocab,
+    )
+    name = "kv_cache_memory"
+    if meshes[0].devices.flat[0].platform == "cpu" or config.kv_cache_memory is not None:
+        size = kv.cpu_pool_bytes(config.kv_cache_memory, len(meshes))
+    else:
+        name = "gpu_memory_utilization"
+        size = kv.device_pool_bytes(
+            meshes[0],
+            utilization=config.gpu_memory_utilization,
+            weights=sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree)),
+            temporaries=temporaries(spec, meshes[0], limits, tree, dtype),
+            sharing=sum(meshes[0].devices.flat[0] in mesh.devices.flat for mesh in meshes),
+        )
+    pages = kv.fit_pages(spec, config.page_size, dtype, pool_bytes=size, max_model_len=config.max_model_len, name=name)
+    return replace(limits, pages=pages)
+
+
+def temporaries(spec: ModelSpec, mesh: Mesh, limits: Limits, tree: Tree, dtype: Any) -> int:
+    """Bytes per device that the largest step needs beside weights and pool: measured on compiled programs, which do
+    not depend on the size of the pool, and token counts."""
+    programs, slots = Programs(spec, mesh, limits), SlotTable(limits)
+    whole = placement(mesh)
+
+    def described(shape: tuple[int, ...], kind: Any, sharding: Any = whole) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
+
+    part = described(
+        registry.pool_shape(spec, limits.pages, limits.page_size), dtype, placement(mesh, registry.pool_spec(spec))
+    )
+    carry, bucket = described((limits.slots,), jnp.int32), limits.buckets[-1]
+    batch = idle_batch(bucket, limits.row_pages, slots, full=True)
+    step = programs.step[bucket].lower(tree, [(part, part)] * spec.layers, carry, batch.packed).compile()
+    rows = described((bucket.width, spec.dim), dtype)
+    counts = described((limits.slots, limits.vocab), jnp.int16)
+    draw = programs.plain.lower(tree, rows, carry, batch.sampling).compile()
+    largest = max(_temporary(step), _temporary(draw))
+    return largest + limits.slots * limits.vocab * counts.dtype.itemsize
+
+
+def _temporary(compiled: Any) -> int:
+    memory = compiled.memory_analysis()
+    return (
+        0
+        if memory is None
+        else int(memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes)
+    )

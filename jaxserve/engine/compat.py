@@ -1,0 +1,50 @@
+"""The only file that touches private parts of jax. Each use has a fallback and a test that tells when jax moves."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+
+log = logging.getLogger(__name__)
+
+STRIP = "strip_device_assignment"
+
+
+def backend_started() -> bool:
+    """Whether jax has chosen its devices, after which their number cannot change. False where jax does not tell."""
+    try:
+        from jax._src import xla_bridge
+
+        return bool(xla_bridge.backends_are_initialized())
+    except (ImportError, AttributeError):
+        return False
+
+
+def share_programs() -> bool:
+    """Let instances on different devices share entries of the persistent compilation cache.
+
+    jax leaves the device assignment out of the cache key on GPUs only. Entries are loaded for the devices asked for,
+    so it need not be in the key elsewhere either. Returns False, and logs, where this jax cannot be told so: then
+    every instance compiles its own programs.
+    """
+    try:
+        from jax._src import cache_key
+
+        plain = cache_key._hash_serialized_compile_options
+    except (ImportError, AttributeError):
+        log.warning("this jax has no cache_key hook: every instance compiles its own programs")
+        return False
+    if getattr(plain, "shares_programs", False):
+        return True
+    if STRIP not in inspect.signature(plain).parameters:
+        log.warning("this jax cannot leave devices out of its cache key: every instance compiles its own programs")
+        return False
+
+    @functools.wraps(plain)
+    def shared(*args: object, **kwargs: object) -> None:
+        plain(*args[:2], **{**kwargs, STRIP: True})
+
+    shared.shares_programs = True  # type: ignore[attr-defined]
+    cache_key._hash_serialized_compile_options = shared
+    return True

@@ -1,0 +1,266 @@
+"""One thread with an event loop of its own that owns the cluster: every decision and every dispatch is made there.
+
+Callers on other threads hand requests in and hear of their tokens by callback; tokenising and detokenising are
+theirs. A failure of one request is told to that request; a failure of the machinery ends all and is told to all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import logging
+import threading
+import zlib
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from jaxserve.config import ServeConfig
+from jaxserve.engine.assemble import Machine, assemble
+from jaxserve.engine.info import EngineInfo, InstanceStats, Stats
+from jaxserve.engine.inputs import check_adjusted
+from jaxserve.engine.warmup import Progress
+from jaxserve.sched.counters import Counters
+from jaxserve.sched.errors import InvalidValue, JaxserveError, QueueFull
+from jaxserve.sched.metrics import measure, stage_allowance
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.plan import Delta
+from jaxserve.sched.request import STANDARD, Request
+from jaxserve.sched.slo import SLO
+
+log = logging.getLogger(__name__)
+
+REMEMBERED = 4096  # finished requests whose timings can still be asked for
+REBUILDS_A_MINUTE = 3  # from this many on the engine calls itself unhealthy
+
+
+class Engine:
+    """Made by `start`. `submit`, `cancel`, `record`, `stats` may be called from any thread."""
+
+    def __init__(self, config: ServeConfig, machine: Machine) -> None:
+        self.info: EngineInfo = machine.info
+        self._machine = machine
+        self._cluster = machine.cluster(self._finished)
+        self._bound = config.max_num_queued_reqs
+        self._seed = config.seed
+        self._ids = itertools.count()
+        self._entering = 0  # handed in, not yet placed; guarded by _lock
+        self._lock = threading.Lock()
+        self._draining = False
+        self._error: str | None = None
+        self._over: OrderedDict[int, Request] = OrderedDict()
+        self._listeners: dict[int, Callable[[Delta], None]] = {}
+        self._reasons: Counter[str] = Counter()
+        self._violations: Counter[str] = Counter()
+        self._attained = 0
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._main, name="jaxserve-engine", daemon=True)
+
+    @classmethod
+    def start(cls, config: ServeConfig, *, progress: Progress | None = None) -> Engine:
+        """Load the model, compile every program, and begin to serve. Blocks until ready; raises JaxserveError."""
+        engine = cls(config, assemble(config, progress))
+        gc.collect()
+        gc.freeze()  # what was loaded stays; looking at it in every collection would stall steps
+        engine._thread.start()
+        return engine
+
+    # requests, from any thread
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        slo: SLO,
+        priority: int = 0,
+        tier: str = STANDARD,
+        key: str = "",
+        on_delta: Callable[[Delta], None],
+    ) -> int:
+        """Hand a request in; returns its id at once. News come to `on_delta`, in the engine's thread.
+
+        Raises InvalidValue where it cannot be served, QueueFull where too many wait, JaxserveError when the engine
+        is ending.
+        """
+        self._check(prompt, params)
+        id = next(self._ids)
+        request = Request(
+            id,
+            tuple(prompt),
+            params,
+            slo,
+            self._machine.now(),
+            seed=self._seed_of(params, id),
+            priority=priority,
+            tier=tier,
+            eos=self.info.eos,
+            end_thinking=self.info.end_thinking,
+            limit=min(params.max_tokens or self.info.max_model_len, self.info.max_model_len - len(prompt)),
+            key=key,
+        )
+        with self._lock:
+            self._admit()
+            self._entering += 1
+        self._loop.call_soon_threadsafe(self._enter, request, on_delta)
+        return request.id
+
+    def cancel(self, request: int, reason: str = "abort") -> None:
+        """End a request early; nothing where it is over."""
+        self._loop.call_soon_threadsafe(self._cluster.cancel, request, reason)
+
+    def record(self, request: int) -> Request | None:
+        """A finished request with its times, to be read; None where it is unknown or long over."""
+        return self._over.get(request)
+
+    def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        info = self.info
+        if not prompt:
+            raise InvalidValue("the prompt is empty: at least one token is needed", "prompt")
+        if len(prompt) >= info.max_model_len:
+            raise InvalidValue(
+                f"the prompt has {len(prompt)} tokens, and max_model_len={info.max_model_len} must hold it and at "
+                "least one token of output",
+                "prompt",
+            )
+        check_adjusted(params, tuple(info.eos))
+        wrong = [token for token in prompt if not 0 <= token < info.vocab_size]
+        if wrong:
+            raise InvalidValue(f"token id {wrong[0]} must be between 0 and {info.vocab_size - 1}", "prompt")
+        wrong = [token for token, _ in params.logit_bias if not 0 <= token < info.vocab_size]
+        if wrong:
+            raise InvalidValue(f"logit_bias of token {wrong[0]}: ids go from 0 to {info.vocab_size - 1}", "logit_bias")
+
+    def _seed_of(self, params: SamplingParams, id: int) -> int:
+        """A request without a seed gets one from the engine's seed and its own number: no two share their luck."""
+        if params.seed is not None:
+            return params.seed & 0xFFFFFFFFFFFFFFFF
+        return zlib.crc32(f"{self._seed} {id}".encode())
+
+    def _admit(self) -> None:
+        if self._error is not None:
+            raise JaxserveError(f"the engine has stopped: {self._error}")
+        if self._draining:
+            raise JaxserveError("the engine is shutting down")
+        waiting = self._entering + sum(core.scheduler.waiting for core in self._cluster.cores)
+        if self._bound is not None and waiting >= self._bound:
+            raise QueueFull(f"{waiting} requests wait, and max_num_queued_reqs={self._bound}: try again later")
+
+    # the engine's thread
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        except Exception as error:
+            log.exception("the engine failed")
+            self._error = f"{type(error).__name__}: {error}"
+        for id, listener in list(self._listeners.items()):
+            listener(Delta(id, finish_reason="error" if self._error else "abort", error=self._error))
+        self._listeners.clear()
+
+    async def _serve(self) -> None:
+        running = asyncio.ensure_future(self._cluster.run())
+        stop = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait([running, stop], return_when=asyncio.FIRST_COMPLETED)
+        failed = running.done()
+        running.cancel()
+        stop.cancel()
+        await asyncio.gather(running, stop, return_exceptions=True)
+        await self._machine.close()
+        if failed:
+            running.result()
+
+    def _enter(self, request: Request, on_delta: Callable[[Delta], None]) -> None:
+        with self._lock:
+            self._entering -= 1
+
+        def tell(delta: Delta) -> None:
+            if delta.finish_reason is not None:
+                self._listeners.pop(request.id, None)
+            on_delta(delta)
+
+        self._listeners[request.id] = on_delta
+        try:
+            self._cluster.submit(request, tell)
+        except InvalidValue as error:
+            tell(Delta(request.id, finish_reason="rejected", error=str(error)))
+
+    def _finished(self, request: Request) -> None:
+        self._over[request.id] = request
+        if len(self._over) > REMEMBERED:
+            self._over.popitem(last=False)
+        self._reasons[request.finish_reason or "error"] += 1
+        if request.finish_reason == "abort":
+            return  # its client went away: neither kept nor broken
+        measured = measure(request, allowance=stage_allowance(request))
+        self._attained += measured.attained
+        self._violations["ttft"] += not measured.ttft_attained
+        self._violations["tpot"] += not measured.tpot_attained
+
+    # the whole
+
+    @property
+    def healthy(self) -> bool:
+        """False once the machinery has failed, or three pools had to be rebuilt within a minute."""
+        since = self._machine.now() - 60.0
+        return self._error is None and sum(at > since for at in self._cluster.rebuilt) < REBUILDS_A_MINUTE
+
+    def stats(self) -> Stats:
+        """A snapshot. Read without a lock: single numbers, each right at its moment."""
+        schedulers = [(core.name, core.scheduler) for core in self._cluster.cores]
+        mover, compiled = self._cluster.mover, self._machine.compiled
+        return Stats(
+            tuple(
+                InstanceStats(
+                    name,
+                    one.role.value,
+                    one.running,
+                    one.waiting,
+                    one.limits.pages,
+                    one.blocks.held,
+                    one.prefill_backlog,
+                )
+                for name, one in schedulers
+            ),
+            Counters.total(one.counters for _, one in schedulers),
+            len(mover),
+            mover.transfers,
+            mover.seconds,
+            dict(self._reasons),
+            self._attained,
+            dict(self._violations),
+            compiled.compilations_total,
+            compiled.after_warmup,
+            compiled.cache_loads_total,
+        )
+
+    def drain(self, timeout: float) -> bool:
+        """Refuse new requests and wait for the others to end; False where some were left."""
+        self._draining = True
+        done: Future[None] = asyncio.run_coroutine_threadsafe(self._cluster.drained(), self._loop)
+        try:
+            done.result(timeout)
+        except TimeoutError:
+            done.cancel()
+            return False
+        return True
+
+    def check(self) -> None:
+        """Raises AssertionError where a page, a slot or a request is lost. Call it when nothing runs."""
+
+        async def checked() -> None:
+            self._cluster.check()
+
+        asyncio.run_coroutine_threadsafe(checked(), self._loop).result()
+
+    def close(self) -> None:
+        """End the engine; what is running is aborted."""
+        self._draining = True
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+            self._loop.close()
+        gc.unfreeze()

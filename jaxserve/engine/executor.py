@@ -1,0 +1,232 @@
+"""The executor that computes: steps go to the devices at once, a thread waits for what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxserve.engine.inputs import Batch, InputBuilder, SlotTable
+from jaxserve.engine.results import read
+from jaxserve.engine.state import DeviceState, Drawn, padded
+from jaxserve.engine.transfer import Parcel, cut, piece_sizes
+from jaxserve.sched.errors import InvalidValue, JaxserveError, StepFailed
+from jaxserve.sched.executor import Step
+from jaxserve.sched.plan import Span, StepPlan, StepResult
+
+log = logging.getLogger(__name__)
+
+LEAST_LEAD, MOST_LEAD = 1.5e-3, 5e-3  # seconds; an event loop's timer wakes up to 1 ms late
+
+
+class InFlight(NamedTuple):
+    """A submitted step."""
+
+    plan: StepPlan
+    step: Step
+    batch: Batch
+    drawn: Drawn
+    dispatched: float
+    life: int  # of the device state it runs on
+
+
+class JaxExecutor:
+    """One instance. All methods belong to one event loop's thread; only waiting happens elsewhere.
+
+    `fault`: called with each plan where the device would raise; what it raises counts as the device's error.
+    """
+
+    def __init__(self, name: str, state: DeviceState) -> None:
+        self.name = name
+        self.fault: Callable[[StepPlan], None] | None = None
+        self.submit_seconds = 0.0  # moving average of the time that `submit` takes
+        self.steps = 0
+        self.rebuilds = 0
+        self._state = state
+        self._limits = state.programs.limits
+        self._inputs = InputBuilder(self._limits)
+        self._slots = SlotTable(self._limits)
+        self._sizes = piece_sizes(self._limits.row_pages)
+        self._life = 0
+        self._flying: dict[Step, StepPlan] = {}
+        self._dirty: set[int] = set()  # pages that may hold NaN
+        self._finished = 0.0
+        self._submitted: queue.SimpleQueue[InFlight | None] = queue.SimpleQueue()
+        self._waiter = threading.Thread(target=self._wait, name=f"jaxserve-{name}", daemon=True)
+        self._movers = ThreadPoolExecutor(4, thread_name_prefix=f"jaxserve-{name}-kv")
+
+    @property
+    def pages(self) -> int:
+        return self._limits.pages
+
+    @property
+    def page_size(self) -> int:
+        return self._limits.page_size
+
+    @property
+    def lead(self) -> float:
+        return min(max(LEAST_LEAD + 2 * self.submit_seconds, LEAST_LEAD), MOST_LEAD)
+
+    @property
+    def state(self) -> DeviceState:
+        """What lies on the devices; for warm-up."""
+        return self._state
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def submit(self, plan: StepPlan) -> Step:
+        loop = asyncio.get_running_loop()
+        step: Step = loop.create_future()
+        if plan.resume is not None:
+            raise InvalidValue(f"{plan.resume=}: steps of this executor run to their end, none is suspended")
+        if not self._waiter.is_alive():
+            self._waiter.start()
+        dispatched = self.now()
+        self._flying[step] = plan
+        try:
+            batch, drawn = self._dispatch(plan)
+        except Exception as error:  # it may have got as far as donating the pool
+            self._fail(self._life, error)
+            return step
+        self._submitted.put(InFlight(plan, step, batch, drawn, dispatched, self._life))
+        self._note(self.now() - dispatched)
+        return step
+
+    def _dispatch(self, plan: StepPlan) -> tuple[Batch, Drawn]:
+        for span in plan.spans:
+            if span.draft:
+                raise InvalidValue(f"{span.draft=} of request {span.request}: this executor does not speculate")
+            if span.begin is not None:
+                self._slots.begin(span.slot, span.begin)
+                if self._slots.keeps_history(span.slot):
+                    self._state.remember(span.slot, span.begin)
+            if span.new_pages:
+                if self._dirty:
+                    self._clean(span)
+                self._slots.extend(span.slot, span.new_pages)
+        batch = self._inputs.build(plan.spans, self._slots)
+        drawn, hidden = self._state.step(batch)
+        self._score(plan.spans, drawn, hidden)
+        return batch, drawn
+
+    def _score(self, spans: Sequence[Span], drawn: Drawn, hidden: jax.Array) -> None:
+        """Log-probabilities of the prompt tokens that follow this step's, where asked for."""
+        if not self._slots.scored:
+            return
+        at = 0
+        for index, span in enumerate(spans):
+            prompt = self._slots.scored.get(span.slot, ())
+            targets = prompt[span.start + 1 : span.start + span.length + 1]
+            if targets:
+                count = self._slots.begins[span.slot].params.prompt_logprobs or 0
+                drawn.scores[index] = count, self._state.score(hidden, at, np.array(targets, np.int32))
+            at += span.length
+
+    def _note(self, seconds: float) -> None:
+        self.steps += 1
+        self.submit_seconds += (seconds - self.submit_seconds) * max(0.05, 1 / self.steps)
+
+    # results
+
+    def _wait(self) -> None:
+        """The waiter's thread: steps in order, each until the device is done with it."""
+        while (flying := self._submitted.get()) is not None:
+            loop = flying.step.get_loop()
+            try:
+                if self.fault is not None:
+                    self.fault(flying.plan)
+                flying.drawn.wait()
+                started = max(flying.dispatched, self._finished)
+                self._finished = self.now()
+                result = read(flying.plan, flying.batch, flying.drawn, started, self._finished)
+                call = (self._resolve, flying, result)
+            except Exception as error:
+                call = (self._fail, flying.life, error)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                loop.call_soon_threadsafe(*call)
+
+    def _resolve(self, flying: InFlight, result: StepResult) -> None:
+        if flying.life != self._life:
+            return  # its life ended in an error, which the future has
+        del self._flying[flying.step]
+        for index in result.failed:
+            self._dirty.update(self._slots.held(flying.plan.spans[index].slot))
+        if not flying.step.done():
+            flying.step.set_result(result)
+
+    def _clean(self, span: Span) -> None:
+        """Zero the pages that the span begins to fill if a failed row left NaN there: a weight of zero times NaN is
+        NaN, so masking does not keep it from the new owner."""
+        held = len(self._slots.held(span.slot))
+        unwritten = span.new_pages[max(0, -(-span.start // self.page_size) - held) :]
+        if dirty := self._dirty.intersection(unwritten):
+            self._state.scrub(sorted(dirty), self._sizes[-1])
+            self._dirty -= dirty
+
+    def _fail(self, life: int, error: BaseException) -> None:
+        """The device raised: every step in flight fails, and the instance starts anew, empty."""
+        if life != self._life:
+            return
+        log.error("%s: a step raised; the KV pool is rebuilt", self.name, exc_info=error)
+        self._life += 1
+        self.rebuilds += 1
+        flying, self._flying = self._flying, {}
+        self._dirty.clear()
+        self._slots = SlotTable(self._limits)
+        self._state.rebuild()
+        for step, plan in flying.items():
+            if not step.done():
+                failure = StepFailed(f"step {plan.step} of instance {self.name}: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                step.set_exception(failure)
+
+    def preempt(self, step: Step) -> None:
+        """A step has no boundary before its end, where it stops anyway."""
+
+    def release(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._slots.release(slot)
+
+    # pages
+
+    def export_kv(self, pages: Sequence[int]) -> Parcel:
+        pieces = []
+        for size, mine in cut(pages, self._sizes):
+            pieces.append((len(mine), self._state.export(padded(mine, size, self._limits.pages))))
+        return Parcel(len(pages), tuple(pieces))
+
+    async def import_kv(self, parcel: Parcel, pages: Sequence[int]) -> None:
+        """Waits for the copy before it touches the pool: a scatter that waits for another instance's long step would
+        hold up every step behind it."""
+        if parcel.pages != len(pages):
+            raise JaxserveError(f"a parcel of {parcel.pages} pages cannot go into {len(pages)} pages")
+        loop, life = asyncio.get_running_loop(), self._life
+        arrived = []
+        for _, piece in parcel.pieces:
+            await loop.run_in_executor(self._movers, jax.block_until_ready, piece)
+            arrived.append(self._state.receive(piece))
+        await loop.run_in_executor(self._movers, jax.block_until_ready, arrived)
+        if life != self._life:
+            raise StepFailed(f"instance {self.name} lost its KV pool while {parcel.pages} pages were on their way")
+        at = 0
+        for (count, _), piece in zip(parcel.pieces, arrived, strict=True):
+            self._state.fill(padded(pages[at : at + count], piece.shape[2], self._limits.pages), piece)
+            at += count
+
+    async def close(self) -> None:
+        while self._flying:
+            await asyncio.wait(list(self._flying))
+        if self._waiter.is_alive():
+            self._submitted.put(None)
+            await asyncio.get_running_loop().run_in_executor(self._movers, self._waiter.join)
+        self._movers.shutdown(wait=False)

@@ -1,0 +1,78 @@
+"""What an engine says of itself: frozen facts at the start, frozen snapshots while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jaxserve.sched.counters import Counters
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceInfo:
+    """One instance of the mesh."""
+
+    name: str
+    role: str  # prefill, decode or mixed
+    devices: tuple[str, ...]
+    pages: int
+    page_size: int  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Facts that do not change while an engine runs."""
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    dtype: str
+    instances: tuple[InstanceInfo, ...]
+    policy: str
+    placement: str
+    eos: frozenset[int]
+    end_thinking: frozenset[int]
+    startup_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceStats:
+    """One instance at one moment."""
+
+    name: str
+    role: str
+    running: int
+    waiting: int
+    pages: int
+    pages_held: int
+    backlog_tokens: int  # prompt tokens still to compute
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Totals and levels of an engine at one moment."""
+
+    instances: tuple[InstanceStats, ...]
+    counters: Counters  # summed over instances
+    handovers: int  # requests whose KV is on its way
+    transfers: int
+    transfer_seconds: float
+    finished: dict[str, int] = field(default_factory=dict)  # by finish reason
+    attained: int = 0  # finished within their SLO
+    violations: dict[str, int] = field(default_factory=dict)  # by phase: ttft, tpot (and the largest gap)
+    compilations: int = 0
+    compilations_after_warmup: int = 0
+    cache_loads: int = 0
+
+    @property
+    def running(self) -> int:
+        return sum(one.running for one in self.instances)
+
+    @property
+    def waiting(self) -> int:
+        return sum(one.waiting for one in self.instances)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of all pages that are held."""
+        pages = sum(one.pages for one in self.instances)
+        return sum(one.pages_held for one in self.instances) / pages if pages else 0.0

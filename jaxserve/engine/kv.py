@@ -1,0 +1,119 @@
+"""The KV pool of an instance: how many pages fit, and making them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, Sharding
+
+from jaxserve.models import registry
+from jaxserve.models.spec import ModelSpec
+from jaxserve.sched.errors import InvalidValue
+from pallas_kernels.dispatch import Pool
+
+log = logging.getLogger(__name__)
+
+MOST_ON_CPU = 2 << 30  # bytes of all pools together unless told otherwise
+STEPS_PER_OCTAVE = 16  # pool sizes are rounded down to so many per doubling
+
+
+def page_bytes(spec: ModelSpec, page_size: int, dtype: Any) -> int:
+    """Bytes of one page over all layers, keys and values, whole on all devices of an instance."""
+    return 2 * spec.layers * math.prod(registry.pool_shape(spec, 1, page_size)) * jnp.dtype(dtype).itemsize
+
+
+def cpu_pool_bytes(total: int | None, instances: int) -> int:
+    """Bytes for each instance's pool on CPU. `total` None: 2 GiB, or a quarter of free memory if that is less."""
+    return (min(MOST_ON_CPU, free_memory() // 4) if total is None else total) // instances
+
+
+def device_pool_bytes(
+    mesh: Mesh, *, utilization: float, weights: int, temporaries: int, sharing: int, memory: int | None = None
+) -> int:
+    """Bytes for an instance's pool over its whole mesh on an accelerator.
+
+    weights, temporaries: bytes per device, of one copy of the weights and of the largest program. sharing:
+    instances that lie on the same device. memory: bytes per device, asked of the device where None.
+    """
+    device = mesh.devices.flat[0]
+    if memory is None:
+        memory = int((device.memory_stats() or {}).get("bytes_limit", 0))
+        if not memory:
+            raise InvalidValue(
+                f"{device} does not tell its memory: set --kv-cache-memory to the bytes of all KV caches together",
+                "kv_cache_memory",
+            )
+    left = utilization * memory - weights - temporaries
+    if left <= 0:
+        raise InvalidValue(
+            f"gpu_memory_utilization={utilization} of {memory} bytes on {device} leaves nothing for the KV cache: "
+            f"weights take {weights} bytes and a step's temporaries {temporaries}",
+            "gpu_memory_utilization",
+        )
+    return int(left / sharing) * mesh.size
+
+
+def free_memory() -> int:
+    """Bytes that can be had without swapping, within the control group's limit where there is one."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        pass
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            group = Path("/sys/fs/cgroup")
+            free = min(free, max(0, int((group / limit).read_text()) - int((group / used).read_text())))
+        except (OSError, ValueError):
+            continue
+    return free
+
+
+def fit_pages(
+    spec: ModelSpec, page_size: int, dtype: Any, *, pool_bytes: int, max_model_len: int, name: str = "kv_cache_memory"
+) -> int:
+    """Pages of one instance's pool.
+
+    Rounded down to a coarse grid: the number is part of every program's shape, and free memory differs a little
+    from start to start, which would make all programs compile again. Raises InvalidValue where a request of
+    `max_model_len` does not fit.
+    """
+    each = page_bytes(spec, page_size, dtype)
+    pages = pool_bytes // each
+    needed = -(-max_model_len // page_size)
+    if pages < needed:
+        raise InvalidValue(
+            f"a KV pool of {pool_bytes} bytes holds {pages} pages of {page_size} tokens ({each} bytes each), fewer than "
+            f"the {needed} that {max_model_len=} needs: raise {name} to {needed * each} bytes per instance, or lower "
+            f"max_model_len to {pages * page_size}",
+            name,
+        )
+    grid = max(1, 2 ** (pages.bit_length() - 1) // STEPS_PER_OCTAVE)
+    pages = max(needed, pages // grid * grid)
+    log.info("KV pool: %d pages, %d tokens, %.2f GiB per instance", pages, pages * page_size, pages * each / 2**30)
+    return pages
+
+
+def pool_maker(spec: ModelSpec, sharding: Sharding, pages: int, page_size: int, dtype: Any) -> Callable[[], list[Pool]]:
+    """A function that makes empty pools: per layer (k, v), each [N, B, K, D].
+
+    One program for one array, called for each: a program for all would hold them twice while it runs.
+    """
+    shape = registry.pool_shape(spec, pages, page_size)
+
+    def empty_pool() -> jax.Array:
+        return jnp.zeros(shape, dtype)
+
+    make = jax.jit(empty_pool, out_shardings=sharding)
+    return lambda: [(make(), make()) for _ in range(spec.layers)]

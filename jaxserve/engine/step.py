@@ -1,0 +1,168 @@
+"""The programs of an instance: compute a step, draw its tokens, score a prompt, move pages.
+
+A step is two programs, the model and the drawing, so that T buckets and the two ways to draw add up instead of
+multiplying. They are made once per model and mesh shape; jax then compiles them for each instance's devices.
+
+Letters: T tokens, S rows, P pages per row, N pages in the pool, B page size, L layers, K kv heads, D head dim,
+E model dim, V vocabulary, G sampling rows, W tokens scored together, M pages moved together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.engine.inputs import FROM_CARRY, Bucket, Layout, Limits
+from jaxserve.engine.sampling import Adjust, Column, Rows, draw_full, draw_plain, logprobs_of
+from jaxserve.models import registry
+from jaxserve.models.spec import ModelSpec
+from pallas_kernels.dispatch import Pool, attention
+from pallas_kernels.layout import Ragged
+
+SCORED = 64  # W
+Tree = Any
+
+
+class Programs:
+    """Jitted functions by bucket. Alike instances share one of these, hence traces and lowered programs."""
+
+    def __init__(self, spec: ModelSpec, mesh: Mesh, limits: Limits) -> None:
+        self.spec = spec
+        self.limits = limits
+        # Without devices, so that what is traced serves every instance.
+        shape = mesh.abstract_mesh
+        whole = NamedSharding(shape, PartitionSpec())
+        self.step: dict[Bucket, Callable[..., Any]] = {}
+        self.block: dict[int, Callable[..., Any]] = {}
+        for bucket in limits.buckets:
+            kernel = attention(shape, decode=bucket.decode)
+            program = partial(_step, spec=spec, limits=limits, bucket=bucket, kernel=kernel, whole=whole)
+            self.step[bucket] = _jit(program, f"step_{bucket.tokens}_{bucket.rows}", donate=(1,))
+            if not bucket.decode:
+                self.block[bucket.tokens] = _jit(_block, f"block_{bucket.tokens}")
+        common = {"spec": spec, "whole": whole}
+        self.plain = _jit(partial(_plain, **common), "draw_plain")
+        self.full = _jit(partial(_full, **common), "draw_full", donate=(3,))
+        self.score = _jit(partial(_score, **common), "score")
+        self.remember = _jit(_remember, "remember", donate=(0,))
+        self.gather = _jit(_gather, "gather")
+        self.scatter = _jit(_scatter, "scatter", donate=(0,))
+
+
+def _jit(program: Callable[..., Any], name: str, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
+    def named(*args: Any) -> Any:
+        return program(*args)
+
+    named.__name__ = named.__qualname__ = name
+    return jax.jit(named, donate_argnums=donate)
+
+
+def _step(
+    weights: Tree,
+    pools: list[Pool],  # L x (k, v), each [N, B, K, D]
+    carry: jax.Array,  # [slots] int32, last token of each slot
+    packed: jax.Array,  # [Layout.end] int32
+    *,
+    spec: ModelSpec,
+    limits: Limits,
+    bucket: Bucket,
+    kernel: Any,
+    whole: NamedSharding,
+) -> tuple[jax.Array, list[Pool], jax.Array]:
+    """Hidden states of the rows' last tokens [G, E], the pools, and hidden states of all tokens [T, E]."""
+    tokens, ragged, last = unpack(packed, carry, bucket, limits)
+    hidden, pools = registry.forward(spec, weights, pools, tokens, ragged, attention=kernel)
+    hidden = lax.with_sharding_constraint(hidden, whole)
+    rows = hidden if bucket.decode else hidden[last]  # [S, E]
+    rows = lax.with_sharding_constraint(jnp.pad(rows, ((0, bucket.width - bucket.rows), (0, 0))), whole)
+    return rows, pools, hidden
+
+
+def unpack(packed: jax.Array, carry: jax.Array, bucket: Bucket, limits: Limits) -> tuple[jax.Array, Ragged, jax.Array]:
+    """Tokens [T], their `Ragged`, and the index in [T] of each row's last token [S]. Where a token's KV goes
+    follows from the rows: the host sends what it must, and this costs nothing here."""
+    at = Layout.of(bucket, limits.row_pages)
+    starts, lengths = packed[at.starts : at.lengths], packed[at.lengths : at.contexts]
+    contexts, slots = packed[at.contexts : at.slots], packed[at.slots : at.last]
+    tables = packed[at.tables : at.end].reshape(bucket.rows, limits.row_pages)
+    index = jnp.arange(bucket.tokens, dtype=jnp.int32)  # [T]
+    rows = jnp.sum((starts + lengths)[None, :] <= index[:, None], axis=1, dtype=jnp.int32)  # [T], S for padding
+    real, row = rows < bucket.rows, jnp.minimum(rows, bucket.rows - 1)
+    positions = jnp.where(real, contexts[row] - lengths[row] + index - starts[row], 0)
+    page = tables[row, positions // limits.page_size]
+    write = jnp.where(real, page * limits.page_size + positions % limits.page_size, limits.pages * limits.page_size)
+    tokens = packed[: at.starts]
+    tokens = jnp.where(tokens == FROM_CARRY, carry[slots[row]], tokens)
+    return tokens, Ragged(positions, rows, write, starts, lengths, contexts, tables), packed[at.last : at.tables]
+
+
+def _logits(weights: Tree, rows: jax.Array, spec: ModelSpec, whole: NamedSharding) -> jax.Array:
+    """[G, V], whole on every device: drawing from a split vocabulary would talk to the others at every turn."""
+    return lax.with_sharding_constraint(registry.logits(spec, weights, rows), whole)
+
+
+def _plain(
+    weights: Tree, rows: jax.Array, carry: jax.Array, sampling: jax.Array, *, spec: ModelSpec, whole: NamedSharding
+) -> tuple[jax.Array, jax.Array]:
+    """rows [G, E], sampling [G, len(Column)] -> tokens [G], carry."""
+    told = Rows(sampling)
+    tokens = draw_plain(_logits(weights, rows, spec, whole), told)
+    return tokens, _carried(carry, told, tokens)
+
+
+def _full(
+    weights: Tree,
+    rows: jax.Array,
+    carry: jax.Array,
+    counts: jax.Array,
+    sampling: jax.Array,
+    ids: jax.Array,
+    values: jax.Array,
+    used: jax.Array,
+    *,
+    spec: ModelSpec,
+    whole: NamedSharding,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """As `_plain`, with token counts [slots, V] and an Adjust -> tokens, carry, counts, log-probabilities."""
+    told = Rows(sampling)
+    logits = _logits(weights, rows, spec, whole)
+    tokens, logprobs, counts = draw_full(logits, told, Adjust(ids, values, used), counts)
+    return tokens, _carried(carry, told, tokens), counts, logprobs
+
+
+def _carried(carry: jax.Array, told: Rows, tokens: jax.Array) -> jax.Array:
+    return carry.at[told.ints(Column.SLOT)].set(jnp.maximum(tokens, 0), mode="drop")
+
+
+def _score(weights: Tree, rows: jax.Array, targets: jax.Array, *, spec: ModelSpec, whole: NamedSharding) -> jax.Array:
+    """Log-probabilities of given next tokens: rows [W, E], targets [W] -> as `logprobs_of`."""
+    return logprobs_of(_logits(weights, rows, spec, whole), targets)
+
+
+def _block(hidden: jax.Array, begin: jax.Array) -> jax.Array:
+    """W rows of hidden [T, E] from `begin`; the last ones repeat where there are fewer."""
+    return jnp.take(hidden, begin + jnp.arange(SCORED, dtype=jnp.int32), axis=0, mode="clip")
+
+
+def _remember(counts: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:
+    """counts [slots, V] with one row [V] replaced."""
+    return counts.at[slot].set(row)
+
+
+def _gather(pools: list[Pool], pages: jax.Array) -> jax.Array:
+    """Pages [M] of all layers as one array [L, 2, M, B, K, D]."""
+    return jnp.stack([jnp.stack([jnp.take(part, pages, axis=0, mode="clip") for part in pool]) for pool in pools])
+
+
+def _scatter(pools: list[Pool], pages: jax.Array, parcel: jax.Array) -> list[Pool]:
+    """The pools with a parcel [L, 2, M, B, K, D] at pages [M]; pages out of range are dropped."""
+    return [
+        (k.at[pages].set(parcel[i, 0], mode="drop"), v.at[pages].set(parcel[i, 1], mode="drop"))
+        for i, (k, v) in enumerate(pools)
+    ]

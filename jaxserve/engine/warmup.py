@@ -1,0 +1,181 @@
+"""Compile every program before the first request, and count what is compiled after that: it must be nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxserve.engine import compat
+from jaxserve.engine.inputs import Batch, Bucket, Int32, Layout, SlotTable
+from jaxserve.engine.state import DeviceState, padded
+from jaxserve.engine.step import SCORED
+from jaxserve.engine.transfer import piece_sizes
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.plan import Begin
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int, str], None]  # programs done, programs in all, the one just done
+COMPILE, LOAD = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_hits"
+
+
+class CompileCounter:
+    """Counts programs that jax compiles, and those it loads from the persistent cache instead."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made = self._loaded = self._warm = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+        jax.monitoring.register_event_listener(self._on_event)
+
+    def _on_duration(self, event: str, duration: float, **_: str | int) -> None:
+        if event == COMPILE:  # jax reports it for loaded programs too
+            with self._lock:
+                self._made += 1
+
+    def _on_event(self, event: str, **_: str | int) -> None:
+        if event == LOAD:
+            with self._lock:
+                self._loaded += 1
+
+    @property
+    def compilations_total(self) -> int:
+        return self._made - self._loaded
+
+    @property
+    def cache_loads_total(self) -> int:
+        return self._loaded
+
+    @property
+    def after_warmup(self) -> int:
+        """Programs compiled or loaded since `warm`: each held up a step."""
+        return self._made - self._warm
+
+    def warm(self) -> None:
+        """Warm-up is over."""
+        self._warm = self._made
+
+
+@cache
+def compile_counter() -> CompileCounter:
+    """The counter of this process. One, because jax never lets go of a listener."""
+    return CompileCounter()
+
+
+def use_persistent_cache(folder: Path | None = None) -> Path:
+    """Keep compiled programs between runs and share them among instances. `folder` None: JAXSERVE_CACHE_DIR, the
+    folder jax has been given, or ~/.cache/jaxserve/xla."""
+    named = os.environ.get("JAXSERVE_CACHE_DIR") or jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    path = folder or Path(named or Path.home() / ".cache" / "jaxserve" / "xla")
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compat.share_programs()
+    return path
+
+
+class Call(NamedTuple):
+    """A program with arguments as in service."""
+
+    label: str
+    program: Any  # a jitted function
+    args: tuple[Any, ...]
+
+
+def idle_batch(bucket: Bucket, row_pages: int, slots: SlotTable, *, full: bool) -> Batch:
+    """A step of padding only: nothing is written, nothing drawn."""
+    packed = np.zeros(Layout.of(bucket, row_pages).end, np.int32)
+    sampling = slots.columns[np.full(bucket.width, slots.limits.slots)]
+    return Batch(bucket, packed, sampling, full, None, ())
+
+
+def calls(state: DeviceState) -> list[Call]:
+    """Every program of an instance, longest to compile first."""
+    programs, limits = state.programs, state.programs.limits
+    spec, slots, made = programs.spec, SlotTable(limits), []
+    for bucket in reversed(limits.buckets):
+        packed = idle_batch(bucket, limits.row_pages, slots, full=False).packed
+        made.append(Call(bucket.label, programs.step[bucket], (state.weights, state.pools, state.carry, packed)))
+    dtype = state.weights["embed"].dtype
+    for width in limits.widths:
+        rows, sampling = state.replicated((width, spec.dim), dtype), slots.columns[np.full(width, limits.slots)]
+        ids, values = state.unadjusted(width)
+        made.append(Call(f"draw {width}", programs.plain, (state.weights, rows, state.carry, sampling)))
+        full = (state.weights, rows, state.carry, state.counts, sampling)
+        made.append(Call(f"draw fully {width}", programs.full, (*full, ids, values, np.int32(0))))
+    block, targets = state.replicated((SCORED, spec.dim), dtype), np.zeros(SCORED, np.int32)
+    made.append(Call("score", programs.score, (state.weights, block, targets)))
+    for tokens, program in programs.block.items():
+        made.append(Call(f"block {tokens}", program, (state.replicated((tokens, spec.dim), dtype), np.int32(0))))
+    row = np.zeros(limits.vocab, np.int16)
+    made.append(Call("remember", programs.remember, (state.counts, np.int32(0), row)))
+    for size in piece_sizes(limits.row_pages):
+        pages = padded((), size, limits.pages)
+        made.append(Call(f"export {size}", programs.gather, (state.pools, pages)))
+        made.append(Call(f"import {size}", programs.scatter, (state.pools, pages, state.parcel(size))))
+    return made
+
+
+def run_through(state: DeviceState) -> None:
+    """Run every program once: what jax and the device set up at a first run is then behind them."""
+    limits, slots = state.programs.limits, SlotTable(state.programs.limits)
+    drawn = None
+    for bucket in limits.buckets:
+        for full in (False, True):
+            batch = idle_batch(bucket, limits.row_pages, slots, full=full)
+            drawn, hidden = state.step(batch)
+            if not bucket.decode and not full:
+                state.score(hidden, 0, np.zeros(1, np.int32))
+    state.remember(0, Begin(SamplingParams(), 0, (), (), 0, ()))
+    for size in piece_sizes(limits.row_pages):
+        pages: Int32 = padded((), size, limits.pages)
+        state.fill(pages, state.receive(state.export(pages)))
+    state.rebuild()
+    if drawn is not None:
+        drawn.wait()
+
+
+def warm_up(states: Sequence[DeviceState], progress: Progress | None = None) -> float:
+    """Compile all programs of alike instances, the first instance's first; returns the seconds it took.
+
+    The others then load what the first has compiled, where the persistent cache is on.
+    """
+    began, counter = time.perf_counter(), compile_counter()
+    before, loads = counter.compilations_total, counter.cache_loads_total
+    todo = [calls(state) for state in states]
+    done, total = 0, sum(len(each) for each in todo)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="jaxserve-compile") as pool:
+        for each in todo:
+            compiling = {pool.submit(_compile, call): call for call in each}
+            for finished in as_completed(compiling):
+                finished.result()
+                done += 1
+                if progress is not None:
+                    progress(done, total, compiling[finished].label)
+    for state in states:
+        run_through(state)
+    seconds = time.perf_counter() - began
+    log.info(
+        "warm-up: %d programs for %d instance(s) in %.1f s (%d compiled, %d loaded from the cache)",
+        total,
+        len(states),
+        seconds,
+        counter.compilations_total - before,
+        counter.cache_loads_total - loads,
+    )
+    counter.warm()
+    return seconds
+
+
+def _compile(call: Call) -> None:
+    call.program.lower(*call.args).compile()
