@@ -1,0 +1,141 @@
+"""What the scripts share: where results go, what they say of their origin, and a server to measure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DEMO = ROOT / "jaxserve" / "demo" / "model"
+PACKAGES = ("jax", "jaxlib", "flax", "torch", "transformers", "numpy", "openai")
+
+sys.path.insert(0, str(ROOT))  # so that `python benchmarks/x.py` measures this checkout, installed or not
+
+
+def git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def processor() -> str:
+    """The CPU as the system names it."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        return next(line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def origin() -> dict[str, Any]:
+    """Commit, machine and versions: what a figure means nothing without."""
+    versions: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "commit": git("rev-parse", "--short=12", "HEAD") or "unknown",
+        "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S%z"),
+        "device": f"{processor()}, {len(os.sched_getaffinity(0))} cores",
+        "load_average": os.getloadavg()[0],
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def add_output(parser: argparse.ArgumentParser, name: str) -> None:
+    """`--output`, and `--note` for what a reader must know (a busy machine)."""
+    default = RESULTS / f"{name}-{time.strftime('%Y-%m-%d')}.json"
+    parser.add_argument("--output", type=Path, default=default, metavar="FILE", help="JSON [%(default)s]")
+    parser.add_argument("--note", default="", help="kept in the JSON file")
+
+
+def save(args: argparse.Namespace, payload: dict[str, Any]) -> None:
+    """Write the JSON that `payload` makes with its origin and the command that was run."""
+    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in ("output", "note")}
+    settings = {name: Path(value).name if name == "trace" else value for name, value in settings.items()}
+    whole = {"script": Path(sys.argv[0]).name, "settings": settings, "note": args.note, **origin(), **payload}
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(whole, indent=1, default=str) + "\n", encoding="utf-8")
+    print(f"wrote {args.output}")
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url + "/health", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    seconds: float  # from the command to a 200 of /health
+    log: Path
+
+
+@contextmanager
+def server(flags: Sequence[str], *, cache: Path | None = None, timeout: float = 900.0) -> Iterator[Server]:
+    """`python -m jaxserve.run` with these flags on a free port, up and healthy; ended afterwards.
+
+    cache: folder of the persistent compilation cache. Raises RuntimeError with the end of its log where it dies.
+    """
+    port = free_port()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if cache is not None:
+        environment["JAX_COMPILATION_CACHE_DIR"] = str(cache)
+    command = [sys.executable, "-m", "jaxserve.run", *flags, "--host", "127.0.0.1", "--port", str(port)]
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.NamedTemporaryFile("w+", suffix=".log", delete=False) as log:
+        began = time.perf_counter()
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            while not healthy(url):
+                if process.poll() is not None or time.perf_counter() - began > timeout:
+                    tail = Path(log.name).read_text(encoding="utf-8", errors="replace")[-3000:]
+                    raise RuntimeError(f"{' '.join(command)} is not healthy (status {process.poll()}):\n{tail}")
+                time.sleep(0.02)
+            yield Server(url, time.perf_counter() - began, Path(log.name))
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def bench(url: str, flags: Sequence[str]) -> dict[str, Any]:
+    """`jaxserve bench` on a server, in a process of its own; returns its JSON."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "jaxserve", "bench", "--base-url", url, *flags]
+        command += ["--save-result", "--result-dir", folder, "--result-filename", "found.json"]
+        subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+        found = json.loads((Path(folder) / "found.json").read_text(encoding="utf-8"))
+        assert isinstance(found, dict)
+        return found

@@ -1,0 +1,76 @@
+"""How long from the command to the first healthy answer, and to the first tokens, with a cold and a warm cache.
+
+Each run is a new process. `cold` has an empty compilation cache; `warm` has the cache that the cold run left. Then
+ten requests are sent one after another: the first must not be slower than the tenth, or warm-up has missed a program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import common
+
+from jaxserve.bench.client import Outcome, Target, open_sender
+from jaxserve.bench.drive import drive
+from jaxserve.bench.load import random_calls
+from jaxserve.bench.session import discover
+from jaxserve.report.table import print_table
+
+
+def requests(url: str, args: argparse.Namespace) -> list[Outcome]:
+    """Requests one after another on one connection."""
+
+    async def run() -> list[Outcome]:
+        target, vocabulary = await discover(Target(url, ""), ())
+        calls = random_calls(args.requests, input_len=args.prompt, output_len=args.tokens, vocabulary=vocabulary)
+        async with open_sender("http", target) as sender:
+            return [(await drive([call], sender)).outcomes[0] for call in calls]
+
+    return asyncio.run(run())
+
+
+def measure(label: str, cache: Path, args: argparse.Namespace) -> dict[str, Any]:
+    with common.server(args.flags, cache=cache) as server:
+        outcomes = requests(server.url, args)
+    failed = [outcome.error for outcome in outcomes if not outcome.ok]
+    if failed:
+        raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
+    ttfts = [outcome.ttft for outcome in outcomes]
+    return {
+        "cache": label,
+        "health_s": server.seconds,
+        "ttft_first_ms": ttfts[0] * 1e3,
+        "ttft_tenth_ms": ttfts[-1] * 1e3,
+        "ttft_median_ms": median(ttfts) * 1e3,
+        "tpot_median_ms": median(outcome.tpot for outcome in outcomes) * 1e3,
+        "ttfts_ms": [ttft * 1e3 for ttft in ttfts],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=2, help="warm starts after the cold one")
+    parser.add_argument("--requests", type=int, default=10)
+    parser.add_argument("--prompt", type=int, default=64, metavar="TOKENS")
+    parser.add_argument("--tokens", type=int, default=16, metavar="TOKENS")
+    common.add_output(parser, "startup")
+    parser.add_argument("flags", nargs="*", default=["--mesh", "4x2"], help="for the server, after -- [--mesh 4x2]")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        labels = ["cold", *["warm"] * args.repeats]
+        rows = [measure(label, Path(folder), args) for label in labels]
+    keys = ["cache", "health_s", "ttft_first_ms", "ttft_tenth_ms", "ttft_median_ms", "tpot_median_ms"]
+    titles = ["compilation cache", "command to /health, s", "TTFT of request 1, ms", f"of {args.requests}, ms"]
+    titles += ["median TTFT, ms", "median TPOT, ms"]
+    print_table(f"python -m jaxserve.run {' '.join(args.flags)}", titles, [[row[key] for key in keys] for row in rows])
+    common.save(args, {"rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
