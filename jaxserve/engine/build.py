@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.engine import kv
 from jaxserve.engine.executor import JaxExecutor
 from jaxserve.engine.inputs import Limits, SlotTable
 from jaxserve.engine.mesh import MeshPlan, sub_meshes
-from jaxserve.engine.state import DeviceState, placement
+from jaxserve.engine.state import DeviceState
 from jaxserve.engine.step import Programs, Tree
 from jaxserve.engine.warmup import Progress, idle_batch, use_persistent_cache, warm_up
 from jaxserve.models import registry, weights
@@ -114,13 +114,13 @@ def temporaries(spec: ModelSpec, mesh: Mesh, limits: Limits, tree: Tree, dtype: 
     """Bytes per device that the largest step needs beside weights and pool: measured on compiled programs, which do
     not depend on the size of the pool, and token counts."""
     programs, slots = Programs(spec, mesh, limits), SlotTable(limits)
-    whole = placement(mesh)
+    whole = NamedSharding(mesh, PartitionSpec())
 
     def described(shape: tuple[int, ...], kind: Any, sharding: Any = whole) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
 
     part = described(
-        registry.pool_shape(spec, limits.pages, limits.page_size), dtype, placement(mesh, registry.pool_spec(spec))
+        registry.pool_shape(spec, limits.pages, limits.page_size), dtype, NamedSharding(mesh, registry.pool_spec(spec))
     )
     carry, bucket = described((limits.slots,), jnp.int32), limits.buckets[-1]
     batch = idle_batch(bucket, limits.row_pages, slots, full=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
@@ -105,8 +105,8 @@ def fit_pages(
     return pages
 
 
-def pool_maker(spec: ModelSpec, sharding: Sharding, pages: int, page_size: int, dtype: Any) -> Callable[[], list[Pool]]:
-    """A function that makes empty pools: per layer (k, v), each [N, B, K, D].
+def pool_maker(spec: ModelSpec, mesh: Mesh, pages: int, page_size: int, dtype: Any) -> Callable[[], list[Pool]]:
+    """A function that makes empty pools on `mesh`: per layer (k, v), each [N, B, K, D].
 
     One program for one array, called for each: a program for all would hold them twice while it runs.
     """
@@ -115,5 +115,5 @@ def pool_maker(spec: ModelSpec, sharding: Sharding, pages: int, page_size: int, 
     def empty_pool() -> jax.Array:
         return jnp.zeros(shape, dtype)
 
-    make = jax.jit(empty_pool, out_shardings=sharding)
+    make = jax.jit(empty_pool, out_shardings=NamedSharding(mesh, registry.pool_spec(spec)))
     return lambda: [(make(), make()) for _ in range(spec.layers)]

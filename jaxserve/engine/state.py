@@ -7,23 +7,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.engine.inputs import Batch, Int32
 from jaxserve.engine.kv import pool_maker
 from jaxserve.engine.sampling import ADJUSTED, MOST_COUNTED, SEEN_IN_PROMPT
-from jaxserve.engine.step import SCORED, Programs, Tree
+from jaxserve.engine.step import SCORED, Programs, Tree, parcel_spec
 from jaxserve.models import registry
 from jaxserve.sched.plan import Begin
 from pallas_kernels.dispatch import Pool
-
-
-def placement(mesh: Mesh, spec: PartitionSpec | None = None) -> Sharding:
-    """Where an array lies on an instance; None: whole on each device. On one device the mesh is not mentioned, as in
-    what programs return: arguments that differ in nothing but that would compile a second time."""
-    if mesh.size == 1:
-        return SingleDeviceSharding(mesh.devices.flat[0])
-    return NamedSharding(mesh, PartitionSpec() if spec is None else spec)
 
 
 # Alternatives wanted, and blocks of (targets, their log-probabilities [W, 2 + 2 * MAX_LOGPROBS] int32).
@@ -57,10 +49,9 @@ class DeviceState:
         self.mesh = mesh
         self.weights = weights
         self.pools: list[Pool] = []
-        self._whole = placement(mesh)
-        spec = registry.pool_spec(programs.spec)
-        self.parcels = placement(mesh, PartitionSpec(None, None, *spec))
-        self._make = pool_maker(programs.spec, placement(mesh, spec), limits.pages, limits.page_size, dtype)
+        self._whole = NamedSharding(mesh, PartitionSpec())
+        self._parcels = NamedSharding(mesh, parcel_spec(programs.spec))
+        self._make = pool_maker(programs.spec, mesh, limits.pages, limits.page_size, dtype)
         self._unadjusted = {
             width: jax.device_put(
                 (np.full((width, ADJUSTED), limits.vocab, np.int32), np.zeros((width, ADJUSTED), np.float32)),
@@ -145,7 +136,7 @@ class DeviceState:
 
     def receive(self, parcel: Any) -> jax.Array:
         """A parcel from another instance, or of numpy, on this mesh."""
-        return jax.device_put(parcel, self.parcels)
+        return jax.device_put(parcel, self._parcels)
 
     def scrub(self, pages: Sequence[int], bucket: int) -> None:
         """Zero pages, as many at a time as a piece of a parcel has."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,45 +22,57 @@ from jaxserve.engine.inputs import FROM_CARRY, Bucket, Layout, Limits
 from jaxserve.engine.sampling import Adjust, Column, Rows, draw_full, draw_plain, logprobs_of
 from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
-from pallas_kernels.dispatch import Pool, attention
+from pallas_kernels.dispatch import Attention, Pool, attention
 from pallas_kernels.layout import Ragged
 
 SCORED = 64  # W
 Tree = Any
+Program = Any  # a jitted function: called, or lowered and compiled ahead
+Logits = Callable[[Tree, jax.Array], jax.Array]  # weights, rows [G, E] -> [G, V]
 
 
 class Programs:
-    """Jitted functions by bucket. Alike instances share one of these, hence traces and lowered programs."""
+    """Jitted functions by bucket. Alike instances share one of these, hence traces and lowered programs.
+
+    What they return lies where it lay as an argument: a sharding that only looks different compiles again.
+    """
 
     def __init__(self, spec: ModelSpec, mesh: Mesh, limits: Limits) -> None:
         self.spec = spec
         self.limits = limits
-        # Without devices, so that what is traced serves every instance.
-        shape = mesh.abstract_mesh
+        shape = mesh.abstract_mesh  # without devices, so that what is traced serves every instance
         whole = NamedSharding(shape, PartitionSpec())
-        self.step: dict[Bucket, Callable[..., Any]] = {}
-        self.block: dict[int, Callable[..., Any]] = {}
+        pool = NamedSharding(shape, registry.pool_spec(spec))
+        parcel = NamedSharding(shape, parcel_spec(spec))
+        pools = [(pool, pool)] * spec.layers
+        self.step: dict[Bucket, Program] = {}
+        self.block: dict[int, Program] = {}
         for bucket in limits.buckets:
-            kernel = attention(shape, decode=bucket.decode)
-            program = partial(_step, spec=spec, limits=limits, bucket=bucket, kernel=kernel, whole=whole)
-            self.step[bucket] = _jit(program, f"step_{bucket.tokens}_{bucket.rows}", donate=(1,))
+            kernel = attention(cast(Mesh, shape), decode=bucket.decode)
+            program = partial(_step, spec=spec, limits=limits, bucket=bucket, kernel=kernel)
+            self.step[bucket] = _jit(program, f"step_{bucket.tokens}_{bucket.rows}", (whole, pools, whole), (1,))
             if not bucket.decode:
-                self.block[bucket.tokens] = _jit(_block, f"block_{bucket.tokens}")
-        common = {"spec": spec, "whole": whole}
-        self.plain = _jit(partial(_plain, **common), "draw_plain")
-        self.full = _jit(partial(_full, **common), "draw_full", donate=(3,))
-        self.score = _jit(partial(_score, **common), "score")
-        self.remember = _jit(_remember, "remember", donate=(0,))
-        self.gather = _jit(_gather, "gather")
-        self.scatter = _jit(_scatter, "scatter", donate=(0,))
+                self.block[bucket.tokens] = _jit(_block, f"block_{bucket.tokens}", whole)
+        logits = partial(_logits, spec=spec, whole=whole)
+        self.plain = _jit(partial(_plain, logits=logits), "draw_plain", (whole, whole))
+        self.full = _jit(partial(_full, logits=logits), "draw_full", (whole,) * 4, (3,))
+        self.score = _jit(partial(_score, logits=logits), "score", whole)
+        self.remember = _jit(_remember, "remember", whole, (0,))
+        self.gather = _jit(_gather, "gather", parcel)
+        self.scatter = _jit(_scatter, "scatter", pools, (0,))
 
 
-def _jit(program: Callable[..., Any], name: str, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
+def parcel_spec(spec: ModelSpec) -> PartitionSpec:
+    """How a piece of a parcel [L, 2, M, B, K, D] lies on the mesh: as the pool's pages."""
+    return PartitionSpec(None, None, *registry.pool_spec(spec))
+
+
+def _jit(program: Callable[..., Any], name: str, out: Any, donate: tuple[int, ...] = ()) -> Program:
     def named(*args: Any) -> Any:
         return program(*args)
 
     named.__name__ = named.__qualname__ = name
-    return jax.jit(named, donate_argnums=donate)
+    return jax.jit(named, out_shardings=out, donate_argnums=donate)
 
 
 def _step(
@@ -72,16 +84,13 @@ def _step(
     spec: ModelSpec,
     limits: Limits,
     bucket: Bucket,
-    kernel: Any,
-    whole: NamedSharding,
+    kernel: Attention,
 ) -> tuple[jax.Array, list[Pool], jax.Array]:
     """Hidden states of the rows' last tokens [G, E], the pools, and hidden states of all tokens [T, E]."""
     tokens, ragged, last = unpack(packed, carry, bucket, limits)
     hidden, pools = registry.forward(spec, weights, pools, tokens, ragged, attention=kernel)
-    hidden = lax.with_sharding_constraint(hidden, whole)
     rows = hidden if bucket.decode else hidden[last]  # [S, E]
-    rows = lax.with_sharding_constraint(jnp.pad(rows, ((0, bucket.width - bucket.rows), (0, 0))), whole)
-    return rows, pools, hidden
+    return jnp.pad(rows, ((0, bucket.width - bucket.rows), (0, 0))), pools, hidden
 
 
 def unpack(packed: jax.Array, carry: jax.Array, bucket: Bucket, limits: Limits) -> tuple[jax.Array, Ragged, jax.Array]:
@@ -102,17 +111,17 @@ def unpack(packed: jax.Array, carry: jax.Array, bucket: Bucket, limits: Limits) 
     return tokens, Ragged(positions, rows, write, starts, lengths, contexts, tables), packed[at.last : at.tables]
 
 
-def _logits(weights: Tree, rows: jax.Array, spec: ModelSpec, whole: NamedSharding) -> jax.Array:
+def _logits(weights: Tree, rows: jax.Array, *, spec: ModelSpec, whole: NamedSharding) -> jax.Array:
     """[G, V], whole on every device: drawing from a split vocabulary would talk to the others at every turn."""
     return lax.with_sharding_constraint(registry.logits(spec, weights, rows), whole)
 
 
 def _plain(
-    weights: Tree, rows: jax.Array, carry: jax.Array, sampling: jax.Array, *, spec: ModelSpec, whole: NamedSharding
+    weights: Tree, rows: jax.Array, carry: jax.Array, sampling: jax.Array, *, logits: Logits
 ) -> tuple[jax.Array, jax.Array]:
     """rows [G, E], sampling [G, len(Column)] -> tokens [G], carry."""
     told = Rows(sampling)
-    tokens = draw_plain(_logits(weights, rows, spec, whole), told)
+    tokens = draw_plain(logits(weights, rows), told)
     return tokens, _carried(carry, told, tokens)
 
 
@@ -126,13 +135,11 @@ def _full(
     values: jax.Array,
     used: jax.Array,
     *,
-    spec: ModelSpec,
-    whole: NamedSharding,
+    logits: Logits,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """As `_plain`, with token counts [slots, V] and an Adjust -> tokens, carry, counts, log-probabilities."""
     told = Rows(sampling)
-    logits = _logits(weights, rows, spec, whole)
-    tokens, logprobs, counts = draw_full(logits, told, Adjust(ids, values, used), counts)
+    tokens, logprobs, counts = draw_full(logits(weights, rows), told, Adjust(ids, values, used), counts)
     return tokens, _carried(carry, told, tokens), counts, logprobs
 
 
@@ -140,9 +147,9 @@ def _carried(carry: jax.Array, told: Rows, tokens: jax.Array) -> jax.Array:
     return carry.at[told.ints(Column.SLOT)].set(jnp.maximum(tokens, 0), mode="drop")
 
 
-def _score(weights: Tree, rows: jax.Array, targets: jax.Array, *, spec: ModelSpec, whole: NamedSharding) -> jax.Array:
+def _score(weights: Tree, rows: jax.Array, targets: jax.Array, *, logits: Logits) -> jax.Array:
     """Log-probabilities of given next tokens: rows [W, E], targets [W] -> as `logprobs_of`."""
-    return logprobs_of(_logits(weights, rows, spec, whole), targets)
+    return logprobs_of(logits(weights, rows), targets)
 
 
 def _block(hidden: jax.Array, begin: jax.Array) -> jax.Array:
