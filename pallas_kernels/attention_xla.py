@@ -114,7 +114,7 @@ def _single(
     pages = min(max(1, CHUNK_BYTES // row_bytes), max(1, 256 // size), tables.shape[1])  # per row and chunk
     span = pages * size  # C
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % pages)))
-    spread = ((q * scale)[:, :, :, None] * own[:, None, :, None]).reshape(rows, -1, kv_heads * dim)  # [S, H, K * D]
+    spread = ((q * scale)[:, :, :, None] * own[None, :, None, :, None]).reshape(rows, -1, kv_heads * dim)  # [S, H, K * D]
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def body(i: jax.Array, state: _Running) -> _Running:
@@ -197,9 +197,10 @@ def _block(
     def body(i: jax.Array, state: _Running) -> _Running:
         ids = lax.dynamic_slice_in_dim(table, i * pages, pages)
         k, v = _take(k_pool, ids).astype(q.dtype), _take(v_pool, ids).astype(q.dtype)  # [C, K, D]
+        key = i * span + jnp.arange(span)  # [C] positions
+        v = jnp.where((key < context)[:, None, None], v, jnp.zeros_like(v))  # as in `_single`
         score = product("kqd,ckd->kqc", stacked, k)  # [K, G * Q, C]
-        seen = (i * span + jnp.arange(span))[None, :] <= last[:, None]  # [G * Q, C]
-        score = jnp.where(seen, score, MASKED)
+        score = jnp.where((key[None, :] <= last[:, None])[None], score, MASKED)
         peak = jnp.maximum(state.peak, jnp.max(score, axis=-1))  # [K, G * Q]
         weight = jnp.exp(score - peak[..., None])  # the first chunk holds key 0, so every peak is a real score
         fade = jnp.exp(state.peak - peak)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Protocol
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import attention_xla
@@ -26,7 +26,7 @@ class Attention(Protocol):
         """q [T, H, D], k and v [T, K, D] -> mixed values [T, H, D] and the pool with k, v in it."""
 
 
-def attention(mesh: Mesh | None = None, *, impl: str = "auto", decode: bool = False) -> Attention:
+def attention(mesh: Mesh | AbstractMesh | None = None, *, impl: str = "auto", decode: bool = False) -> Attention:
     """The attention of one instance's programs.
 
     `mesh` with an axis `tp`: heads are split over it and every shard attends to its own pool; None: one device.
@@ -56,7 +56,7 @@ def _sharded(
     *,
     scale: float,
     local: Attention,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
 ) -> tuple[jax.Array, Pool]:
     heads, pages = P(None, "tp"), P(None, None, "tp")
     # Replication is not checked: the loops over pages have trip counts that depend on replicated arrays only.

@@ -110,12 +110,17 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square norm over the last axis in float32, returned in the dtype of `x`."""
     wide = x.astype(jnp.float32)
     mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(mean + eps) * weight.astype(jnp.float32)).astype(x.dtype)
+    return (wide * jax.lax.rsqrt(mean + eps) * _like(weight, x).astype(jnp.float32)).astype(x.dtype)
+
+
+def _like(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """`weight` with leading axes of 1, to the rank of `x`."""
+    return weight.reshape((1,) * (x.ndim - weight.ndim) + weight.shape)
 
 
 def angles(rope: Rope, dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """cos and sin of each token's turns, [T, 1, D / 2] float32; computed once for all layers."""
-    turn = positions.astype(jnp.float32)[:, None, None] * rope.frequencies(dim)  # [T, 1, D/2]
+    turn = positions.astype(jnp.float32)[:, None, None] * rope.frequencies(dim)[None, None, :]  # [T, 1, D/2]
     both = jnp.concatenate([jnp.cos(turn), jnp.sin(turn)], axis=-1) * rope.scale  # [T, 1, D]
     # XLA on CPU would compute cosines again inside every layer's fusions, head by head (optimization_barrier does
     # not survive there). The result of a product is kept, and one with the identity is exact.
@@ -172,7 +177,7 @@ class Attention(nnx.Module):
         spec, tokens, d = self.spec, x.shape[0], self.spec.head_dim
         qkv = jnp.einsum("te,ekp->tkp", x, self.qkv[...])  # [T, K, (G + 2) * D]
         if self.qkv_bias is not None:
-            qkv = qkv + self.qkv_bias[...]
+            qkv = qkv + _like(self.qkv_bias[...], qkv)
         q, k, v = jnp.split(qkv, [spec.group * d, (spec.group + 1) * d], axis=-1)
         q = q.reshape(tokens, spec.heads, d)
         if self.q_norm is not None and self.k_norm is not None:
@@ -180,7 +185,7 @@ class Attention(nnx.Module):
             k = rms_norm(k, self.k_norm[...], spec.norm_eps)
         mixed, pool = kernel(rotate(q, turn), rotate(k, turn), v, pool, ragged, scale=d**-0.5)  # [T, H, D]
         out = mixed.reshape(tokens, spec.heads * d) @ self.out[...]
-        return (out if self.out_bias is None else out + self.out_bias[...]), pool
+        return (out if self.out_bias is None else out + _like(self.out_bias[...], out)), pool
 
 
 class Mlp(nnx.Module):
@@ -199,9 +204,9 @@ class Mlp(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:  # [T, E] -> [T, E]
         gate_up = jnp.einsum("te,epf->tpf", x, self.gate_up[...])  # [T, 2, F]
         if self.gate_up_bias is not None:
-            gate_up = gate_up + self.gate_up_bias[...]
+            gate_up = gate_up + _like(self.gate_up_bias[...], gate_up)
         out: jax.Array = (jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]) @ self.down[...]
-        return out if self.down_bias is None else out + self.down_bias[...]
+        return out if self.down_bias is None else out + _like(self.down_bias[...], out)
 
 
 class Block(nnx.Module):

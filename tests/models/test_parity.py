@@ -1,0 +1,72 @@
+"""Logits are those of transformers: at once, in chunks, token by token, and on any number of shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from .driver import Driver, Ints, expected, peer
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3, biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
+    "qwen2 tied, yarn": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
+    "qwen3, own head_dim": ("Qwen3", {"head_dim": 16}),
+}
+FULL: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "llama dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    "llama one kv head": ("Llama", {"num_key_value_heads": 1, "head_dim": 32}),
+    "llama as many kv heads": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen3 tied, biases": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True}),
+    "odd vocabulary": ("Llama", {"vocab_size": 97}),
+    "eight heads": ("Qwen3", {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}),
+}
+TOKENS: Ints = np.random.default_rng(0).integers(0, 96, 20).astype(np.int32)
+
+
+def check(path: Path, case: tuple[str, dict[str, Any]], tps: tuple[int, ...]) -> None:
+    family, changes = case
+    model = peer(family, **changes)
+    model.save_pretrained(path)  # type: ignore[operator]
+    want = expected(model, TOKENS)
+    for tp in tps:
+        driver = Driver.of(path, tp)
+        first = driver.feed(TOKENS[:11], padded=16)
+        rest = [driver.feed(TOKENS[11:16], padded=16), *(driver.feed(TOKENS[i : i + 1]) for i in range(16, 20))]
+        np.testing.assert_allclose(np.concatenate([first, *rest]), want, atol=2e-4, rtol=0, err_msg=f"{tp=}")
+        driver.done = 0  # the same pages again: what they hold must not matter
+        np.testing.assert_allclose(driver.feed(TOKENS[:16]), want[:16], atol=2e-4, rtol=0, err_msg=f"{tp=}")
+
+
+@pytest.mark.parametrize(("name", "tps"), list(zip(CASES, [(1, 2), (1,), (4,)], strict=True)))
+def test_logits_are_those_of_transformers(tmp_path: Path, name: str, tps: tuple[int, ...]) -> None:
+    check(tmp_path, CASES[name], tps)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*CASES, *FULL])
+def test_logits_are_those_of_transformers_full(tmp_path: Path, name: str) -> None:
+    check(tmp_path, {**CASES, **FULL}[name], (1, 2, 4))
+
+
+def test_shards_reduce_and_move_nothing_else(tmp_path: Path) -> None:
+    """Two reductions per layer and one for the embedding; no weight and no page is gathered."""
+    peer("Qwen3", head_dim=16).save_pretrained(tmp_path)  # type: ignore[operator]
+    driver = Driver.of(tmp_path, tp=4)  # four shards of two kv heads
+    assert driver.pools[0][0].shape[2] == 4
+    text = driver.compiled(TOKENS[:1])
+    moved = {name: text.count(f" {name}(") for name in ("all-gather", "all-to-all", "collective-permute", "all-reduce")}
+    assert moved == {"all-gather": 0, "all-to-all": 0, "collective-permute": 0, "all-reduce": 2 * 2 + 1}
