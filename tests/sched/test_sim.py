@@ -1,0 +1,247 @@
+"""Laws of a whole simulation: equal seeds give equal histories, nothing is lost, time only goes forward."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from time import process_time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.journal import Journal
+from jaxserve.sched.log import Log
+from jaxserve.sched.perf.model import Coefficients
+from jaxserve.sched.policy import Limits, Role
+from jaxserve.sched.sim import NAMED, Arrival, Latency, Mesh, Options, Report, Workload, load_trace, simulate, sweep
+from jaxserve.sched.sim.workload import Arrivals, Lengths
+from jaxserve.sched.slo import SLO
+from jaxserve.yamlio import load_yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+TRACES = ROOT.parent / "shared" / "traces"
+H200 = load_yaml(ROOT / "configs" / "latency" / "minimax-m2.5-h200-tp4.yaml", Latency)
+TINY = Latency(
+    name="tiny",
+    kv_bytes_per_token=1000,
+    kv_tokens=160,
+    page_size=4,
+    coefficients=Coefficients(1e-3, 1e-4, 1e-5, 1e-8, 1e-7, 1e-8),
+    link_bandwidth=1e9,
+    noise=0.05,
+)
+CHAT = Workload("chat", Lengths("uniform", low=1, high=60), Lengths("uniform", low=1, high=30), ttft=0.1, tpot=0.01)
+POLICIES = ["distserve", "kairos", "prefill=kairos,decode=continuous"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mesh", [Mesh(1), Mesh(2), Mesh(4, prefill=1), Mesh(3, colocated=True)], ids=str)
+def test_every_request_is_served_on_every_mesh(policy: str, mesh: Mesh) -> None:
+    report = simulate(CHAT, policy, mesh, TINY, qps=50, num_requests=120)
+    lengths = [arrival.output_tokens for arrival in CHAT.draw(120, 50, 0)]
+    assert [one.output for one in sorted(report.measured)] == lengths
+    assert report.summary.reasons == {"stop": 120}
+    assert report.counters.generated_tokens == sum(lengths)
+    assert all(0 < share <= 1 for share in report.busy)
+
+
+def journalled(seed: int, policy: str, perf: str = "general") -> tuple[str, Report]:
+    file = io.StringIO()
+    journal = Journal(file)
+
+    def logs(name: str, policy: str, limits: Limits, role: Role, prefix_caching: bool) -> Log:
+        return journal.instance(name, policy=policy, limits=limits, role=role, prefix_caching=prefix_caching, perf={})
+
+    options = Options(perf=perf)  # type: ignore[arg-type]
+    report = simulate(CHAT, policy, "4x1", TINY, seed, qps=80, num_requests=80, logs=logs, options=options)
+    return file.getvalue(), report
+
+
+@pytest.mark.parametrize(
+    ("policy", "perf"), [*((policy, "general") for policy in POLICIES), ("kairos", "table"), ("kairos", "linear")]
+)
+def test_the_same_seed_gives_the_same_journal(policy: str, perf: str) -> None:
+    first, again = journalled(1, policy, perf), journalled(1, policy, perf)
+    assert first == again
+    assert journalled(2, policy, perf)[0] != first[0]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens_come_in_order_and_never_before_they_can(policy: str) -> None:
+    truth = TINY.solve()
+    report = simulate(CHAT, policy, "2x1", replace(TINY, noise=0.0), qps=100, num_requests=100)
+    for one in report.measured:
+        assert one.ttft >= truth.prefill * one.prompt
+        if one.output > 1:
+            assert one.tpot >= truth.fixed
+            assert one.tpot <= one.worst_tpot + 1e-12 and one.window_tpot <= one.largest_gap + 1e-12
+
+
+def test_one_request_alone_takes_what_the_model_says() -> None:
+    quiet = replace(TINY, noise=0.0)
+    truth = quiet.solve()
+    [one] = simulate([Arrival(0.5, 40, 3, SLO())], "distserve", "1x1", quiet).measured
+    assert one.ttft == pytest.approx(truth.fixed + 40 * truth.prefill + truth.quadratic * 800)
+    steps = [truth.fixed + truth.decode + truth.longest * context for context in (40, 41)]
+    assert one.tpot == pytest.approx(sum(steps) / 2)
+
+
+REQUEST = st.builds(
+    lambda time, prompt, output, shared: Arrival(time, prompt, output, hash_ids=(0,) if shared else (), block=8.0),
+    st.floats(0, 0.05),
+    st.integers(1, 40),
+    st.integers(1, 20),
+    st.booleans(),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    requests=st.lists(REQUEST, min_size=1, max_size=10),
+    policy=st.sampled_from(POLICIES),
+    mesh=st.sampled_from([Mesh(1), Mesh(2), Mesh(4), Mesh(3, prefill=2), Mesh(2, colocated=True)]),
+    pages=st.integers(11, 20),
+    rows=st.integers(1, 4),
+    tokens=st.integers(1, 40),
+    caching=st.booleans(),
+    first_token=st.sampled_from(["prefill", "decode"]),
+)
+def test_tiny_pools_never_deadlock_and_lose_nothing(  # type: ignore[no-untyped-def]
+    requests, policy, mesh, pages, rows, tokens, caching, first_token
+) -> None:
+    """Pools hold little more than one request; `simulate` itself checks conservation of pages and requests."""
+    options = Options(tokens=tokens, rows=rows, pages=pages, prefix_caching=caching, first_token=first_token)
+    requests = sorted(requests, key=lambda one: one.time)
+    report = simulate(requests, policy, mesh, TINY, options=options)
+    told = {one.id: (one.output, one.reason) for one in report.measured}
+    for id, one in enumerate(requests):
+        room = 4 * pages - one.prompt_tokens
+        assert told[id] == (min(one.output_tokens, room), "stop" if one.output_tokens <= room else "length")
+
+
+def test_what_can_never_fit_is_rejected_and_violated() -> None:
+    arrivals = [Arrival(0.0, 500, 5), Arrival(0.0, 10, 5)]
+    report = simulate(arrivals, "distserve", "2x1", TINY)
+    assert report.summary.reasons == {"rejected": 1, "stop": 1}
+    assert [one.attained for one in report.measured] == [False, True]
+
+
+def test_a_horizon_leaves_the_rest_unfinished_and_violated() -> None:
+    arrivals = [Arrival(0.0, 10, 5), Arrival(0.0, 10, 10_000)]
+    options = Options(horizon=0.01, pages=10_000)
+    report = simulate(arrivals, "distserve", "1x1", TINY, options=options)
+    assert report.summary.reasons == {"stop": 1, "unfinished": 1} and report.ended == pytest.approx(0.01)
+
+
+def test_shared_prefixes_are_computed_once() -> None:
+    arrivals = [Arrival(0.2 * n, 30, 3, hash_ids=(7, 8, 9, 10 + n), block=8.0) for n in range(10)]
+    warm = simulate(arrivals, "distserve", "2x1", TINY)
+    cold = simulate(arrivals, "distserve", "2x1", TINY, options=Options(prefix_caching=False))
+    assert cold.counters.prompt_tokens == 300
+    assert warm.counters.prompt_tokens == 300 - 9 * 24 and warm.counters.prefix_hits == 9 * 24
+    assert warm.summary.ttft.mean < cold.summary.ttft.mean
+
+
+@pytest.mark.skipif(not TRACES.is_dir(), reason=f"the public traces are not beside the repository ({TRACES})")
+def test_mooncake_prefixes_save_prefill() -> None:
+    trace = TRACES / "mooncake" / "conversation_trace.head40min.jsonl.gz"
+    arrivals = load_trace(trace, num_prompts=120, prompt_scale=8, output_scale=16)
+    warm, cold = (
+        simulate(arrivals, "kairos", "2x4", H200, options=Options(prefix_caching=caching)) for caching in (None, False)
+    )
+    assert warm.counters.prefix_hits > 0 == cold.counters.prefix_hits
+    assert warm.counters.prompt_tokens + warm.counters.prefix_hits == cold.counters.prompt_tokens
+    assert warm.summary.reasons == cold.summary.reasons == {"stop": 120}
+
+
+def test_traces_are_stretched_to_a_rate() -> None:
+    arrivals = [Arrival(2.0 * n, 5, 2) for n in range(11)]
+    slow, fast = simulate(arrivals, "distserve", "1x1", TINY), simulate(arrivals, "distserve", "1x1", TINY, qps=5)
+    assert (slow.rate, fast.rate) == (0.5, 5)
+    assert slow.ended == pytest.approx(20, abs=0.1) and fast.ended == pytest.approx(2, abs=0.1)
+
+
+def test_first_token_from_the_decode_side_counts_the_transfer() -> None:
+    arrivals = [Arrival(0.0, 40, 3)]
+    early, late = (
+        simulate(arrivals, "distserve", "2x1", TINY, options=Options(first_token=side)).measured[0]
+        for side in ("prefill", "decode")
+    )
+    assert late.ttft >= early.ttft + TINY.link_latency
+
+
+def test_bursts_hurt() -> None:
+    calm, bursty = (
+        simulate(replace(CHAT, arrivals=Arrivals(kind, cv=4.0)), "distserve", "2x1", TINY, qps=60, num_requests=300)
+        for kind in ("even", "gamma")  # type: ignore[arg-type]
+    )
+    assert bursty.summary.ttft.p99 > calm.summary.ttft.p99
+
+
+def test_a_sweep_is_its_simulations_in_order() -> None:
+    seen: list[tuple[int, int]] = []
+    reports = sweep(
+        CHAT,
+        ["distserve", "kairos"],
+        "2x1",
+        TINY,
+        rates=[20, 40],
+        seeds=[0, 3],
+        num_requests=20,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    cases = [(p, rate, seed) for p in ("distserve", "kairos") for rate in (20, 40) for seed in (0, 3)]
+    assert [(one.policy, one.rate, one.seed) for one in reports] == cases
+    assert seen == [(n, 8) for n in range(1, 9)]
+    assert reports[5] == simulate(CHAT, "kairos", "2x1", TINY, 3, qps=20, num_requests=20)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mesh": "2x2", "qps": 1.0}, "2 devices an instance.*tiny is of 1"),
+        ({"mesh": "two"}, "mesh='two' must be RxT"),
+        ({"mesh": Mesh(2)}, "give qps"),
+        ({"policy": "nice", "qps": 1.0}, "unknown policy 'nice'"),
+        ({"qps": 0.0}, "rate=0.0"),
+        ({"workload": []}, "without requests"),
+        ({"qps": 1.0, "options": Options(perf="magic")}, "perf='magic'"),  # type: ignore[arg-type]
+        ({"qps": 1.0, "options": Options(boundary="half")}, "boundary='half'"),
+    ],
+)
+def test_what_a_person_got_wrong_is_named(change: dict[str, object], message: str) -> None:
+    arguments = {"workload": CHAT, "policy": "distserve", "mesh": "2x1", "latency": TINY} | change
+    with pytest.raises(InvalidValue, match=message):
+        simulate(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [lambda: Mesh(2, prefill=2), lambda: Mesh(1, prefill=1), lambda: Mesh(4, prefill=0)])
+def test_a_mesh_needs_both_sides(make) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(InvalidValue, match="prefill="):
+        make()
+
+
+def test_speed() -> None:
+    """1,000 requests of K128 at 3 per second take under 20 s of processor time, scheduler included; here 400 of them."""
+    began = process_time()
+    report = simulate(NAMED["K128"], "kairos", "2x4", H200, qps=3, num_requests=400)
+    assert report.summary.count == 400
+    assert process_time() - began < 8
+
+
+def test_the_command_never_imports_jax(tmp_path: Path) -> None:
+    code = (
+        "import sys; from jaxserve.__main__ import main; "
+        f"flags = ['--qps', '3', '--num-requests', '20', '--out', {str(tmp_path)!r}, '--jobs', '1']; "
+        "status = main(['simulate', *flags]); "
+        "assert 'jax' not in sys.modules, 'jax was imported'; raise SystemExit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "SLO attainment" in done.stdout and "kairos" in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "results.csv", "ttft.png", "tpot.png"}
