@@ -111,6 +111,26 @@ def test_links_and_python_of_the_pages_are_sound(repo: Path, page: str) -> None:
         compile(block, page, "exec")
 
 
+def test_the_four_steps_of_contributing_add_a_policy(repo: Path, tmp_path: Path) -> None:
+    for name in ("jaxserve", "sched", "configs"):
+        ignore = shutil.ignore_patterns("__pycache__", "engine", "models", "server", "*.safetensors")
+        shutil.copytree(repo / name, tmp_path / name, symlinks=True, ignore=ignore)
+    page = (repo / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    page = re.sub(r"(?m)^   ", "", page[: page.index("## Work on it")])
+    policy, registry = blocks(page, "python")
+    simulate, serve = blocks(page, "bash")
+    folder = tmp_path / "sched/policies"
+    (folder / "longest.py").write_text(policy)
+    text = (folder / "__init__.py").read_text()
+    (folder / "__init__.py").write_text(text.replace("\n\ndef names", f"\n{registry}\n\ndef names"))
+    words = simulate.replace("--num-requests 200", "--num-requests 20").split()
+    assert words[:2] == ["jaxserve", "simulate"] and serve.startswith("python -m jaxserve.run ")
+    code = (
+        f"from jaxserve.__main__ import main; raise SystemExit(main({[*words[1:], '--out', str(tmp_path / 'out')]!r}))"
+    )
+    assert "longest" in python(code, cwd=tmp_path, path=tmp_path)
+
+
 def test_the_license_is_the_whole_of_apache_2(repo: Path) -> None:
     text = (repo / "LICENSE").read_text(encoding="utf-8")
     assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text and len(text) > 11_000
