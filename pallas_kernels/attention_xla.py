@@ -114,7 +114,9 @@ def _single(
     pages = min(max(1, CHUNK_BYTES // row_bytes), max(1, 256 // size), tables.shape[1])  # per row and chunk
     span = pages * size  # C
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % pages)))
-    spread = ((q * scale)[:, :, :, None] * own[None, :, None, :, None]).reshape(rows, -1, kv_heads * dim)  # [S, H, K * D]
+    spread = ((q * scale)[:, :, :, None] * own[None, :, None, :, None]).reshape(
+        rows, -1, kv_heads * dim
+    )  # [S, H, K * D]
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def body(i: jax.Array, state: _Running) -> _Running:
@@ -164,15 +166,14 @@ def _general(q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, ragged: Ragged,
             mixed = _block(here, k_pool, v_pool, table, offset + begin, ragged.contexts[r], scale)
             old = lax.dynamic_slice_in_dim(out, start + begin, block)
             mine = (begin + jnp.arange(block) < length)[:, None, None, None]
-            out = lax.dynamic_update_slice_in_dim(out, jnp.where(mine, mixed, old), start + begin, axis=0)
-            return out
+            return lax.dynamic_update_slice_in_dim(out, jnp.where(mine, mixed, old), start + begin, axis=0)
 
         blocks = jnp.where(length > 1, (length + block - 1) // block, 0)
-        out = lax.fori_loop(0, blocks, one, out)
-        return out
+        filled: jax.Array = lax.fori_loop(0, blocks, one, out)
+        return filled
 
-    out = lax.fori_loop(0, rows, row, out)[:tokens]
-    return out
+    whole: jax.Array = lax.fori_loop(0, rows, row, out)
+    return whole[:tokens]
 
 
 def _block(

@@ -21,7 +21,7 @@ def resolve_model(name_or_path: str, revision: str | None = None) -> Path:
     Downloads on first use. The environment is huggingface_hub's: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT.
     """
     path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    if name_or_path and path.is_dir():
         return path
     if name_or_path.count("/") > 1 or name_or_path.startswith((".", "/", "~")) or not name_or_path:
         raise InvalidValue(
@@ -41,12 +41,12 @@ def resolve_model(name_or_path: str, revision: str | None = None) -> Path:
         at = f" at revision {revision!r}" if revision else ""
         raise ModelNotFound(
             f"model {name_or_path!r}{at} is not a folder here, and the Hub did not give it: "
-            f"{type(error).__name__}: {_first_line(error)}\nWhere there is a network, run `hf download {name_or_path}` "
+            f"{type(error).__name__}: {_in_a_line(error)}\nWhere there is a network, run `hf download {name_or_path}` "
             f"(private and gated models need HF_TOKEN); then either copy the Hub cache (HF_HOME) to this machine, or "
             "copy config.json, *.safetensors and the tokenizer's files into a folder and pass its path as --model"
         ) from error
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else ""
+def _in_a_line(error: Exception, limit: int = 300) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= limit else text[:limit] + " …"

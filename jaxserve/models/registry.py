@@ -52,7 +52,13 @@ def load_spec(path: Path) -> ModelSpec:
 
 def spec_from_config(config: Config) -> ModelSpec:
     """The spec of a Hugging Face config given as a mapping."""
-    spec: ModelSpec = _family(architecture(config)).read(config)
+    family = _family(architecture(config))
+    try:
+        spec: ModelSpec = family.read(config)
+    except InvalidValue:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:  # a string for a number, a list for a mapping
+        raise InvalidValue(f"config.json has a value of the wrong kind: {error}", "model") from error
     return spec
 
 

@@ -57,7 +57,7 @@ class Rope:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, dim - 1)
         ramp = np.clip((np.arange(dim // 2) - first) / max(last - first, 1e-3), 0.0, 1.0)
-        return plain * (1 - ramp) + plain / self.factor * ramp
+        return np.asarray(plain * (1 - ramp) + plain / self.factor * ramp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,7 @@ class ModelSpec:
     def for_tp(self, tp: int) -> ModelSpec:
         """The spec as `tp` shards hold it. Where there are fewer kv heads than shards, each is copied."""
         copies = max(1, tp // self.kv_heads)
-        good = self.heads % tp == 0 and self.ff_dim % tp == 0 and (self.kv_heads * copies) % tp == 0
-        if tp < 1 or not good:
+        if tp < 1 or any(size % tp for size in (self.heads, self.ff_dim, self.kv_heads * copies)):
             raise InvalidValue(
                 f"tensor parallel size {tp} does not fit {self.architecture}: it must divide heads={self.heads} and "
                 f"ff_dim={self.ff_dim}, and divide or be a multiple of kv_heads={self.kv_heads}",
@@ -186,6 +185,9 @@ def read_rope(config: Config) -> tuple[Rope, int]:
     theta = float(given.get("rope_theta") or config.get("rope_theta") or 10_000.0)
     kind = str(given.get("rope_type") or given.get("type") or "default")
     positions = int(config.get("max_position_embeddings") or 2048)
+    nested = [name for name, value in given.items() if isinstance(value, Mapping)]
+    if nested:
+        raise InvalidValue(f"config.json: rope_parameters per layer type ({', '.join(nested)}) are not supported")
     if kind not in ROPE_TYPES:
         raise InvalidValue(f"config.json: rope_type={kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
     partial = float(given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)

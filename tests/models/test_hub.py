@@ -1,0 +1,142 @@
+"""Models by Hub id, from a hub made up on this machine: the endpoints that huggingface_hub asks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from jaxserve.models.hub import resolve_model
+from jaxserve.sched.errors import InvalidValue
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FILES = {
+    "config.json": b"{}",
+    "model.safetensors": b"weights",
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "pytorch_model.bin": b"the same weights",
+    "original/consolidated.00.pth": b"and again",
+    "README.md": b"# model",
+}
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """`someone/model` for whoever shows the token, at revisions `main` and COMMIT."""
+
+    asked: list[str]  # set per server, on a subclass
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, body: bool) -> None:
+        self.asked.append(self.path)
+        if self.headers.get("authorization") != "Bearer hf_secret":
+            return self._send(401, b'{"error": "no token"}', body)
+        if self.path.split("?")[0] in (f"/api/models/someone/model/revision/{name}" for name in ("main", COMMIT)):
+            siblings = [{"rfilename": name} for name in FILES]
+            info = {"id": "someone/model", "modelId": "someone/model", "sha": COMMIT, "siblings": siblings}
+            return self._send(200, json.dumps(info).encode(), body)
+        if self.path.startswith(f"/api/models/someone/model/tree/{COMMIT}"):
+            tree = [{"type": "file", "path": name, "size": len(FILES[name]), "oid": "0" * 40} for name in FILES]
+            return self._send(200, json.dumps(tree).encode(), body)
+        prefix = f"/someone/model/resolve/{COMMIT}/"
+        content = FILES.get(self.path.removeprefix(prefix)) if self.path.startswith(prefix) else None
+        if content is None:
+            return self._send(404, b'{"error": "no such thing"}', body, {"x-error-code": "RevisionNotFound"})
+        etag = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
+        return self._send(200, content, body, etag)
+
+    def _send(self, status: int, content: bytes, body: bool, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[tuple[str, list[str]]]:
+    asked: list[str] = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (FakeHub,), {"asked": asked}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", asked
+    server.shutdown()
+    server.server_close()
+
+
+def resolve(home: Path, endpoint: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """`resolve_model(*args)` in a process of its own, because huggingface_hub reads the environment at import."""
+    code = "import sys; from jaxserve.models.hub import resolve_model; print(resolve_model(*sys.argv[1:]))"
+    settings = {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_TOKEN": "hf_secret",
+        **env,
+    }
+    command = [sys.executable, "-c", code, *args]
+    return subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=120)
+
+
+def test_a_model_is_fetched_once_and_only_what_is_needed(tmp_path: Path, hub: tuple[str, list[str]]) -> None:
+    endpoint, asked = hub
+    first = resolve(tmp_path, endpoint, "someone/model")
+    assert first.returncode == 0, first.stderr
+    folder = Path(first.stdout.strip())
+    assert folder.name == COMMIT
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "chat_template.jinja",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    asked.clear()
+    again = resolve(tmp_path, endpoint, "someone/model", COMMIT, HF_HUB_OFFLINE="1")
+    assert (again.stdout, asked) == (first.stdout, [])
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "reason"),
+    [
+        (("someone/model", "v9"), {}, "at revision 'v9'"),
+        (("someone/model",), {"HF_TOKEN": "hf_wrong"}, "401"),
+        (("someone/model",), {"HF_HUB_OFFLINE": "1"}, "OfflineModeIsEnabled|LocalEntryNotFound"),
+        (("someone/model",), {"HF_ENDPOINT": "http://127.0.0.1:9"}, "LocalEntryNotFound|Connect"),
+    ],
+)
+def test_what_cannot_be_had_says_what_to_do(
+    tmp_path: Path, hub: tuple[str, list[str]], args: tuple[str, ...], env: dict[str, str], reason: str
+) -> None:
+    done = resolve(tmp_path, hub[0], *args, **env)
+    last = done.stderr[done.stderr.rindex("ModelNotFound") :]
+    assert done.returncode == 1
+    assert "model 'someone/model'" in last
+    assert "run `hf download someone/model`" in last
+    assert "pass its path as --model" in last
+    assert any(part in last for part in reason.split("|")), last
+
+
+def test_a_folder_is_itself_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    assert resolve_model(str(tmp_path)) == tmp_path
+    for name in (str(tmp_path / "nowhere"), "./nowhere", "a/b/c", ""):
+        with pytest.raises(InvalidValue, match="does not exist; expected a folder with config"):
+            resolve_model(name)

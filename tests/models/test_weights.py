@@ -1,0 +1,154 @@
+"""Loading is strict: what does not fit is named, all of it, before anything is computed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+from safetensors.numpy import save_file
+
+from jaxserve.models import registry
+from jaxserve.models.layers import Info
+from jaxserve.models.registry import spec_from_config
+from jaxserve.models.spec import ModelSpec
+from jaxserve.models.weights import WeightsError, load_weights, random_weights, shardings
+
+from .driver import mesh
+
+Tensors = dict[str, npt.NDArray[Any]]
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 24,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 16,
+}
+
+
+@pytest.fixture
+def spec() -> ModelSpec:
+    return spec_from_config(CONFIG)
+
+
+@pytest.fixture
+def tensors(spec: ModelSpec) -> Tensors:
+    rng = np.random.default_rng(0)
+    infos = jax.tree.leaves(registry.abstract_weights(spec, "float32"), is_leaf=lambda x: isinstance(x, Info))
+    return {s.name: rng.standard_normal(s.shape, np.float32) for info in infos for s in info.sources}
+
+
+def test_a_folder_loads_and_says_how_far_it_is(tmp_path: Path, spec: ModelSpec, tensors: Tensors) -> None:
+    save_file(tensors, tmp_path / "model.safetensors")
+    seen: list[tuple[int, int]] = []
+    (tree,) = load_weights(tmp_path, spec, "float32", [mesh(1)], progress=lambda *at: seen.append(at))
+    total = 3 + 2 * 6
+    assert seen == [(i, total) for i in range(1, total + 1)]
+    np.testing.assert_array_equal(tree["embed"], tensors["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(tree["layers"][1]["mlp"]["down"], tensors["model.layers.1.mlp.down_proj.weight"].T)
+    qkv = np.asarray(tree["layers"][0]["attention"]["qkv"])  # [E, K, (G + 2) * D]
+    prefix = "model.layers.0.self_attn."
+    np.testing.assert_array_equal(qkv[:, 1, :4].T, tensors[prefix + "q_proj.weight"][4:])  # heads 2 and 3
+    np.testing.assert_array_equal(qkv[:, 1, 4:6].T, tensors[prefix + "k_proj.weight"][2:])
+    np.testing.assert_array_equal(qkv[:, 1, 6:].T, tensors[prefix + "v_proj.weight"][2:])
+
+
+def test_several_files_with_an_index_load_like_one(tmp_path: Path, spec: ModelSpec, tensors: Tensors) -> None:
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, held in parts.items():
+        save_file({name: tensors[name] for name in held}, tmp_path / file)
+    save_file({"other": np.zeros(1, np.float32)}, tmp_path / "not-in-the-index.safetensors")
+    where = {name: file for file, held in parts.items() for name in held}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    (tree,) = load_weights(tmp_path, spec, "float32", [mesh(1)])
+    np.testing.assert_array_equal(tree["head"], tensors["lm_head.weight"])
+    (tmp_path / "b.safetensors").unlink()
+    with pytest.raises(WeightsError, match=r"names files that are not there: b\.safetensors"):
+        load_weights(tmp_path, spec, "float32", [mesh(1)])
+
+
+def test_bfloat16_is_read_and_dtypes_are_cast(tmp_path: Path, spec: ModelSpec, tensors: Tensors) -> None:
+    low = {name: value.astype(ml_dtypes.bfloat16) for name, value in tensors.items()}
+    save_file(low, tmp_path / "model.safetensors")
+    for dtype in ("float32", "bfloat16"):
+        (tree,) = load_weights(tmp_path, spec, dtype, [mesh(1)])
+        assert {str(leaf.dtype) for leaf in jax.tree.leaves(tree)} == {dtype}
+        want = low["model.norm.weight"].astype(np.float32)
+        np.testing.assert_array_equal(np.asarray(tree["norm"], np.float32), want)
+
+
+def test_every_tensor_that_does_not_fit_is_in_one_error(tmp_path: Path, spec: ModelSpec, tensors: Tensors) -> None:
+    del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.layers.0.mlp.experts.weight"] = np.zeros((3, 2), np.float32)
+    tensors["lm_head.weight"] = np.zeros((24, 9), np.float32)
+    tensors["model.layers.0.input_layernorm.weight"] = np.zeros(8, np.int8)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(1, np.float32)  # harmless
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError) as caught:
+        load_weights(tmp_path, spec, "float32", [mesh(1)])
+    for part in (
+        "5 tensors",
+        "missing model.norm.weight [8]",
+        "missing model.layers.1.mlp.up_proj.weight [16, 8]",
+        "unexpected model.layers.0.mlp.experts.weight [3, 2] in model.safetensors",
+        "misshapen lm_head.weight: [24, 9] in model.safetensors, the config says [24, 8]",
+        "model.layers.0.input_layernorm.weight is I8 in model.safetensors; supported are F32, F16, BF16",
+    ):
+        assert part in str(caught.value)
+    assert "inv_freq" not in str(caught.value)
+
+
+def test_a_tied_head_in_the_file_is_not_needed(tmp_path: Path, tensors: Tensors) -> None:
+    save_file(tensors, tmp_path / "model.safetensors")
+    tied = spec_from_config({**CONFIG, "tie_word_embeddings": True})
+    assert "head" not in load_weights(tmp_path, tied, "float32", [mesh(1)])[0]
+
+
+@pytest.mark.parametrize("cut", [4, 60, -10])
+def test_a_truncated_file_is_named(tmp_path: Path, spec: ModelSpec, tensors: Tensors, cut: int) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file(tensors, file)
+    file.write_bytes(file.read_bytes()[:cut])
+    message = r"tensor 'model\.norm\.weight' ends at byte .* the file is truncated" if cut < 0 else "safetensors"
+    with pytest.raises(WeightsError, match=rf"model\.safetensors cannot be read.*{message}"):
+        load_weights(tmp_path, spec, "float32", [mesh(1)])
+
+
+def test_what_is_not_there_is_named(tmp_path: Path, spec: ModelSpec) -> None:
+    with pytest.raises(WeightsError, match=r"nowhere' does not exist; expected model\.safetensors"):
+        load_weights(tmp_path / "nowhere", spec, "float32", [mesh(1)])
+    with pytest.raises(WeightsError, match=r"no \*\.safetensors in .* expected model\.safetensors"):
+        load_weights(tmp_path, spec, "float32", [mesh(1)])
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(WeightsError, match="expected a 'weight_map'"):
+        load_weights(tmp_path, spec, "float32", [mesh(1)])
+
+
+def test_instances_on_the_same_devices_share_one_copy(spec: ModelSpec) -> None:
+    first, other, again = random_weights(spec, "float32", [mesh(1), mesh(2), mesh(1)])
+    assert first["embed"] is again["embed"]
+    assert first["embed"] is not other["embed"]
+
+
+def test_random_weights_are_the_same_on_every_sharding(spec: ModelSpec) -> None:
+    (one,) = random_weights(spec, "float32", [mesh(1)], seed=3)
+    (two,) = random_weights(spec, "float32", [mesh(2)], seed=3)
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+    assert jax.tree.map(lambda leaf: leaf.sharding, two) == shardings(spec, mesh(2))
+    assert [s.data.shape for s in two["layers"][0]["attention"]["qkv"].addressable_shards] == [(8, 1, 8)] * 2
+    (other,) = random_weights(spec, "float32", [mesh(1)], seed=4)
+    assert np.any(np.asarray(other["embed"]) != np.asarray(one["embed"]))
+    np.testing.assert_array_equal(one["norm"], np.ones(8))
+
+
+def test_a_spec_of_another_mesh_is_refused(spec: ModelSpec) -> None:
+    with pytest.raises(WeightsError, match=r"use spec\.for_tp\(4\)"):
+        random_weights(spec, "float32", [mesh(4)])
