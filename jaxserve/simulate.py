@@ -14,6 +14,7 @@ from typing import Any
 from jaxserve.config import preset
 from jaxserve.errors import InvalidValue
 from jaxserve.report import progress
+from jaxserve.sched.placement import PLACEMENTS
 from jaxserve.sched.sim import NAMED, Arrival, Latency, Mesh, Options, Report, Workload, load_trace, simulate, sweep
 from jaxserve.sched.sim.sweep import Case
 from jaxserve.sched.slo import SLO
@@ -76,7 +77,12 @@ def _cluster(group: Any) -> None:
         help="the scheduler's step-time model: the true one corrected online, the true one, Kairos's table, "
         "FairBatching's line [general]",
     )
-    group.add_argument("--placement", default="least_work", help="which instance takes a request [least_work]")
+    group.add_argument(
+        "--placement",
+        default="least_work",
+        choices=sorted(PLACEMENTS),
+        help="which instance takes a request [least_work]",
+    )
     group.add_argument("--first-token", choices=("prefill", "decode"), default="prefill", help="who sends it [prefill]")
     group.add_argument("--max-num-batched-tokens", type=int, default=8192, metavar="N", help="tokens in a step [8192]")
     group.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="requests on an instance [256]")
@@ -101,8 +107,12 @@ def _workload(group: Any) -> None:
     group.add_argument("--ttft-slo", type=seconds, metavar="TIME", help="instead of the workload's, as in 8s")
     group.add_argument("--tpot-slo", type=seconds, metavar="TIME", help="instead of the workload's, as in 50ms")
     group.add_argument("--time-scale", type=float, default=1.0, metavar="X", help="trace: arrival times times X [1]")
-    group.add_argument("--prompt-scale", type=float, default=1.0, metavar="X", help="trace: prompt lengths by X [1]")
-    group.add_argument("--output-scale", type=float, default=1.0, metavar="X", help="trace: output lengths by X [1]")
+    group.add_argument(
+        "--prompt-scale", type=float, default=1.0, metavar="X", help="trace: divide prompt lengths by X [1]"
+    )
+    group.add_argument(
+        "--output-scale", type=float, default=1.0, metavar="X", help="trace: divide output lengths by X [1]"
+    )
     group.add_argument(
         "--spread",
         type=seconds,

@@ -92,7 +92,7 @@ def print_report(title: str, reports: Sequence[Report]) -> None:
         rows,
     )
     for policy, best in goodput(reports).items():
-        print(f"goodput of {policy}: " + (f"{best:g} requests/s" if best else f"no rate here reaches {GOAL:.0%}"))
+        print(f"goodput of {policy}: " + (f"{best:.3g} requests/s" if best else f"no rate here reaches {GOAL:.0%}"))
 
 
 def goodput(reports: Sequence[Report]) -> dict[str, float | None]:

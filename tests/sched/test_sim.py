@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from time import process_time
 
@@ -69,6 +71,25 @@ def test_the_same_seed_gives_the_same_journal(policy: str, perf: str) -> None:
     first, again = journalled(1, policy, perf), journalled(1, policy, perf)
     assert first == again
     assert journalled(2, policy, perf)[0] != first[0]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_instance_with_a_request_is_never_idle(policy: str) -> None:
+    file = io.StringIO()
+    journal = Journal(file)
+
+    def logs(name: str, policy: str, limits: Limits, role: Role, prefix_caching: bool) -> Log:
+        return journal.instance(name, policy=policy, limits=limits, role=role, prefix_caching=prefix_caching, perf={})
+
+    report = simulate(CHAT, policy, "1x1", TINY, qps=30, num_requests=60, logs=logs)
+    records = [json.loads(line) for line in file.getvalue().splitlines()]
+    steps = [record["result"][1:3] for record in records if record["kind"] == "settle"]
+    assert len(steps) > 100
+    for (_, idle_from), (idle_to, _) in pairwise(steps):
+        assert idle_to >= idle_from
+        if idle_to > idle_from:
+            alive = [one.id for one in report.measured if one.arrival < idle_to and one.ended > idle_from]
+            assert not alive, f"idle from {idle_from} to {idle_to} while {alive} wait"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
