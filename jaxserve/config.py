@@ -284,7 +284,7 @@ class ServeConfig:
     def tiers(self) -> Mapping[str, Tier]:
         """The tiers that `service_tier` may name. `auto`, `default` and `standard` are the server's own SLO."""
         path = Path(self.slo_tiers) if self.slo_tiers else preset("slo", "tiers")
-        builtin = {"auto": Tier(), "default": Tier(), STANDARD: Tier()}
+        builtin = {name: Tier() for name in ("auto", "default", "scale", STANDARD)}
         free = {BEST_EFFORT: Tier(best_effort=True), "flex": Tier(best_effort=True)}
         return {**builtin, **load_yaml(path, _Tiers).tiers, **free}
 

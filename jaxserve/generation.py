@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -205,7 +205,7 @@ class Mailbox:
             queue.put_nowait(item)
 
 
-async def pieces(engine: EngineLike, tokenizer: Tokenizer, job: Job, mailbox: Mailbox) -> AsyncIterator[Piece]:
+async def pieces(engine: EngineLike, tokenizer: Tokenizer, job: Job, mailbox: Mailbox) -> AsyncGenerator[Piece, None]:
     """The outputs of a job as they come. Closing the iterator, or cancelling its task, cancels the job."""
     news: asyncio.Queue[tuple[Choice, Delta]] = asyncio.Queue()
     choices = submit(engine, tokenizer, job, lambda choice, delta: mailbox.post(news, (choice, delta)))
@@ -222,18 +222,18 @@ async def pieces(engine: EngineLike, tokenizer: Tokenizer, job: Job, mailbox: Ma
         cancel(engine, choices)
 
 
-async def merged(streams: Sequence[AsyncIterator[Piece]]) -> AsyncIterator[tuple[int, Piece]]:
+async def merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[tuple[int, Piece], None]:
     """Several streams as one, each piece with the number of its stream; an error in one ends all."""
     if len(streams) == 1:
-        async with aclosing(streams[0]) as only:  # type: ignore[type-var]
+        async with aclosing(streams[0]) as only:
             async for piece in only:
                 yield 0, piece
         return
     queue: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue()
 
-    async def pump(number: int, stream: AsyncIterator[Piece]) -> None:
+    async def pump(number: int, stream: AsyncGenerator[Piece, None]) -> None:
         try:
-            async with aclosing(stream) as own:  # type: ignore[type-var]
+            async with aclosing(stream) as own:
                 async for piece in own:
                     queue.put_nowait((number, piece))
             queue.put_nowait((number, None))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import replace
 from types import TracebackType
@@ -169,7 +169,7 @@ class AsyncLLM(_Base):
         slo: SLO | None = None,
         priority: int = 0,
         tier: str = STANDARD,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """News of the outputs as they come: each RequestOutput holds only what is new since the last.
 
         Closing the iterator, or cancelling the task that reads it, cancels the request in the engine.
@@ -178,7 +178,7 @@ class AsyncLLM(_Base):
             self._mailbox = Mailbox(asyncio.get_running_loop())
         job = self._job(prompt, sampling_params or SamplingParams(), slo, priority, tier)
         left = job.params.n
-        async with aclosing(pieces(self.engine, self.tokenizer, job, self._mailbox)) as news:  # type: ignore[type-var]
+        async with aclosing(pieces(self.engine, self.tokenizer, job, self._mailbox)) as news:
             async for piece in news:
                 left -= piece.finish_reason is not None
                 output = _blank(job)
@@ -201,11 +201,15 @@ class AsyncLLM(_Base):
             self._mailbox = Mailbox(asyncio.get_running_loop())
         job = self._job(prompt, sampling_params or SamplingParams(), slo, priority, tier)
         output = _blank(job)
-        async with aclosing(pieces(self.engine, self.tokenizer, job, self._mailbox)) as news:  # type: ignore[type-var]
+        async with aclosing(pieces(self.engine, self.tokenizer, job, self._mailbox)) as news:
             async for piece in news:
                 _add(output, output.outputs[piece.choice], piece, self.tokenizer)
         output.finished = True
         return output
+
+
+class _Full(Exception):
+    """The engine takes no more for now."""
 
 
 def _run(
@@ -218,11 +222,16 @@ def _run(
     waiting = deque(enumerate(jobs))
 
     def start(number: int, job: Job) -> None:
-        running[number] = submit(engine, tokenizer, job, lambda choice, delta: news.put((number, choice, delta)))
+        try:
+            running[number] = submit(engine, tokenizer, job, lambda choice, delta: news.put((number, choice, delta)))
+        except QueueFull as error:
+            if not running:
+                raise  # nothing of ours will make room
+            raise _Full from error
 
     try:
         while waiting or running:
-            with suppress(QueueFull) if running else nullcontext():
+            with suppress(_Full):
                 while waiting:
                     start(*waiting[0])
                     waiting.popleft()

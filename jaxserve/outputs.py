@@ -22,6 +22,8 @@ class Record(Protocol):
     def finished_at(self) -> float | None: ...
     @property
     def token_times(self) -> Sequence[float]: ...
+    @property
+    def cached(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +35,15 @@ class RequestMetrics:
     first_token: float | None
     finished: float | None
     token_times: tuple[float, ...] = ()
+    cached: int = 0  # prompt tokens whose KV was found in the prefix cache
 
     @classmethod
     def of(cls, record: Record) -> RequestMetrics:
         finished = record.finished_at
         if finished is None and record.token_times:
             finished = record.token_times[-1]
-        return cls(record.arrival, record.scheduled_at, record.first_token_at, finished, tuple(record.token_times))
+        times = tuple(record.token_times)
+        return cls(record.arrival, record.scheduled_at, record.first_token_at, finished, times, record.cached)
 
     @property
     def ttft(self) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -59,10 +60,16 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template: str | None = None,
-        **more: Any,
+        arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text of a conversation. Raises InvalidValue where there is no template or it refuses."""
+        """The prompt text of a conversation; `arguments` are further variables of the template.
+
+        Raises InvalidValue where there is no template or it refuses.
+        """
         template = template or self._template
+        taken = set(arguments or ()) & set(inspect.signature(self._hf.apply_chat_template).parameters)
+        if taken:
+            raise InvalidValue(f"chat_template_kwargs may not set {', '.join(sorted(taken))}", "chat_template_kwargs")
         if template is None and not self._hf.chat_template:
             raise InvalidValue(
                 "this model has no chat template: use /v1/completions, or give --chat-template", "messages"
@@ -74,7 +81,7 @@ class Tokenizer:
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **more,
+                **(arguments or {}),
             )
         except Exception as error:  # a template is a program: it may raise anything
             raise InvalidValue(f"the chat template refuses these messages: {error}", "messages") from error

@@ -1,0 +1,1 @@
+"""OpenAI's HTTP API in front of an engine."""

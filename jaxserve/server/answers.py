@@ -1,0 +1,233 @@
+"""The JSON that goes out: OpenAI's shapes of text and chat completions, whole and in chunks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxserve.generation import Job, Piece
+from jaxserve.outputs import RequestMetrics, logprob_dict
+from jaxserve.sched.plan import TokenLogprobs
+from jaxserve.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Gathered:
+    """One output so far."""
+
+    parts: list[str] = field(default_factory=list)
+    count: int = 0
+    offset: int = 0  # characters of the pieces whose log-probabilities are out
+    begun: bool = False
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    metrics: RequestMetrics | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+    def add(self, piece: Piece) -> None:
+        self.parts.append(piece.text)
+        self.count += len(piece.tokens)
+        self.logprobs.extend(piece.logprobs)
+        self.prompt_logprobs.extend(piece.prompt_logprobs)
+        if piece.finish_reason is not None:
+            self.finish_reason, self.stop_reason, self.metrics = piece.finish_reason, piece.stop_reason, piece.metrics
+
+
+@dataclass
+class Answer:
+    """What is known of one HTTP request while it is answered. Writer: the coroutine that answers it."""
+
+    id: str
+    model: str
+    chat: bool
+    jobs: Sequence[Job]
+    tokenizer: Tokenizer
+    top: int | None  # alternatives per token, None: no log-probabilities
+    prompt_top: bool  # the caller asked for `prompt_logprobs`
+    echo: bool = False
+    score_only: bool = False  # max_tokens 0: what is drawn is not shown
+    service_tier: str | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+    outputs: list[list[Gathered]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.outputs = [[Gathered() for _ in range(job.params.n)] for job in self.jobs]
+
+    def add(self, number: int, piece: Piece) -> Gathered:
+        """Take news of job `number` in."""
+        gathered = self.outputs[number][piece.choice]
+        if self.score_only:
+            piece = piece._replace(
+                text="", tokens=(), logprobs=(), finish_reason=piece.finish_reason and "length", stop_reason=None
+            )
+        gathered.add(piece)
+        return gathered
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        prompt = sum(len(job.prompt) for job in self.jobs)
+        output = sum(one.count for outputs in self.outputs for one in outputs)
+        cached = sum(one.metrics.cached for outputs in self.outputs for one in outputs[:1] if one.metrics)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    # whole
+
+    def whole(self) -> dict[str, Any]:
+        """The answer to a request that does not stream."""
+        choices = [
+            self._choice(number, which, one)
+            for number, outputs in enumerate(self.outputs)
+            for which, one in enumerate(outputs)
+        ]
+        made = self._head("chat.completion" if self.chat else "text_completion")
+        made |= {"choices": choices, "usage": self.usage}
+        if self.chat and self.prompt_top:
+            made["prompt_logprobs"] = self._prompt_logprobs(self.outputs[0][0])
+        return made
+
+    def _choice(self, number: int, which: int, one: Gathered) -> dict[str, Any]:
+        made: dict[str, Any] = {"index": number * len(self.outputs[number]) + which}
+        if self.chat:
+            made["message"] = {"role": "assistant", "content": one.text}
+            made["logprobs"] = None if self.top is None else self._chat_logprobs(one.logprobs)
+        else:
+            job = self.jobs[number]
+            made["text"] = self._prompt_text(job) + one.text if self.echo else one.text
+            made["logprobs"] = self._text_logprobs(one, one.logprobs, job, self._scored(number))
+            if self.prompt_top:
+                made["prompt_logprobs"] = self._prompt_logprobs(self.outputs[number][0])
+        return {**made, "finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
+
+    # chunks
+
+    def chunks(self, number: int, piece: Piece) -> list[dict[str, Any]]:
+        """Chunks that say what is new; none where only text is wanted and there is none."""
+        one = self.add(number, piece)
+        made = []
+        if not one.begun and (piece.tokens or piece.finish_reason):
+            one.begun = True
+            if self.chat:
+                made.append(self._chunk(number, piece, {"delta": {"role": "assistant", "content": ""}}))
+            elif self.echo:
+                job = self.jobs[number]
+                logprobs = self._text_logprobs(one, [], job, self._scored(number))
+                made.append(self._chunk(number, piece, {"text": self._prompt_text(job)}, logprobs))
+        if self.score_only:
+            piece = piece._replace(text="", tokens=(), logprobs=())
+        if piece.text or piece.finish_reason or (piece.logprobs and self.top is not None):
+            if self.chat:
+                new: dict[str, Any] = {"delta": {"content": piece.text} if piece.text or piece.logprobs else {}}
+                logprobs = self._chat_logprobs(piece.logprobs) if self.top is not None and piece.logprobs else None
+            else:
+                new, logprobs = {"text": piece.text}, self._text_logprobs(one, piece.logprobs)
+            made.append(self._chunk(number, piece, new, logprobs, one.finish_reason, one.stop_reason))
+        return made
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """The last chunk of a stream whose caller wants to know what it used."""
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        return {**self._head(kind), "choices": [], "usage": self.usage}
+
+    def _chunk(
+        self,
+        number: int,
+        piece: Piece,
+        new: dict[str, Any],
+        logprobs: Any = None,
+        finish_reason: str | None = None,
+        stop_reason: int | str | None = None,
+    ) -> dict[str, Any]:
+        choice = {"index": number * len(self.outputs[number]) + piece.choice, **new, "logprobs": logprobs}
+        choice["finish_reason"] = finish_reason
+        if finish_reason is not None:
+            choice["stop_reason"] = stop_reason
+        return {**self._head("chat.completion.chunk" if self.chat else "text_completion"), "choices": [choice]}
+
+    # parts
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        made: dict[str, Any] = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        if self.service_tier is not None:
+            made["service_tier"] = self.service_tier
+        return made
+
+    def _prompt_text(self, job: Job) -> str:
+        return self.tokenizer.decode(job.prompt) if job.text is None else job.text
+
+    def _scored(self, number: int) -> list[TokenLogprobs] | None:
+        """Log-probabilities of the prompt, which only the first output computes; None without echo."""
+        return self.outputs[number][0].prompt_logprobs if self.echo else None
+
+    def _prompt_logprobs(self, one: Gathered) -> list[Any]:
+        made: list[Any] = [None]  # nothing comes before the first token
+        for position in one.prompt_logprobs:
+            entries = logprob_dict(position, self.tokenizer).items()
+            made.append(
+                {str(t): {"logprob": e.logprob, "rank": e.rank, "decoded_token": e.decoded_token} for t, e in entries}
+            )
+        return made
+
+    def _chat_logprobs(self, positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            raw = self.tokenizer.piece_bytes(token)
+            return {"token": raw.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(raw)}
+
+        return {
+            "content": [
+                {
+                    **entry(at.token, at.logprob),
+                    "top_logprobs": [entry(*pair) for pair in at.top[: self.top or 0]],
+                }
+                for at in positions
+            ]
+        }
+
+    def _text_logprobs(
+        self,
+        one: Gathered,
+        positions: Sequence[TokenLogprobs],
+        job: Job | None = None,
+        scored: Sequence[TokenLogprobs] | None = None,
+    ) -> dict[str, Any] | None:
+        """The older shape: parallel lists. With `scored`, the prompt's tokens come first."""
+        if self.top is None:
+            return None
+        made: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+        def add(token: int, logprob: float | None, top: dict[str, float] | None) -> None:
+            name = self._name(token)
+            for key, value in zip(made, (name, logprob, top, one.offset), strict=True):
+                made[key].append(value)
+            one.offset += len(name)
+
+        if job is not None and scored is not None:
+            add(job.prompt[0], None, None)
+        for at in [*(scored or ()), *positions]:
+            top = {self._name(token): _finite(value) for token, value in at.top[: self.top]}
+            add(at.token, _finite(at.logprob), {**top, self._name(at.token): _finite(at.logprob)})
+        return made
+
+    def _name(self, token: int) -> str:
+        """A token as text; a part of a character as OpenAI writes it, so that two parts have two names."""
+        raw = self.tokenizer.piece_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; a token that is ruled out is as unlikely as can be written."""
+    return max(logprob, -9999.0)

@@ -1,0 +1,140 @@
+"""The routes: OpenAI's, vLLM's few beside them, health and metrics."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from jaxserve import __version__
+from jaxserve.errors import InvalidValue
+from jaxserve.server.failures import Refused, handler, response_of
+from jaxserve.server.guard import Guard
+from jaxserve.server.metrics import CONTENT_TYPE
+from jaxserve.server.openai import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Sampled,
+    TokenizeBody,
+    check_token,
+    messages_of,
+    parse,
+)
+from jaxserve.server.service import Service
+from jaxserve.server.sse import Disconnected, EventStream, while_connected
+
+
+def create_app(service: Service) -> FastAPI:
+    """The ASGI application in front of a service."""
+    app = FastAPI(title="jaxserve", version=__version__, description="LLM serving under latency objectives.")
+    created = int(time.time())
+
+    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatBody))
+    async def chat(request: Request) -> Response:
+        return await _answer(service, request, ChatBody)
+
+    @app.post("/v1/completions", openapi_extra=_schema(CompletionBody))
+    async def complete(request: Request) -> Response:
+        return await _answer(service, request, CompletionBody)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(service, name, created) for name in service.config.names]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return _model(service, name, created)
+
+    @app.post("/tokenize", openapi_extra=_schema(TokenizeBody))
+    async def tokenize(request: Request) -> Response:
+        return JSONResponse(await _tokenize(service, parse(await request.body(), TokenizeBody)))
+
+    @app.post("/detokenize", openapi_extra=_schema(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        body = parse(await request.body(), DetokenizeBody)
+        service.check_model(body.model)
+        for token in body.tokens:
+            check_token(token, service.engine.info.vocab_size, "tokens")
+        return JSONResponse({"prompt": await service.off_loop(lambda: service.tokenizer.decode(body.tokens))})
+
+    @app.get("/health")
+    async def health() -> Response:
+        if service.draining:
+            raise Refused(503, "the server is shutting down", code="shutting_down")
+        if not service.engine.healthy:
+            raise Refused(503, "the engine has failed: see the server's log", code="unhealthy")
+        return Response(status_code=200)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    for kind in (HTTPException, InvalidValue, Refused):
+        app.add_exception_handler(kind, handler)
+    config = service.config
+    app.add_middleware(Guard, keys=config.api_key, max_body=config.max_body_size, draining=lambda: service.draining)
+    return app
+
+
+async def _answer(service: Service, request: Request, kind: type[Sampled]) -> Response:
+    """Answer a request to generate. Errors become answers here: none may reach the server's own 500 page."""
+    try:
+        body = parse(await request.body(), kind)
+        answer = await service.prepare(body, request.headers, request.state.request_id)
+        if body.stream:
+            return await EventStream.start(service.chunks(answer, body), request.receive)
+        return JSONResponse(await while_connected(request.receive, service.whole(answer)))
+    except Disconnected:
+        return Response(status_code=499)  # nobody reads it; the access log says what happened
+    except Exception as error:
+        return response_of(error)
+
+
+async def _tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidValue("give either prompt or messages", "prompt")
+    tokenizer = service.tokenizer
+
+    def work() -> list[int]:
+        if body.messages is None:
+            return tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
+        text = tokenizer.chat(
+            messages_of(body.messages),
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+        )
+        return tokenizer.encode(text, bool(body.add_special_tokens))
+
+    tokens = await service.off_loop(work)
+    made = {"count": len(tokens), "max_model_len": service.engine.info.max_model_len, "tokens": tokens}
+    made["token_strs"] = [tokenizer.piece(token) for token in tokens] if body.return_token_strs else None
+    return made
+
+
+def _model(service: Service, name: str, created: int) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "jaxserve",
+        "root": service.config.names[0],
+        "parent": None,
+        "max_model_len": service.engine.info.max_model_len,
+    }
+
+
+def _schema(kind: Any) -> dict[str, Any]:
+    """The body of a route for /docs: bodies are parsed by hand, so FastAPI cannot know it."""
+    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema.pop("$defs", None)
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

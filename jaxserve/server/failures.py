@@ -1,0 +1,83 @@
+"""What goes wrong, in OpenAI's shape and with the status that clients act on."""
+
+from __future__ import annotations
+
+import logging
+import math
+from http import HTTPStatus
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from jaxserve.errors import InvalidValue, JaxserveError, QueueFull
+from jaxserve.generation import GenerationFailed
+
+logger = logging.getLogger("jaxserve.server")
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+class Refused(JaxserveError):
+    """A request that is answered with a status of its own; `retry_after` in seconds, where it may work later."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: Any = None, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+
+def refusal(error: Exception) -> Refused:
+    """Any exception as the answer it deserves. What nobody foresaw is a 500, logged with its traceback."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, InvalidValue):
+        return Refused(400, str(error), error.param)
+    if isinstance(error, QueueFull):
+        return Refused(503, str(error), code="queue_full", retry_after=error.retry_after)
+    if isinstance(error, HTTPException):
+        return Refused(error.status_code, str(error.detail))
+    if isinstance(error, GenerationFailed):
+        if error.reason == "rejected":
+            return Refused(400, str(error), code="rejected")
+        return Refused(500, str(error), code=error.reason)
+    if isinstance(error, JaxserveError):
+        return Refused(503, str(error), code="unavailable", retry_after=1.0)
+    logger.error("internal error", exc_info=error)
+    return Refused(500, f"internal error: {type(error).__name__}; the server's log says more")
+
+
+def body_of(refused: Refused) -> dict[str, Any]:
+    """`{"error": {message, type, param, code}}`."""
+    kind = _TYPES.get(refused.status, "internal_server_error")
+    code = refused.status if refused.code is None else refused.code
+    return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": code}}
+
+
+def response_of(error: Exception) -> Response:
+    """The HTTP answer to an error."""
+    refused = refusal(error)
+    headers = dict(getattr(error, "headers", None) or {})
+    if refused.retry_after is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(refused.retry_after)))
+    if refused.status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(body_of(refused), refused.status, headers)
+
+
+async def handler(_: Request, error: Exception) -> Response:
+    """For `add_exception_handler`."""
+    return response_of(error)

@@ -1,0 +1,168 @@
+"""A server from settings: load, warm up, listen, and end without losing what is running."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from jaxserve.config import ServeConfig
+from jaxserve.errors import InvalidValue
+from jaxserve.report.progress import bar
+from jaxserve.report.table import print_table
+from jaxserve.server.app import create_app
+from jaxserve.server.metrics import StatsLine
+from jaxserve.server.service import Service
+from jaxserve.tokenizer import Tokenizer
+
+logger = logging.getLogger("jaxserve.server")
+
+STATS_EVERY = 10.0  # seconds
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers: ours drain first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run(config: ServeConfig) -> int:
+    """Serve until SIGTERM (running requests finish first) or SIGINT (they do not). Returns the exit status."""
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    sock = listen_on(config.host, config.port)  # a port in use is told before minutes of loading
+    try:
+        service = start_service(config)
+        try:
+            asyncio.run(serve(service, sock))
+        finally:
+            service.close()
+            service.engine.close()
+    finally:
+        sock.close()
+    return 0
+
+
+def start_service(config: ServeConfig) -> Service:
+    """Load the tokenizer and start the engine, with a progress bar."""
+    tokenizer = Tokenizer.load(config.tokenizer or config.model_source, config.revision, config.chat_template)
+    from jaxserve.engine.engine import Engine  # jax only now
+
+    with bar("warming up") as progress:
+        engine = Engine.start(config, progress=progress)
+    return Service(engine, tokenizer, config)
+
+
+def listen_on(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises InvalidValue naming the address where that fails."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        message = f"cannot listen on {host}:{port} ({error.strerror}): choose another --port or --host"
+        raise InvalidValue(message, "port") from error
+    return sock
+
+
+async def serve(service: Service, sock: socket.socket, *, signals: bool = True) -> None:
+    """Serve on a bound socket until told to stop by a signal; `signals` off: until the task is cancelled."""
+    config = uvicorn.Config(
+        create_app(service),
+        log_level=service.config.log_level,
+        log_config=None,
+        access_log=service.config.log_level == "debug",
+        timeout_graceful_shutdown=5,
+        lifespan="off",
+    )
+    server = Server(config)
+    ending = Ending(service, server)
+    if signals:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, ending.drain)
+        loop.add_signal_handler(signal.SIGINT, ending.now)
+    helpers = [asyncio.ensure_future(_announce(service, server, sock))]
+    if not service.config.disable_log_stats:
+        helpers.append(asyncio.ensure_future(_log_stats(service)))
+    try:
+        await server.serve(sockets=[sock])
+    finally:
+        for helper in helpers:
+            helper.cancel()
+        await asyncio.gather(*helpers, return_exceptions=True)
+
+
+class Ending:
+    """How a server ends. Writer: its event loop."""
+
+    def __init__(self, service: Service, server: uvicorn.Server) -> None:
+        self._service = service
+        self._server = server
+        self._task: asyncio.Task[None] | None = None
+
+    def drain(self) -> None:
+        """Refuse new requests with 503, let running ones finish within the timeout, then end. Twice: end now."""
+        if self._task is not None:
+            self.now()
+            return
+        self._service.draining = True
+        logger.info("draining: %d requests are running; a second signal ends at once", self._service.active)
+        self._task = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._service.config.drain_timeout
+        while self._service.active and loop.time() < end:
+            await asyncio.sleep(0.05)
+        if self._service.active:
+            logger.warning("%d requests did not finish in time and are aborted", self._service.active)
+            self.now()
+        self._server.should_exit = True
+
+    def now(self) -> None:
+        """End at once; what is running is aborted."""
+        self._service.draining = True
+        self._server.should_exit = True
+        self._server.force_exit = True
+
+
+async def _announce(service: Service, server: uvicorn.Server, sock: socket.socket) -> None:
+    """Say what is served where, once it is."""
+    while not server.started:
+        await asyncio.sleep(0.01)
+    info, config = service.engine.info, service.config
+    rows = [
+        (one.name, one.role, " ".join(map(str, one.devices)), one.pages, one.pages * one.page_size)
+        for one in info.instances
+    ]
+    title = f"{config.names[0]}, context {info.max_model_len}, policy {info.policy}"
+    print_table(title, ("instance", "role", "devices", "pages", "tokens of KV"), rows)
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
+    key = " -H 'Authorization: Bearer KEY'" if config.api_key else ""
+    print(f"jaxserve is ready at http://{host}:{port}. Try:")
+    print(
+        f"  curl http://{host}:{port}/v1/completions -H 'Content-Type: application/json'{key} "
+        """-d '{"prompt": "def main(", "max_tokens": 20}'"""
+    )
+    sys.stdout.flush()
+
+
+async def _log_stats(service: Service) -> None:
+    line = StatsLine(service.engine)
+    loop: Any = asyncio.get_running_loop()
+    line.text(loop.time())
+    while True:
+        await asyncio.sleep(STATS_EVERY)
+        if (text := line.text(loop.time())) is not None:
+            logger.info("%s", text)

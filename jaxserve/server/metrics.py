@@ -1,0 +1,233 @@
+"""Prometheus metrics: vLLM's names behind the prefix `jaxserve:`, and what promises and devices add to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from jaxserve.generation import Job, Piece
+from jaxserve.outputs import RequestMetrics
+
+Values = Iterable[tuple[Sequence[str], float]]  # (values of the labels, value)
+
+PREFIX = "jaxserve:"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# Buckets as in vLLM, so that its dashboards fit.
+# fmt: off
+_TTFT = (
+    .001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)
+_TPOT = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_REQUEST = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_SLACK = (-60, -30, -10, -5, -2, -1, -.5, -.2, -.1, -.05, 0, .05, .1, .2, .5, 1, 2, 5, 10, 30, 60)
+# fmt: on
+
+_TIMES: tuple[tuple[str, str, Sequence[float]], ...] = (
+    ("time_to_first_token_seconds", "Arrival to first token.", _TTFT),
+    ("inter_token_latency_seconds", "Between two tokens of a request.", _TPOT),
+    ("request_time_per_output_token_seconds", "Mean time per token after the first, per request.", _TPOT),
+    ("e2e_request_latency_seconds", "Arrival to last token.", _REQUEST),
+    ("request_queue_time_seconds", "Arrival to the first step that the request is in.", _REQUEST),
+    ("request_prefill_time_seconds", "First step to first token.", _REQUEST),
+    ("request_decode_time_seconds", "First to last token.", _REQUEST),
+    ("request_inference_time_seconds", "First step to last token.", _REQUEST),
+)
+
+
+def _steps_1_2_5(limit: int) -> list[int]:
+    made, power = list[int](), 1
+    while True:
+        for factor in (1, 2, 5):
+            if factor * power > limit:
+                return made
+            made.append(factor * power)
+        power *= 10
+
+
+class Metrics:
+    """The metrics of one server. Writer: its event loop."""
+
+    def __init__(self, engine: Any, model_name: str) -> None:
+        """`engine` is asked for `info` once and for `stats()` at each scrape."""
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.registry.register(EngineCollector(engine, model_name))
+        lengths = _steps_1_2_5(engine.info.max_model_len)
+        self._histograms = {
+            name: self._make(Histogram, name, text, buckets=buckets).labels(model_name)
+            for name, text, buckets in (
+                *_TIMES,
+                ("request_prompt_tokens", "Tokens of the prompt.", lengths),
+                ("request_generation_tokens", "Tokens of the output.", lengths),
+            )
+        }
+        text = "What was left of the objective at the first (ttft) and the last token (tpot)."
+        slack = self._make(Histogram, "request_slack_seconds", text, "phase", buckets=_SLACK)
+        self._slack = {phase: slack.labels(model_name, phase) for phase in ("ttft", "tpot")}
+        self._prompt_tokens = self._make(Counter, "prompt_tokens", "Tokens of prompts.").labels(model_name)
+        self._tokens = self._make(Counter, "generation_tokens", "Tokens generated.").labels(model_name)
+
+    def _make(self, kind: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
+        return kind(PREFIX + name, text, ["model_name", *labels], registry=self.registry, **more)
+
+    def begun(self, job: Job) -> None:
+        """The engine has taken a job and begun to answer."""
+        self._prompt_tokens.inc(len(job.prompt) * job.params.n)
+
+    def news(self, job: Job, piece: Piece) -> None:
+        """A piece of an output came."""
+        if piece.tokens:
+            self._tokens.inc(len(piece.tokens))
+        if piece.metrics is not None and piece.finish_reason in ("stop", "length"):
+            self._finished(job, piece.metrics)
+
+    def _finished(self, job: Job, times: RequestMetrics) -> None:
+        see, tokens = self._see, times.token_times
+        see("request_prompt_tokens", len(job.prompt))
+        see("request_generation_tokens", len(tokens))
+        if times.scheduled is not None:
+            see("request_queue_time_seconds", times.scheduled - times.arrival)
+        if times.ttft is None or not tokens:
+            return
+        see("time_to_first_token_seconds", times.ttft)
+        see("e2e_request_latency_seconds", tokens[-1] - times.arrival)
+        see("request_decode_time_seconds", tokens[-1] - tokens[0])
+        if times.scheduled is not None:
+            see("request_prefill_time_seconds", tokens[0] - times.scheduled)
+            see("request_inference_time_seconds", tokens[-1] - times.scheduled)
+        for before, after in pairwise(tokens):
+            see("inter_token_latency_seconds", after - before)
+        if times.tpot is not None:
+            see("request_time_per_output_token_seconds", times.tpot)
+        if job.slo.ttft < float("inf"):
+            self._slack["ttft"].observe(job.slo.ttft - times.ttft)
+        if job.slo.tpot < float("inf") and times.tpot is not None:
+            self._slack["tpot"].observe((job.slo.tpot - times.tpot) * (len(tokens) - 1))
+
+    def _see(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
+
+    def text(self) -> bytes:
+        """What `/metrics` answers."""
+        return generate_latest(self.registry)
+
+
+def attainment(stats: Any) -> float:
+    """Share of the requests that ended, other than by their caller's wish, within their objectives; NaN for none."""
+    ended = sum(count for reason, count in stats.finished.items() if reason != "abort")
+    return float(stats.attained) / ended if ended else float("nan")
+
+
+class EngineCollector(Collector):
+    """Levels and totals that the engine keeps itself, read at each scrape."""
+
+    def __init__(self, engine: Any, model_name: str) -> None:
+        self._engine = engine
+        self._model = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        yield from self._levels(stats)
+        yield from self._totals(stats)
+        yield from self._sums(stats)
+
+    def _family(self, kind: Any, name: str, text: str, values: Values, *labels: str) -> Any:
+        family = kind(PREFIX + name, text, labels=["model_name", *labels])
+        for key, value in values:
+            family.add_metric([self._model, *key], value)
+        return family
+
+    def _levels(self, stats: Any) -> Iterator[Metric]:
+        each = stats.instances
+        for name, text, value in (
+            ("num_requests_running", "Requests that hold pages.", lambda one: one.running),
+            ("num_requests_waiting", "Requests that wait for their first step.", lambda one: one.waiting),
+            ("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", lambda one: one.pages_held / (one.pages or 1)),
+            ("prefill_backlog_tokens", "Prompt tokens still to compute.", lambda one: one.backlog_tokens),
+        ):
+            values = [((one.name,), float(value(one))) for one in each]
+            yield self._family(GaugeMetricFamily, name, text, values, "engine")
+        text = "Share of ended requests that attained their objectives."
+        yield self._family(GaugeMetricFamily, "slo_attainment", text, [((), attainment(stats))])
+        info = GaugeMetricFamily(
+            PREFIX + "cache_config_info",
+            "Pages of the KV cache, as labels.",
+            labels=["model_name", "engine", "block_size", "num_gpu_blocks"],
+        )
+        for one in self._engine.info.instances:
+            info.add_metric([self._model, one.name, str(one.page_size), str(one.pages)], 1.0)
+        yield info
+
+    def _totals(self, stats: Any) -> Iterator[Metric]:
+        counters = stats.counters
+        for name, text, value in (
+            ("num_preemptions", "Times a request's KV was dropped.", counters.preemptions),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", counters.prefix_queries),
+            ("prefix_cache_hits", "Prompt tokens found there.", counters.prefix_hits),
+            ("computed_prompt_tokens", "Prompt tokens computed, again after drops too.", counters.prompt_tokens),
+            ("surplus_tokens", "Tokens computed for requests that had ended.", counters.surplus_tokens),
+            ("steps", "Steps of all instances.", counters.steps),
+            ("pool_rebuilds", "Steps that failed and took the KV pool with them.", counters.rebuilds),
+            ("compilations", "Programs compiled, warm-up included.", stats.compilations),
+            ("compilations_after_warmup", "Programs compiled while serving: 0.", stats.compilations_after_warmup),
+            ("compilation_cache_loads", "Programs read from the cache on disk.", stats.cache_loads),
+            ("deflections", "Requests prefilled on a decode instance.", getattr(stats, "deflections", 0)),
+        ):
+            yield self._family(CounterMetricFamily, name, text, [((), float(value))])
+        text = "Requests that ended, by reason."
+        reasons = {**dict.fromkeys(("stop", "length", "abort", "error"), 0), **stats.finished}
+        by_reason = [((reason,), float(count)) for reason, count in reasons.items()]
+        yield self._family(CounterMetricFamily, "request_success", text, by_reason, "finished_reason")
+        phases = {**dict.fromkeys(("ttft", "tpot", "tbt"), 0), **stats.violations}
+        by_phase = [((phase,), float(count)) for phase, count in phases.items()]
+        text = "Requests that missed an objective, by which."
+        yield self._family(CounterMetricFamily, "slo_violations", text, by_phase, "phase")
+
+    def _sums(self, stats: Any) -> Iterator[Metric]:
+        counters = stats.counters
+        for name, text, count, total in (
+            ("predicted_step_seconds", "Step times as predicted.", counters.steps, counters.predicted_seconds),
+            ("measured_step_seconds", "Step times as measured.", counters.steps, counters.measured_seconds),
+            ("kv_transfer_seconds", "Moves of KV between instances.", stats.transfers, stats.transfer_seconds),
+        ):
+            family: Any = SummaryMetricFamily(PREFIX + name, text, labels=["model_name"])
+            family.add_metric([self._model], count, total)
+            yield family
+
+
+class StatsLine:
+    """The line of statistics that a server logs every ten seconds; None while nothing happens."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._last: tuple[float, int, int] | None = None
+        self._idle = True
+
+    def text(self, now: float) -> str | None:
+        """The line, for the time since it was last asked for. `now` in seconds."""
+        stats = self._engine.stats()
+        counters = stats.counters
+        mine = (now, counters.prompt_tokens, counters.generated_tokens)
+        last, self._last = self._last or mine, mine
+        idle = mine[1:] == last[1:] and not stats.running and not stats.waiting
+        silent, self._idle = idle and self._idle, idle
+        if silent:
+            return None
+        span = max(now - last[0], 1e-9)
+        hits = counters.prefix_hits / counters.prefix_queries if counters.prefix_queries else 0.0
+        return (
+            f"prompt {(mine[1] - last[1]) / span:.1f} tokens/s, generation {(mine[2] - last[2]) / span:.1f} tokens/s, "
+            f"running {stats.running}, waiting {stats.waiting}, KV cache {stats.kv_usage:.1%}, prefix hits {hits:.1%}, "
+            f"SLO attained {attainment(stats):.1%}"
+        )

@@ -1,0 +1,80 @@
+"""The latency objectives of one request: from its body, its headers, its tier, or the server's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from jaxserve.config import ServeConfig
+from jaxserve.errors import InvalidValue
+from jaxserve.sched.request import BEST_EFFORT, STANDARD
+from jaxserve.sched.slo import SLO
+from jaxserve.server.openai import Sampled
+
+# Names in the order of precedence; gateways send the first kind, load generators the second.
+TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
+TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+
+
+class Objectives(NamedTuple):
+    """What a request is promised, and how urgent it is among others."""
+
+    slo: SLO
+    priority: int
+    tier: str
+
+
+def objectives_of(body: Sampled, headers: Mapping[str, str], config: ServeConfig) -> Objectives:
+    """Body fields win over headers, headers over the tier, the tier over the server's defaults.
+
+    Raises InvalidValue naming the field or header.
+    """
+    name = body.service_tier or STANDARD
+    tier, slo = config.tier(name)
+    ttft = _first(("ttft_slo_ms", body.ttft_slo_ms), TTFT_HEADERS, headers)
+    tpot = _first(("tpot_slo_ms", body.tpot_slo_ms), TPOT_HEADERS, headers)
+    tbt = _first(("tbt_slo_ms", body.tbt_slo_ms), (), headers)
+    stages = tuple(
+        (stage, _seconds(f"stage_slo.{stage}.tpot_slo_ms", given.tpot_slo_ms))
+        for stage, given in (body.stage_slo or {}).items()
+    )
+    try:
+        slo = replace(
+            slo,
+            ttft=slo.ttft if ttft is None else ttft,
+            tpot=slo.tpot if tpot is None else tpot,
+            tbt=slo.tbt if tbt is None else tbt,
+            stages=stages,
+        )
+    except InvalidValue as error:
+        raise InvalidValue(str(error), "stage_slo") from error
+    priority = tier.priority if body.priority is None else body.priority
+    return Objectives(slo, priority, _canonical(name, tier.best_effort))
+
+
+def _canonical(name: str, best_effort: bool) -> str:
+    """One name per class for the scheduler and the metrics, whatever OpenAI's aliases are."""
+    if best_effort:
+        return BEST_EFFORT
+    return STANDARD if name in ("auto", "default", "scale") else name
+
+
+def _first(field: tuple[str, float | None], names: tuple[str, ...], headers: Mapping[str, str]) -> float | None:
+    """Seconds from a body field in ms, else from the first header that is there."""
+    field_name, given = field
+    if given is not None:
+        return _seconds(field_name, given)
+    for name in names:
+        if name in headers:
+            try:
+                return _seconds(name, float(headers[name]))
+            except ValueError as error:
+                raise InvalidValue(f"{name}: {headers[name]!r} must be a positive number of ms", name) from error
+    return None
+
+
+def _seconds(name: str, milliseconds: float) -> float:
+    if not milliseconds > 0:
+        raise InvalidValue(f"{name}={milliseconds} must be a positive number of milliseconds", name)
+    return milliseconds / 1000.0

@@ -1,0 +1,328 @@
+"""Request bodies of OpenAI's API as vLLM extends it: what is parsed, what is refused, what is passed over."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from jaxserve.errors import InvalidValue
+from jaxserve.sched.params import SamplingParams
+
+logger = logging.getLogger("jaxserve.server")
+
+M = TypeVar("M", bound="Body")
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries besides text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class StageSLO(BaseModel):
+    """Objective of one stage of the output."""
+
+    model_config = ConfigDict(extra="forbid")
+    tpot_slo_ms: float
+
+
+class Body(BaseModel):
+    """Any request body. Unknown fields are kept aside, to warn about once."""
+
+    model_config = ConfigDict(extra="allow")
+    model: str | None = None
+
+
+class Sampled(Body):
+    """Fields that chat and text completion share."""
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logit_bias: dict[str, float] | None = None
+    prompt_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    add_special_tokens: bool | None = None
+    # latency objectives
+    priority: int | None = None
+    service_tier: str | None = None
+    ttft_slo_ms: float | None = None
+    tpot_slo_ms: float | None = None
+    tbt_slo_ms: float | None = None
+    stage_slo: dict[str, StageSLO] | None = None
+    # accepted without effect
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    request_id: str | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatBody(Sampled):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionBody(Sampled):
+    """`POST /v1/completions`."""
+
+    prompt: Any
+    logprobs: int | None = None
+    echo: bool = False
+
+
+class TokenizeBody(Body):
+    """`POST /tokenize`: a prompt, or the messages of a conversation."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """`POST /detokenize`."""
+
+    tokens: list[int]
+
+
+# Fields that are known, change what comes out, and are not supported: refused unless they say nothing.
+_NOTHING: tuple[Any, ...] = (None, [], {}, "", False)
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "tools": _NOTHING,
+    "tool_choice": (*_NOTHING, "none", "auto"),
+    "functions": _NOTHING,
+    "function_call": (*_NOTHING, "none", "auto"),
+    "response_format": (*_NOTHING, {"type": "text"}),
+    "structured_outputs": _NOTHING,
+    "guided_json": _NOTHING,
+    "guided_regex": _NOTHING,
+    "guided_choice": _NOTHING,
+    "guided_grammar": _NOTHING,
+    "modalities": (*_NOTHING, ["text"]),
+    "audio": _NOTHING,
+    "images": _NOTHING,
+    "prediction": _NOTHING,
+    "web_search_options": (None,),
+    "suffix": _NOTHING,
+    "lora": _NOTHING,
+    "lora_name": _NOTHING,
+    "lora_path": _NOTHING,
+    "lora_request": _NOTHING,
+    "adapter_id": _NOTHING,
+    "use_beam_search": _NOTHING,
+    "length_penalty": (None, 1, 1.0),
+    "allowed_token_ids": _NOTHING,
+    "bad_words": _NOTHING,
+    "logits_processors": _NOTHING,
+    "truncate_prompt_tokens": (None,),
+    "prompt_embeds": _NOTHING,
+    "chat_template": _NOTHING,  # a program from anybody; the server's own is --chat-template
+}
+
+_warned: set[str] = set()
+_MAX_WARNED = 1000  # a client that makes names up must not fill the log or the memory
+
+
+def parse(raw: bytes, kind: type[M]) -> M:
+    """A request body as `kind`. Raises InvalidValue naming the field, its value and what is allowed."""
+    try:
+        data = json.loads(raw, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidValue(f"the body is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise InvalidValue(f"the body must be a JSON object, not {type(data).__name__}")
+    for name, neutral in _UNSUPPORTED.items():
+        if name in data and data[name] not in neutral:
+            raise InvalidValue(f"{name} is not supported by this server: leave it out", name)
+    try:
+        body = kind.model_validate(data)
+    except ValidationError as error:
+        raise _readable(error) from error
+    for name in body.model_extra or ():
+        if name not in _UNSUPPORTED and name not in _warned and len(_warned) < _MAX_WARNED:
+            _warned.add(name)
+            logger.warning("ignoring the request field %r: unknown (said once)", name[:100])
+    return body
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _readable(error: ValidationError) -> InvalidValue:
+    """The first thing wrong, with the field's path and value."""
+    first = error.errors(include_url=False)[0]
+    path = [part for part in first["loc"] if not (isinstance(part, str) and ("[" in part or part in _TYPES))]
+    name = ".".join(map(str, path))
+    if first["type"] == "missing":
+        return InvalidValue(f"{name} is missing", name)
+    return InvalidValue(f"{name}={_short(first['input'])}: {first['msg']}", name)
+
+
+_TYPES = ("str", "int", "float", "bool")  # pydantic puts the union's member into the path
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "…"
+
+
+def prompts_of(prompt: Any) -> list[str | list[int]]:
+    """The prompts of a text completion: a text, token ids, or a list of either. Raises InvalidValue."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if all(_is_id(item) for item in prompt):
+            return [prompt]
+        if all(isinstance(item, str) for item in prompt):
+            return list(prompt)
+        if all(isinstance(item, list) and item and all(map(_is_id, item)) for item in prompt):
+            return list(prompt)
+    raise InvalidValue(
+        f"prompt={_short(prompt)} must be a text, a list of texts, a list of token ids, or a list of such lists",
+        "prompt",
+    )
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def messages_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with plain text as content. Raises InvalidValue for what only other models could read."""
+    if not messages:
+        raise InvalidValue("messages=[] must hold at least one message", "messages")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str):
+        raise InvalidValue(
+            f"{where}.role={message.get('role')!r} must be a text: system, user or assistant", "messages"
+        )
+    for name in ("tool_calls", "function_call", "audio"):
+        if message.get(name):
+            raise InvalidValue(f"{where}.{name} is not supported by this server", "messages")
+    content = message.get("content")
+    if content is None:
+        content = ""
+    if isinstance(content, list):
+        content = "\n".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
+    if not isinstance(content, str):
+        raise InvalidValue(f"{where}.content={_short(content)} must be a text or a list of text parts", "messages")
+    return {**message, "content": content}
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if isinstance(part, dict) and kind == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise InvalidValue(f"{where} of type {kind!r} is not supported: only parts of type 'text' with a text", "messages")
+
+
+def params_of(body: Sampled, vocab_size: int) -> SamplingParams:
+    """Sampling parameters of a request. Raises InvalidValue naming the field."""
+    if body.best_of is not None and body.best_of > (body.n or 1):
+        raise InvalidValue(f"best_of={body.best_of} above n={body.n or 1} is not supported: use n", "best_of")
+    given: dict[str, Any] = {
+        "n": body.n,
+        "min_tokens": body.min_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "min_p": body.min_p,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "repetition_penalty": body.repetition_penalty,
+        "seed": body.seed,
+        "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        "stop_token_ids": tuple(body.stop_token_ids or ()),
+        "ignore_eos": body.ignore_eos,
+        "prompt_logprobs": body.prompt_logprobs,
+        "logit_bias": _logit_bias(body.logit_bias or {}, vocab_size),
+        "include_stop_str_in_output": body.include_stop_str_in_output,
+        "skip_special_tokens": body.skip_special_tokens,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if isinstance(body, ChatBody):
+        given |= _of_chat(body)
+    elif isinstance(body, CompletionBody):
+        given |= _of_completion(body)
+    for token in given["stop_token_ids"]:
+        check_token(token, vocab_size, "stop_token_ids")
+    return SamplingParams(**given)
+
+
+def _of_chat(body: ChatBody) -> dict[str, Any]:
+    name, value = "max_completion_tokens", body.max_completion_tokens
+    if value is None:
+        name, value = "max_tokens", body.max_tokens
+    if value is not None and value < 1:
+        raise InvalidValue(f"{name}={value} must be at least 1", name)
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidValue(f"top_logprobs={body.top_logprobs} needs logprobs to be true", "top_logprobs")
+    return {"max_tokens": value, "logprobs": (body.top_logprobs or 0) if body.logprobs else None}
+
+
+def _of_completion(body: CompletionBody) -> dict[str, Any]:
+    made: dict[str, Any] = {"max_tokens": 16 if body.max_tokens is None else body.max_tokens, "logprobs": body.logprobs}
+    if body.echo and body.max_tokens == 0:
+        made["max_tokens"] = 1  # the engine draws one, and nobody sees it: see `Completion.score_only`
+    if body.echo and body.logprobs is not None:
+        made["prompt_logprobs"] = body.logprobs if body.prompt_logprobs is None else body.prompt_logprobs
+    return made
+
+
+def _logit_bias(bias: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    made = []
+    for key, value in bias.items():
+        try:
+            token = int(key)
+        except ValueError as error:
+            raise InvalidValue(f"logit_bias key {_short(key)} must be a token id", "logit_bias") from error
+        check_token(token, vocab_size, "logit_bias")
+        if not -100.0 <= value <= 100.0:
+            raise InvalidValue(f"logit_bias[{key}]={value} must be between -100 and 100", "logit_bias")
+        made.append((token, value))
+    return tuple(made)
+
+
+def check_token(token: int, vocab_size: int, name: str) -> None:
+    """Raises InvalidValue for an id outside the vocabulary."""
+    if not 0 <= token < vocab_size:
+        raise InvalidValue(f"{name}: token id {token} must be 0 to {vocab_size - 1}", name)

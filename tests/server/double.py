@@ -1,0 +1,128 @@
+"""A stand-in for the engine where a test needs what a real one does not do on demand: fail, refuse, or be slow."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from jaxserve.engine.info import EngineInfo, InstanceInfo, InstanceStats, Stats
+from jaxserve.errors import InvalidValue, QueueFull
+from jaxserve.sched.counters import Counters
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.plan import Delta, TokenLogprobs
+from jaxserve.sched.request import STANDARD, Request
+from jaxserve.sched.slo import SLO
+
+
+class Double:
+    """Says the prompt again, token by token, from a thread per request."""
+
+    def __init__(self, *, vocab_size: int = 4096, max_model_len: int = 256, delay: float = 0.0, bound: int = 1000):
+        instance = InstanceInfo("i0", "mixed", ("cpu:0",), 64, 16)
+        none: frozenset[int] = frozenset()
+        self.info = EngineInfo(
+            model="double",
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            dtype="float32",
+            instances=(instance,),
+            policy="fcfs",
+            placement="least_work",
+            eos=none,
+            end_thinking=none,
+            startup_seconds=0.0,
+        )
+        self.delay = delay
+        self.bound = bound
+        self.healthy = True
+        self.fail_after: int | None = None  # tokens after which each request errs
+        self.reject: str | None = None
+        self.submitted: list[Request] = []
+        self.cancelled: dict[int, str] = {}
+        self._over: dict[int, Request] = {}
+        self._running: set[int] = set()
+        self._ids = itertools.count()
+        self._counters = Counters()
+        self._lock = threading.Lock()
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        slo: SLO,
+        priority: int = 0,
+        tier: str = STANDARD,
+        key: str = "",
+        on_delta: Callable[[Delta], None],
+    ) -> int:
+        with self._lock:
+            if len(self._running) >= self.bound:
+                raise QueueFull(f"{len(self._running)} requests wait", 2.0)
+            if 13 in prompt:
+                raise InvalidValue("token 13 is bad luck", "prompt")
+            id = next(self._ids)
+            self._running.add(id)
+        request = Request(
+            id, tuple(prompt), params, slo, time.monotonic(), seed=0, priority=priority, tier=tier, key=key, limit=1
+        )
+        self.submitted.append(request)
+        threading.Thread(target=self._run, args=(request, on_delta), daemon=True).start()
+        return id
+
+    def _run(self, request: Request, tell: Callable[[Delta], None]) -> None:
+        params, id = request.params, request.id
+        request.scheduled_at = time.monotonic()
+        if self.reject is not None:
+            self._end(request, "rejected")
+            tell(Delta(id, finish_reason="rejected", error=self.reject))
+            return
+        room = self.info.max_model_len - request.prompt_length
+        for count, token in enumerate(itertools.cycle(request.prompt), 1):
+            time.sleep(self.delay)
+            if id in self.cancelled or self.fail_after == count - 1:
+                reason = self.cancelled.get(id, "error")
+                self._end(request, reason)
+                tell(Delta(id, finish_reason=reason, error="out of luck" if reason == "error" else None))
+                return
+            request.output.append(token)
+            request.token_times.append(time.monotonic())
+            request.first_token_at = request.token_times[0]
+            with self._lock:
+                self._counters.generated_tokens += 1
+            told = TokenLogprobs(token, -0.5, 1, ((token, -0.5), (token + 1, -1.5))[: params.logprobs or 0])
+            logprobs = (told,) if params.logprobs is not None else ()
+            stopped = token in params.stop_token_ids
+            reason = "stop" if stopped else "length" if count >= min(params.max_tokens or room, room) else None
+            if reason is not None:
+                self._end(request, reason)
+            tell(Delta(id, (token,), logprobs, (), reason, None, token if stopped else None))
+            if reason is not None:
+                return
+
+    def _end(self, request: Request, reason: str) -> None:
+        request.finish_reason = reason
+        self._over[request.id] = request
+        with self._lock:
+            self._running.discard(request.id)
+
+    def cancel(self, request: int, reason: str = "abort") -> None:
+        self.cancelled.setdefault(request, reason)
+
+    def record(self, request: int) -> Request | None:
+        return self._over.get(request)
+
+    def stats(self) -> Stats:
+        running = len(self._running)
+        reasons = Counter(one.finish_reason or "error" for one in self._over.values())
+        instance = InstanceStats("i0", "mixed", running, 0, 64, running, 0)
+        return Stats((instance,), self._counters, 0, 0, 0.0, dict(reasons))
+
+    def drain(self, timeout: float) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
