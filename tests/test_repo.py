@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.config import ServeConfig
+
 SOURCES = ("jaxserve", "sched", "configs", "pallas_kernels", "pyproject.toml", "README.md", "LICENSE")
 
 
@@ -109,6 +111,12 @@ def test_links_and_python_of_the_pages_are_sound(repo: Path, page: str) -> None:
         assert link.startswith("https://") or (repo / link).exists(), f"{page} links to {link}, which is not there"
     for block in blocks(re.sub(r"(?m)^   ", "", text), "python"):
         compile(block, page, "exec")
+
+
+def test_the_readme_asks_for_the_model_that_is_served(repo: Path) -> None:
+    text = (repo / "README.md").read_text(encoding="utf-8")
+    asked = set(re.findall(r'"model": "([^"]+)"', text) + re.findall(r'model="([^"]+)"', text))
+    assert asked == {ServeConfig().names[0]}
 
 
 def test_the_four_steps_of_contributing_add_a_policy(repo: Path, tmp_path: Path) -> None:
