@@ -14,7 +14,6 @@ from typing import Any
 import numpy
 
 from jaxserve import __version__
-from jaxserve.report import plot
 from jaxserve.report.table import print_table
 from jaxserve.sched.metrics import CLASSES, GOAL, Summary, goodput_rate
 from jaxserve.sched.sim import Report
@@ -142,6 +141,7 @@ def write_report(out: Path, title: str, settings: Mapping[str, Any], reports: Se
 
 def _curves(out: Path, title: str, reports: Sequence[Report]) -> list[Path]:
     """The paper's Figures 3 to 6, and what counting requests alone hides."""
+    from jaxserve.report import plot  # matplotlib takes a second
 
     def panel(name: str, ylabel: str, value: Value, scale: float = 100.0) -> plot.Panel:
         lines: dict[str, plot.Series] = {}
@@ -172,6 +172,7 @@ def _curves(out: Path, title: str, reports: Sequence[Report]) -> list[Path]:
 
 def _distributions(out: Path, title: str, reports: Sequence[Report]) -> list[Path]:
     """At one rate there is no curve: distributions over requests instead."""
+    from jaxserve.report import plot
 
     def of(name: str) -> dict[str, list[float]]:
         values: dict[str, list[float]] = {}
