@@ -138,9 +138,10 @@ class Granter:
 
 
 def begin(request: Request) -> Begin:
-    """What an executor must know before a request's first span; token history only where penalties need it."""
+    """What an executor must know before a request's first span; tokens only where penalties or scores need them."""
     params = request.params
-    history = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+    penalised = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+    history = penalised or params.prompt_logprobs is not None
     return Begin(
         params,
         request.seed,

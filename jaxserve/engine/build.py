@@ -129,13 +129,11 @@ def temporaries(spec: ModelSpec, mesh: Mesh, limits: Limits, tree: Tree, dtype: 
     counts = described((limits.slots, limits.vocab), jnp.int16)
     draw = programs.plain.lower(tree, rows, carry, batch.sampling).compile()
     largest = max(_temporary(step), _temporary(draw))
-    return largest + limits.slots * limits.vocab * counts.dtype.itemsize
+    return largest + limits.slots * limits.vocab * int(counts.dtype.itemsize)
 
 
 def _temporary(compiled: Any) -> int:
     memory = compiled.memory_analysis()
-    return (
-        0
-        if memory is None
-        else int(memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes)
-    )
+    if memory is None:
+        return 0
+    return int(memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes)

@@ -43,7 +43,7 @@ def share_programs() -> bool:
 
     @functools.wraps(plain)
     def shared(*args: object, **kwargs: object) -> None:
-        plain(*args[:2], **{**kwargs, STRIP: True})
+        plain(*args[:2], **{**kwargs, STRIP: True})  # type: ignore[no-untyped-call]
 
     shared.shares_programs = True  # type: ignore[attr-defined]
     cache_key._hash_serialized_compile_options = shared

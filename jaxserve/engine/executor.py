@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -142,6 +143,7 @@ class JaxExecutor:
         """The waiter's thread: steps in order, each until the device is done with it."""
         while (flying := self._submitted.get()) is not None:
             loop = flying.step.get_loop()
+            news: partial[None]
             try:
                 if self.fault is not None:
                     self.fault(flying.plan)
@@ -149,11 +151,11 @@ class JaxExecutor:
                 started = max(flying.dispatched, self._finished)
                 self._finished = self.now()
                 result = read(flying.plan, flying.batch, flying.drawn, started, self._finished)
-                call = (self._resolve, flying, result)
+                news = partial(self._resolve, flying, result)
             except Exception as error:
-                call = (self._fail, flying.life, error)
+                news = partial(self._fail, flying.life, error)
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                loop.call_soon_threadsafe(*call)
+                loop.call_soon_threadsafe(news)
 
     def _resolve(self, flying: InFlight, result: StepResult) -> None:
         if flying.life != self._life:

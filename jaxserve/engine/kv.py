@@ -26,7 +26,7 @@ STEPS_PER_OCTAVE = 16  # pool sizes are rounded down to so many per doubling
 
 def page_bytes(spec: ModelSpec, page_size: int, dtype: Any) -> int:
     """Bytes of one page over all layers, keys and values, whole on all devices of an instance."""
-    return 2 * spec.layers * math.prod(registry.pool_shape(spec, 1, page_size)) * jnp.dtype(dtype).itemsize
+    return 2 * spec.layers * math.prod(registry.pool_shape(spec, 1, page_size)) * int(jnp.dtype(dtype).itemsize)
 
 
 def cpu_pool_bytes(total: int | None, instances: int) -> int:
@@ -94,12 +94,12 @@ def fit_pages(
     needed = -(-max_model_len // page_size)
     if pages < needed:
         raise InvalidValue(
-            f"a KV pool of {pool_bytes} bytes holds {pages} pages of {page_size} tokens ({each} bytes each), fewer than "
-            f"the {needed} that {max_model_len=} needs: raise {name} to {needed * each} bytes per instance, or lower "
-            f"max_model_len to {pages * page_size}",
+            f"a KV pool of {pool_bytes} bytes holds {pages} pages of {page_size} tokens ({each} bytes each), fewer "
+            f"than the {needed} that {max_model_len=} needs: raise {name} to {needed * each} bytes per instance, or "
+            f"lower max_model_len to {pages * page_size}",
             name,
         )
-    grid = max(1, 2 ** (pages.bit_length() - 1) // STEPS_PER_OCTAVE)
+    grid = max(1, (1 << (pages.bit_length() - 1)) // STEPS_PER_OCTAVE)
     pages = max(needed, pages // grid * grid)
     log.info("KV pool: %d pages, %d tokens, %.2f GiB per instance", pages, pages * page_size, pages * each / 2**30)
     return pages

@@ -28,7 +28,7 @@ def read(plan: StepPlan, batch: Batch, drawn: Drawn, started: float, finished: f
         tokens = tuple((token,) for token in ids[: len(plan.spans)])
     else:
         gained = []
-        for index, (span, token) in enumerate(zip(plan.spans, ids)):
+        for index, (span, token) in enumerate(zip(plan.spans, ids, strict=False)):
             if span.samples and token == BAD:
                 failed[index] = NOT_FINITE
             gained.append((token,) if span.samples and token != BAD else ())
@@ -51,7 +51,7 @@ def _prompts(plan: StepPlan, drawn: Drawn) -> Mapping[int, tuple[TokenLogprobs, 
         found[index] = tuple(
             unpack(row, target, count)
             for targets, block in blocks
-            for target, row in zip(targets.tolist(), np.asarray(block))
+            for target, row in zip(targets.tolist(), np.asarray(block), strict=False)
         )
     return found
 
@@ -61,5 +61,5 @@ def unpack(packed: npt.NDArray[Any], token: int, count: int) -> TokenLogprobs:
     floats = packed.view(np.float32)
     ids: list[int] = packed[2 : 2 + count].tolist()
     best: list[float] = floats[2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + count].tolist()
-    top = tuple((i, value) for i, value in zip(ids, best) if i >= 0)
+    top = tuple((i, value) for i, value in zip(ids, best, strict=True) if i >= 0)
     return TokenLogprobs(token, float(floats[0]), int(packed[1]), top)

@@ -170,7 +170,8 @@ def _adjusted(x: jax.Array, adjust: Adjust) -> jax.Array:
         values = lax.dynamic_slice_in_dim(adjust.values, i * ADJUST_BLOCK, ADJUST_BLOCK, axis=1)
         return x.at[row, ids].add(values, mode="drop")
 
-    return lax.fori_loop(0, (adjust.used + ADJUST_BLOCK - 1) // ADJUST_BLOCK, add, x)
+    adjusted: jax.Array = lax.fori_loop(0, (adjust.used + ADJUST_BLOCK - 1) // ADJUST_BLOCK, add, x)
+    return adjusted
 
 
 def _cut(x: jax.Array, rows: Rows) -> jax.Array:
@@ -202,4 +203,5 @@ def _border(weight: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.
         higher = border | (jnp.int32(1) << (29 - i))
         return jnp.where(enough(bits >= higher[:, None]), higher, border)
 
-    return lax.fori_loop(0, 30, halve, jnp.zeros(weight.shape[0], jnp.int32))
+    border: jax.Array = lax.fori_loop(0, 30, halve, jnp.zeros(weight.shape[0], jnp.int32))
+    return border

@@ -17,7 +17,6 @@ from jaxserve.models import registry
 from jaxserve.sched.plan import Begin
 from pallas_kernels.dispatch import Pool
 
-
 # Alternatives wanted, and blocks of (targets, their log-probabilities [W, 2 + 2 * MAX_LOGPROBS] int32).
 Scores = tuple[int, list[tuple[Int32, jax.Array]]]
 
@@ -52,7 +51,7 @@ class DeviceState:
         self._whole = NamedSharding(mesh, PartitionSpec())
         self._parcels = NamedSharding(mesh, parcel_spec(programs.spec))
         self._make = pool_maker(programs.spec, mesh, limits.pages, limits.page_size, dtype)
-        self._unadjusted = {
+        self._unadjusted: dict[int, tuple[jax.Array, jax.Array]] = {
             width: jax.device_put(
                 (np.full((width, ADJUSTED), limits.vocab, np.int32), np.zeros((width, ADJUSTED), np.float32)),
                 self._whole,
@@ -97,7 +96,8 @@ class DeviceState:
 
     def replicated(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         """Zeros, whole on each device."""
-        return jax.device_put(np.zeros(shape, dtype), self._whole)
+        zeros: jax.Array = jax.device_put(np.zeros(shape, dtype), self._whole)
+        return zeros
 
     def parcel(self, size: int) -> jax.Array:
         """A piece of zeros [L, 2, M, B, K, D]."""
@@ -136,7 +136,8 @@ class DeviceState:
 
     def receive(self, parcel: Any) -> jax.Array:
         """A parcel from another instance, or of numpy, on this mesh."""
-        return jax.device_put(parcel, self._parcels)
+        here: jax.Array = jax.device_put(parcel, self._parcels)
+        return here
 
     def scrub(self, pages: Sequence[int], bucket: int) -> None:
         """Zero pages, as many at a time as a piece of a parcel has."""

@@ -113,7 +113,8 @@ def unpack(packed: jax.Array, carry: jax.Array, bucket: Bucket, limits: Limits) 
 
 def _logits(weights: Tree, rows: jax.Array, *, spec: ModelSpec, whole: NamedSharding) -> jax.Array:
     """[G, V], whole on every device: drawing from a split vocabulary would talk to the others at every turn."""
-    return lax.with_sharding_constraint(registry.logits(spec, weights, rows), whole)
+    logits: jax.Array = lax.with_sharding_constraint(registry.logits(spec, weights, rows), whole)
+    return logits
 
 
 def _plain(

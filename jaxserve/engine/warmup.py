@@ -38,7 +38,7 @@ class CompileCounter:
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         jax.monitoring.register_event_listener(self._on_event)
 
-    def _on_duration(self, event: str, duration: float, **_: str | int) -> None:
+    def _on_duration(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == COMPILE:  # jax reports it for loaded programs too
             with self._lock:
                 self._made += 1

@@ -135,7 +135,8 @@ class TableModel:
         rows, longest = np.meshgrid(self._batches, self._lengths, indexing="ij")
         table = np.stack([np.ones_like(rows), rows, longest], axis=-1)
         found = nonnegative(table[seen], self._seconds[seen])
-        self._filled = np.where(seen, self._seconds, table @ found)
+        least = np.min(self._seconds[seen])  # a fit may go below any step that was ever seen
+        self._filled = np.where(seen, self._seconds, np.maximum(table @ found, least))
 
 
 def _place(axis: Array, values: Array) -> tuple[np.ndarray[tuple[int], np.dtype[np.intp]], Array]:

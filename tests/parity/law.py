@@ -1,0 +1,202 @@
+"""The law "no schedule changes the tokens", in the sense that it can hold in float32.
+
+A request alone on 1x1 is the reference. Another schedule must give the same tokens up to the first position where
+the reference's two best scores (after keyed Gumbel noise, where it samples) differ by less than `CLOSE`: there
+rounding may decide, and the comparison of that request stops. Such stops are counted; if more than one request in a
+hundred stops, the law is broken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.engine import build, sampling
+from jaxserve.engine.executor import JaxExecutor
+from jaxserve.engine.inputs import Limits as Shapes
+from jaxserve.engine.inputs import SlotTable
+from jaxserve.engine.kv import page_bytes
+from jaxserve.engine.mesh import plan_mesh
+from jaxserve.engine.sampling import MOST_COUNTED, SEEN_IN_PROMPT, Column, Rows
+from jaxserve.models import registry
+from jaxserve.models.spec import ModelSpec
+from jaxserve.sched import placement, policies
+from jaxserve.sched.cluster import Cluster, Instance
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.perf.model import Coefficients, GeneralModel
+from jaxserve.sched.plan import Begin, Delta, StepPlan
+from jaxserve.sched.policy import Limits, Role
+from jaxserve.sched.request import Request
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.slo import SLO
+from pallas_kernels.dispatch import attention
+from pallas_kernels.layout import Ragged
+
+CLOSE = 1e-3
+LENGTH, PAGE, ROWS = 256, 16, 6
+PERF = Coefficients(fixed=2e-3, prefill=2e-5, decode=1e-4, quadratic=0.0, longest=1e-6, context=0.0)
+SPEC: ModelSpec = registry.spec_from_config(
+    {
+        "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 96, "vocab_size": 256,
+        "max_position_embeddings": LENGTH, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
+        "hidden_act": "silu", "eos_token_id": 7,
+    }
+)  # fmt: skip
+
+
+def weights(spec: ModelSpec, dtype: Any, meshes: Sequence[Any]) -> list[Any]:
+    """Random weights, with a head that makes up its mind: scores lie apart as a trained model's do."""
+    trees = build.random_init(3)(spec, dtype, meshes)
+    return [{**tree, "head": jax.tree.map(lambda leaf: leaf * 25.0, tree["head"])} for tree in trees]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of a law's test."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    after: float = 0.0  # seconds
+    cancel: bool = False  # half-way through
+
+
+class Setup:
+    """Executors of one shape; what runs on them varies."""
+
+    def __init__(self, mesh: str, tokens: int, pages: int, mode: str = "auto") -> None:
+        plan = plan_mesh(mesh, mode=mode)
+        config = build.ExecutorConfig(
+            spec=SPEC, load=weights, mesh=plan, max_num_seqs=ROWS, max_num_batched_tokens=tokens,
+            max_model_len=LENGTH, dtype="float32", page_size=PAGE, warm=False,
+            kv_cache_memory=page_bytes(SPEC.for_tp(plan.tp), PAGE, "float32") * pages * plan.instances,
+        )  # fmt: skip
+        self.tokens = tokens
+        self.roles: tuple[Role, ...] = plan.roles
+        self.executors: list[JaxExecutor] = build.build_executors(config)
+
+    def run(
+        self, asks: Sequence[Ask], policy: str = "distserve", watch: Callable[[StepPlan], None] | None = None
+    ) -> tuple[list[Request], Cluster]:
+        """Serve the requests, each at its time, and return them finished, in order, with the cluster they were in."""
+        for executor in self.executors:
+            executor.fault = watch
+        return asyncio.run(self._run(asks, policy))
+
+    def _cluster(self, policy: str, over: list[Request]) -> Cluster:
+        limits = Limits(self.tokens, ROWS, self.executors[0].pages, PAGE)
+        instances = []
+        for executor, role in zip(self.executors, self.roles, strict=True):
+            scheduler = Scheduler(policies.make(policy), GeneralModel(PERF), limits, role)
+            instances.append(Instance(executor.name, scheduler, executor))
+        return Cluster(instances, placement.make("least_work"), finished=over.append)
+
+    async def _run(self, asks: Sequence[Ask], policy: str) -> tuple[list[Request], Cluster]:
+        over: list[Request] = []
+        cluster = self._cluster(policy, over)
+        machine = asyncio.ensure_future(cluster.run())
+        await asyncio.sleep(0)
+        for id, ask in enumerate(asks):
+            await asyncio.sleep(ask.after)
+            request = Request(
+                id, ask.prompt, ask.params, SLO(1.0, 0.02), self.executors[0].now(), seed=ask.params.seed or 0,
+                eos=frozenset(SPEC.eos), limit=min(ask.params.max_tokens or LENGTH, LENGTH - len(ask.prompt)),
+            )  # fmt: skip
+            cluster.submit(request, _cancelling(cluster, id) if ask.cancel else _nothing)
+        drained = asyncio.ensure_future(cluster.drained())
+        await asyncio.wait([drained, machine], timeout=240, return_when=asyncio.FIRST_COMPLETED)
+        if machine.done():
+            machine.result()
+        assert drained.done(), [list(core.scheduler) for core in cluster.cores]
+        while len(cluster.mover) or any(core.scheduler.in_flight for core in cluster.cores):
+            await asyncio.sleep(0.01)  # surplus rows and abandoned moves
+        cluster.check()
+        assert all(core.scheduler.blocks.held == 0 for core in cluster.cores)
+        machine.cancel()
+        await asyncio.wait([machine])
+        return sorted(over, key=lambda request: request.id), cluster
+
+
+def _nothing(delta: Delta) -> None:
+    """Tokens are read from the finished request."""
+
+
+def _cancelling(cluster: Cluster, id: int) -> Callable[[Delta], None]:
+    def heard(delta: Delta) -> None:
+        if delta.finish_reason is None:
+            asyncio.get_running_loop().call_soon(cluster.cancel, id)
+
+    return heard
+
+
+def compare(asks: Sequence[Ask], served: Sequence[Request], reference: Sequence[Request]) -> int:
+    """Assert the law for each request; returns how many comparisons stopped at a close call."""
+    stopped = 0
+    for ask, mine, alone in zip(asks, served, reference, strict=True):
+        tokens, expected = mine.output, alone.output
+        if ask.cancel and mine.finish_reason == "abort":
+            expected = expected[: len(tokens)]
+        if tokens == expected:
+            continue
+        first = next(i for i, (a, b) in enumerate(zip([*tokens, -1], [*expected, -1], strict=False)) if a != b)
+        gap = margins(ask, alone.output)[first]
+        assert gap < CLOSE, f"{ask}: token {first} differs, though the best scores lie {gap} apart: {mine} {alone}"
+        stopped += 1
+    return stopped
+
+
+# the reference's scores
+
+
+@cache
+def _model() -> tuple[Any, Any]:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("tp",))
+    return weights(SPEC, jnp.dtype("float32"), [mesh])[0], jax.jit(_forward)
+
+
+def _forward(tree: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
+    """Logits [T, V] of one request computed in one go, with fresh pages."""
+    total, pages = tokens.shape[0], LENGTH // PAGE
+    index = jnp.arange(total, dtype=jnp.int32)
+    real = index < length
+    ragged = Ragged(
+        jnp.where(real, index, 0), jnp.where(real, 0, 1), jnp.where(real, index, pages * PAGE),
+        jnp.zeros(1, jnp.int32), length[None], length[None], jnp.arange(pages, dtype=jnp.int32)[None],
+    )  # fmt: skip
+    shape = registry.pool_shape(SPEC, pages, PAGE)
+    pools = [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(SPEC.layers)]
+    hidden, _ = registry.forward(SPEC, tree, pools, tokens, ragged, attention=attention())
+    return registry.logits(SPEC, tree, hidden)
+
+
+def margins(ask: Ask, output: Sequence[int]) -> list[float]:
+    """Distance of the two best scores at each output position, as the sampler sees them."""
+    tree, forward = _model()
+    tokens = np.zeros(LENGTH, np.int32)
+    known = [*ask.prompt, *output][:LENGTH]
+    tokens[: len(known)] = known
+    n, prompt = len(output), len(ask.prompt)
+    logits = forward(tree, tokens, np.int32(len(known)))[prompt - 1 : prompt - 1 + n]  # [G, V]
+    slots = SlotTable(Shapes(slots=n, tokens=16, pages=1, page_size=PAGE, row_pages=1, vocab=SPEC.vocab))
+    counts = np.zeros((n, SPEC.vocab), np.int16)
+    for row in range(n):
+        slots.begin(row, Begin(ask.params, ask.params.seed or 0, ask.prompt, (), prompt, SPEC.eos))
+        counts[row] = np.minimum(np.bincount(np.array(output[:row], int), minlength=SPEC.vocab), MOST_COUNTED)
+        counts[row, list(set(ask.prompt))] |= SEEN_IN_PROMPT
+    columns = slots.columns[:n].copy()
+    columns[:, Column.POSITION] = prompt + np.arange(n)
+    rows = Rows(jnp.asarray(columns))
+    temperature = rows.floats(Column.TEMPERATURE)
+    x = sampling._penalised(logits, jnp.asarray(counts), rows)
+    if ask.params.temperature > 0:
+        x = sampling._cut(sampling._heated(x, temperature), rows) + sampling.gumbel(rows, SPEC.vocab)
+    best = np.sort(np.asarray(x), axis=1)
+    gaps: list[float] = (best[:, -1] - best[:, -2]).tolist()
+    return gaps

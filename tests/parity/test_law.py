@@ -1,0 +1,153 @@
+"""No schedule changes the tokens: batches, policies, chunk sizes, meshes, page pressure, cache hits, migration, faults.
+
+The bare run takes a seeded sample of the matrix in which every pair of neighbours meets; `-m full` runs all of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from functools import cache
+
+import pytest
+
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.plan import StepPlan
+from jaxserve.sched.request import Request
+
+from .law import LENGTH, PAGE, SPEC, Ask, Setup, compare
+
+POLICIES = ("distserve", "kairos")
+MESHES = ("1x1", "2x1", "4x2", "2x4")
+CHUNKS = (16, 64, 256)
+ROOMY, TIGHT = 200, LENGTH // PAGE + 2  # pages: for everybody, and for little more than the longest request
+STYLES = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.0, "repetition_penalty": 1.3},
+    {"temperature": 0.8, "top_k": 12},
+    {"temperature": 1.2, "min_p": 0.02, "presence_penalty": 0.5},
+    {"temperature": 0.0, "min_tokens": 6, "logit_bias": ((11, 2.0),)},
+)
+
+
+def asks(seed: int, count: int = 12, *, cancel: bool = False) -> list[Ask]:
+    """Requests of all kinds: every third shares a long prefix with others, lengths on and around page borders."""
+    draw = random.Random(seed)
+    shared = [draw.randrange(8, SPEC.vocab) for _ in range(96)]
+    made = []
+    for index in range(count):
+        length = draw.choice([1, PAGE - 1, PAGE, PAGE + 1, draw.randint(2, 140), draw.randint(100, 180)])
+        own = [draw.randrange(8, SPEC.vocab) for _ in range(length)]
+        prompt = (*shared[: draw.choice([48, 96])], *own[:40]) if index % 3 == 0 else tuple(own)
+        params = SamplingParams(
+            max_tokens=draw.randint(6 if index % len(STYLES) == 5 else 1, 40),
+            seed=draw.randrange(2**40),
+            **STYLES[index % len(STYLES)],  # type: ignore[arg-type]
+        )
+        made.append(Ask(tuple(prompt), params, draw.choice([0.0, 0.0, 0.003, 0.01]), cancel and index % 4 == 1))
+    return made
+
+
+@cache
+def setup(mesh: str, tokens: int, pages: int, mode: str = "auto") -> Setup:
+    return Setup(mesh, tokens, pages, mode)
+
+
+@cache
+def alone(seed: int) -> tuple[Request, ...]:
+    """The reference: each request by itself on 1x1."""
+    reference = setup("1x1", 64, ROOMY)
+    return tuple(reference.run([ask])[0][0] for ask in asks(seed))
+
+
+CASES = list(itertools.product(MESHES, CHUNKS, (ROOMY, TIGHT), POLICIES, (1, 2)))
+
+
+def sample() -> list[tuple[str, int, int, str, int]]:
+    """Few cases in which every pair of (mesh, chunk), (mesh, policy) and (mesh, pages) occurs."""
+    picked = []
+    for m, mesh in enumerate(MESHES):
+        for c, chunk in enumerate(CHUNKS):
+            picked.append((mesh, chunk, (ROOMY, TIGHT)[(m + c) % 2], POLICIES[(m + c // 2) % 2], 1 + c % 2))
+    return picked
+
+
+STOPPED: dict[str, list[int]] = {}
+
+
+def check(case: tuple[str, int, int, str, int]) -> None:
+    mesh, chunk, pages, policy, seed = case
+    requests = asks(seed)
+    served, cluster = setup(mesh, chunk, pages).run(requests, policy)
+    STOPPED["x".join(map(str, case))] = [compare(requests, served, alone(seed)), len(requests)]
+    assert all(request.finish_reason in ("stop", "length") for request in served)
+    if mesh != "1x1":
+        assert cluster.mover.transfers > 0, "nothing was migrated"
+    if pages == ROOMY:
+        assert sum(core.scheduler.counters.prefix_hits for core in cluster.cores) > 0, "no prefix was found"
+
+
+@pytest.mark.parametrize("case", sample(), ids=str)
+def test_no_schedule_changes_the_tokens(case: tuple[str, int, int, str, int]) -> None:
+    check(case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [case for case in CASES if case not in sample()], ids=str)
+def test_no_schedule_changes_the_tokens_anywhere(case: tuple[str, int, int, str, int]) -> None:
+    check(case)
+
+
+def test_close_calls_are_rare() -> None:
+    """Comparisons that stopped because rounding could decide: at most one in a hundred."""
+    if not STOPPED:
+        pytest.skip("no comparison ran in this session")
+    stopped, compared = (sum(column) for column in zip(*STOPPED.values(), strict=True))
+    assert stopped <= 0.01 * compared, STOPPED
+
+
+def test_the_same_buckets_give_the_same_bits() -> None:
+    """Same mesh, same chunk, another order of arrival and policy: equal without any allowance for close calls."""
+    requests = asks(1)
+    first, _ = setup("1x1", 64, ROOMY).run(requests, "distserve")
+    again, _ = setup("1x1", 64, ROOMY).run(requests, "distserve")
+    assert [request.output for request in first] == [request.output for request in again]
+
+
+def test_page_pressure_drops_kv_and_no_token() -> None:
+    draw = random.Random(7)
+    requests = [
+        Ask(
+            tuple(draw.randrange(8, SPEC.vocab) for _ in range(60)),
+            SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True),
+        )
+        for _ in range(5)
+    ]
+    tight, roomy = setup("1x1", 64, TIGHT), setup("1x1", 64, ROOMY)
+    served, cluster = tight.run(requests, "distserve")
+    assert sum(request.drops for request in served) == cluster.cores[0].scheduler.counters.preemptions > 0
+    compare(requests, served, [roomy.run([ask])[0][0] for ask in requests])
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "2x1"])
+def test_cancelling_some_does_not_change_the_others(mesh: str) -> None:
+    requests = asks(1, cancel=True)
+    served, _ = setup(mesh, 64, TIGHT).run(requests, "kairos")
+    compare(requests, served, alone(1))
+    assert any(request.finish_reason == "abort" for request in served)
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "2x1"])
+def test_steps_that_raise_do_not_change_the_tokens(mesh: str) -> None:
+    """Every ninth step raises on the device: pools are rebuilt, requests resume from their tokens."""
+    requests, count = asks(2), [0]
+
+    def fault(plan: StepPlan) -> None:
+        count[0] += 1
+        if count[0] % 9 == 5 and count[0] < 60:
+            raise RuntimeError("injected: the device ran out of memory")
+
+    served, cluster = setup(mesh, 64, ROOMY).run(requests, "distserve", fault)
+    assert sum(core.scheduler.counters.rebuilds for core in cluster.cores) >= 2
+    compare(requests, served, alone(2))
