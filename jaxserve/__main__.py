@@ -17,6 +17,7 @@ COMMANDS = {
     "serve": ("jaxserve.run", "serve a model over HTTP with OpenAI's API"),
     "simulate": ("jaxserve.simulate", "try policies on a trace, without a device, in seconds"),
     "bench": ("jaxserve.bench.cli", "send load to a running server and report latencies and goodput"),
+    "replay": ("jaxserve.replay", "feed a server's journal back: equal plans, and the same load simulated"),
     "profile": ("jaxserve.profile", "measure step times of a model on this machine, for the simulator"),
     "plan": ("jaxserve.planner", "how many devices, which split and policy, for a trace and an SLO"),
     "distill": ("jaxserve.distill", "train a draft model for speculation"),

@@ -17,7 +17,7 @@ from . import policies
 from .errors import InvalidValue
 from .log import Log
 from .params import SamplingParams
-from .perf.model import PerfModel
+from .perf.model import Load, PerfModel
 from .plan import StepPlan, StepResult
 from .policy import Limits, Role
 from .request import Request
@@ -123,6 +123,10 @@ class Replay:
 
     plans: int = 0
     differences: list[Difference] = field(default_factory=list)
+    instances: dict[str, dict[str, Any]] = field(default_factory=dict)  # as recorded
+    requests: dict[int, Request] = field(default_factory=dict)  # as they ended, with the times of their tokens
+    steps: list[tuple[str, Load, float]] = field(default_factory=list)  # instance, load, measured seconds
+    moves: list[float] = field(default_factory=list)  # seconds from a first token to the target's next plan
 
 
 class _Replayer:
@@ -132,8 +136,8 @@ class _Replayer:
         self._perf = perf
         self._digests = digests
         self._schedulers: dict[str, Scheduler] = {}
-        self._requests: dict[int, Request] = {}
         self._last: dict[str, StepPlan | None] = {}
+        self._moved: dict[str, list[Request]] = {}  # adopted since the instance last planned
         self.outcome = Replay()
 
     def feed(self, line: int, record: dict[str, Any]) -> None:
@@ -146,6 +150,7 @@ class _Replayer:
                 Role(record["role"]),
                 prefix_caching=record["prefix_caching"],
             )
+            self.outcome.instances[at] = record
             return
         scheduler = self._schedulers[at]
         if kind == "add":
@@ -155,19 +160,25 @@ class _Replayer:
         elif kind == "plan":
             if self._last.get(at) is not None:
                 self._compare(line, at, None)  # the journal has no plan where one came out now
+            for moved in self._moved.pop(at, ()):
+                self.outcome.moves.append(record["now"] - (moved.first_token_at or record["now"]))
             scheduler.kv_waiting = record["kv_waiting"]
             self._last[at] = scheduler.plan(record["now"], record["start"])
         elif kind == "planned":
             self._compare(line, at, record["plan"])
         elif kind == "settle":
             step, started, finished, tokens, failed = record["result"]
+            if (oldest := scheduler.oldest) is not None:
+                self.outcome.steps.append((at, oldest.load, finished - started))
             scheduler.settle(StepResult(step, started, finished, tuple(map(tuple, tokens)), dict(failed)))
         elif kind == "recover":
             scheduler.recover()
         elif kind == "adopt":
-            scheduler.adopt(self._requests[record["id"]], record["first_token_at"])
+            request = self.outcome.requests[record["id"]]
+            scheduler.adopt(request, record["first_token_at"])
+            self._moved.setdefault(at, []).append(request)
         elif kind == "reserve":
-            scheduler.reserve(self._requests[record["id"]])
+            scheduler.reserve(self.outcome.requests[record["id"]])
         elif kind == "unreserve":
             scheduler.unreserve_id(record["id"])
         elif kind == "disown":
@@ -189,7 +200,7 @@ class _Replayer:
             **made,
         )
         request.digests = list(self._digests.get(request.id, ()))
-        self._requests[request.id] = request
+        self.outcome.requests[request.id] = request
         return request
 
     def _compare(self, line: int, at: str, recorded: Any) -> None:

@@ -112,6 +112,11 @@ class Scheduler:
         return len(self._submitted)
 
     @property
+    def oldest(self) -> Submitted | None:
+        """The step whose result comes next."""
+        return self._submitted[0] if self._submitted else None
+
+    @property
     def predicted(self) -> float:
         """Predicted seconds of the plan made last."""
         return self._submitted[-1].seconds if self._submitted else 0.0

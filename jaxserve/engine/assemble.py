@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -77,7 +78,12 @@ class Machine:
     def _log(self, name: str, role: Role) -> Log:
         if self._file is None:
             return no_log
-        described = {"model": "profile", "points": self._points, "max_model_len": self.info.max_model_len}
+        described = {
+            "model": "profile",
+            "points": self._points,
+            "limits": asdict(self._limits),
+            "max_model_len": self.info.max_model_len,
+        }
         return Journal(self._file).instance(
             name,
             policy=self._config.policy,

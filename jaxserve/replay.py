@@ -1,0 +1,88 @@
+"""`jaxserve replay`: feed a journal back, compare every plan, and simulate the same load again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxserve.engine import profile
+from jaxserve.report.table import print_table
+from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.journal import Replay, replay
+from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load, PerfModel
+from jaxserve.sched.policy import Limits
+from jaxserve.sched.sim.again import again, rows
+
+SUMMARY = "Feed a journal back: every plan must come out again; then simulate the same load."
+EPILOG = """examples:
+  jaxserve serve --mesh 4x2 --journal run.jsonl      # serve something, then
+  jaxserve replay run.jsonl                          # equal plans? and what would the simulator have said?
+  jaxserve replay run.jsonl --save again.json
+"""
+SHOWN = 5  # differences
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("journal", type=Path, help="File that a server wrote with --journal.")
+    parser.add_argument("--no-simulate", action="store_true", help="Only compare plans.")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="Write the comparison as JSON.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the simulation's noise.")
+
+
+def perf_of(record: Mapping[str, Any]) -> PerfModel:
+    """The step-time model that a journal's `instance` record describes."""
+    if record["model"] == "profile":
+        points = [(Load(*load), seconds) for load, seconds in record["points"]]
+        return profile.model(points, Limits(**record["limits"]), record["max_model_len"])
+    if record["model"] == "general":
+        return GeneralModel(Coefficients(**record["coefficients"]))
+    raise InvalidValue(f"step-time model {record['model']!r} of the journal must be 'profile' or 'general'")
+
+
+def main(args: argparse.Namespace) -> int:
+    if not args.journal.is_file():
+        raise InvalidValue(f"journal {str(args.journal)!r} does not exist; a server writes one with --journal FILE")
+    with args.journal.open(encoding="utf-8") as lines:
+        replayed = replay(lines, perf_of)
+    print(f"{replayed.plans} plans replayed, {len(replayed.differences)} differ, {len(replayed.requests)} requests")
+    for difference in replayed.differences[:SHOWN]:
+        print(f"  line {difference.line}, {difference.instance}:")
+        print(f"    recorded {difference.recorded}\n    replayed {difference.replayed}")
+    saved: dict[str, Any] = {"plans": replayed.plans, "differences": len(replayed.differences)}
+    if not args.no_simulate:
+        saved["again"] = _simulate(replayed, args.seed)
+    if args.save is not None:
+        args.save.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
+    return 1 if replayed.differences else 0
+
+
+def _simulate(replayed: Replay, seed: int) -> dict[str, Any]:
+    outcome = again(replayed, seed)
+    table = rows(outcome)
+    print_table(
+        "served, and simulated again with the measured step times",
+        ["", "served", "simulated", "simulated/served"],
+        [(name, _number(a), _number(b), f"{b / a:.2f}" if a else "") for name, a, b in table],
+    )
+    fit = outcome.fit
+    print(
+        f"step times: fitted to {fit.steps} steps, off by {fit.mape:.0%} on average "
+        f"({', '.join(f'{kind} {error:.0%}' for kind, error in fit.by_kind.items())}); noise {outcome.noise:.2f}\n"
+        f"share of the time computing: served {_shares(outcome.busy)}, simulated {_shares(outcome.simulated.busy)}"
+    )
+    return {
+        "rows": {name: {"served": a, "simulated": b} for name, a, b in table},
+        "fit": {"mape": fit.mape, "by_kind": dict(fit.by_kind), "steps": fit.steps, "noise": outcome.noise},
+        "busy": {"served": outcome.busy, "simulated": outcome.simulated.busy},
+    }
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _shares(busy: tuple[float, ...]) -> str:
+    return " ".join(f"{share:.0%}" for share in busy)

@@ -1,0 +1,100 @@
+"""A served run, simulated again: the same requests and schedulers, with step times fitted to the measured ones.
+
+What the two have in common is the scheduler, what differs is everything that the step-time model leaves out: host
+time between steps, instances that share cores, programs that compute whole buckets.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import InvalidValue
+from ..journal import Replay
+from ..metrics import Summary, measure, stage_allowance, summarize
+from ..perf.fit import Fit, fit
+from ..request import Request
+from .latency import Latency
+from .sweep import Mesh, Options, Report, simulate
+from .workload import Arrival
+
+
+class Again(NamedTuple):
+    """The two runs side by side."""
+
+    served: Summary
+    simulated: Report
+    fit: Fit
+    noise: float  # standard deviation of log(measured / fitted) over steps
+    busy: tuple[float, ...]  # share of the served run that each instance computed
+
+
+def again(replayed: Replay, seed: int = 0) -> Again:
+    """Simulate what a journal tells of once more. Raises InvalidValue where no request in it has finished."""
+    requests = sorted(replayed.requests.values(), key=lambda request: (request.arrival, request.id))
+    done = [request for request in requests if request.finish_reason in ("stop", "length")]
+    if not done:
+        raise InvalidValue("no request of the journal has finished", "journal")
+    fitted = fit((load, seconds) for _, load, seconds in replayed.steps)
+    errors = [
+        np.log(seconds / fitted.coefficients.step_time(load)) for _, load, seconds in replayed.steps if seconds > 0
+    ]
+    noise = min(float(np.std(errors)), 0.99)
+    made = list(replayed.instances.values())
+    limits = made[0]["limits"]
+    latency = Latency(
+        name="measured",
+        kv_bytes_per_token=0,  # what a transfer takes is all in the latency
+        kv_tokens=limits["pages"] * limits["page_size"],
+        page_size=limits["page_size"],
+        coefficients=fitted.coefficients,
+        link_latency=min(replayed.moves, default=0.0),  # the others include waiting for the target's running step
+        noise=noise,
+    )
+    mesh = Mesh.parse(
+        f"{len(made)}x1",
+        prefill=sum(one["role"] == "prefill" for one in made) or None,
+        colocated=any(one["role"] == "mixed" for one in made),
+    )
+    options = Options(tokens=limits["tokens"], rows=limits["rows"], prefix_caching=made[0]["prefix_caching"])
+    first = done[0].arrival
+    arrivals = [_arrival(request, first, limits["page_size"]) for request in done]
+    report = simulate(arrivals, made[0]["policy"], mesh, latency, seed, options=options)
+    served = summarize(tuple(measure(request, allowance=stage_allowance(request)) for request in done))
+    ended = max(request.token_times[-1] for request in done) - first
+    busy = tuple(sum(t for at, _, t in replayed.steps if at == name) / ended for name in replayed.instances)
+    return Again(served, report, fitted, noise, busy)
+
+
+def _arrival(request: Request, first: float, page_size: int) -> Arrival:
+    """Its pages keep their names, so that prefixes are shared as they were."""
+    pages = request.digests[: request.prompt_length // page_size]
+    return Arrival(
+        request.arrival - first,
+        request.prompt_length,
+        len(request.output),
+        request.slo,
+        hash_ids=tuple(int.from_bytes(digest[:4], "big") for digest in pages),
+        block=page_size,
+    )
+
+
+SHOWN = (
+    "attained", "ttft_attained", "tpot_attained", "ttft.p50", "ttft.p99", "tpot.p50", "tpot.p99", "largest_gap.p99",
+    "latency.p50", "output_throughput", "median_speed",
+)  # fmt: skip
+
+
+def rows(outcome: Again) -> list[tuple[str, float, float]]:
+    """(what, served, simulated) for a table; shares, seconds, tokens per second."""
+    return [(name, _field(outcome.served, name), _field(outcome.simulated.summary, name)) for name in SHOWN]
+
+
+def _field(summary: Summary, name: str) -> float:
+    value: object = summary.as_dict()
+    for key in name.split("."):
+        assert isinstance(value, dict)
+        value = value[key]
+    assert isinstance(value, int | float)
+    return float(value)

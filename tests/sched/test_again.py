@@ -1,0 +1,29 @@
+"""Simulating a simulated run again must find the same: then what differs from a served one is the serving."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.journal import Replay, replay
+from jaxserve.sched.sim.again import again, rows
+
+from .harness import Job
+from .test_journal import perf, recorded
+
+
+@pytest.mark.parametrize("roles", ["1x1", "2x1", "4x1"])
+def test_a_simulated_run_comes_out_again(roles: str) -> None:
+    draw = random.Random(1)
+    jobs = [Job(range(1000 * i, 1000 * i + draw.randint(1, 20)), draw.randint(2, 14), i * 0.004) for i in range(60)]
+    outcome = again(replay(recorded(jobs, roles, "kairos").splitlines(), perf))
+    assert outcome.fit.mape < 1e-6 and outcome.noise < 1e-6
+    for name, served, simulated in rows(outcome):
+        assert simulated == pytest.approx(served, rel=0.02), name
+
+
+def test_a_journal_without_a_finished_request_is_refused() -> None:
+    with pytest.raises(InvalidValue, match="no request of the journal has finished"):
+        again(Replay())
