@@ -24,7 +24,8 @@ from pallas_kernels.layout import Ragged
 MASKED = -1e30  # finite: a masked chunk must not make NaN of exp(-inf + inf)
 QUERY_BLOCK = 64  # tokens of one row computed together
 KEY_BLOCK = 128  # tokens of keys read together for a query block
-CHUNK_BYTES = 512 * 1024  # keys of one decode chunk over all rows; stays in a core's cache
+CHUNK_BYTES = 512 * 1024  # keys of one decode chunk over its rows; stays in a core's cache
+ROWS = 8  # single tokens computed together
 
 
 class _Running(NamedTuple):
@@ -101,7 +102,27 @@ def _finish(state: _Running) -> jax.Array:
 def _single(
     q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, contexts: jax.Array, tables: jax.Array, scale: float
 ) -> jax.Array:
-    """One query per row, q [S, K, G, D], batched over rows; reads as far as the longest context.
+    """One query per row, q [S, K, G, D], in groups of rows of like context: each group reads as far as its longest."""
+    rows, kv_heads, group, dim = q.shape
+    if rows <= ROWS:
+        return _together(q, k_pool, v_pool, contexts, tables, scale)
+    order = jnp.argsort(-contexts)  # longest first
+    count = -(-rows // ROWS)
+    # What pads the last group has a context of 0: it reads nothing, and is not stored.
+    order = jnp.pad(order, (0, count * ROWS - rows), constant_values=rows).reshape(count, ROWS)
+    picked = jnp.minimum(order, rows - 1)
+    reach = jnp.where(order < rows, contexts[picked], 0)
+    mixed = lax.map(
+        lambda part: _together(part[0], k_pool, v_pool, part[1], part[2], scale), (q[picked], reach, tables[picked])
+    )  # [groups, ROWS, K, G, D]
+    flat = mixed.reshape(count * ROWS, kv_heads, group, dim)
+    return jnp.zeros_like(q).at[order.reshape(-1)].set(flat, mode="drop")
+
+
+def _together(
+    q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, contexts: jax.Array, tables: jax.Array, scale: float
+) -> jax.Array:
+    """One query per row, q [S, K, G, D], batched over all S rows; reads as far as the longest context.
 
     Both products run over whole tokens [K * D], as they lie in the pages: queries are spread block-diagonally over
     the kv heads, and of the mixed values each query keeps its own head's. That is K times the arithmetic, but one
