@@ -8,7 +8,8 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -75,8 +76,9 @@ def listen_on(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def serve(service: Service, sock: socket.socket, *, signals: bool = True) -> None:
-    """Serve on a bound socket until told to stop by a signal; `signals` off: until the task is cancelled."""
+async def serve(service: Service, sock: socket.socket, ready: Callable[[Ending], None] | None = None) -> None:
+    """Serve on a bound socket until told to stop: by a signal, or, for one who embeds a server and gives `ready`, by
+    the Ending that `ready` is called with once requests are taken."""
     config = uvicorn.Config(
         create_app(service),
         log_level=service.config.log_level,
@@ -84,14 +86,15 @@ async def serve(service: Service, sock: socket.socket, *, signals: bool = True) 
         access_log=service.config.log_level == "debug",
         timeout_graceful_shutdown=5,
         lifespan="off",
+        ws="none",
     )
     server = Server(config)
     ending = Ending(service, server)
-    if signals:
+    if ready is None:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, ending.drain)
         loop.add_signal_handler(signal.SIGINT, ending.now)
-    helpers = [asyncio.ensure_future(_announce(service, server, sock))]
+    helpers = [asyncio.ensure_future(_announce(service, server, sock, ready and partial(ready, ending)))]
     if not service.config.disable_log_stats:
         helpers.append(asyncio.ensure_future(_log_stats(service)))
     try:
@@ -136,10 +139,15 @@ class Ending:
         self._server.force_exit = True
 
 
-async def _announce(service: Service, server: uvicorn.Server, sock: socket.socket) -> None:
+async def _announce(
+    service: Service, server: uvicorn.Server, sock: socket.socket, ready: Callable[[], None] | None
+) -> None:
     """Say what is served where, once it is."""
     while not server.started:
         await asyncio.sleep(0.01)
+    if ready is not None:
+        ready()
+        return
     info, config = service.engine.info, service.config
     rows = [
         (one.name, one.role, " ".join(map(str, one.devices)), one.pages, one.pages * one.page_size)

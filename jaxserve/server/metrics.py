@@ -183,6 +183,9 @@ class EngineCollector(Collector):
             ("compilations_after_warmup", "Programs compiled while serving: 0.", stats.compilations_after_warmup),
             ("compilation_cache_loads", "Programs read from the cache on disk.", stats.cache_loads),
             ("deflections", "Requests prefilled on a decode instance.", getattr(stats, "deflections", 0)),
+            ("spec_decode_num_drafts", "Drafts verified.", getattr(counters, "drafts", 0)),
+            ("spec_decode_num_draft_tokens", "Tokens drafted.", getattr(counters, "draft_tokens", 0)),
+            ("spec_decode_num_accepted_tokens", "Of these, accepted.", getattr(counters, "accepted_tokens", 0)),
         ):
             yield self._family(CounterMetricFamily, name, text, [((), float(value))])
         text = "Requests that ended, by reason."

@@ -1,0 +1,180 @@
+"""What is parsed, refused or passed over, without a server."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from jaxserve.config import ServeConfig
+from jaxserve.errors import InvalidValue
+from jaxserve.sched.slo import NO_SLO, SLO
+from jaxserve.server.objectives import objectives_of
+from jaxserve.server.openai import ChatBody, CompletionBody, messages_of, params_of, parse, prompts_of
+
+VOCAB = 100
+
+
+def completion(**fields):
+    return parse(json.dumps({"prompt": "x", **fields}).encode(), CompletionBody)
+
+
+def chat(**fields):
+    return parse(json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode(), ChatBody)
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe\xfd", "not valid JSON"),
+        (b"[1]", "must be a JSON object"),
+        (b'{"prompt": "x", "temperature": NaN}', "NaN is not JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b"{}", "prompt is missing"),
+        (b'{"prompt": "x", "max_tokens": "many"}', "max_tokens='many'"),
+        (b'{"prompt": "x", "stop": ["a", 1]}', "stop="),
+        (b'{"prompt": "x", "stream_options": {"include_usage": "perhaps"}}', "stream_options.include_usage='perhaps'"),
+    ],
+)
+def test_what_is_not_a_body(raw, said):
+    with pytest.raises(InvalidValue, match=said):
+        parse(raw, CompletionBody)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "required"),
+        ("functions", [{"name": "f"}]),
+        ("response_format", {"type": "json_object"}),
+        ("lora_request", {"name": "a"}),
+        ("images", ["a"]),
+        ("audio", {"voice": "a"}),
+        ("modalities", ["text", "audio"]),
+        ("suffix", "end"),
+        ("chat_template", "{{ 1 }}"),
+        ("use_beam_search", True),
+        ("best_of", 3),
+    ],
+)
+def test_known_but_unsupported_is_refused_by_name(field, value):
+    with pytest.raises(InvalidValue, match=field) as caught:
+        params_of(completion(**{field: value}), VOCAB)
+    assert caught.value.param == field
+
+
+def test_unsupported_fields_that_say_nothing_are_fine():
+    params_of(
+        chat(tools=[], tool_choice="none", response_format={"type": "text"}, functions=None, n=2, best_of=2), VOCAB
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"stop": [""]}, "stop"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop_token_ids": [VOCAB]}, "stop_token_ids"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"100": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ],
+)
+def test_values_out_of_range(fields, param):
+    with pytest.raises(InvalidValue, match=param) as caught:
+        params_of(completion(**fields), VOCAB)
+    assert caught.value.param == param
+
+
+def test_values_out_of_range_in_chat():
+    for fields, param in (
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 40}, "logprobs"),
+    ):
+        with pytest.raises(InvalidValue) as caught:
+            params_of(chat(**fields), VOCAB)
+        assert caught.value.param == param
+
+
+def test_defaults_are_those_of_each_endpoint():
+    assert params_of(completion(), VOCAB).max_tokens == 16
+    assert params_of(chat(), VOCAB).max_tokens is None
+    assert params_of(chat(max_tokens=5, max_completion_tokens=7), VOCAB).max_tokens == 7
+    assert params_of(chat(logprobs=True), VOCAB).logprobs == 0
+    made = params_of(completion(stop="a", logit_bias={"3": -2.5}, top_k=4, min_p=0.1, repetition_penalty=1.2), VOCAB)
+    assert (made.stop, made.logit_bias, made.top_k) == (("a",), ((3, -2.5),), 4)
+
+
+def test_prompts():
+    assert prompts_of("a") == ["a"]
+    assert prompts_of(["a", "b"]) == ["a", "b"]
+    assert prompts_of([1, 2]) == [[1, 2]]
+    assert prompts_of([[1], [2]]) == [[1], [2]]
+    for wrong in ([], 3, None, [True], ["a", 1], [[]], [["a"]], {"a": 1}):
+        with pytest.raises(InvalidValue, match="prompt="):
+            prompts_of(wrong)
+
+
+def test_messages():
+    assert messages_of([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}])[
+        0
+    ] == {"role": "user", "content": "a\nb"}
+    for wrong, said in (
+        ([], "at least one"),
+        ([{"content": "x"}], r"messages\[0\].role"),
+        ([{"role": "user", "content": 3}], "content=3"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "image_url"),
+        ([{"role": "user", "content": [{"type": "input_audio"}]}], "input_audio"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "with a text"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "tool_calls"),
+    ):
+        with pytest.raises(InvalidValue, match=said):
+            messages_of(wrong)
+
+
+def test_objectives():
+    config = ServeConfig(ttft_slo=4.0, tpot_slo=0.1)
+    assert objectives_of(completion(), {}, config) == (SLO(4.0, 0.1), 0, "standard")
+    assert objectives_of(completion(ttft_slo_ms=500), {}, config).slo == SLO(0.5, 0.1)
+    headers = {"x-slo-ttft-ms": "100", "x-llm-d-slo-ttft-ms": "200", "x-slo-tpot-ms": "20"}
+    assert objectives_of(completion(), headers, config).slo == SLO(0.2, 0.02)
+    assert objectives_of(completion(ttft_slo_ms=500), headers, config).slo == SLO(0.5, 0.02)
+    assert objectives_of(completion(tbt_slo_ms=40), {}, config).slo.tbt == pytest.approx(0.04)
+    assert objectives_of(completion(service_tier="interactive"), {}, config).slo.ttft == 1.0
+    assert objectives_of(completion(service_tier="batch"), {}, config).priority == 1
+    assert objectives_of(completion(service_tier="batch", priority=-5), {}, config).priority == -5
+    for name in ("flex", "best_effort"):
+        assert objectives_of(completion(service_tier=name), {}, config) == (NO_SLO, 0, "best_effort")
+    staged = completion(stage_slo={"thinking": {"tpot_slo_ms": 20}, "answer": {"tpot_slo_ms": 50}})
+    assert dict(objectives_of(staged, {}, config).slo.stages) == {"thinking": 0.02, "answer": 0.05}
+
+
+@pytest.mark.parametrize(
+    ("fields", "headers", "param"),
+    [
+        ({"ttft_slo_ms": 0}, {}, "ttft_slo_ms"),
+        ({"tpot_slo_ms": -3}, {}, "tpot_slo_ms"),
+        ({"service_tier": "gold"}, {}, "service_tier"),
+        ({"stage_slo": {"dreaming": {"tpot_slo_ms": 1}}}, {}, "stage_slo"),
+        ({"stage_slo": {"answer": {"tpot_slo_ms": 0}}}, {}, "stage_slo.answer.tpot_slo_ms"),
+        ({}, {"x-llm-d-slo-ttft-ms": "soon"}, "x-llm-d-slo-ttft-ms"),
+        ({}, {"x-slo-tpot-ms": "-1"}, "x-slo-tpot-ms"),
+        ({}, {"x-slo-tpot-ms": "nan"}, "x-slo-tpot-ms"),
+    ],
+)
+def test_objectives_that_make_no_sense(fields, headers, param):
+    with pytest.raises(InvalidValue) as caught:
+        objectives_of(completion(**fields), headers, ServeConfig())
+    assert caught.value.param == param
+
+
+def test_no_objective_is_no_deadline():
+    assert math.isinf(objectives_of(completion(service_tier="flex"), {}, ServeConfig()).slo.ttft)

@@ -1,0 +1,79 @@
+"""Whoever leaves frees what he held."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import httpx
+import openai
+import pytest
+
+LONG = {"prompt": "def main(", "max_tokens": 200, "ignore_eos": True}
+
+
+def test_leaving_a_stream_frees_the_request(live):
+    with live.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+        assert next(response.iter_lines()).startswith("data: {")
+        assert live.engine.stats().running == 1
+    live.quiet()
+    assert live.engine.stats().finished["abort"] >= 1
+    assert live.engine.stats().kv_usage == 0
+
+
+def test_leaving_a_stream_with_openais_client(live):
+    before = live.engine.stats().finished.get("abort", 0)
+    with live.client.completions.create(
+        model="jaxserve-demo", prompt="x", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
+        next(iter(stream))
+    live.quiet()
+    assert live.engine.stats().finished["abort"] == before + 1
+
+
+def test_leaving_a_whole_answer_frees_the_request(live):
+    before = live.engine.stats().finished.get("abort", 0)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{live.url}/v1/completions", json={**LONG, "n": 3}, timeout=httpx.Timeout(5, read=0.1))
+    live.quiet()
+    assert live.engine.stats().finished["abort"] == before + 3
+    assert live.http.post("/v1/completions", json={**LONG, "max_tokens": 2}).status_code == 200
+
+
+def test_leaving_while_waiting_in_the_queue(fake):
+    live = fake(delay=0.3)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{live.url}/v1/completions", json={**LONG, "stream": True}, timeout=httpx.Timeout(5, read=0.1))
+    live.quiet()
+    assert list(live.engine.cancelled.values()) == ["abort"]
+
+
+def test_many_leave_and_one_stays(live):
+    async def leave(client: openai.AsyncOpenAI) -> None:
+        stream = await client.completions.create(model="jaxserve-demo", prompt="x", max_tokens=200, stream=True)
+        async for _ in stream:
+            await stream.close()
+            return
+
+    async def main() -> int:
+        async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+            stay = client.completions.create(
+                model="jaxserve-demo", prompt="y", max_tokens=30, extra_body={"ignore_eos": True}
+            )
+            made, *_ = await asyncio.gather(stay, *(leave(client) for _ in range(6)))
+            return made.usage.completion_tokens
+
+    assert asyncio.run(main()) == 30
+    live.quiet()
+    live.engine.check()
+
+
+def test_a_stop_string_frees_the_request(live):
+    before = live.engine.stats().finished.get("stop", 0)
+    made = live.http.post("/v1/completions", json={**LONG, "stop": ["a", "e", "i", "\n", " ", "t", "s", "0"]}).json()
+    assert made["choices"][0]["finish_reason"] == "stop" and made["usage"]["completion_tokens"] < 200
+    end = time.monotonic() + 10
+    while live.engine.stats().finished.get("stop", 0) == before:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    live.quiet()

@@ -1,0 +1,94 @@
+"""`/metrics` parses, has vLLM's names, and adds up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from double import Double
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxserve.server.metrics import StatsLine
+
+NAMES = [
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_inference_time_seconds",
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "num_preemptions_total",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "request_success_total",
+    "cache_config_info",
+    "slo_attainment",
+    "slo_violations_total",
+    "request_slack_seconds",
+    "predicted_step_seconds",
+    "measured_step_seconds",
+    "compilations_total",
+    "deflections_total",
+    "kv_transfer_seconds",
+    "spec_decode_num_drafts_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
+]
+
+
+def scrape(live: Any) -> dict[str, float]:
+    """Name -> sum over all labels."""
+    made: dict[str, float] = {}
+    for family in text_string_to_metric_families(live.http.get("/metrics").text):
+        for sample in family.samples:
+            made[sample.name] = made.get(sample.name, 0.0) + sample.value
+    return made
+
+
+def test_metrics_add_up(live):
+    live.quiet()
+    before = scrape(live)
+    body = {"prompt": "def main(args):", "max_tokens": 6, "ignore_eos": True, "min_tokens": 6}
+    made = [live.http.post("/v1/completions", json={**body, "n": n}).json() for n in (1, 2)]
+    live.quiet()
+    after = scrape(live)
+    gained = {name: after[name] - before.get(name, 0.0) for name in after}
+    prefix = "jaxserve:"
+    prompt = made[0]["usage"]["prompt_tokens"]
+    assert gained[prefix + "generation_tokens_total"] == 18
+    assert gained[prefix + "prompt_tokens_total"] == 3 * prompt
+    assert gained[prefix + "request_success_total"] == 3
+    for name, count in (("time_to_first_token", 3), ("e2e_request_latency", 3), ("inter_token_latency", 15)):
+        assert gained[f"{prefix}{name}_seconds_count"] == count
+    assert gained[prefix + "request_time_per_output_token_seconds_count"] == 3
+    assert gained[prefix + "predicted_step_seconds_count"] == gained[prefix + "measured_step_seconds_count"] > 0
+    assert gained[prefix + "kv_transfer_seconds_count"] > 0, "2x1 moves KV from prefill to decode"
+    assert after[prefix + "num_requests_running"] == after[prefix + "num_requests_waiting"] == 0
+    assert after[prefix + "kv_cache_usage_perc"] == 0
+    assert after[prefix + "compilations_after_warmup_total"] == 0
+    total = gained[prefix + "e2e_request_latency_seconds_sum"]
+    parts = ("request_queue_time", "request_prefill_time", "request_decode_time")
+    assert sum(gained[f"{prefix}{part}_seconds_sum"] for part in parts) == pytest.approx(total)
+
+
+def test_names_are_vllms(live):
+    names = {name.removeprefix("jaxserve:") for name in scrape(live)}
+    missing = [name for name in NAMES if not {name, f"{name}_count"} & names]
+    assert not missing
+
+
+def test_the_line_of_statistics():
+    engine = Double()
+    line = StatsLine(engine)
+    assert line.text(0.0) is None, "nothing happens"
+    engine._counters.generated_tokens = 100
+    assert "generation 10.0 tokens/s" in str(line.text(10.0))
+    assert "generation 0.0 tokens/s" in str(line.text(20.0)), "said once when it becomes quiet"
+    assert line.text(30.0) is None

@@ -1,0 +1,196 @@
+"""Every bad request gets its status in OpenAI's shape, and the server goes on serving others."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import httpx
+import openai
+import pytest
+
+GOOD = {"prompt": "def main(", "max_tokens": 3}
+
+
+def check(response: httpx.Response, status: int, param: str | None = None) -> dict:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    assert response.headers["X-Request-Id"]
+    if param is not None:
+        assert error["param"] == param
+    return error
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        (b'{"prompt": ', 400, None),
+        (b'"text"', 400, None),
+        (b"", 400, None),
+        ({"max_tokens": "many"}, 400, "max_tokens"),
+        ({"temperature": [1]}, 400, "temperature"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"model": "gpt-17"}, 404, "model"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"lora_request": {"lora_name": "x"}}, 400, "lora_request"),
+        ({"best_of": 5}, 400, "best_of"),
+        ({"max_tokens": 100_000}, 400, "max_tokens"),
+        ({"n": 100_000}, 400, "n"),
+        ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
+        ({"stream": True, "prompt_logprobs": 1}, 400, "prompt_logprobs"),
+        ({"service_tier": "gold"}, 400, "service_tier"),
+        ({"ttft_slo_ms": -5}, 400, "ttft_slo_ms"),
+        ({"stop_token_ids": [10**9]}, 400, "stop_token_ids"),
+    ],
+)
+def test_bad_bodies(fake, path, body, status, param):
+    live = fake()
+    if isinstance(body, dict):
+        base = GOOD if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+        body = json.dumps({**base, **body}).encode()
+    check(live.http.post(path, content=body), status, param)
+    assert live.http.post("/v1/completions", json=GOOD).status_code == 200
+    assert all(one.finish_reason for one in live.engine.submitted)
+
+
+def test_bad_bodies_of_one_endpoint_only(fake):
+    live = fake()
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}]
+    for path, body, param in (
+        ("/v1/completions", {"prompt": None}, "prompt"),
+        ("/v1/completions", {"prompt": []}, "prompt"),
+        ("/v1/completions", {"prompt": ""}, "prompt"),
+        ("/v1/completions", {"prompt": [5, 10**9]}, "prompt"),
+        ("/v1/completions", {"prompt": [1, 13]}, "prompt"),  # what the engine refuses
+        ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix"),
+        ("/v1/chat/completions", {"messages": []}, "messages"),
+        ("/v1/chat/completions", {"messages": "hi"}, "messages"),
+        ("/v1/chat/completions", {"messages": image}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+        ("/v1/chat/completions", {"messages": image, "audio": {"voice": "a"}}, "audio"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+            "chat_template_kwargs",
+        ),
+        ("/tokenize", {}, "prompt"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens.0"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+    ):
+        check(live.http.post(path, json=body), 400, param)
+    assert live.http.post("/v1/completions", json=GOOD).status_code == 200
+
+
+def test_a_prompt_longer_than_the_context_names_both_lengths(fake):
+    live = fake(max_model_len=64)
+    error = check(live.http.post("/v1/completions", json={"prompt": [5] * 100}), 400, "prompt")
+    assert "100" in error["message"] and "64" in error["message"]
+    error = check(live.http.post("/v1/completions", json={"prompt": [5] * 60, "max_tokens": 10}), 400, "max_tokens")
+    assert "at most 4" in error["message"]
+
+
+def test_a_large_body(fake):
+    live = fake()
+    large = b'{"prompt": "' + b"a" * (10 << 20) + b'"}'
+    check(live.http.post("/v1/completions", content=large), 413)
+    check(live.http.post("/v1/completions", content=(large[i : i + 65536] for i in range(0, len(large), 65536))), 413)
+    assert live.http.post("/v1/completions", json=GOOD).status_code == 200
+    small = fake(config={"max_body_size": "1k"})
+    check(small.http.post("/v1/completions", content=b" " * 1025), 413)
+
+
+def test_keys(fake):
+    live = fake(config={"api_key": ("sesame", "second")})
+    check(live.http.post("/v1/completions", json=GOOD), 401)
+    refused = live.http.get("/v1/models", headers={"Authorization": "Bearer wrong"})
+    assert check(refused, 401)["code"] == "invalid_api_key" and refused.headers["WWW-Authenticate"] == "Bearer"
+    for key in ("sesame", "second"):
+        assert live.http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+    assert live.http.get("/health").status_code == 200
+    with pytest.raises(openai.AuthenticationError):
+        live.client.models.list()
+
+
+def test_unknown_places(fake):
+    live = fake()
+    check(live.http.get("/nowhere"), 404)
+    check(live.http.get("/v1/completions"), 405)
+    check(live.http.get("/v1/models/none"), 404, "model")
+    with pytest.raises(openai.NotFoundError):
+        live.client.completions.create(model="none", prompt="x")
+
+
+def test_a_full_queue(fake):
+    live = fake(bound=2, delay=0.05)
+    streams = [live.http.stream("POST", "/v1/completions", json={**GOOD, "stream": True}) for _ in range(2)]
+    with streams[0], streams[1]:
+        refused = live.http.post("/v1/completions", json=GOOD)
+        assert check(refused, 503)["code"] == "queue_full" and refused.headers["Retry-After"] == "2"
+        check(live.http.post("/v1/completions", json={**GOOD, "stream": True}), 503)
+    live.quiet()
+    check(live.http.post("/v1/completions", json={**GOOD, "n": 3}), 503)
+    live.quiet()
+    assert live.http.post("/v1/completions", json=GOOD).status_code == 200
+
+
+def test_what_the_engine_gives_up(fake):
+    live = fake()
+    live.engine.fail_after = 0
+    check(live.http.post("/v1/completions", json=GOOD), 500)
+    check(live.http.post("/v1/completions", json={**GOOD, "stream": True}), 500)
+    live.engine.fail_after = 2
+    with live.http.stream("POST", "/v1/completions", json={**GOOD, "stream": True}) as response:
+        lines = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    assert response.status_code == 200 and lines[-1]["error"]["message"] == "out of luck"
+    live.engine.fail_after, live.engine.reject = None, "no pool is large enough"
+    assert check(live.http.post("/v1/completions", json=GOOD), 400)["code"] == "rejected"
+    live.engine.reject = None
+    assert live.http.post("/v1/completions", json=GOOD).status_code == 200
+
+
+def test_a_bug_is_a_500_and_logged(fake, caplog):
+    live = fake()
+    submit, live.engine.submit = live.engine.submit, None
+    error = check(live.http.post("/v1/completions", json=GOOD), 500)
+    assert "TypeError" in error["message"] and "internal error" in caplog.text
+    live.engine.submit = submit
+    assert live.http.post("/v1/completions", json=GOOD).status_code == 200
+
+
+def test_an_engine_that_failed(fake):
+    live = fake()
+    live.engine.healthy = False
+    assert check(live.http.get("/health"), 503)["code"] == "unhealthy"
+
+
+def test_draining_refuses_new_requests_and_finishes_old_ones(fake):
+    live = fake(delay=0.05)
+    answers = []
+    body = {**GOOD, "max_tokens": 20}
+    running = threading.Thread(target=lambda: answers.append(httpx.post(f"{live.url}/v1/completions", json=body)))
+    running.start()
+    while not live.engine.submitted:
+        pass
+    live.http.get("/health")  # a connection that outlives the listening socket
+    live.call(live.ending.drain)
+    while not live.service.draining:
+        pass
+    refused = live.http.post("/v1/completions", json=GOOD)
+    assert check(refused, 503)["code"] == "shutting_down" and "Retry-After" in refused.headers
+    check(live.http.get("/health"), 503)
+    running.join(30)
+    assert answers[0].status_code == 200 and answers[0].json()["usage"]["completion_tokens"] == 20
+
+
+def test_a_drain_does_not_wait_forever(fake):
+    live = fake(delay=0.2, config={"drain_timeout": "300ms"})
+    body = {**GOOD, "max_tokens": 200, "stream": True}
+    with live.http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        live.call(live.ending.drain)
+        with pytest.raises(httpx.HTTPError):
+            for _ in response.iter_lines():
+                pass
