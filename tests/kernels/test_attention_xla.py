@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from pallas_kernels import attention_xla
@@ -70,6 +72,23 @@ def test_decode_equals_the_dense_twin(kv_heads: int, group: int) -> None:
 def test_mixed_rows_equal_the_dense_twin(kv_heads: int, group: int) -> None:
     rows = [(5, 5), (1, 33), (4, 9), (1, 1), (PAGE, PAGE), (3, 40), (PAGE + 1, PAGE + 1), (2, 2)]
     check(rows, kv_heads, group, tokens=32, padded_rows=10, width=12)
+
+
+@given(
+    rows=st.lists(
+        st.tuples(st.sampled_from([0, 1, 1, 2, 3, 5]), st.sampled_from([0, 1, 3, 4, 5, 12])), min_size=1, max_size=9
+    ),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=40)
+def test_any_step_equals_the_dense_twin(rows: list[tuple[int, int]], seed: int) -> None:
+    """Rows of `length` new tokens after `past` old ones, in one program of 45 tokens and 12 rows."""
+    steps = [(length, past + length if length else 0) for length, past in rows]
+    ragged = make(
+        steps, deal(steps, page=PAGE, pool=POOL, seed=seed), page=PAGE, pool=POOL, tokens=45, padded_rows=12, width=8
+    )
+    q = values(45, 4, DIM, seed=seed)
+    np.testing.assert_allclose(attend(q, *pools(2), ragged), dense(q, *pools(2), ragged), atol=1e-5, rtol=0)
 
 
 def test_a_prompt_longer_than_a_query_block(monkeypatch: pytest.MonkeyPatch) -> None:
