@@ -99,6 +99,16 @@ def learning_rate(done: float, peak: float, warm_up: float) -> float:
     return peak * (LOWEST_RATE + (1.0 - LOWEST_RATE) * 0.5 * (1.0 + math.cos(angle)))
 
 
+def shape_at(done: float, options: argparse.Namespace) -> tuple[int, int]:
+    """(rows, length) at the fraction `done`: short rows are cheap, long ones at the end teach far positions.
+
+    The tokens in a batch stay the same, so that the learning rate keeps its meaning.
+    """
+    if done < 1.0 - options.long_share:
+        return options.rows, options.length
+    return max(1, options.rows * options.length // options.long_length), options.long_length
+
+
 def rows_of(tokens: np.ndarray, step: int, rows: int, length: int, seed: int) -> np.ndarray:
     """The batch [rows, length + 1] int32 of a step: each epoch cuts the text anew and shuffles the pieces."""
     pieces = (len(tokens) - 1) // length - 1  # one less leaves room for the epoch's offset
@@ -173,6 +183,7 @@ def train(options: argparse.Namespace, config: NetConfig) -> tuple[Tokenizer, St
     if options.resume:
         state = checkpoints.restore(state)
     shape = (options.rows, options.length)
+    tokens_per_step = options.rows * options.length
     started = time.monotonic() - state.seconds
     saved_at = state.seconds
     recent: list[jax.Array] = []
@@ -183,11 +194,11 @@ def train(options: argparse.Namespace, config: NetConfig) -> tuple[Tokenizer, St
     def report(rate: float) -> None:
         validation = validation_loss(loss, state.params, held_out, *shape)
         entry = {"step": state.step, "seconds": round(state.seconds, 1), "rate": rate}
-        entry["tokens"] = state.step * shape[0] * shape[1]
+        entry["tokens"] = state.step * tokens_per_step
         entry["train_loss"] = float(np.mean([float(value) for value in recent]))
         entry["validation_loss"] = validation
         state.history.append(entry)
-        speed = len(recent) * shape[0] * shape[1] / (state.seconds - before)
+        speed = len(recent) * tokens_per_step / (state.seconds - before)
         print("  ".join(f"{k} {v:.4g}" for k, v in entry.items()) + f"  tokens/s {speed:.0f}", flush=True)
 
     before = state.seconds
@@ -196,7 +207,7 @@ def train(options: argparse.Namespace, config: NetConfig) -> tuple[Tokenizer, St
         bar = progress.add_task("training", total=1.0)
         while (fraction := done()) < 1.0:
             rate = learning_rate(fraction, options.rate, options.warm_up)
-            batch = jnp.asarray(rows_of(tokens, state.step, *shape, options.seed))
+            batch = jnp.asarray(rows_of(tokens, state.step, *shape_at(fraction, options), options.seed))
             state.params, state.optimizer, value = step(state.params, state.optimizer, batch, jnp.float32(rate))
             recent.append(value)
             value.block_until_ready()
@@ -242,6 +253,8 @@ def build_parser() -> argparse.ArgumentParser:
     length.add_argument("--steps", type=int, help="train for this many steps; the schedule follows them")
     parser.add_argument("--rows", type=int, default=8, help="rows in a batch (default 8)")
     parser.add_argument("--length", type=int, default=512, help="tokens in a row (default 512)")
+    parser.add_argument("--long-length", type=int, default=2048, help="tokens in a row at the end (default 2048)")
+    parser.add_argument("--long-share", type=float, default=0.2, help="share of the run with long rows (0.2)")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate (default 0.002)")
     parser.add_argument("--warm-up", type=float, default=0.02, help="share of the run spent warming up (0.02)")
     parser.add_argument("--weight-decay", type=float, default=0.1, help="on matrices only (default 0.1)")
