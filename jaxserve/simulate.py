@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +174,8 @@ def main(args: argparse.Namespace) -> int:
     title = f"{args.workload} on {mesh} of {latency.name}"
     print_report(title, reports)
     if args.out is not None:
-        settings = {name: _plain(value) for name, value in sorted(vars(args).items()) if name != "out"}
+        settings: dict[str, Any] = {name: _plain(value) for name, value in sorted(vars(args).items()) if name != "out"}
+        settings["coefficients"] = asdict(latency.solve())
         for path in write_report(args.out, title, settings, reports):
             print(f"wrote {path}")
     return 0

@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 
 from jaxserve import __version__
+from jaxserve.report.origin import commit
 from jaxserve.report.table import print_table
 from jaxserve.sched.metrics import CLASSES, GOAL, Summary, goodput_rate
 from jaxserve.sched.sim import Report
@@ -122,6 +123,7 @@ def write_report(out: Path, title: str, settings: Mapping[str, Any], reports: Se
     document = {
         "title": title,
         "jaxserve": __version__,
+        "commit": commit(),
         "python": platform.python_version(),
         "numpy": numpy.__version__,
         "settings": settings,

@@ -1,12 +1,13 @@
 """Tables, plots and bars: they show what they were given, and stay silent when there is nothing to wait for."""
 
 import io
+import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from jaxserve.report import plot, progress, table
+from jaxserve.report import origin, plot, progress, table
 
 
 def test_table_shows_every_cell_and_refuses_ragged_rows() -> None:
@@ -54,3 +55,8 @@ def test_plots_write_pictures(tmp_path: Path) -> None:
         plot.cdf(tmp_path / "cdf.png", {"a": [3, 1, 2, float("nan")], "empty": []}, level=2),
     ):
         assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_results_say_which_source_they_came_from() -> None:
+    found = origin.commit()
+    assert found is None or re.fullmatch(r"[0-9a-f]{12}\+?", found)
