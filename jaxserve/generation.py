@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
@@ -127,7 +128,7 @@ class Choice:
 
     def _end(self, piece: Piece, delta: Delta) -> Piece:
         self.finished = True
-        record = self._engine.record(self.request)
+        record = self._record(delta)
         metrics = None if record is None else RequestMetrics.of(record)
         if metrics is not None:
             metrics = replace(metrics, token_times=metrics.token_times[: self.count])
@@ -138,6 +139,15 @@ class Choice:
         return piece._replace(
             finish_reason=reason, stop_reason=stop if stop is not None else token, error=delta.error, metrics=metrics
         )
+
+    def _record(self, delta: Delta) -> Any:
+        """The request's times. The engine notes them just after it has told the end, so we may be a moment early."""
+        for _ in range(20 if delta.finish_reason in ("stop", "length") else 1):
+            record = self._engine.record(self.request)
+            if record is not None:
+                return record
+            time.sleep(0.001)
+        return None
 
 
 def submit(
@@ -186,7 +196,7 @@ class Mailbox:
     """Carries news from the engine's thread to one event loop: one wake-up for all that a step brings."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self.loop = loop
         self._items: deque[tuple[asyncio.Queue[Any], Any]] = deque()
         self._called = False
 
@@ -196,7 +206,7 @@ class Mailbox:
         if not self._called:
             self._called = True
             with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._flush)
+                self.loop.call_soon_threadsafe(self._flush)
 
     def _flush(self) -> None:
         self._called = False  # before reading: an item posted from now on calls again

@@ -161,6 +161,13 @@ class AsyncLLM(_Base):
     ) -> None:
         await asyncio.to_thread(self.close)
 
+    def _open_mailbox(self) -> Mailbox:
+        """The mailbox of the loop that runs: a program may have one loop after another."""
+        loop = asyncio.get_running_loop()
+        if self._mailbox is None or self._mailbox.loop is not loop:
+            self._mailbox = Mailbox(loop)
+        return self._mailbox
+
     async def stream(
         self,
         prompt: Prompt,
@@ -174,11 +181,10 @@ class AsyncLLM(_Base):
 
         Closing the iterator, or cancelling the task that reads it, cancels the request in the engine.
         """
-        if self._mailbox is None:
-            self._mailbox = Mailbox(asyncio.get_running_loop())
+        mailbox = self._open_mailbox()
         job = self._job(prompt, sampling_params or SamplingParams(), slo, priority, tier)
         left = job.params.n
-        async with aclosing(pieces(self.engine, self.tokenizer, job, self._mailbox)) as news:
+        async with aclosing(pieces(self.engine, self.tokenizer, job, mailbox)) as news:
             async for piece in news:
                 left -= piece.finish_reason is not None
                 output = _blank(job)
@@ -197,11 +203,10 @@ class AsyncLLM(_Base):
         tier: str = STANDARD,
     ) -> RequestOutput:
         """The whole of what comes for one prompt. Cancelling the call cancels the request in the engine."""
-        if self._mailbox is None:
-            self._mailbox = Mailbox(asyncio.get_running_loop())
+        mailbox = self._open_mailbox()
         job = self._job(prompt, sampling_params or SamplingParams(), slo, priority, tier)
         output = _blank(job)
-        async with aclosing(pieces(self.engine, self.tokenizer, job, self._mailbox)) as news:
+        async with aclosing(pieces(self.engine, self.tokenizer, job, mailbox)) as news:
             async for piece in news:
                 _add(output, output.outputs[piece.choice], piece, self.tokenizer)
         output.finished = True

@@ -181,8 +181,9 @@ class _Reader:
         hints = typing.get_type_hints(cls, include_extras=True)
         allowed = {f.name for f in dataclasses.fields(cls) if f.init}
         made: dict[str, Any] = {}
-        for key, key_node, child in self.items(node, name):
-            field = str(key).replace("-", "_")
+        for _, key_node, child in self.items(node, name):
+            key = str(key_node.value)  # as written: YAML reads `on` as a truth value
+            field = key.replace("-", "_")
             if field not in allowed:
                 inside = f" in {name}" if name else ""
                 raise InvalidValue(f"{self.at(key_node)}: unknown key {key!r}{inside}; {nearest(field, allowed)}", key)

@@ -1,0 +1,158 @@
+"""Text from tokens: nothing is split, nothing is lost, and the work per token is bounded."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from jaxserve.detokenize import Detokenizer, StopStrings, TextStream
+from jaxserve.errors import InvalidValue
+from jaxserve.sched.params import SamplingParams
+from jaxserve.tokenizer import Tokenizer
+
+WORDS = ["▁the", "▁cat", "s", "▁", "<s>", "</s>", "é"]
+
+
+@pytest.fixture(scope="module")
+def fallback() -> Tokenizer:
+    """A tokenizer in the manner of SentencePiece: bytes for what it has no piece for, a mark for spaces."""
+    vocab = {piece: id for id, piece in enumerate([f"<0x{byte:02X}>" for byte in range(256)] + WORDS)}
+    backend = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<s>"))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", bos_token="<s>"))
+
+
+def streamed(tokenizer, ids):
+    detokenizer = Detokenizer(tokenizer)
+    parts = [detokenizer.add(id) for id in ids]
+    return [*parts, detokenizer.flush()]
+
+
+@given(st.data())
+def test_any_tokens_of_a_byte_level_vocabulary(tokenizer, data):
+    ids = data.draw(st.lists(st.integers(0, 4095) | st.integers(4, 259), max_size=60))
+    assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@given(st.data())
+def test_any_tokens_with_byte_fallback(fallback, data):
+    ids = data.draw(st.lists(st.integers(0, 255 + len(WORDS)) | st.integers(0xB0, 0xF0), max_size=60))
+    assert "".join(streamed(fallback, ids)) == fallback.decode(ids, skip_special_tokens=True)
+
+
+@given(st.text(max_size=40))
+def test_text_comes_out_whole(tokenizer, text):
+    parts = streamed(tokenizer, tokenizer.encode(text))
+    assert "".join(parts) == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in part for part in parts), "no part of a character goes out"
+
+
+def test_a_run_of_bytes_goes_out_whole(fallback):
+    run = list("你好".encode())
+    parts = streamed(fallback, [257, *run, 256, *run[:2]])
+    assert parts == [" cat".strip(), "", "", "", "", "", "", "你好 the", "", "", "\ufffd\ufffd"]
+
+
+def test_the_work_per_token_is_bounded(tokenizer):
+    sizes = []
+
+    class Counting:
+        byte_fallback = frozenset()
+
+        def decode(self, tokens, skip_special_tokens=False):
+            sizes.append(len(tokens))
+            return tokenizer.decode(tokens, skip_special_tokens)
+
+    garbage = tokenizer.encode("é")[:1] if len(tokenizer.encode("é")) > 1 else [200]
+    for ids in ([500 + i % 50 for i in range(3000)], garbage * 3000):
+        sizes.clear()
+        streamed(Counting(), ids)
+        assert max(sizes) <= 16 and len(sizes) <= 2 * len(ids)
+
+
+def test_pieces_are_bytes(tokenizer, fallback):
+    for text in ("def main(args):", "héllo 🎉 你好"):
+        ids = tokenizer.encode(text)
+        assert b"".join(map(tokenizer.piece_bytes, ids)).decode() == text
+    assert fallback.piece_bytes(0xE4) == b"\xe4" and fallback.piece(256) == " the"
+    assert tokenizer.piece(0) == "<|endoftext|>" and tokenizer.piece_bytes(10**6) == b""
+
+
+@given(st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.text("abc", max_size=30), st.randoms())
+def test_stop_strings_are_found_where_one_search_finds_them(stops, text, rng):
+    finder, rest, out, found = StopStrings(stops), text, "", None
+    while rest and found is None:
+        cut = rng.randint(1, 4)
+        new, found = finder.add(rest[:cut])
+        out, rest = out + new, rest[cut:]
+    if found is None:
+        out += finder.flush()
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    if not ends:
+        assert (out, found) == (text, None)
+    else:
+        assert found in stops and text.startswith(out + found) and len(out + found) == min(ends)
+
+
+def test_what_may_begin_a_stop_string_is_held_back():
+    finder = StopStrings(["</end>"])
+    assert finder.add("a </") == ("a ", None)
+    assert finder.add("en") == ("", None)
+    assert finder.add("try") == ("</entry", None)
+    assert finder.add("</end> more") == ("", "</end>")
+    assert StopStrings(["b"], include=True).add("abc") == ("ab", "b")
+
+
+def test_tokens_after_the_stop_do_not_count(tokenizer):
+    ids = tokenizer.encode("one two three four")
+    stream = TextStream(tokenizer, SamplingParams(stop=("two",)))
+    gain = stream.add(ids, final=True)
+    assert gain.text == "one " and gain.stop == "two" and gain.used < len(ids)
+    assert tokenizer.decode(ids[: gain.used]).rstrip().endswith("two")
+
+
+def test_min_tokens_come_first(tokenizer):
+    ids = tokenizer.encode("two two two")
+    stream = TextStream(tokenizer, SamplingParams(stop=("two",), min_tokens=len(ids), max_tokens=99))
+    gain = stream.add(ids)
+    assert gain.text == "two two " and gain.stop == "two"
+
+
+def test_the_stop_token_is_not_text(tokenizer):
+    ids = tokenizer.encode("one two")
+    assert TextStream(tokenizer, SamplingParams()).add(ids, final=True, stop_token=ids[-1]).text == "one"
+    kept = TextStream(tokenizer, SamplingParams(include_stop_str_in_output=True))
+    assert kept.add(ids, final=True, stop_token=ids[-1]).text == "one two"
+
+
+def test_templates(tokenizer, fallback, tmp_path):
+    talk = [{"role": "user", "content": "hi"}]
+    assert tokenizer.chat(talk).endswith("<|assistant|>\n")
+    assert not tokenizer.chat(talk, add_generation_prompt=False).endswith("<|assistant|>\n")
+    with pytest.raises(InvalidValue, match="no chat template"):
+        fallback.chat(talk)
+    with pytest.raises(InvalidValue, match="wizard"):
+        tokenizer.chat([{"role": "wizard", "content": "x"}])
+    with pytest.raises(InvalidValue, match="may not set tokenize"):
+        tokenizer.chat(talk, arguments={"tokenize": True})
+    own = tmp_path / "own.jinja"
+    own.write_text("{{ messages[0].content }}{{ mood }}!")
+    loaded = Tokenizer.load(tokenizer._hf.name_or_path, chat_template=str(own))
+    assert loaded.chat(talk, arguments={"mood": "?"}) == "hi?!"
+    with pytest.raises(InvalidValue, match="neither a file nor a template"):
+        Tokenizer.load("x", chat_template="nowhere.jinja")
+
+
+def test_random_words_survive(tokenizer):
+    rng = random.Random(0)
+    text = "".join(rng.choice("ab é🎉你\n\t") for _ in range(2000))
+    assert "".join(streamed(tokenizer, tokenizer.encode(text))) == text

@@ -1,0 +1,166 @@
+"""Commands and flags, and a server as a process: started, asked, and ended by a signal."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from jaxserve import __main__ as cli
+from jaxserve.config import ServeConfig
+from jaxserve.flags import TeachingParser, add_arguments, config_of
+
+SMALL = "--max-model-len 128 --max-num-seqs 4 --max-num-batched-tokens 32 --kv-cache-memory 16MiB".split()  # noqa: SIM905
+
+
+def parsed(*words: str) -> ServeConfig:
+    parser = TeachingParser(prog="serve")
+    add_arguments(parser)
+    return config_of(parser.parse_args(words))
+
+
+def test_flags_are_the_settings():
+    assert parsed() == ServeConfig()
+    made = parsed(
+        *("Qwen/Qwen3-8B --mesh 4x2 --ttft-slo 8s --tpot-slo 50ms --no-enable-prefix-caching --share-devices").split(),
+        *"--api-key a b --kv-cache-memory 2GiB --load-format dummy --prefill 1".split(),
+    )
+    assert (made.model, made.mesh, made.ttft_slo, made.tpot_slo) == ("Qwen/Qwen3-8B", "4x2", 8.0, 0.05)
+    assert (made.enable_prefix_caching, made.share_devices, made.api_key) == (False, True, ("a", "b"))
+    assert (made.kv_cache_memory, made.load_format, made.prefill) == (2 << 30, "dummy", 1)
+
+
+def test_flags_win_over_the_file(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("port: 9\nttft_slo: 1s")
+    assert parsed("--config", str(path), "--port", "10") == ServeConfig(port=10, ttft_slo=1.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("serve --mseh 2x1", "did you mean --mesh?"),
+        ("serve --tensor-parallel-size 2", "say --mesh 1xT"),
+        ("serve --mem-fraction-static 0.8", "say --gpu-memory-utilization"),
+        ("serve --frobnicate", "see --help"),
+        ("serve --mesh 2y1", "mesh='2y1' must be RxT"),
+        ("serve --ttft-slo soon", "'soon' must be a number of seconds"),
+        ("serve --placement best", "invalid choice: 'best'"),
+        ("serve --admission slo", "admission='slo' is not supported yet"),
+        ("serve --config nowhere.yaml", "nowhere.yaml"),
+        ("serve a --model b", "model is given twice"),
+        ("srve", "did you mean 'serve'"),
+    ],
+)
+def test_mistakes_are_explained(words, said, capsys):
+    try:
+        status = cli.main(words.split())
+    except SystemExit as end:
+        status = end.code
+    assert status == 2 and said in capsys.readouterr().err
+
+
+def test_a_config_with_a_typo(tmp_path, capsys):
+    path = tmp_path / "a.yaml"
+    path.write_text("model: x\nmax_num_seq: 3\n")
+    assert cli.main(["serve", "--config", str(path)]) == 2
+    assert f"{path}:2: unknown key 'max_num_seq'; did you mean 'max_num_seqs'?" in capsys.readouterr().err
+
+
+def test_a_port_in_use(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert cli.main(["serve", "--port", str(taken.getsockname()[1])]) == 2
+    assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
+
+
+def test_help(capsys):
+    assert cli.main([]) == 0 and "serve" in capsys.readouterr().out
+    assert cli.main(["--version"]) == 0 and "jaxserve" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        cli.main(["serve", "--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0 and "examples" in text and "--ttft-slo 8s --tpot-slo 50ms" in text and "curl" in text
+
+
+class Process:
+    """`python -m jaxserve.run` on a port of its own."""
+
+    def __init__(self, *words: str) -> None:
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", "jaxserve.run", "--port", "0", *SMALL, *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        self.said: list[str] = []
+        self.ready = threading.Event()
+        self.url = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.child.stdout is not None
+        for line in self.child.stdout:
+            self.said.append(line)
+            if found := re.search(r"ready at (http://\S+)\.", line):
+                self.url = found[1]
+            if "curl" in line:
+                self.ready.set()
+
+    def end(self, timeout: float = 30.0) -> tuple[int, str]:
+        status = self.child.wait(timeout)
+        self._reader.join(timeout)
+        assert self.child.stdout is not None
+        self.child.stdout.close()
+        return status, "".join(self.said)
+
+
+@pytest.mark.timeout(240)
+def test_a_server_drains_on_sigterm():
+    server = Process()
+    try:
+        assert server.ready.wait(200), "".join(server.said)
+        body = {"prompt": "def main(", "max_tokens": 100, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.child.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert rest[-1] == "" and "data: [DONE]" in rest, "what was running has finished"
+        with pytest.raises(httpx.HTTPError):
+            deadline = time.monotonic() + 20
+            while time.monotonic() < deadline:
+                assert httpx.get(f"{server.url}/health", timeout=5).status_code == 503
+                time.sleep(0.05)
+        status, said = server.end()
+    finally:
+        server.child.kill()
+    assert status == 0 and "Traceback" not in said
+    assert "mixed" in said and "curl http://127.0.0.1" in said and "draining: 1 requests" in said
+    assert "uvicorn.access" not in said
+
+
+@pytest.mark.timeout(240)
+def test_a_server_ends_on_sigint():
+    server = Process()
+    try:
+        assert server.ready.wait(200), "".join(server.said)
+        body = {"prompt": "def main(", "max_tokens": 100, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+            next(response.iter_lines())
+            server.child.send_signal(signal.SIGINT)
+            status, said = server.end()
+    finally:
+        server.child.kill()
+    assert status == 0 and "Traceback" not in said

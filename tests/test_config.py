@@ -1,0 +1,214 @@
+"""Settings from keywords, files and flags: strict, and with errors that name the value and what is allowed."""
+
+from __future__ import annotations
+
+import enum
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from jaxserve.config import ServeConfig, load_yaml, parse_mesh, parse_yaml, preset
+from jaxserve.errors import InvalidValue
+from jaxserve.sched.slo import NO_SLO, SLO
+from jaxserve.yamlio import seconds, size
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
+class Whole:
+    title: str
+    slo: SLO = SLO()  # noqa: RUF009
+    parts: tuple[Part, ...] = ()
+    pair: tuple[int, float] | None = None
+    kind: Literal["a", "b"] = "a"
+    tiers: Mapping[str, SLO] | None = None
+    colour: Colour = Colour.RED
+    either: int | str = 0
+    path: Path = Path()
+    on: bool = False
+
+
+def test_yaml_becomes_a_dataclass():
+    made = parse_yaml(
+        """
+        title: x
+        slo: {ttft: 2s, tpot: 30ms}
+        parts: [{name: p, share: 1e-3}, {name: q}]
+        pair: [1, 250us]
+        tiers: {fast: {ttft: .5}, none: {}}
+        colour: red
+        either: word
+        path: a/b
+        on: true
+        """,
+        Whole,
+    )
+    assert made == Whole(
+        "x",
+        SLO(2.0, 0.03),
+        (Part("p", 0.001), Part("q")),
+        (1, 0.00025),
+        tiers={"fast": SLO(0.5), "none": SLO()},
+        either="word",
+        path=Path("a/b"),
+        on=True,
+    )
+    assert parse_yaml("{}", ServeConfig) == ServeConfig() == parse_yaml("", ServeConfig)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("title: x\ntitel: y", "f.yaml:2: unknown key 'titel'; did you mean 'title'"),
+        ("title: x\nparts:\n- nam: p", r"f.yaml:3: unknown key 'nam' in parts\[0\]; did you mean 'name'"),
+        ("title: x\ntitle: y", "f.yaml:2: key 'title' is given twice"),
+        ("kind: a", "missing 'title'"),
+        ("title: 3", "title: 3 must be a text"),
+        ("title: x\nkind: c", "kind: 'c' must be one of 'a', 'b'"),
+        ("title: x\ncolour: blue", "'blue' must be one of 'red'"),
+        ("title: x\non: 1", "on: 1 must be true or false"),
+        ("title: x\nparts: p", "parts must be a list"),
+        ("title: x\npair: [1]", "pair has 1 entries and must have 2"),
+        ("title: x\npair: [1, soon]", r"pair\[1\]: 'soon' must be a number of seconds"),
+        ("title: x\neither: [1]", "either: fits none of int, str"),
+        ("title: x\nslo: {ttft: -1}", "f.yaml:2: SLO ttft=-1.0 must be a positive"),
+        ("title: x\ntiers: [a]", "must be a mapping"),
+        ("[1]", "the file must be a mapping"),
+        ("title: [", "f.yaml is not valid YAML"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(text, said):
+    with pytest.raises(InvalidValue, match=said):
+        parse_yaml(text, Whole, "f.yaml")
+
+
+def test_measures():
+    assert [seconds(t) for t in ("8s", "50ms", "1.5", "2m", "1e-3", "inf", 3)] == [
+        8,
+        0.05,
+        1.5,
+        120,
+        0.001,
+        float("inf"),
+        3,
+    ]
+    assert [size(t) for t in ("2GiB", "1.5G", "64k", "10", 7)] == [2 << 30, 1_500_000_000, 64_000, 10, 7]
+    for wrong in ("8 parsecs", "s", "-", ""):
+        with pytest.raises(InvalidValue, match="unit as in"):
+            seconds(wrong)
+        with pytest.raises(InvalidValue, match="unit as in"):
+            size(wrong)
+
+
+def test_mesh_and_roles():
+    assert parse_mesh("4x2") == (4, 2) and ServeConfig().mesh_shape is None
+    for wrong in ("4", "0x1", "4x", "x", "4x2x1", "-1x1"):
+        with pytest.raises(InvalidValue, match="must be RxT"):
+            parse_mesh(wrong)
+    assert ServeConfig(mesh="4x2").roles(4) == ("prefill", "prefill", "decode", "decode")
+    assert ServeConfig(mesh="5x1", prefill=1).roles(5) == ("prefill", *["decode"] * 4)
+    assert ServeConfig(mesh="4x2", mode="colocated").roles(4) == ("mixed",) * 4
+    assert ServeConfig(mesh="1x4").roles(1) == ("mixed",)
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"speculative_config": "{}"}, "speculative_config"),
+        ({"admission": "slo"}, "admission"),
+        ({"preempt_boundary": "layer"}, "preempt_boundary"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"placement": "deflect"}, "placement"),
+        ({"dtype": "float16"}, "dtype"),
+        ({"load_format": "gguf"}, "load_format"),
+        ({"mesh": "2x1", "prefill": 2}, "prefill"),
+        ({"mesh": "1x1", "prefill": 1}, "prefill"),
+        ({"prefill": 1}, "prefill"),
+        ({"mesh": "1x2", "mode": "disaggregated"}, "mode"),
+        ({"block_size": 24}, "block_size"),
+        ({"port": 70000}, "port"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+        ({"max_num_queued_reqs": 0}, "max_num_queued_reqs"),
+        ({"ttft_slo": "never"}, None),
+        ({"ttft_slo": 0}, "ttft"),
+        ({"max_num_seqs": "many"}, None),
+    ],
+)
+def test_what_cannot_be_is_refused(given, param):
+    with pytest.raises(InvalidValue) as caught:
+        ServeConfig.load(**given)
+    assert str(next(iter(given.values()))) in str(caught.value) or param in str(caught.value)
+    assert param is None or caught.value.param == param
+
+
+def test_what_is_given_wins_over_the_file(tmp_path):
+    path = tmp_path / "serve.yaml"
+    path.write_text("ttft-slo: 500ms\nmax_num_seqs: 4\nport: 9\n")
+    made = ServeConfig.load(path, port=10, tpot_slo="20ms")
+    assert (made.slo, made.max_num_seqs, made.port) == (SLO(0.5, 0.02), 4, 10)
+
+
+def test_tiers(tmp_path):
+    config = ServeConfig(ttft_slo=3.0)
+    assert config.tier("standard")[1] == config.tier("auto")[1] == SLO(3.0)
+    assert config.tier("interactive")[1].ttft == 1.0
+    assert config.tier("flex")[1] == config.tier("best_effort")[1] == NO_SLO
+    with pytest.raises(InvalidValue, match="service_tier='gold'"):
+        config.tier("gold")
+    own = tmp_path / "tiers.yaml"
+    own.write_text("tiers: {gold: {ttft: 100ms, priority: -7}}")
+    tier, slo = ServeConfig(slo_tiers=str(own)).tier("gold")
+    assert (tier.priority, slo) == (-7, SLO(0.1))
+
+
+def test_names():
+    assert ServeConfig().names == ("jaxserve-demo",) and Path(ServeConfig().model_source).is_dir()
+    assert ServeConfig(model="a/b").names == ("a/b",)
+    assert ServeConfig(model="a/b", served_model_name=("c", "d")).names == ("c", "d")
+
+
+def test_presets_load(repo):
+    assert preset("slo", "tiers").is_file()
+    with pytest.raises(InvalidValue, match="no slo preset 'tears'"):
+        preset("slo", "tears")
+    for path in sorted((repo / "configs" / "serve").glob("*.yaml")):
+        load_yaml(path, ServeConfig)
+
+
+def test_every_setting_says_what_it_does():
+    for field in fields(ServeConfig):
+        assert field.metadata["help"].endswith("."), field.name
+
+
+def test_settings_do_not_wait_for_jax():
+    code = (
+        "import sys, jaxserve, jaxserve.config, jaxserve.flags, jaxserve.__main__\n"
+        "jaxserve.SamplingParams, jaxserve.SLO, jaxserve.InvalidValue\n"
+        "jaxserve.config.ServeConfig().tiers, jaxserve.config.ServeConfig().model_source\n"
+        "slow = {'jax', 'torch', 'transformers', 'fastapi', 'flax'} & set(sys.modules)\n"
+        "assert not slow, slow"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_copy_without_the_link_says_so(tmp_path, repo):
+    (tmp_path / "jaxserve").mkdir()
+    (tmp_path / "jaxserve" / "__init__.py").write_text((repo / "jaxserve" / "__init__.py").read_text())
+    done = subprocess.run(
+        [sys.executable, "-c", "import jaxserve"], cwd=tmp_path, capture_output=True, text=True, env={}
+    )
+    assert done.returncode == 1 and "ln -s ../sched jaxserve/sched" in done.stderr
