@@ -67,7 +67,7 @@ class TeachingParser(argparse.ArgumentParser):
     def _hint(self, word: str) -> str:
         if word in _ELSEWHERE:
             return f"{word}: say {_ELSEWHERE[word]}"
-        close = difflib.get_close_matches(word, self._option_string_actions, n=1, cutoff=0.5)
+        close = difflib.get_close_matches(word, self._option_string_actions, n=1, cutoff=0.7)
         return f"{word}: did you mean {close[0]}?" if close else f"{word}: see --help for all flags"
 
 

@@ -21,17 +21,17 @@ from jaxserve.flags import TeachingParser, add_arguments, config_of
 SMALL = "--max-model-len 128 --max-num-seqs 4 --max-num-batched-tokens 32 --kv-cache-memory 16MiB".split()  # noqa: SIM905
 
 
-def parsed(*words: str) -> ServeConfig:
+def parsed(words: str = "") -> ServeConfig:
     parser = TeachingParser(prog="serve")
     add_arguments(parser)
-    return config_of(parser.parse_args(words))
+    return config_of(parser.parse_args(words.split()))
 
 
 def test_flags_are_the_settings():
     assert parsed() == ServeConfig()
     made = parsed(
-        *("Qwen/Qwen3-8B --mesh 4x2 --ttft-slo 8s --tpot-slo 50ms --no-enable-prefix-caching --share-devices").split(),
-        *"--api-key a b --kv-cache-memory 2GiB --load-format dummy --prefill 1".split(),
+        "Qwen/Qwen3-8B --mesh 4x2 --ttft-slo 8s --tpot-slo 50ms --no-enable-prefix-caching --share-devices "
+        "--api-key a b --kv-cache-memory 2GiB --load-format dummy --prefill 1"
     )
     assert (made.model, made.mesh, made.ttft_slo, made.tpot_slo) == ("Qwen/Qwen3-8B", "4x2", 8.0, 0.05)
     assert (made.enable_prefix_caching, made.share_devices, made.api_key) == (False, True, ("a", "b"))
@@ -41,7 +41,7 @@ def test_flags_are_the_settings():
 def test_flags_win_over_the_file(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("port: 9\nttft_slo: 1s")
-    assert parsed("--config", str(path), "--port", "10") == ServeConfig(port=10, ttft_slo=1.0)
+    assert parsed(f"--config {path} --port 10") == ServeConfig(port=10, ttft_slo=1.0)
 
 
 @pytest.mark.parametrize(
