@@ -73,8 +73,8 @@ class Core:
         except StepFailed:
             return False
         assert isinstance(result, StepResult)
-        if self._ends < result.finished or self.scheduler.in_flight == 1:
-            self._ends = result.finished
+        behind = self.scheduler.predicted if self.scheduler.in_flight > 1 else 0.0
+        self._ends = result.finished + behind
         self._listener.settled(self, self.scheduler.settle(result))
         return True
 
