@@ -51,8 +51,7 @@ class Programs:
             kernel = attention(cast(Mesh, shape), decode=bucket.decode)
             program = partial(_step, spec=spec, limits=limits, bucket=bucket, kernel=kernel)
             self.step[bucket] = _jit(program, f"step_{bucket.tokens}_{bucket.rows}", (whole, pools, whole), (1,))
-            if not bucket.decode:
-                self.block[bucket.tokens] = _jit(_block, f"block_{bucket.tokens}", whole)
+            self.block.setdefault(bucket.tokens, _jit(_block, f"block_{bucket.tokens}", whole))
         logits = partial(_logits, spec=spec, whole=whole)
         self.plain = _jit(partial(_plain, logits=logits), "draw_plain", (whole, whole))
         self.full = _jit(partial(_full, logits=logits), "draw_full", (whole,) * 4, (3,))

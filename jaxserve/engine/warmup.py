@@ -134,7 +134,7 @@ def run_through(state: DeviceState) -> None:
         for full in (False, True):
             batch = idle_batch(bucket, limits.row_pages, slots, full=full)
             drawn, hidden = state.step(batch)
-            if not bucket.decode and not full:
+            if not full:
                 state.score(hidden, 0, np.zeros(1, np.int32))
     state.remember(0, Begin(SamplingParams(), 0, (), (), 0, ()))
     for size in piece_sizes(limits.row_pages):

@@ -1,0 +1,52 @@
+"""A tiny random Llama in a folder, and executors on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:  # pytest may read this file before tests/conftest.py has configured jax
+    from jaxserve.engine.executor import JaxExecutor
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers, 4 heads, 2 kv heads, vocabulary of 96, embeddings and head apart."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        bos_token_id=0,
+        eos_token_id=1,
+        tie_word_embeddings=False,
+    )
+    folder = tmp_path_factory.mktemp("tiny")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def executor(tiny: Path) -> JaxExecutor:
+    from .steps import executors
+
+    return executors(tiny)[0]
+
+
+@pytest.fixture(scope="session")
+def pair(tiny: Path) -> list[JaxExecutor]:
+    """Two instances of two devices."""
+    from .steps import executors
+
+    return executors(tiny, "2x2")

@@ -1,0 +1,252 @@
+"""Plans through real devices: tokens, page moves, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve.engine.executor import JaxExecutor
+from jaxserve.engine.warmup import compile_counter
+from jaxserve.sched.errors import StepFailed
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.plan import StepPlan
+
+from .steps import GREEDY, PAGE, ROW_PAGES, SLOTS, Job, alone, executors, generate, run
+
+PROMPTS = [tuple(int(t) for t in np.random.default_rng(i).integers(2, 96, 5 + 4 * i)) for i in range(6)]
+NEW = 16
+
+
+@pytest.fixture(scope="module")
+def reference(tiny: Path) -> list[list[int]]:
+    """transformers' greedy tokens of PROMPTS."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(tiny)
+    outputs = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        whole = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        outputs.append(whole[0, len(prompt) :].tolist())
+    return outputs
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_greedy_tokens_are_those_of_transformers(
+    executor: JaxExecutor, reference: list[list[int]], ahead: bool
+) -> None:
+    jobs = [Job(prompt, slot=i) for i, prompt in enumerate(PROMPTS)]
+    rng = random.Random(0)
+    run(generate(executor, jobs, NEW, chunk=lambda: rng.randint(1, 5), ahead=ahead))
+    assert [job.output for job in jobs] == reference
+
+
+def test_tensor_parallel_tokens_are_the_same(pair: list[JaxExecutor], reference: list[list[int]]) -> None:
+    for instance in pair:
+        jobs = [Job(prompt, slot=i) for i, prompt in enumerate(PROMPTS)]
+        run(generate(instance, jobs, NEW, chunk=lambda: 5))
+        assert [job.output for job in jobs] == reference
+
+
+def test_chunks_need_not_sample(executor: JaxExecutor, reference: list[list[int]]) -> None:
+    job = Job(PROMPTS[5], slot=3)
+
+    async def scenario() -> None:
+        for _ in range(2):
+            result = await executor.submit(StepPlan(7, (job.span(10),)))
+            assert (result.step, result.tokens) == (7, ((),))
+        await generate(executor, [job], NEW)
+
+    run(scenario())
+    assert job.output == reference[5]
+
+
+def test_a_surplus_row_and_a_reused_slot_leave_no_trace(executor: JaxExecutor, reference: list[list[int]]) -> None:
+    async def scenario() -> Job:
+        first, second = Job(PROMPTS[1], slot=2), Job(PROMPTS[4], slot=2)
+        step = executor.submit(StepPlan(0, (first.span(),)))
+        surplus = executor.submit(StepPlan(1, (first.span(),)))  # planned before the first token is known
+        await step
+        executor.release([2])
+        await surplus
+        await generate(executor, [second], NEW)
+        return second
+
+    assert run(scenario()).output == reference[4]
+
+
+@pytest.mark.parametrize("cut_at", [0, 3, NEW - 1])
+def test_kv_moves_between_instances(pair: list[JaxExecutor], reference: list[list[int]], cut_at: int) -> None:
+    source, target = pair
+
+    async def scenario() -> Job:
+        job = Job(PROMPTS[3], slot=1)
+        await generate(source, [job], cut_at + 1)
+        held = job.pages[: job.told]
+        elsewhere = tuple(range(70, 70 + ROW_PAGES))
+        await target.import_kv(source.export_kv(held), elsewhere[: job.told])
+        moved = Job(job.prompt, slot=5, pages=elsewhere, computed=job.computed, sampled=job.sampled)
+        moved.output = job.output
+        await generate(target, [moved], NEW)
+        return moved
+
+    assert run(scenario()).output == reference[3]
+
+
+def test_every_number_of_pages_moves(pair: list[JaxExecutor]) -> None:
+    source, target = pair
+
+    async def scenario() -> None:
+        for pages in (1, 2, 5, 16, 17, 40):
+            state = source.state
+            state.pools = [
+                tuple(part.at[:].set(float(i + 100 * layer)) for i, part in enumerate(pool))
+                for layer, pool in enumerate(state.pools)
+            ]
+            await target.import_kv(source.export_kv(range(3, 3 + pages)), range(10, 10 + pages))
+            for layer, pool in enumerate(target.state.pools):
+                for i, part in enumerate(pool):
+                    got = np.asarray(part[10 : 10 + pages])
+                    assert (got == i + 100 * layer).all(), (pages, layer, i)
+        assert target.export_kv(()).pieces == ()
+
+    run(scenario())
+    for instance in pair:
+        instance.state.rebuild()
+
+
+def test_tokens_do_not_depend_on_schedule_slot_or_mesh(executor: JaxExecutor, pair: list[JaxExecutor]) -> None:
+    params = [
+        SamplingParams(temperature=0.9, max_tokens=None),
+        SamplingParams(temperature=1.2, top_k=20, max_tokens=None),
+        GREEDY,
+        SamplingParams(temperature=0.8, top_p=0.8, repetition_penalty=1.2, frequency_penalty=0.3, max_tokens=None),
+        SamplingParams(temperature=1.0, min_p=0.05, presence_penalty=0.5, max_tokens=None),
+    ]
+    single = [alone(executor, Job(PROMPTS[i], p, slot=0, seed=11 * i), 10) for i, p in enumerate(params)]
+    for instance, order in ((executor, [4, 2, 0, 3, 1]), (pair[1], [1, 0, 4, 3, 2])):
+        jobs = [Job(PROMPTS[i], params[i], slot=7 - slot, seed=11 * i) for slot, i in enumerate(order)]
+        rng = random.Random(1)
+        run(generate(instance, jobs, 10, chunk=lambda rng=rng: rng.randint(1, 6)))
+        assert [job.output for job in jobs] == [single[i] for i in order]
+
+
+def test_a_resumed_request_continues_its_text(executor: JaxExecutor) -> None:
+    params = SamplingParams(temperature=0.9, repetition_penalty=1.3, frequency_penalty=0.5, max_tokens=None)
+    whole = alone(executor, Job(PROMPTS[2], params, seed=5), 12)
+    dropped = Job(PROMPTS[2], params, seed=5)
+    alone(executor, dropped, 6)
+    resumed = Job(PROMPTS[2], params, slot=4, seed=5, sampled=6, output=dropped.output)
+    assert alone(executor, resumed, 12) == whole
+
+
+def test_a_step_that_raises_fails_all_in_flight_and_the_executor_lives_on(
+    executor: JaxExecutor, reference: list[list[int]]
+) -> None:
+    async def scenario(broken: Job) -> None:
+        steps = [executor.submit(StepPlan(i, (broken.span(),))) for i in (3, 4)]
+        for step in steps:
+            with pytest.raises(StepFailed, match=r"step \d of instance mixed-0: .*out of memory"):
+                await step
+
+    def fault(plan: StepPlan) -> None:
+        raise MemoryError("out of memory on purpose")
+
+    before = executor.rebuilds
+    executor.fault = fault
+    run(scenario(Job(PROMPTS[0], slot=1)))
+    executor.fault = None
+    assert executor.rebuilds == before + 1
+    assert alone(executor, Job(PROMPTS[1], slot=1), NEW) == reference[1]
+
+
+def test_an_error_before_the_device_fails_the_step_too(executor: JaxExecutor, reference: list[list[int]]) -> None:
+    async def scenario() -> None:
+        job = Job(tuple(range(2, 60)), slot=1)  # more tokens than any program takes
+        with pytest.raises(StepFailed, match="58 tokens is larger than 8 rows and 32 tokens"):
+            await executor.submit(StepPlan(0, (job.span(),)))
+
+    run(scenario())
+    assert alone(executor, Job(PROMPTS[1], slot=1), NEW) == reference[1]
+
+
+def test_a_row_that_is_not_finite_fails_alone(tiny: Path, reference: list[list[int]]) -> None:
+    executor = executors(tiny)[0]
+    poison = 95
+    state = executor.state
+    state.weights = state.weights | {"embed": state.weights["embed"].at[poison].set(np.nan)}
+    prompts = [tuple(t if t != poison else 2 for t in prompt) for prompt in PROMPTS[:3]]
+    expected = [alone(executor, Job(prompt, slot=i), 4) for i, prompt in enumerate(prompts)]
+    jobs = [Job(prompt, slot=i) for i, prompt in enumerate(prompts)]
+    jobs.append(Job((5, poison, 9, 9, 9, 9), slot=3))
+    run(generate(executor, jobs, 4, ahead=False))
+    assert [job.output for job in jobs[:3]] == expected
+    assert [job.failed for job in jobs] == [None] * 3 + ["the model's logits are not finite"]
+    heir = Job(prompts[2], slot=3)  # the same pages: what NaN they hold must not matter
+    assert heir.pages == jobs[3].pages
+    assert alone(executor, heir, 4) == expected[2]
+
+
+def test_nothing_compiles_after_warm_up(pair: list[JaxExecutor]) -> None:
+    """Random plans: chunks, decodes, every kind of parameters, moves, a failure."""
+    rng, counter = random.Random(3), compile_counter()
+    kinds = [
+        GREEDY,
+        SamplingParams(max_tokens=None),
+        SamplingParams(top_p=0.7, top_k=9, min_p=0.01, logprobs=3, prompt_logprobs=2, max_tokens=None),
+        SamplingParams(repetition_penalty=1.1, logit_bias=((4, 1.5),), min_tokens=3, max_tokens=None),
+    ]
+    before = counter.compilations_total + counter.cache_loads_total
+    for trial in range(4):
+        jobs = [
+            Job(tuple(rng.choices(range(2, 96), k=rng.randint(1, 30))), rng.choice(kinds), slot=i, seed=i, eos=(1,))
+            for i in rng.sample(range(SLOTS), rng.randint(1, SLOTS))
+        ]
+        instance = pair[trial % 2]
+        run(generate(instance, jobs, rng.randint(1, 8), chunk=lambda: rng.choice([1, 2, 4])))
+        pages = range(rng.randint(1, ROW_PAGES))
+        run(pair[1].import_kv(pair[0].export_kv(pages), pages))
+    pair[0]._fail(pair[0]._life, RuntimeError("on purpose"))
+    alone(pair[0], Job(PROMPTS[0]), 4)
+    assert counter.compilations_total + counter.cache_loads_total == before
+
+
+def test_times_are_monotone_and_steps_do_not_overlap(executor: JaxExecutor) -> None:
+    async def scenario() -> None:
+        job, results, last = Job(PROMPTS[0]), [], executor.now()
+        steps = [executor.submit(StepPlan(i, (job.span(),))) for i in range(6)]
+        for step in steps:
+            results.append(await step)
+        for result in results:
+            assert last <= result.started < result.finished <= executor.now()
+            last = result.finished
+
+    run(scenario())
+    assert 1e-3 <= executor.lead <= 5e-3
+    assert (executor.page_size, executor.pages >= ROW_PAGES) == (PAGE, True)
+
+
+def test_close_ends_the_thread(tiny: Path) -> None:
+    instance = executors(tiny, warm=False)[0]
+
+    async def scenario() -> None:
+        step = instance.submit(StepPlan(0, (Job(PROMPTS[0]).span(),)))
+        await instance.close()
+        assert step.done()
+        assert len((await step).tokens[0]) == 1
+        await asyncio.sleep(0)
+
+    run(scenario())
+    assert not instance._waiter.is_alive()
