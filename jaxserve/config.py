@@ -220,6 +220,7 @@ class ServeConfig:
             ("admission", ("none",)),
             ("preempt_boundary", ("chunk",)),
             ("kv_cache_dtype", ("auto",)),
+            ("load_format", ("auto", "safetensors", "dummy")),
             ("placement", ("least_work", "round_robin")),
         )
         for name, allowed in supported:

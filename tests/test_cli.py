@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Self
 
 import httpx
 import pytest
@@ -93,21 +94,21 @@ def test_help(capsys):
 
 
 class Process:
-    """`python -m jaxserve.run` on a port of its own."""
+    """`python -m jaxserve.run` on a port of its own; killed at the end where it still runs."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words: str, **environment: str) -> None:
+        inherited = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
         self.child = subprocess.Popen(
             [sys.executable, "-m", "jaxserve.run", "--port", "0", *SMALL, *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**inherited, "PYTHONUNBUFFERED": "1", **environment},
         )
         self.said: list[str] = []
-        self.ready = threading.Event()
         self.url = ""
+        self._ready = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
 
     def _read(self) -> None:
         assert self.child.stdout is not None
@@ -116,9 +117,23 @@ class Process:
             if found := re.search(r"ready at (http://\S+)\.", line):
                 self.url = found[1]
             if "curl" in line:
-                self.ready.set()
+                self._ready.set()
+        self._ready.set()  # it has ended
+
+    def __enter__(self) -> Self:
+        self._reader.start()
+        self._ready.wait(200)
+        if not self.url:
+            self.__exit__()
+            pytest.fail("the server did not start:\n" + "".join(self.said))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.child.kill()
+        self.end()
 
     def end(self, timeout: float = 30.0) -> tuple[int, str]:
+        """Wait until it has ended: (status, all it said)."""
         status = self.child.wait(timeout)
         self._reader.join(timeout)
         assert self.child.stdout is not None
@@ -126,41 +141,42 @@ class Process:
         return status, "".join(self.said)
 
 
+LONG = {"prompt": "def main(", "max_tokens": 100, "ignore_eos": True, "stream": True}
+
+
 @pytest.mark.timeout(240)
 def test_a_server_drains_on_sigterm():
-    server = Process()
-    try:
-        assert server.ready.wait(200), "".join(server.said)
-        body = {"prompt": "def main(", "max_tokens": 100, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+    with Process("--mesh", "2x1", JAX_NUM_CPU_DEVICES="2") as server:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
             server.child.send_signal(signal.SIGTERM)
             rest = list(lines)
-        assert rest[-1] == "" and "data: [DONE]" in rest, "what was running has finished"
+        assert "data: [DONE]" in rest, "what was running has finished"
         with pytest.raises(httpx.HTTPError):
-            deadline = time.monotonic() + 20
-            while time.monotonic() < deadline:
+            for _ in range(400):
                 assert httpx.get(f"{server.url}/health", timeout=5).status_code == 503
                 time.sleep(0.05)
         status, said = server.end()
-    finally:
-        server.child.kill()
     assert status == 0 and "Traceback" not in said
-    assert "mixed" in said and "curl http://127.0.0.1" in said and "draining: 1 requests" in said
+    assert "prefill-0" in said and "curl http://127.0.0.1" in said and "draining: 1 requests" in said
     assert "uvicorn.access" not in said
 
 
 @pytest.mark.timeout(240)
 def test_a_server_ends_on_sigint():
-    server = Process()
-    try:
-        assert server.ready.wait(200), "".join(server.said)
-        body = {"prompt": "def main(", "max_tokens": 100, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
-            next(response.iter_lines())
-            server.child.send_signal(signal.SIGINT)
-            status, said = server.end()
-    finally:
-        server.child.kill()
+    with (
+        Process() as server,
+        httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=60) as response,
+    ):
+        next(response.iter_lines())
+        server.child.send_signal(signal.SIGINT)
+        status, said = server.end()
     assert status == 0 and "Traceback" not in said
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.xfail(reason="assemble asks jax for its backend before mesh.py has asked for devices", strict=True)
+def test_a_mesh_is_all_it_takes_on_cpu():
+    with Process("--mesh", "2x1") as server:
+        assert "prefill-0" in "".join(server.said)

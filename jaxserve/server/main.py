@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import prometheus_client
 import uvicorn
 
 from jaxserve.config import ServeConfig
@@ -38,7 +39,8 @@ class Server(uvicorn.Server):
 
 def run(config: ServeConfig) -> int:
     """Serve until SIGTERM (running requests finish first) or SIGINT (they do not). Returns the exit status."""
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr(config.log_level)
+    prometheus_client.disable_created_metrics()  # a second series beside each counter, which nobody reads
     sock = listen_on(config.host, config.port)  # a port in use is told before minutes of loading
     try:
         service = start_service(config)
@@ -50,6 +52,14 @@ def run(config: ServeConfig) -> int:
     finally:
         sock.close()
     return 0
+
+
+def log_to_stderr(level: str) -> None:
+    """Our lines and uvicorn's at `level`; libraries speak when something is wrong, or when everything is asked for."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger().setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
+    for name in ("jaxserve", "uvicorn"):
+        logging.getLogger(name).setLevel(level.upper())
 
 
 def start_service(config: ServeConfig) -> Service:

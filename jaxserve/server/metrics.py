@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -149,14 +149,14 @@ class EngineCollector(Collector):
         return family
 
     def _levels(self, stats: Any) -> Iterator[Metric]:
-        each = stats.instances
-        for name, text, value in (
+        levels: tuple[tuple[str, str, Callable[[Any], float]], ...] = (
             ("num_requests_running", "Requests that hold pages.", lambda one: one.running),
             ("num_requests_waiting", "Requests that wait for their first step.", lambda one: one.waiting),
             ("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", lambda one: one.pages_held / (one.pages or 1)),
             ("prefill_backlog_tokens", "Prompt tokens still to compute.", lambda one: one.backlog_tokens),
-        ):
-            values = [((one.name,), float(value(one))) for one in each]
+        )
+        for name, text, value in levels:
+            values = [((one.name,), float(value(one))) for one in stats.instances]
             yield self._family(GaugeMetricFamily, name, text, values, "engine")
         text = "Share of ended requests that attained their objectives."
         yield self._family(GaugeMetricFamily, "slo_attainment", text, [((), attainment(stats))])
