@@ -1,0 +1,171 @@
+"""Meshes, memory and start-up: what is asked for, what is refused, what is shared."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.engine import compat, kv
+from jaxserve.engine.build import temporaries
+from jaxserve.engine.inputs import Limits
+from jaxserve.engine.mesh import plan_mesh, sub_meshes
+from jaxserve.engine.transfer import cut, piece_sizes
+from jaxserve.engine.warmup import compile_counter, use_persistent_cache
+from jaxserve.models import registry, weights
+from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.policy import Role
+
+from .steps import LENGTH, Job, alone, executors
+
+P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "roles"),
+    [
+        ("1x1", {}, (M,)),
+        ("2x1", {}, (P, D)),
+        ("2x4", {}, (P, D)),
+        ("4x2", {}, (P, P, D, D)),
+        ("4x2", {"prefill": 1}, (P, D, D, D)),
+        ("4x2", {"mode": "colocated"}, (M, M, M, M)),
+        ("1x8", {}, (M,)),
+        ("3x1", {}, (P, D, D)),
+    ],
+)
+def test_plans(text: str, options: dict[str, Any], roles: tuple[Role, ...]) -> None:
+    plan = plan_mesh(text, **options)
+    assert plan.roles == roles and str(plan) == text
+    meshes = sub_meshes(plan)
+    used = [device for mesh in meshes for device in mesh.devices.flat]
+    assert len(set(used)) == len(used) == plan.devices
+    assert [dict(mesh.shape) for mesh in meshes] == [{"tp": plan.tp}] * plan.instances
+
+
+@pytest.mark.parametrize("text", ["4", "x2", "0x1", "2x", "axb", ""])
+def test_what_is_no_mesh(text: str) -> None:
+    with pytest.raises(InvalidValue, match=f"mesh={text!r} must be RxT"):
+        plan_mesh(text)
+
+
+def test_too_few_devices() -> None:
+    with pytest.raises(InvalidValue, match=r"16x2 needs 32 devices; jax has already started with \d+ on CPU. Set"):
+        sub_meshes(plan_mesh("16x2"))
+
+
+def test_accelerators_are_shared_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gpu:  # hashable, as a device is
+        platform = "gpu"
+
+    gpu = Gpu()
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    with pytest.raises(InvalidValue, match=r"2x1 needs 2 devices and there are 1 \(gpu\).*--share-devices"):
+        sub_meshes(plan_mesh("2x1"))
+    assert [list(mesh.devices) for mesh in sub_meshes(plan_mesh("2x1"), share_devices=True)] == [[gpu], [gpu]]
+    with pytest.raises(InvalidValue, match="1x2 needs 2 devices and there are 1"):
+        sub_meshes(plan_mesh("1x2"), share_devices=True)
+
+
+def test_devices_are_emulated_in_a_fresh_process() -> None:
+    code = """
+import logging; logging.basicConfig(level=logging.INFO, format="%(message)s")
+from jaxserve.engine.mesh import plan_mesh, sub_meshes
+print([[d.id for d in m.devices.flat] for m in sub_meshes(plan_mesh("3x2"))])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={"PATH": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(kv.__file__).parents[2])},
+        check=True,
+    )
+    assert done.stdout.strip() == "[[0, 1], [2, 3], [4, 5]]"
+    assert "emulating 6 CPU devices for mesh 3x2" in done.stderr
+
+
+@pytest.mark.parametrize("mesh", ["2x4", "4x2", "2x1"])
+def test_all_meshes_give_the_same_tokens(tiny: Path, executor: Any, mesh: str) -> None:
+    prompt = (5, 6, 7, 8, 9)
+    expected = alone(executor, Job(prompt), 8)
+    for instance in executors(tiny, mesh, warm=False, max_num_seqs=8):
+        assert alone(instance, Job(prompt), 8) == expected
+
+
+def test_alike_instances_share_programs(tmp_path: Path) -> None:
+    """The guard of compat.share_programs: jax must take a program compiled for other devices from its cache."""
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    from jax.experimental.compilation_cache import compilation_cache
+
+    try:
+        compilation_cache.reset_cache()
+        use_persistent_cache(tmp_path)
+        assert compat.share_programs() and compat.backend_started()
+        program, counter = jax.jit(lambda x: (x @ x.T).sum() + 17), compile_counter()
+        made, loaded = [], []
+        for ids in ((0, 1), (4, 5), (3, 2)):
+            mesh = Mesh(np.array([jax.devices()[i] for i in ids]), ("tp",))
+            x = jax.device_put(np.ones((4, 4), np.float32), NamedSharding(mesh, PartitionSpec("tp", None)))
+            start = counter.compilations_total, counter.cache_loads_total
+            result = program(x)
+            assert float(result) == 81 and {d.id for d in result.devices()} == set(ids)
+            made.append(counter.compilations_total - start[0])
+            loaded.append(counter.cache_loads_total - start[1])
+        assert (made, loaded) == ([1, 0, 0], [0, 1, 1])
+    finally:
+        compilation_cache.reset_cache()
+        jax.config.update("jax_compilation_cache_dir", before[0])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
+
+
+def test_pool_sizes(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = registry.load_spec(tiny)
+    each = 2 * 2 * 4 * 2 * 8 * 4  # k and v, layers, B, K, D, float32
+    assert kv.page_bytes(spec, 4, "float32") == each
+    monkeypatch.setattr(kv, "free_memory", lambda: 4 << 30)
+    assert kv.cpu_pool_bytes(None, 4) == (1 << 30) // 4
+    monkeypatch.setattr(kv, "free_memory", lambda: 40 << 30)
+    assert kv.cpu_pool_bytes(None, 2) == 1 << 30
+    assert kv.cpu_pool_bytes(640, 2) == 320
+    sizes = {kv.fit_pages(spec, 4, "float32", pool_bytes=each * n, max_model_len=64) for n in range(1000, 1024)}
+    assert sizes == {992}  # free memory that differs a little does not change the programs
+    with pytest.raises(InvalidValue, match=r"holds 3 pages of 4 tokens .* the 16 that max_model_len=64 needs"):
+        kv.fit_pages(spec, 4, "float32", pool_bytes=each * 3, max_model_len=64)
+    with pytest.raises(InvalidValue, match="max_model_len=500 is above the model's 128 positions"):
+        executors(tiny, max_model_len=500)
+    assert kv.free_memory() > 0
+
+
+def test_pool_of_an_accelerator() -> None:
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    size = {"utilization": 0.5, "weights": 100, "temporaries": 50, "memory": 1000}
+    assert kv.device_pool_bytes(mesh, sharing=1, **size) == 2 * 350
+    assert kv.device_pool_bytes(mesh, sharing=2, **size) == 2 * 175
+    with pytest.raises(InvalidValue, match=r"gpu_memory_utilization=0.5 of 1000 bytes .* weights take 600"):
+        kv.device_pool_bytes(mesh, sharing=1, **size | {"weights": 600})
+    with pytest.raises(InvalidValue, match="does not tell its memory"):
+        kv.device_pool_bytes(mesh, sharing=1, **size | {"memory": None})
+
+
+def test_temporaries_are_measured_before_there_is_a_pool(tiny: Path) -> None:
+    spec, mesh = registry.load_spec(tiny), Mesh(np.array(jax.devices()[:1]), ("tp",))
+    limits = Limits(slots=4, tokens=32, pages=16, page_size=4, row_pages=16, vocab=96)
+    tree = weights.random_weights(spec, jnp.float32, [mesh])[0]
+    measured = temporaries(spec, mesh, limits, tree, jnp.float32)
+    assert 4 * 96 * 2 + 32 * 32 * 4 < measured < 1 << 20
+
+
+def test_pieces_of_a_parcel() -> None:
+    assert piece_sizes(LENGTH) == (1, 4, 16, 64) and piece_sizes(10) == (1, 4, 16)
+    for count in range(1, 200):
+        pieces = cut(range(count), (1, 4, 16, 64))
+        assert [page for _, pages in pieces for page in pages] == list(range(count))
+        assert all(size >= len(pages) for size, pages in pieces)
+        assert len(pieces) <= count // 64 + 1

@@ -1,0 +1,188 @@
+"""What is drawn on the device against plain numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from jaxserve.engine import sampling
+from jaxserve.engine.inputs import Limits, SlotTable, banned, check_adjusted
+from jaxserve.engine.results import unpack
+from jaxserve.engine.sampling import (
+    ADJUSTED,
+    BAD,
+    MASKED,
+    MOST_COUNTED,
+    SEEN_IN_PROMPT,
+    Adjust,
+    Column,
+    Rows,
+    argmax,
+    gumbel,
+    logprobs_of,
+)
+from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.plan import Begin
+
+draw_plain, draw_full = jax.jit(sampling.draw_plain), jax.jit(sampling.draw_full)
+V, DRAWS = 24, 4096
+LIMITS = Limits(slots=4, tokens=16, pages=8, page_size=4, row_pages=4, vocab=V)
+LOGITS = np.random.default_rng(0).normal(size=V).astype(np.float32) * 2
+HISTORY = np.array([3, 3, 3, 7, 9], np.int64)  # drawn before
+PROMPT = np.array([1, 3, 12], np.int64)
+
+Array = npt.NDArray[Any]
+
+
+def table(params: SamplingParams, draws: int, *, seed: int = 1) -> Rows:
+    """`draws` rows of one request at successive positions."""
+    slots = SlotTable(LIMITS)
+    slots.begin(2, Begin(params, seed, (), (), 3, (1,)))
+    columns = np.repeat(slots.columns[2][None], draws, axis=0)
+    columns[:, Column.POSITION] = np.arange(draws)
+    return Rows(jnp.asarray(columns))
+
+
+def counts() -> jax.Array:
+    row = np.bincount(HISTORY, minlength=V)
+    row[PROMPT] |= SEEN_IN_PROMPT
+    made = np.zeros((4, V), np.int16)
+    made[2] = row
+    return jnp.asarray(made)
+
+
+def plain_adjust(draws: int) -> Adjust:
+    return Adjust(
+        jnp.full((draws, ADJUSTED), V, jnp.int32), jnp.zeros((draws, ADJUSTED), jnp.float32), jnp.asarray(0, jnp.int32)
+    )
+
+
+def reference(params: SamplingParams) -> Array:
+    """Probability of each token, in the order of vLLM."""
+    x = LOGITS.astype(np.float64)
+    drawn = np.bincount(HISTORY, minlength=V)
+    seen = (drawn > 0) | np.isin(np.arange(V), PROMPT)
+    x = np.where(seen, np.where(x > 0, x / params.repetition_penalty, x * params.repetition_penalty), x)
+    x = x - params.frequency_penalty * drawn - params.presence_penalty * (drawn > 0)
+    for token, bias in params.logit_bias:
+        x[token] += bias
+    x = x / params.temperature
+    p = np.exp(x - x.max()) / np.exp(x - x.max()).sum()
+    p[p < params.min_p * p.max()] = 0
+    if params.top_k > 0:
+        p[p < np.sort(p)[-params.top_k]] = 0
+    p /= p.sum()
+    order = np.argsort(-p)
+    kept = np.cumsum(p[order]) - p[order] < params.top_p
+    p[order[~kept]] = 0
+    return p / p.sum()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.6, "top_k": 5},
+        {"temperature": 1.5, "top_p": 0.8},
+        {"temperature": 1.2, "min_p": 0.1},
+        {"temperature": 1.3, "top_k": 12, "top_p": 0.9, "min_p": 0.02},
+        {"temperature": 1.0, "repetition_penalty": 1.7},
+        {"temperature": 1.0, "frequency_penalty": 0.7, "presence_penalty": 0.4},
+        {"temperature": 1.0, "repetition_penalty": 0.8, "top_p": 0.95, "logit_bias": ((5, 2.0), (6, -100.0))},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_distribution(options: dict[str, Any]) -> None:
+    params = SamplingParams(max_tokens=None, **options)
+    expected = reference(params)
+    rows, logits = table(params, DRAWS), jnp.tile(jnp.asarray(LOGITS)[None], (DRAWS, 1))
+    adjust = plain_adjust(DRAWS)
+    for i, (token, bias) in enumerate(params.logit_bias):
+        adjust = Adjust(adjust.ids.at[:, i].set(token), adjust.values.at[:, i].set(bias), jnp.asarray(i + 1, jnp.int32))
+    # Every draw sees the same history: the counts that come back are left alone.
+    tokens = np.asarray(draw_full(logits, rows, adjust, counts())[0])
+    seen = np.bincount(tokens, minlength=V)
+    assert not seen[expected == 0].any(), "a token was drawn that the parameters rule out"
+    # Tokens too rare for the test's normal approximation are pooled.
+    rare = expected * DRAWS < 5
+    pooled = np.append(expected[~rare], expected[rare].sum()) * DRAWS
+    found = np.append(seen[~rare], seen[rare].sum())
+    use = pooled > 0
+    chi2 = float(((found - pooled)[use] ** 2 / np.maximum(pooled[use], 1)).sum())
+    freedom = int(use.sum()) - 1
+    assert chi2 < freedom + 5 * np.sqrt(2 * freedom) + 5, (chi2, freedom)
+
+
+def test_both_programs_draw_the_same_where_both_may() -> None:
+    for temperature in (0.0, 0.7, 1.0):
+        rows = table(SamplingParams(temperature=temperature, max_tokens=None), 64, seed=9)
+        logits = jax.random.normal(jax.random.key(0), (64, V)) * 3
+        full, _, _ = draw_full(logits, rows, plain_adjust(64), counts())
+        assert (np.asarray(draw_plain(logits, rows)) == np.asarray(full)).all()
+
+
+def test_noise_is_gumbel_and_independent_between_seeds_positions_and_tokens() -> None:
+    rows = table(SamplingParams(max_tokens=None), 64, seed=2**40 + 3)
+    noise = np.asarray(gumbel(rows, 4096))
+    assert noise.mean() == pytest.approx(0.5772, abs=0.01)
+    assert noise.std() == pytest.approx(np.pi / np.sqrt(6), abs=0.01)
+    assert np.isfinite(noise).all()
+    others = np.asarray(gumbel(table(SamplingParams(max_tokens=None), 64, seed=2**41 + 3), 4096))
+    for pair in ((noise[:-1], noise[1:]), (noise[:, :-1], noise[:, 1:]), (noise, others)):
+        assert abs(np.corrcoef(pair[0].ravel(), pair[1].ravel())[0, 1]) < 0.01
+
+
+def test_counts_grow_where_kept_and_do_not_overflow() -> None:
+    params = SamplingParams(temperature=0.0, presence_penalty=-0.1, max_tokens=None)
+    rows, logits = table(params, 1), jnp.asarray(LOGITS)[None]
+    best = int(LOGITS.argmax())
+    start = counts().at[2, best].set(MOST_COUNTED - 1)
+    for expected in (MOST_COUNTED, MOST_COUNTED):
+        tokens, _, start = draw_full(logits, rows, plain_adjust(1), start)
+        assert (int(tokens[0]), int(start[2, best])) == (best, expected)
+    _, _, same = draw_full(logits, table(SamplingParams(max_tokens=None), 1), plain_adjust(1), counts())
+    assert (np.asarray(same) == np.asarray(counts())).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_rows_that_are_not_finite_are_told(bad: float) -> None:
+    logits = jnp.tile(jnp.asarray(LOGITS)[None], (3, 1)).at[1, 4].set(bad)
+    for temperature in (0.0, 1.0):
+        rows = table(SamplingParams(temperature=temperature, max_tokens=None), 3)
+        for tokens in (draw_plain(logits, rows), draw_full(logits, rows, plain_adjust(3), counts())[0]):
+            assert [int(token) == BAD for token in tokens] == [False, True, False]
+
+
+def test_argmax_takes_the_first_of_equals() -> None:
+    x = jnp.asarray([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0], [-jnp.inf, MASKED, -jnp.inf]])
+    assert argmax(x).tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize("vocab", [V, 7])
+def test_logprobs(vocab: int) -> None:
+    logits = LOGITS[None, :vocab]
+    expected = logits[0] - np.log(np.exp(logits[0].astype(np.float64)).sum())
+    order = np.argsort(-expected)
+    token = int(order[2])
+    packed = np.asarray(logprobs_of(jnp.asarray(logits), jnp.asarray([token])))
+    got = unpack(packed[0], token, 20)
+    assert (got.token, got.rank) == (token, 3)
+    assert got.logprob == pytest.approx(expected[token], abs=1e-5)
+    assert [i for i, _ in got.top] == order[:20].tolist()
+    assert [value for _, value in got.top] == pytest.approx(expected[order[:20]].tolist(), abs=1e-5)
+    assert unpack(packed[0], token, 0).top == ()
+
+
+def test_adjusted_tokens_have_a_limit_that_is_told() -> None:
+    many = range(300)
+    params = SamplingParams(min_tokens=1, stop_token_ids=tuple(many), logit_bias=tuple((i, 1.0) for i in many))
+    with pytest.raises(InvalidValue, match=r"300 ids that end a text .* 300 in logit_bias .* more than 512"):
+        check_adjusted(params, (1, 2))
+    check_adjusted(SamplingParams(logit_bias=params.logit_bias), (1, 2))
+    assert banned(SamplingParams(stop_token_ids=(5, 1)), (1, 2)) == (1, 2, 5)
