@@ -180,13 +180,14 @@ def _cut(x: jax.Array, rows: Rows) -> jax.Array:
     min_p = rows.floats(Column.MIN_P)[:, None]
     x = jnp.where(x >= top + jnp.log(min_p), x, -jnp.inf)
     top_k = rows.ints(Column.TOP_K)
+    few = jnp.any(top_k > 0)
     top_k = jnp.where(top_k > 0, top_k, x.shape[1])
     weight = jnp.exp(x - top)  # in (0, 1], so that its bits are ordered as it is
-    border = _border(weight, lambda kept: jnp.sum(kept, axis=1, dtype=jnp.int32) >= top_k)
+    border = _border(weight, few, lambda kept: jnp.sum(kept, axis=1, dtype=jnp.int32) >= top_k)
     weight = jnp.where(_bits(weight) >= border[:, None], weight, 0.0)
     top_p = rows.floats(Column.TOP_P)
     enough = jnp.where(top_p < 1, top_p * jnp.sum(weight, axis=1), jnp.inf)
-    border = _border(weight, lambda kept: jnp.sum(jnp.where(kept, weight, 0.0), axis=1) >= enough)
+    border = _border(weight, jnp.any(top_p < 1), lambda kept: jnp.sum(jnp.where(kept, weight, 0.0), axis=1) >= enough)
     return jnp.where((weight > 0) & (_bits(weight) >= border[:, None]), x, MASKED)
 
 
@@ -194,14 +195,16 @@ def _bits(weight: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(weight, jnp.int32)
 
 
-def _border(weight: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The highest border [G], as bits, with `enough` still kept at or above it: bisection, 30 passes over [G, V],
-    a twentieth of a sort's time on CPU."""
+def _border(weight: jax.Array, wanted: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The highest border [G], as bits, with `enough` still kept at or above it; 0 if no row has `wanted` [] any.
+
+    Bisection, 30 passes over [G, V]: a twentieth of a sort's time on CPU.
+    """
     bits = _bits(weight)
 
     def halve(i: jax.Array, border: jax.Array) -> jax.Array:
         higher = border | (jnp.int32(1) << (29 - i))
         return jnp.where(enough(bits >= higher[:, None]), higher, border)
 
-    border: jax.Array = lax.fori_loop(0, 30, halve, jnp.zeros(weight.shape[0], jnp.int32))
+    border: jax.Array = lax.fori_loop(0, jnp.where(wanted, 30, 0), halve, jnp.zeros(weight.shape[0], jnp.int32))
     return border
