@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
@@ -128,7 +127,7 @@ class Choice:
 
     def _end(self, piece: Piece, delta: Delta) -> Piece:
         self.finished = True
-        record = self._record(delta)
+        record = self._engine.record(self.request)
         metrics = None if record is None else RequestMetrics.of(record)
         if metrics is not None:
             metrics = replace(metrics, token_times=metrics.token_times[: self.count])
@@ -139,15 +138,6 @@ class Choice:
         return piece._replace(
             finish_reason=reason, stop_reason=stop if stop is not None else token, error=delta.error, metrics=metrics
         )
-
-    def _record(self, delta: Delta) -> Any:
-        """The request's times. The engine notes them just after it has told the end, so we may be a moment early."""
-        for _ in range(20 if delta.finish_reason in ("stop", "length") else 1):
-            record = self._engine.record(self.request)
-            if record is not None:
-                return record
-            time.sleep(0.001)
-        return None
 
 
 def submit(

@@ -138,11 +138,10 @@ class Cluster:
                 resident.tell(held)
             del self._residents[delta.request]
             self.mover.drop(delta.request)
-        resident.tell(delta)
-        if delta.finish_reason is not None:
             self._finished(resident.request)
             if not self._residents:
                 self._empty.set()
+        resident.tell(delta)
 
     def check(self) -> None:
         """Raises AssertionError where a page, a slot or a request is lost."""

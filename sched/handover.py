@@ -1,8 +1,10 @@
 """KV on its way from a prefill instance to a decode instance, chunk by chunk while the prompt is still computed.
 
-The destination is chosen, and its pages reserved, at the first chunk if there is room; otherwise the KV stays
-held where it is and moves when space comes. A prefill owns all its pages from the start (memory.py), so whatever
-is reserved will be filled: no cycle of instances waiting for each other's pages can close.
+The destination is chosen, and its pages reserved, when one more chunk can end the prompt, if there is room;
+otherwise the KV stays held where it is and moves when space comes. Reserving at the first chunk let prompts that a
+policy postpones hoard the decode side: half of it at 4.6 requests/s of K128 under `kairos`. A prefill owns all its
+pages from the start (memory.py), so whatever is reserved will be filled: no cycle of instances waiting for each
+other's pages can close.
 """
 
 from __future__ import annotations
@@ -37,6 +39,12 @@ class Handover:
     def complete(self) -> bool:
         """The prompt is done; only the move is left."""
         return self.request.state is State.HANDOVER
+
+
+    @property
+    def nearly(self) -> bool:
+        """The next chunk can end the prompt."""
+        return self.complete or self.request.remaining <= self.source.scheduler.limits.tokens
 
 
 class Mover:
@@ -80,13 +88,10 @@ class Mover:
 
     def place(self) -> None:
         """Reserve room for those that wait, first come first; none passes another."""
-        waiting = False
         for handover in list(self._going.values()):
-            if handover.reservation is None and not waiting:
-                waiting = not self._reserve(handover)
-            if waiting:
+            if handover.reservation is None and handover.nearly and not self._reserve(handover):
                 break
-        lacking = sum(handover.reservation is None for handover in self._going.values())
+        lacking = sum(one.complete and one.reservation is None for one in self._going.values())
         for target in self._targets:
             target.scheduler.kv_waiting = lacking
 

@@ -17,7 +17,7 @@ from jaxserve.engine import profile
 from jaxserve.engine.build import ExecutorConfig, build_executors, from_folder, random_init
 from jaxserve.engine.executor import JaxExecutor
 from jaxserve.engine.info import EngineInfo, InstanceInfo
-from jaxserve.engine.mesh import MeshPlan, plan_of
+from jaxserve.engine.mesh import MeshPlan, plan_of, sub_meshes
 from jaxserve.engine.warmup import CompileCounter, Progress, compile_counter
 from jaxserve.models.hub import resolve_model
 from jaxserve.models.registry import load_spec
@@ -111,6 +111,7 @@ def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
     path = resolve_model(config.model_source, config.revision)
     spec = load_spec(path)
     mesh = plan_of(config)
+    sub_meshes(mesh, share_devices=config.share_devices)  # before jax starts, so that devices can be emulated
     platform = jax.default_backend()
     length = config.max_model_len or spec.max_positions
     rows, tokens = config.rows(platform), config.step_tokens(platform)
