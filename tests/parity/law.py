@@ -29,6 +29,8 @@ from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched import placement, policies
 from jaxserve.sched.cluster import Cluster, Instance
+from jaxserve.sched.journal import Journal
+from jaxserve.sched.log import Log, no_log
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.plan import Begin, Delta, StepPlan
@@ -83,24 +85,34 @@ class Setup:
         self.executors: list[JaxExecutor] = build.build_executors(config)
 
     def run(
-        self, asks: Sequence[Ask], policy: str = "distserve", watch: Callable[[StepPlan], None] | None = None
+        self,
+        asks: Sequence[Ask],
+        policy: str = "distserve",
+        watch: Callable[[StepPlan], None] | None = None,
+        journal: Journal | None = None,
     ) -> tuple[list[Request], Cluster]:
         """Serve the requests, each at its time, and return them finished, in order, with the cluster they were in."""
         for executor in self.executors:
             executor.fault = watch
-        return asyncio.run(self._run(asks, policy))
+        return asyncio.run(self._run(asks, policy, journal))
 
-    def _cluster(self, policy: str, over: list[Request]) -> Cluster:
+    def _cluster(self, policy: str, over: list[Request], journal: Journal | None) -> Cluster:
+        coefficients = {"model": "general", "coefficients": {name: getattr(PERF, name) for name in PERF.__slots__}}
         limits = Limits(self.tokens, ROWS, self.executors[0].pages, PAGE)
         instances = []
         for executor, role in zip(self.executors, self.roles, strict=True):
-            scheduler = Scheduler(policies.make(policy), GeneralModel(PERF), limits, role)
+            log: Log = no_log
+            if journal is not None:
+                log = journal.instance(
+                    executor.name, policy=policy, limits=limits, role=role, prefix_caching=True, perf=coefficients
+                )
+            scheduler = Scheduler(policies.make(policy), GeneralModel(PERF), limits, role, log=log)
             instances.append(Instance(executor.name, scheduler, executor))
         return Cluster(instances, placement.make("least_work"), finished=over.append)
 
-    async def _run(self, asks: Sequence[Ask], policy: str) -> tuple[list[Request], Cluster]:
+    async def _run(self, asks: Sequence[Ask], policy: str, journal: Journal | None) -> tuple[list[Request], Cluster]:
         over: list[Request] = []
-        cluster = self._cluster(policy, over)
+        cluster = self._cluster(policy, over, journal)
         machine = asyncio.ensure_future(cluster.run())
         await asyncio.sleep(0)
         for id, ask in enumerate(asks):

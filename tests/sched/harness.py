@@ -13,7 +13,7 @@ from jaxserve.sched.cluster import Cluster, Instance
 from jaxserve.sched.log import Log, no_log
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
-from jaxserve.sched.plan import Delta, StepPlan, StepResult
+from jaxserve.sched.plan import Delta, KvParcel, StepPlan, StepResult
 from jaxserve.sched.policy import Limits, Role
 from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
@@ -45,6 +45,19 @@ class Outcome:
     ended: float
 
 
+class Flaky(SimExecutor):
+    """Raises in a transfer where the test says so."""
+
+    def __init__(self, loses: Callable[[], bool], *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._loses = loses
+
+    async def import_kv(self, parcel: KvParcel, pages: Sequence[int]) -> None:
+        await super().import_kv(parcel, pages)
+        if self._loses():
+            raise OSError("injected: the link went down")
+
+
 @dataclass
 class Shape:
     """The cluster that serves the jobs."""
@@ -58,6 +71,7 @@ class Shape:
     prefix_caching: bool = True
     first_token: str = "prefill"
     fails: Callable[[str, StepPlan], bool] = lambda name, plan: False
+    loses: Callable[[], bool] = lambda: False  # whether the next transfer raises
     log: Callable[[str], Log] = lambda name: no_log
 
 
@@ -125,7 +139,8 @@ def _instances(
             prefix_caching=shape.prefix_caching,
             log=shape.log(name),
         )
-        executor = SimExecutor(
+        executor = Flaky(
+            shape.loses,
             GeneralModel(COEFFICIENTS, correct=False),
             Device(shape.pages, shape.page_size, kv_bytes_per_token=100_000),
             outputs,

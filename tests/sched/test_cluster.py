@@ -102,6 +102,38 @@ def test_the_request_at_fault_fails_alone() -> None:
     assert "failed twice" in (outcome.requests[2].error or "")
 
 
+@given(
+    jobs=st.lists(JOB, min_size=1, max_size=6),
+    roles=st.sampled_from([ROLES["2x1"], ROLES["4x1"]]),
+    every=st.integers(2, 5),
+    pages=st.integers(9, 14),
+)
+@settings(max_examples=60)
+def test_transfers_that_raise_cost_no_token(jobs, roles, every, pages) -> None:  # type: ignore[no-untyped-def]
+    """Every second to fifth transfer raises: it is tried again from what the source still holds, three times."""
+    seen = [0]
+
+    def loses() -> bool:
+        seen[0] += 1
+        return seen[0] % every == 0
+
+    outcome = simulate(jobs, roles, pages=pages, rows=4, tokens=16, loses=loses)
+    for request, job in zip(outcome.requests, jobs, strict=True):
+        told = [token for delta in outcome.deltas[request.id] for token in delta.tokens]
+        assert told == request.output
+        if request.finish_reason == "error":
+            assert "failed 3 times" in (request.error or "") and seen[0] >= 3 * every - 2
+        elif request.finish_reason != "abort":
+            assert len(told) == min(job.output, request.limit)
+
+
+def test_a_link_that_stays_down_fails_its_requests_and_leaks_nothing() -> None:
+    jobs = [Job(range(100 * i, 100 * i + 10), 8 if i else 1, arrival=i * 0.01) for i in range(4)]
+    outcome = simulate(jobs, PD, loses=lambda: True)
+    assert [request.finish_reason for request in outcome.requests] == ["stop", "error", "error", "error"]
+    assert "failed 3 times" in (outcome.requests[1].error or "")
+
+
 def test_shared_prefix_is_computed_once() -> None:
     prefix = list(range(40))
     jobs = [Job([*prefix, 100 + i], 4, arrival=float(i)) for i in range(4)]

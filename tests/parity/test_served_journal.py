@@ -1,0 +1,37 @@
+"""A journal written by real executors gives the plans that were made, under page pressure, faults and migration."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from jaxserve.replay import perf_of
+from jaxserve.sched.journal import Journal, replay
+from jaxserve.sched.plan import StepPlan
+from jaxserve.sched.sim.again import again
+
+from .test_law import ROOMY, TIGHT, asks, setup
+
+
+@pytest.mark.parametrize(("mesh", "pages", "policy"), [("1x1", TIGHT, "kairos"), ("4x2", ROOMY, "kairos")])
+def test_a_served_journal_gives_its_plans_again(mesh: str, pages: int, policy: str) -> None:
+    file = io.StringIO()
+    served, _ = setup(mesh, 64, pages).run(asks(1, cancel=True), policy, journal=Journal(file))
+    outcome = replay(file.getvalue().splitlines(), perf_of)
+    assert outcome.differences == [] and outcome.plans > 20
+    assert [outcome.requests[request.id].output for request in served] == [request.output for request in served]
+    assert again(outcome).simulated.summary.attained <= 1.0
+
+
+def test_a_served_journal_with_faults_gives_its_plans_again() -> None:
+    file, count = io.StringIO(), [0]
+
+    def fault(plan: StepPlan) -> None:
+        count[0] += 1
+        if count[0] in (6, 15):
+            raise RuntimeError("injected: the device ran out of memory")
+
+    setup("2x1", 64, ROOMY).run(asks(2), "distserve", fault, journal=Journal(file))
+    assert '"kind":"recover"' in file.getvalue()
+    assert replay(file.getvalue().splitlines(), perf_of).differences == []
