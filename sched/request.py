@@ -88,6 +88,7 @@ class Request:
         "row",
         "salt",
         "scheduled_at",
+        "scored",
         "seed",
         "sent_pages",
         "slo",
@@ -135,6 +136,7 @@ class Request:
         self.output: list[int] = []
         self.pending = 0  # tokens sampled by submitted steps that are not back yet
         self.computed = 0
+        self.scored = 0  # prompt positions whose log-probabilities are told
         self.cached = 0  # prompt tokens whose KV was found in the prefix cache at the first admission
         self.row = 0  # where it was last seen in its table
         self.inflight = 0  # submitted spans whose result is not back

@@ -210,7 +210,7 @@ class Scheduler:
                 request.state = State.HANDOVER
             end = span.start + span.length
             self._memory.register(request, span.start, end)
-            delta = self._gain(request, result, index)
+            delta = self._gain(request, result, index, span.start)
             if delta is not None:
                 deltas.append(delta)
             if prefills and request.state is not State.FINISHED:
@@ -296,10 +296,13 @@ class Scheduler:
 
     # from a result to state
 
-    def _gain(self, request: Request, result: StepResult, index: int) -> Delta | None:
+    def _gain(self, request: Request, result: StepResult, index: int, start: int) -> Delta | None:
         """Append the sampled tokens, up to the one that ends the request."""
         tokens, logprobs = result.tokens[index], result.logprobs.get(index, ())
         prompt_logprobs = result.prompt_logprobs.get(index, ())
+        if prompt_logprobs:  # what was told before its KV was dropped is not told again
+            prompt_logprobs = prompt_logprobs[max(0, request.scored - start) :]
+            request.scored = max(request.scored, start + len(result.prompt_logprobs[index]))
         if not tokens:
             return Delta(request.id, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
         reason = stop_token = None
