@@ -116,7 +116,7 @@ def worker(args: argparse.Namespace) -> int:
     """Read `requests tokens seed` from stdin, answer with the seconds it took; anything else ends it."""
     os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: args.threads]))
     vocabulary = json.loads((args.model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    most, length = max(args.requests), args.prompt + args.tokens + 2
+    most, length = max(args.requests), max(512, args.prompt + args.tokens + 2)
     generate = SIDES[args.worker](args.model, args.threads, most, length)
     print(MARK, "ready", flush=True)
     for line in sys.stdin:
