@@ -70,8 +70,11 @@ def add_output(parser: argparse.ArgumentParser, name: str) -> None:
 
 def save(args: argparse.Namespace, payload: dict[str, Any]) -> None:
     """Write the JSON that `payload` makes with its origin and the command that was run."""
-    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in ("output", "note")}
-    settings = {name: Path(value).name if name == "trace" else value for name, value in settings.items()}
+    settings = {
+        name: value.name if isinstance(value, Path) else value  # where a file lay on this machine is nobody's business
+        for name, value in vars(args).items()
+        if name not in ("output", "note")
+    }
     whole = {"script": Path(sys.argv[0]).name, "settings": settings, "note": args.note, **origin(), **payload}
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(whole, indent=1, default=str) + "\n", encoding="utf-8")
