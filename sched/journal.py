@@ -25,6 +25,9 @@ from .scheduler import Scheduler
 from .slo import SLO
 
 
+REHEARSAL = "rehearsal"  # key of the requests that an engine serves itself before it is ready
+
+
 class Journal:
     """Writes records to a text file, one a line. Writer: the event loop of the Cluster."""
 

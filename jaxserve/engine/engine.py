@@ -10,6 +10,7 @@ import asyncio
 import gc
 import itertools
 import logging
+import queue
 import threading
 import zlib
 from collections import Counter, OrderedDict
@@ -23,14 +24,16 @@ from jaxserve.engine.inputs import check_adjusted
 from jaxserve.engine.warmup import Progress
 from jaxserve.sched.counters import Counters
 from jaxserve.sched.errors import InvalidValue, JaxserveError, QueueFull
+from jaxserve.sched.journal import REHEARSAL
 from jaxserve.sched.metrics import measure, stage_allowance
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import Delta
 from jaxserve.sched.request import STANDARD, Request
-from jaxserve.sched.slo import SLO
+from jaxserve.sched.slo import NO_SLO, SLO
 
 log = logging.getLogger(__name__)
 
+REHEARSED = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
 REMEMBERED = 4096  # finished requests whose timings can still be asked for
 REBUILDS_A_MINUTE = 3  # from this many on the engine calls itself unhealthy
 
@@ -42,7 +45,7 @@ class Engine:
         self.info: EngineInfo = machine.info
         self._machine = machine
         self._cluster = machine.cluster(self._finished)
-        self._bound = config.max_num_queued_reqs
+        self._bound: int | None = None  # none yet: the rehearsal comes first
         self._seed = config.seed
         self._ids = itertools.count()
         self._entering = 0  # handed in, not yet placed; guarded by _lock
@@ -65,7 +68,32 @@ class Engine:
         gc.collect()
         gc.freeze()  # what was loaded stays; looking at it in every collection would stall steps
         engine._thread.start()
+        engine._rehearse()
+        engine._bound = config.max_num_queued_reqs
         return engine
+
+    def _rehearse(self) -> None:
+        """Serve a few short requests before the first real one: what happens once (a first transfer between two
+        meshes, first calls of everything between a prompt and its tokens) is then behind us."""
+        ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+        def heard(delta: Delta) -> None:
+            if delta.finish_reason is not None:
+                ended.put(delta.error or "")
+
+        count = 2 * len(self._cluster.cores)
+        for _ in range(count):
+            self.submit([0] * 3, REHEARSED, slo=NO_SLO, key=REHEARSAL, on_delta=heard)
+        errors = [ended.get() for _ in range(count)]
+        if any(errors):
+            self.close()
+            raise JaxserveError(f"the engine failed at its first request: {max(errors)}")
+        for core in self._cluster.cores:
+            core.scheduler.counters = Counters()
+        for seen in (self._over, self._reasons, self._violations):
+            seen.clear()
+        self._attained = 0
+        self._cluster.mover.transfers, self._cluster.mover.seconds = 0, 0.0
 
     # requests, from any thread
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import InvalidValue
-from ..journal import Replay
+from ..journal import REHEARSAL, Replay
 from ..metrics import Summary, measure, stage_allowance, summarize
 from ..perf.fit import Fit, fit
 from ..request import Request
@@ -33,7 +33,7 @@ class Again(NamedTuple):
 def again(replayed: Replay, seed: int = 0) -> Again:
     """Simulate what a journal tells of once more. Raises InvalidValue where no request in it has finished."""
     requests = sorted(replayed.requests.values(), key=lambda request: (request.arrival, request.id))
-    done = [request for request in requests if request.finish_reason in ("stop", "length")]
+    done = [one for one in requests if one.finish_reason in ("stop", "length") and one.key != REHEARSAL]
     if not done:
         raise InvalidValue("no request of the journal has finished", "journal")
     fitted = fit((load, seconds) for _, load, seconds in replayed.steps)
