@@ -24,7 +24,6 @@ from .request import Request
 from .scheduler import Scheduler
 from .slo import SLO
 
-
 REHEARSAL = "rehearsal"  # key of the requests that an engine serves itself before it is ready
 
 
