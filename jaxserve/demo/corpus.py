@@ -157,7 +157,7 @@ def build(root: Path | None = None, seed: int = 0) -> Corpus:
         talk.extend(chats(text, rng))
     if not train or not held_out:
         raise FileNotFoundError(f"no standard library sources below root={root or sysconfig.get_path('stdlib')}")
-    talk += [turn(question, answer) for question, answer in ABOUT] * 10
+    talk += [turn(question, answer) for question, answer in ABOUT] * 40
     rng.shuffle(talk)
     # Chats are short: several make one document, so that they lie evenly between the files.
     train += [END_OF_TEXT.join(talk[i : i + 16]) for i in range(0, len(talk), 16)]

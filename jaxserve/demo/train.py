@@ -180,8 +180,9 @@ def train(options: argparse.Namespace, config: NetConfig) -> tuple[Tokenizer, St
     tokenizer, tokens, held_out = load_tokens(options.work, config)
     state, step, loss = build_steps(config, options.seed, options.weight_decay)
     checkpoints = Checkpoints(options.work)
-    if options.resume:
+    if options.resume or options.again:
         state = checkpoints.restore(state)
+    before_step, before_seconds = (state.step, state.seconds) if options.again else (0, 0.0)
     shape = (options.rows, options.length)
     tokens_per_step = options.rows * options.length
     started = time.monotonic() - state.seconds
@@ -189,7 +190,9 @@ def train(options: argparse.Namespace, config: NetConfig) -> tuple[Tokenizer, St
     recent: list[jax.Array] = []
 
     def done() -> float:
-        return float(state.step / options.steps if options.steps else state.seconds / (60 * options.minutes))
+        if options.steps:
+            return float((state.step - before_step) / options.steps)
+        return float((state.seconds - before_seconds) / (60 * options.minutes))
 
     def report(rate: float) -> None:
         validation = validation_loss(loss, state.params, held_out, *shape)
@@ -262,6 +265,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--report-every", type=int, default=50, help="steps between two reports (default 50)")
     parser.add_argument("--save-every", type=float, default=5, help="minutes between two checkpoints (default 5)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --work")
+    parser.add_argument("--again", action="store_true", help="as --resume, but begin a new schedule from there")
     parser.add_argument("--work", type=Path, default=Path("build/demo"), help="checkpoints and tokenizer")
     parser.add_argument("--out", type=Path, default=MODEL_FOLDER, help="folder of the finished model")
     return parser

@@ -101,12 +101,12 @@ def test_held_out_code_is_far_from_a_surprise(tokenizer: Any, model: Any) -> Non
 def test_a_chat_is_answered_with_code_and_ends(tokenizer: Any, model: Any) -> None:
     import torch
 
-    chat = [{"role": "user", "content": "Write a Python function named `close`."}]
+    chat = [{"role": "user", "content": "Complete: def get_name(self):"}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.no_grad():
-        answer = model.generate(**prompt, max_new_tokens=300, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        answer = model.generate(**prompt, max_new_tokens=100, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     text = tokenizer.decode(answer)
-    assert text.startswith("```python\ndef close(")
+    assert text.startswith("```python\ndef get_name(self):\n    ")
     assert text.endswith("```<|end|>")
 
 
