@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from jaxserve.detokenize import TextStream
@@ -138,6 +139,27 @@ class Choice:
         return piece._replace(
             finish_reason=reason, stop_reason=stop if stop is not None else token, error=delta.error, metrics=metrics
         )
+
+
+def gathered(params: SamplingParams, deliver: Callable[[Choice, Delta], None]) -> Callable[[Choice, Delta], None]:
+    """`deliver`, called once per output at its end with all of it, where nobody reads along and no stop string can
+    end it earlier: text is then decoded once, not after every token."""
+    if params.stop:
+        return deliver
+    parts: dict[int, list[Delta]] = {}
+
+    def gather(choice: Choice, delta: Delta) -> None:
+        held = parts.setdefault(choice.index, [])
+        held.append(delta)
+        if delta.finish_reason is not None:
+            whole = delta._replace(
+                tokens=tuple(chain.from_iterable(one.tokens for one in held)),
+                logprobs=tuple(chain.from_iterable(one.logprobs for one in held)),
+                prompt_logprobs=tuple(chain.from_iterable(one.prompt_logprobs for one in held)),
+            )
+            deliver(choice, whole)
+
+    return gather
 
 
 def submit(

@@ -18,7 +18,18 @@ from typing import Any, Self, cast
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue, QueueFull
-from jaxserve.generation import Choice, EngineLike, Job, Mailbox, Piece, cancel, check_length, pieces, submit
+from jaxserve.generation import (
+    Choice,
+    EngineLike,
+    Job,
+    Mailbox,
+    Piece,
+    cancel,
+    check_length,
+    gathered,
+    pieces,
+    submit,
+)
 from jaxserve.outputs import CompletionOutput, RequestOutput, logprob_dict
 from jaxserve.report.progress import bar
 from jaxserve.sched.params import SamplingParams
@@ -228,7 +239,8 @@ def _run(
 
     def start(number: int, job: Job) -> None:
         try:
-            running[number] = submit(engine, tokenizer, job, lambda choice, delta: news.put((number, choice, delta)))
+            deliver = gathered(job.params, lambda choice, delta: news.put((number, choice, delta)))
+            running[number] = submit(engine, tokenizer, job, deliver)
         except QueueFull as error:
             if not running:
                 raise  # nothing of ours will make room

@@ -48,7 +48,11 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of some tokens; what is not valid UTF-8 becomes U+FFFD. Ids beyond the vocabulary are empty."""
-        text: str = self._hf.decode(
+        text: str
+        if self._backend is not None:  # as transformers would, without its checks of what `tokens` might be
+            text = self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+            return text
+        text = self._hf.decode(
             list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
@@ -90,6 +94,11 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._template or self._hf.chat_template)
+
+    @cached_property
+    def _backend(self) -> Any:
+        """The Rust tokenizer under transformers' own, where there is one."""
+        return getattr(self._hf, "backend_tokenizer", None)
 
     @cached_property
     def special(self) -> frozenset[int]:

@@ -24,8 +24,8 @@ from pallas_kernels.layout import Ragged
 MASKED = -1e30  # finite: a masked chunk must not make NaN of exp(-inf + inf)
 QUERY_BLOCK = 64  # tokens of one row computed together
 KEY_BLOCK = 128  # tokens of keys read together for a query block
-CHUNK_BYTES = 512 * 1024  # keys of one decode chunk over its rows; stays in a core's cache
-ROWS = 8  # single tokens computed together
+CHUNK_BYTES = 256 * 1024  # keys of one decode chunk over its rows; stays in a core's cache
+ROWS = 16  # single tokens computed together
 
 
 class _Running(NamedTuple):

@@ -40,7 +40,6 @@ class Handover:
         """The prompt is done; only the move is left."""
         return self.request.state is State.HANDOVER
 
-
     @property
     def nearly(self) -> bool:
         """The next chunk can end the prompt."""

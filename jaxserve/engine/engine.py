@@ -11,6 +11,7 @@ import gc
 import itertools
 import logging
 import queue
+import sys
 import threading
 import zlib
 from collections import Counter, OrderedDict
@@ -34,6 +35,7 @@ from jaxserve.sched.slo import NO_SLO, SLO
 log = logging.getLogger(__name__)
 
 REHEARSED = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
+SWITCH = 0.5e-3  # seconds: Python's 5 ms let whoever detokenises hold up the thread that plans the next step
 REMEMBERED = 4096  # finished requests whose timings can still be asked for
 REBUILDS_A_MINUTE = 3  # from this many on the engine calls itself unhealthy
 
@@ -65,6 +67,7 @@ class Engine:
     def start(cls, config: ServeConfig, *, progress: Progress | None = None) -> Engine:
         """Load the model, compile every program, and begin to serve. Blocks until ready; raises JaxserveError."""
         engine = cls(config, assemble(config, progress))
+        sys.setswitchinterval(SWITCH)
         gc.collect()
         gc.freeze()  # what was loaded stays; looking at it in every collection would stall steps
         engine._thread.start()

@@ -26,7 +26,7 @@ from jaxserve.sched.plan import Span, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
-LEAST_LEAD, MOST_LEAD = 1.5e-3, 5e-3  # seconds; an event loop's timer wakes up to 1 ms late
+LEAST_LEAD, MOST_LEAD = 3e-3, 8e-3  # seconds; an event loop's timer wakes up to 1 ms late
 
 
 class InFlight(NamedTuple):
