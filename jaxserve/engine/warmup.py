@@ -162,8 +162,7 @@ def warm_up(states: Sequence[DeviceState], progress: Progress | None = None) -> 
                 done += 1
                 if progress is not None:
                     progress(done, total, compiling[finished].label)
-    for state in states:
-        run_through(state)
+        list(pool.map(run_through, states))
     seconds = time.perf_counter() - began
     log.info(
         "warm-up: %d programs for %d instance(s) in %.1f s (%d compiled, %d loaded from the cache)",

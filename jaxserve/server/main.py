@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -64,13 +65,18 @@ def log_to_stderr(level: str) -> None:
 
 
 def start_service(config: ServeConfig) -> Service:
-    """Load the tokenizer and start the engine, with a progress bar."""
-    tokenizer = Tokenizer.load(config.tokenizer or config.model_source, config.revision, config.chat_template)
+    """Load the tokenizer and start the engine, side by side, with a progress bar."""
     from jaxserve.engine.engine import Engine  # jax only now
 
-    with bar("warming up") as progress:
+    source = config.tokenizer or config.model_source
+    with ThreadPoolExecutor(1) as beside, bar("warming up") as progress:
+        tokenizer = beside.submit(Tokenizer.load, source, config.revision, config.chat_template)
         engine = Engine.start(config, progress=progress)
-    return Service(engine, tokenizer, config)
+    try:
+        return Service(engine, tokenizer.result(), config)
+    except Exception:
+        engine.close()
+        raise
 
 
 def listen_on(host: str, port: int) -> socket.socket:
