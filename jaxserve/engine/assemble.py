@@ -22,6 +22,7 @@ from jaxserve.engine.warmup import CompileCounter, Progress, compile_counter
 from jaxserve.models.hub import resolve_model
 from jaxserve.models.registry import load_spec
 from jaxserve.models.spec import ModelSpec
+from jaxserve.models.thinking import end_thinking
 from jaxserve.sched import placement, policies
 from jaxserve.sched.cluster import Cluster, Instance
 from jaxserve.sched.journal import Journal
@@ -137,7 +138,8 @@ def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
     compile_counter().warm()
     seconds = time.perf_counter() - began
     log.info("ready in %.1f s; %s", seconds, policies_line(config, mesh))
-    return Machine(config, mesh, executors, limits, points, _info(config, spec, mesh, executors, length, seconds))
+    info = _info(config, spec, mesh, executors, length, seconds, end_thinking(path))
+    return Machine(config, mesh, executors, limits, points, info)
 
 
 def policies_line(config: ServeConfig, mesh: MeshPlan) -> str:
@@ -146,7 +148,13 @@ def policies_line(config: ServeConfig, mesh: MeshPlan) -> str:
 
 
 def _info(
-    config: ServeConfig, spec: ModelSpec, mesh: MeshPlan, executors: list[JaxExecutor], length: int, seconds: float
+    config: ServeConfig,
+    spec: ModelSpec,
+    mesh: MeshPlan,
+    executors: list[JaxExecutor],
+    length: int,
+    seconds: float,
+    thinks: frozenset[int],
 ) -> EngineInfo:
     def instance(executor: JaxExecutor, role: Any) -> InstanceInfo:
         devices = tuple(str(device) for device in executor.state.mesh.devices.flat)
@@ -161,6 +169,6 @@ def _info(
         policy=config.policy,
         placement=config.placement,
         eos=frozenset(spec.eos),
-        end_thinking=frozenset(),
+        end_thinking=thinks,
         startup_seconds=seconds,
     )
