@@ -8,10 +8,9 @@ import pytest
 
 from jaxserve.replay import perf_of
 from jaxserve.sched.journal import Journal, replay
-from jaxserve.sched.plan import StepPlan
 from jaxserve.sched.sim.again import again
 
-from .test_law import ROOMY, TIGHT, asks, setup
+from .test_law import ROOMY, TIGHT, Faults, asks, setup
 
 
 @pytest.mark.parametrize(("mesh", "pages", "policy"), [("1x1", TIGHT, "kairos"), ("4x2", ROOMY, "kairos")])
@@ -25,13 +24,7 @@ def test_a_served_journal_gives_its_plans_again(mesh: str, pages: int, policy: s
 
 
 def test_a_served_journal_with_faults_gives_its_plans_again() -> None:
-    file, count = io.StringIO(), [0]
-
-    def fault(plan: StepPlan) -> None:
-        count[0] += 1
-        if count[0] in (6, 15):
-            raise RuntimeError("injected: the device ran out of memory")
-
+    file, fault = io.StringIO(), Faults(every=9)
     setup("2x1", 64, ROOMY).run(asks(2), "distserve", fault, journal=Journal(file))
     assert '"kind":"recover"' in file.getvalue()
     assert replay(file.getvalue().splitlines(), perf_of).differences == []
