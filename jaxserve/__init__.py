@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jaxserve.sched.params import SamplingParams
     from jaxserve.sched.slo import SLO
 
-__version__ = "0.1.0"
+from jaxserve.version import __version__
 
 __all__ = [
     "LLM",
@@ -35,6 +35,7 @@ __all__ = [
     "QueueFull",
     "RequestOutput",
     "SamplingParams",
+    "__version__",
 ]
 
 _HOME = {

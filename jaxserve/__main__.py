@@ -7,9 +7,9 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
-from jaxserve import __version__
 from jaxserve.errors import InvalidValue, JaxserveError
 from jaxserve.flags import TeachingParser
+from jaxserve.version import __version__
 from jaxserve.yamlio import nearest
 
 # Each module has add_arguments(parser) and main(args) -> exit status.

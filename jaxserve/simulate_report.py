@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy
 
-from jaxserve import __version__
 from jaxserve.report.origin import commit
 from jaxserve.report.table import print_table
 from jaxserve.sched.metrics import CLASSES, GOAL, Summary, goodput_rate
 from jaxserve.sched.sim import Report
+from jaxserve.version import __version__
 
 Value = Callable[[Summary], float]
 

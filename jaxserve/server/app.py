@@ -9,7 +9,6 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from jaxserve import __version__
 from jaxserve.errors import InvalidValue
 from jaxserve.server.failures import Refused, handler, response_of
 from jaxserve.server.guard import Guard
@@ -26,6 +25,7 @@ from jaxserve.server.openai import (
 )
 from jaxserve.server.service import Service
 from jaxserve.server.sse import Disconnected, EventStream, while_connected
+from jaxserve.version import __version__
 
 
 def create_app(service: Service) -> FastAPI:
