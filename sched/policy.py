@@ -94,13 +94,11 @@ class Decision:
     """Grants, most important first: pages are given in this order and taken back from its end.
 
     A policy cannot leak a page, break a limit or lose a request: grants beyond a limit are cut, requests it
-    does not name wait. `reject` refuses requests for good, `demote` makes them best effort.
+    does not name wait. `demote` makes requests best effort.
     """
 
     grants: tuple[Grant, ...] = ()
-    preempt: tuple[int, ...] = ()
     demote: tuple[int, ...] = ()
-    reject: tuple[int, ...] = ()
 
 
 def in_order(rows: Rows, order: Order, limits: Limits) -> tuple[Grant, ...]:
