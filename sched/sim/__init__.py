@@ -1,7 +1,9 @@
 """Simulation: the scheduler that serves, on a virtual clock and a model of the devices."""
 
 from .latency import Latency
-from .sweep import Mesh, Options, Report, simulate, sweep
+from .options import Mesh, Options
+from .simulate import Report, simulate
+from .sweep import sweep
 from .traces import load_trace
 from .workload import NAMED, Arrival, Workload
 

@@ -18,7 +18,8 @@ from ..perf.fit import LINEAR, Fit, fit
 from ..perf.model import Coefficients
 from ..request import Request
 from .latency import Latency
-from .sweep import Mesh, Options, Report, simulate
+from .options import Mesh, Options
+from .simulate import Report, simulate
 from .workload import Arrival
 
 

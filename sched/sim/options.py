@@ -1,0 +1,110 @@
+"""What a simulation is set up with: instances, and what stays while policies, rates and seeds vary."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+from ..errors import InvalidValue
+from ..policy import Role
+from .predict import Perf
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """R instances of T devices each. From two on, `prefill` of them prefill (default half) and the others decode."""
+
+    instances: int
+    tensor_parallel: int = 1
+    prefill: int | None = None
+    colocated: bool = False
+
+    def __post_init__(self) -> None:
+        _ = self.roles
+
+    @classmethod
+    def parse(cls, text: str, prefill: int | None = None, *, colocated: bool = False) -> Mesh:
+        """From `RxT`, as in 2x4."""
+        match = re.fullmatch(r"([1-9]\d*)[xX]([1-9]\d*)", text.strip())
+        if match is None:
+            raise InvalidValue(f"mesh={text!r} must be RxT, instances by devices per instance, as in 2x4", "mesh")
+        return cls(int(match[1]), int(match[2]), prefill, colocated)
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        if self.colocated or self.instances == 1:
+            if self.prefill is not None:
+                raise InvalidValue(
+                    f"prefill={self.prefill} has no meaning where all instances are colocated", "prefill"
+                )
+            return (Role.MIXED,) * self.instances
+        prefill = self.instances // 2 if self.prefill is None else self.prefill
+        if not 1 <= prefill < self.instances:
+            raise InvalidValue(f"prefill={prefill} must be 1 to {self.instances - 1} on {self.instances} instances")
+        return (Role.PREFILL,) * prefill + (Role.DECODE,) * (self.instances - prefill)
+
+    def __str__(self) -> str:
+        return f"{self.instances}x{self.tensor_parallel}"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a simulation leaves as it is while policies, rates and seeds vary. Seconds, tokens, shares.
+
+    perf: the schedulers' step-time model. `general` is the true one, corrected by what is measured; `exact` never
+    corrects; `table` is Kairos's lookup table profiled from the true model; `linear` is FairBatching's, fitted to
+    it. prediction_error: all that it predicts is off by this share (0.2: a fifth too long), for good. noise: instead
+    of the latency preset's. placement, admission: by name. tokens, rows, prompts, suspended, draft: see
+    policy.Limits; prompts None is no limit. boundary: where a step of prompt chunks can be stopped; at `chunk`, its
+    end, nothing is. acceptance: chance that a drafted token is right. routing_delay: from arrival to the instance.
+    stale: age of what the placement knows of the instances. prefix_caching None: on where the workload says which
+    prefixes are shared. pages, page_size: instead of the preset's; kv_scale: times as many pages. skip: requests at
+    either end that are not counted. horizon: stop after so many seconds, unfinished requests count as violated.
+    timer: a clock of the processor, read around each decision; what it says is only reported.
+    """
+
+    perf: Perf = "general"
+    prediction_error: float = 0.0
+    noise: float | None = None
+    placement: str = "least_work"
+    admission: str = "none"
+    tokens: int = 8192
+    rows: int = 256
+    prompts: int | None = None
+    first_token: str = "prefill"
+    boundary: str = "layer"
+    suspended: int = 4
+    draft: int = 0
+    acceptance: float = 0.7
+    routing_delay: float = 0.0
+    stale: float = 0.0
+    prefix_caching: bool | None = None
+    pages: int | None = None
+    page_size: int | None = None
+    kv_scale: float = 1.0
+    skip: int = 0
+    horizon: float | None = None
+    timer: Callable[[], float] | None = None
+
+    def __post_init__(self) -> None:
+        for name, ok, allowed in (
+            ("prediction_error", -1 < self.prediction_error < inf, "more than -1"),
+            ("tokens", self.tokens >= 1, "at least 1"),
+            ("rows", self.rows >= 1, "at least 1"),
+            ("prompts", self.prompts is None or self.prompts >= 1, "at least 1"),
+            ("suspended", self.suspended >= 0, "0 or more"),
+            ("draft", self.draft >= 0, "0 or more"),
+            ("acceptance", 0 <= self.acceptance <= 1, "between 0 and 1"),
+            ("routing_delay", 0 <= self.routing_delay < inf, "0 s or more"),
+            ("stale", 0 <= self.stale < inf, "0 s or more"),
+            ("kv_scale", 0 < self.kv_scale < inf, "more than 0"),
+            ("skip", self.skip >= 0, "0 or more"),
+            ("horizon", self.horizon is None or self.horizon > 0, "more than 0 s"),
+        ):
+            if not ok:
+                raise InvalidValue(f"{name}={getattr(self, name)!r} must be {allowed}", name)
+
+
+DEFAULT = Options()

@@ -1,0 +1,235 @@
+"""One simulation: the Cluster that serves, on simulated devices in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+from .. import placement as placements
+from .. import policies
+from ..cluster import Cluster, Instance
+from ..counters import Counters
+from ..errors import InvalidValue
+from ..log import Log
+from ..metrics import Measured, Summary, measure, stage_allowance, summarize
+from ..params import SamplingParams
+from ..plan import StepPlan, StepResult
+from ..policy import Limits, Role
+from ..request import Request
+from ..scheduler import Scheduler
+from . import clock
+from .executor import EOS, Device, SimExecutor
+from .latency import Latency
+from .options import DEFAULT, Mesh, Options
+from .predict import perf_model
+from .workload import Arrival, Workload
+
+Progress = Callable[[int, int], None]  # done, total
+
+
+class Logs(Protocol):
+    """Gives each instance the log that its scheduler writes to (journal.py)."""
+
+    def __call__(self, name: str, policy: str, limits: Limits, role: Role, prefix_caching: bool) -> Log: ...
+
+
+class Report(NamedTuple):
+    """What came out of one simulation."""
+
+    policy: str
+    rate: float  # requests per second, as asked for or as in the trace
+    seed: int
+    summary: Summary
+    measured: tuple[Measured, ...]
+    counters: Counters
+    busy: tuple[float, ...]  # share of the time that each instance computed
+    ended: float  # virtual seconds
+
+
+def simulate(
+    workload: Workload | Sequence[Arrival],
+    policy: str,
+    mesh: Mesh | str,
+    latency: Latency,
+    seed: int = 0,
+    *,
+    qps: float | None = None,
+    num_requests: int | None = None,
+    options: Options = DEFAULT,
+    progress: Progress | None = None,
+    logs: Logs | None = None,
+) -> Report:
+    """Serve a workload from its first arrival to its last token. Equal arguments give equal histories.
+
+    workload: a distribution, of which `num_requests` (default 1000) are drawn at `qps`; or arrivals, the first
+    `num_requests` of them, with times stretched to `qps` where given. Raises InvalidValue for what a person got
+    wrong, Deadlock where nothing can go on.
+    """
+    mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+    arrivals, rate = _arrivals(workload, qps, num_requests, seed)
+    simulation = _Simulation(arrivals, policy, mesh, latency, seed, options, progress, logs)
+    cluster, ended = clock.run(simulation.run())
+    measured = tuple(
+        measure(request, arrivals[request.id].class_, stage_allowance(request)) for request in simulation.requests
+    )
+    counters = Counters.total(core.scheduler.counters for core in cluster.cores)
+    busy = tuple(seconds / ended if ended else 0.0 for seconds in simulation.busy)
+    return Report(policy, rate, seed, summarize(measured, options.skip), measured, counters, busy, ended)
+
+
+def _arrivals(
+    workload: Workload | Sequence[Arrival], qps: float | None, count: int | None, seed: int
+) -> tuple[Sequence[Arrival], float]:
+    if isinstance(workload, Workload):
+        if qps is None:
+            raise InvalidValue(f"workload {workload.name} needs a rate: give qps", "qps")
+        return workload.draw(1000 if count is None else count, qps, seed), qps
+    arrivals = workload[:count]
+    if not arrivals:
+        raise InvalidValue("a workload without requests", "workload")
+    span = arrivals[-1].time - arrivals[0].time
+    rate = (len(arrivals) - 1) / span if span > 0 else 0.0
+    if qps is None:
+        return arrivals, rate
+    if not 0 < qps < float("inf"):
+        raise InvalidValue(f"{qps=} must be a positive number of requests per second", "qps")
+    return [replace(arrival, time=arrival.time * rate / qps) for arrival in arrivals], qps
+
+
+class _Simulation:
+    """One run. Its state is written by callbacks in the virtual loop."""
+
+    def __init__(
+        self,
+        arrivals: Sequence[Arrival],
+        policy: str,
+        mesh: Mesh,
+        latency: Latency,
+        seed: int,
+        options: Options,
+        progress: Progress | None,
+        logs: Logs | None,
+    ) -> None:
+        if mesh.tensor_parallel != latency.tensor_parallel:
+            raise InvalidValue(
+                f"mesh {mesh} has {mesh.tensor_parallel} devices an instance, and latency preset {latency.name} is "
+                f"of {latency.tensor_parallel}",
+                "mesh",
+            )
+        self._arrivals = arrivals
+        self._policy = policy
+        self._roles = mesh.roles
+        self._device = _device(latency, options)
+        self._truth = latency.solve()
+        self._seed = seed
+        self._options = options
+        self._progress = progress
+        self._logs = logs
+        self._outputs = {id: arrival.output_tokens for id, arrival in enumerate(arrivals)}
+        caching = options.prefix_caching
+        self._caching = any(arrival.hash_ids for arrival in arrivals) if caching is None else caching
+        self._over = 0
+        self.requests: list[Request] = []
+        self.busy = [0.0] * len(self._roles)
+
+    async def run(self) -> tuple[Cluster, float]:
+        loop = clock.loop()
+        self._done: asyncio.Future[None] = loop.create_future()
+        instances = [self._instance(index, role, loop) for index, role in enumerate(self._roles)]
+        cluster = Cluster(
+            instances,
+            placements.make(self._options.placement),
+            first_token=self._options.first_token,
+            finished=self._finished,
+        )
+        machine = asyncio.create_task(cluster.run(), name="cluster")
+        self._arrive(iter(enumerate(self._arrivals)), cluster, loop)
+        waited = self._options.horizon
+        await asyncio.wait([machine, self._done], timeout=waited, return_when=asyncio.FIRST_COMPLETED)
+        if machine.done():
+            machine.result()  # the machinery itself failed: say why
+        ended = loop.now
+        if self._done.done():
+            await asyncio.sleep(1.0)  # what is on its way arrives
+            self._check(cluster)
+        machine.cancel()
+        await asyncio.wait([machine])
+        return cluster, ended
+
+    def _instance(self, index: int, role: Role, loop: clock.VirtualLoop) -> Instance:
+        name, options = f"{role.value}{index}", self._options
+        limits = Limits(options.tokens, options.rows, self._device.pages, self._device.page_size)
+        more = {"log": self._logs(name, self._policy, limits, role, self._caching)} if self._logs is not None else {}
+        scheduler = Scheduler(
+            policies.make(self._policy),
+            perf_model(options.perf, self._truth, self._seed),
+            limits,
+            role,
+            prefix_caching=self._caching,
+            **more,
+        )
+
+        def watch(plan: StepPlan, result: StepResult) -> None:
+            self.busy[index] += result.finished - result.started
+
+        executor = SimExecutor(self._truth, self._device, self._outputs, loop, seed=(self._seed, index), watch=watch)
+        return Instance(name, scheduler, executor)
+
+    def _arrive(self, left: Iterator[tuple[int, Arrival]], cluster: Cluster, loop: clock.VirtualLoop) -> None:
+        """Set the timer of the next arrival: one at a time, in order."""
+        coming = next(left, None)
+        if coming is None:
+            return
+        id, arrival = coming
+
+        def arrive() -> None:
+            self._submit(id, arrival, cluster)
+            self._arrive(left, cluster, loop)
+
+        loop.at(arrival.time, clock.ARRIVAL, arrive)
+
+    def _submit(self, id: int, arrival: Arrival, cluster: Cluster) -> None:
+        request = Request(
+            id, arrival.prompt(id), _PARAMS, arrival.slo, arrival.time, eos=_EOS, key=arrival.key, seed=id
+        )
+        self.requests.append(request)
+        try:
+            cluster.submit(request, _ignore)
+        except InvalidValue as error:  # it could never fit
+            request.finish_reason, request.error = "rejected", str(error)
+            self._finished(request)
+
+    def _finished(self, request: Request) -> None:
+        self._over += 1
+        total = len(self._arrivals)
+        if self._progress is not None and (self._over % 50 == 0 or self._over == total):
+            self._progress(self._over, total)
+        if self._over == total:
+            self._done.set_result(None)
+
+    def _check(self, cluster: Cluster) -> None:
+        """Conservation: everybody was told why it ended, and every page came back."""
+        cluster.check()
+        lost = [request.id for request in self.requests if request.finish_reason is None]
+        held = [core.scheduler.blocks.held for core in cluster.cores]
+        assert not lost and not any(held) and not len(cluster), f"{lost=} {held=} {len(cluster)=}"
+
+
+def _device(latency: Latency, options: Options) -> Device:
+    device = latency.device(options.boundary, pages=options.pages, page_size=options.page_size)
+    return replace(
+        device,
+        pages=max(1, round(device.pages * options.kv_scale)),
+        noise=device.noise if options.noise is None else options.noise,
+        acceptance=options.acceptance if options.draft else 0.0,
+    )
+
+
+_PARAMS = SamplingParams(max_tokens=None)
+_EOS = frozenset([EOS])
+
+
+def _ignore(delta: object) -> None:
+    """Nobody listens to a simulated request; what it got stands in the Request."""
