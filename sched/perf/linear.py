@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import InvalidValue
 from .fit import nonnegative
-from .model import Array, Load, running_rate
+from .model import Array, Load, running_rate, whole_steps
 
 SCALE = np.array([1.0, 1e3, 1e5])  # tokens and contexts brought near 1, so that the filter is well conditioned
 PRIOR = 1.0  # variance of a coefficient (in scaled seconds) before anything is measured
@@ -74,6 +74,13 @@ class LinearModel:
     def decode_times(self, rows: Array, longest: Array, context: Array) -> Array:
         a, b, c = self.coefficients
         result: Array = a + b * np.asarray(rows, dtype=float) + c * np.asarray(context, dtype=float)
+        return result
+
+    def prefill_times(self, tokens: Array, context: Array, chunk: int) -> Array:
+        a, b, c = self.coefficients
+        full, last = whole_steps(tokens, chunk)
+        steps = full + (last > 0)
+        result: Array = steps * (a + c * (context + chunk * (steps - 1.0) / 2)) + b * tokens
         return result
 
     def observe(self, load: Load, seconds: float) -> None:

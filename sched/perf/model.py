@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import exp, log1p
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,11 +18,12 @@ class Load(NamedTuple):
     """What a step's time depends on. Tokens unless said otherwise."""
 
     prefill: int = 0  # new prompt tokens
-    decode: int = 0  # rows that decode one token
+    decode: int = 0  # tokens of decoding rows: one each, and what they drafted
     quadratic: float = 0.0  # sum over chunks of k*c + k*k/2: k new tokens after c
     longest: int = 0  # longest decode context
     context: int = 0  # sum of decode contexts
     prefix: int = 0  # sum over chunks of c, the context a chunk attends to before itself
+    drafts: int = 0  # steps of the draft model: the longest draft of any row
 
     @property
     def tokens(self) -> int:
@@ -51,6 +53,11 @@ class PerfModel(Protocol):
     def decode_times(self, rows: Array, longest: Array, context: Array) -> Array:
         """Predicted seconds of pure decode steps, elementwise: rows, longest context, sum of contexts."""
 
+    def prefill_times(self, tokens: Array, context: Array, chunk: int) -> Array:
+        """Predicted seconds to compute `tokens` more prompt tokens after `context` computed ones, alone, in steps of
+        `chunk` tokens of which the last may be shorter; elementwise, 0 for no tokens. Equal to the sum of step_time
+        over these steps."""
+
     def observe(self, load: Load, seconds: float) -> None:
         """Learn from a measured step."""
 
@@ -58,7 +65,7 @@ class PerfModel(Protocol):
 @dataclass(frozen=True, slots=True)
 class Coefficients:
     """T = fixed + w_moe*(1 - (1 - p_moe)^tokens) + prefill*n + decode*d + quadratic*sum(kc + k^2/2)
-    + longest*max(L) + context*(sum(L) - max(L)), seconds (algorithms digest, section 0)."""
+    + longest*max(L) + context*(sum(L) - max(L)) + draft*drafts, seconds (algorithms digest, section 0)."""
 
     fixed: float
     prefill: float
@@ -68,12 +75,15 @@ class Coefficients:
     context: float
     w_moe: float = 0.0
     p_moe: float = 0.0
+    draft: float = 0.0
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
             value = getattr(self, name)
             if not value >= 0:
                 raise InvalidValue(f"coefficient {name}={value!r} must be 0 or more seconds", name)
+        if self.p_moe > 1:
+            raise InvalidValue(f"coefficient p_moe={self.p_moe!r} must be at most 1, a share of experts", "p_moe")
 
     def step_time(self, load: Load) -> float:
         moe = self.w_moe * (1.0 - (1.0 - self.p_moe) ** load.tokens) if self.w_moe else 0.0
@@ -85,6 +95,7 @@ class Coefficients:
             + self.quadratic * load.quadratic
             + self.longest * load.longest
             + self.context * (load.context - load.longest)
+            + self.draft * load.drafts
         )
 
     def decode_times(self, rows: Array, longest: Array, context: Array) -> Array:
@@ -93,6 +104,25 @@ class Coefficients:
             self.fixed + moe + self.decode * rows + self.longest * longest + self.context * (context - longest)
         )
         return result
+
+    def prefill_times(self, tokens: Array, context: Array, chunk: int) -> Array:
+        """As PerfModel's. Only the experts tell the last, shorter step from the others: the attention of chunks that
+        follow each other sums to that of one."""
+        full, last = whole_steps(tokens, chunk)
+        times: Array = (full + (last > 0)) * self.fixed + tokens * (
+            self.prefill + self.quadratic * (context + 0.5 * tokens)
+        )
+        if self.w_moe and self.p_moe:
+            missed = log1p(-self.p_moe) if self.p_moe < 1 else -1e3  # per token, of reading a given expert
+            times += self.w_moe * (full * (1.0 - exp(missed * chunk)) - np.expm1(missed * last))
+        return times
+
+
+def whole_steps(tokens: Array, chunk: int) -> tuple[Array, Array]:
+    """How many steps of `chunk` tokens, and what is left for a shorter one."""
+    full: Array = np.floor(tokens * (1.0 / chunk) + 0.5 / chunk)  # half a token: the product may round down
+    last: Array = tokens - full * chunk
+    return full, last
 
 
 def running_rate(rate: float, tokens: int, seconds: float) -> float:
@@ -127,6 +157,9 @@ class GeneralModel:
 
     def decode_times(self, rows: Array, longest: Array, context: Array) -> Array:
         return self._ratio * self._base.decode_times(rows, longest, context)
+
+    def prefill_times(self, tokens: Array, context: Array, chunk: int) -> Array:
+        return self._ratio * self._base.prefill_times(tokens, context, chunk)
 
     def observe(self, load: Load, seconds: float) -> None:
         predicted = self._base.step_time(load)

@@ -91,6 +91,10 @@ class TableModel:
     def decode_times(self, rows: Array, longest: Array, context: Array) -> Array:
         return self._look(np.asarray(rows, dtype=float), np.asarray(longest, dtype=float))
 
+    def prefill_times(self, tokens: Array, context: Array, chunk: int) -> Array:
+        result: Array = tokens / self._prefill_rate
+        return result
+
     def observe(self, load: Load, seconds: float) -> None:
         if not 0 < seconds < float("inf"):
             return

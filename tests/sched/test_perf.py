@@ -4,6 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.perf.fit import Point, fit, kind, nonnegative, solve
@@ -135,6 +137,32 @@ def test_a_model_agrees_with_itself_and_survives_nonsense(name: str) -> None:
         model.observe(Load(), seconds)
     assert model.step_time(decode(100)) > 0 and model.prefill_rate > 0
     assert np.isfinite(model.step_time(decode(100)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@given(st.integers(0, 200_000), st.integers(0, 200_000), st.integers(1, 9000))
+def test_a_prompt_takes_what_its_chunks_take(name: str, tokens: int, context: int, chunk: int) -> None:
+    chunk = max(chunk, tokens // 50)
+    steps = [Load().add_chunk(min(chunk, tokens - done), context + done) for done in range(0, tokens, chunk)]
+    together = MODELS[name].prefill_times(np.array([float(tokens)]), np.array([float(context)]), chunk)
+    assert together.shape == (1,)
+    assert float(together[0]) == pytest.approx(sum(map(MODELS[name].step_time, steps)), rel=1e-9)
+
+
+@pytest.mark.parametrize("p_moe", [0.0, 1e-3, 0.999, 1.0])
+def test_experts_of_any_number_are_read_once(p_moe: float) -> None:
+    model = Coefficients(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, w_moe=1.0, p_moe=p_moe)
+    tokens = np.array([0.0, 1.0, 7.0, 8.0, 20.0])
+    steps = [[], [1], [7], [8], [8, 8, 4]]
+    expected = [sum(1 - (1 - p_moe) ** k for k in parts) for parts in steps]
+    assert model.prefill_times(tokens, np.zeros(5), 8) == pytest.approx(expected, rel=1e-9)
+    with pytest.raises(InvalidValue, match=r"p_moe=1\.5 must be at most 1"):
+        Coefficients(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, p_moe=1.5)
+
+
+def test_drafting_takes_time() -> None:
+    model = Coefficients(1e-3, 0.0, 0.0, 0.0, 0.0, 0.0, draft=2e-3)
+    assert model.step_time(decode(100)._replace(drafts=3)) == pytest.approx(7e-3)
 
 
 @pytest.mark.parametrize("name", MODELS)
