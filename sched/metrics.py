@@ -2,13 +2,14 @@
 
 Attained means finished, TTFT <= ttft, mean TPOT <= tpot (true of a single token) and, where set, largest gap <=
 tbt. Rejected or unfinished is violated. Counting requests alone makes dropping the largest prompts look like a win,
-so attainment is also given per class of prompt length and weighted by prompt tokens.
+so attainment is also given per class of prompt length and weighted by prompt tokens. Papers differ in what TPOT
+is: FairBatching takes the worst mean from the first token on, SLOs-Serve the worst over 10 tokens; both stand beside.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf, isfinite, nan
 from typing import Any, NamedTuple, Protocol
@@ -60,6 +61,8 @@ class Measured(NamedTuple):
     reason: str | None
     ttft_attained: bool
     tpot_attained: bool  # and the largest gap, where the SLO sets one
+    worst_attained: bool = False  # likewise with worst_tpot for the mean
+    window_attained: bool = False  # likewise with window_tpot
 
     @property
     def attained(self) -> bool:
@@ -80,9 +83,9 @@ def measure(request: Finished, class_: str = "", allowance: float | None = None)
         gap = float(np.diff(times).max())
     done = request.finish_reason in FINISHED
     allowed = slo.tpot * (count - 1) if allowance is None else allowance
+    even = done and not (slo.tbt is not None and gap > slo.tbt + ROUNDING)
     smooth = count < 2 or float(times[-1] - times[0]) <= allowed + ROUNDING
-    if slo.tbt is not None:
-        smooth = smooth and not gap > slo.tbt + ROUNDING
+    each = (allowed + ROUNDING) / (count - 1) if count > 1 else inf  # NaN compares false: one token cannot be late
     return Measured(
         request.id,
         class_,
@@ -97,7 +100,9 @@ def measure(request: Finished, class_: str = "", allowance: float | None = None)
         float(times[-1]) if count else nan,
         request.finish_reason,
         done and ttft <= slo.ttft + ROUNDING,
-        done and smooth,
+        even and smooth,
+        even and not worst > each,
+        even and not window > each,
     )
 
 
@@ -114,6 +119,7 @@ class Spread(NamedTuple):
     mean: float
     p50: float
     p90: float
+    p95: float
     p99: float
     max: float
 
@@ -123,9 +129,9 @@ def spread(values: Sequence[float] | Array) -> Spread:
     array = np.asarray(values, dtype=float)
     array = array[np.isfinite(array)]
     if not len(array):
-        return Spread(nan, nan, nan, nan, nan)
-    p50, p90, p99 = np.percentile(array, (50, 90, 99)).tolist()
-    return Spread(float(array.mean()), p50, p90, p99, float(array.max()))
+        return Spread(nan, nan, nan, nan, nan, nan)
+    p50, p90, p95, p99 = np.percentile(array, (50, 90, 95, 99)).tolist()
+    return Spread(float(array.mean()), p50, p90, p95, p99, float(array.max()))
 
 
 class Share(NamedTuple):
@@ -143,6 +149,8 @@ class Summary:
     attained: float
     ttft_attained: float
     tpot_attained: float
+    worst_attained: float  # TTFT, and TPOT as the worst mean from the first token on (FairBatching)
+    window_attained: float  # TTFT, and TPOT as the worst mean over 10 tokens (SLOs-Serve)
     token_weighted: float  # attained, each request weighted by its prompt tokens
     by_length: Mapping[str, Share]
     by_class: Mapping[str, Share]
@@ -181,8 +189,10 @@ def summarize(measured: Sequence[Measured], skip: int = 0) -> Summary:
     return Summary(
         count=len(ordered),
         attained=_mean(attained),
-        ttft_attained=_mean(np.array([one.ttft_attained for one in ordered], dtype=bool)),
-        tpot_attained=_mean(np.array([one.tpot_attained for one in ordered], dtype=bool)),
+        ttft_attained=_mean(one.ttft_attained for one in ordered),
+        tpot_attained=_mean(one.tpot_attained for one in ordered),
+        worst_attained=_mean(one.ttft_attained and one.worst_attained for one in ordered),
+        window_attained=_mean(one.ttft_attained and one.window_attained for one in ordered),
         token_weighted=float(prompts @ attained / prompts.sum()) if prompts.sum() else nan,
         by_length=_shares([length_class(one.prompt) for one in ordered], attained, [name for name, _ in CLASSES]),
         by_class=_shares([one.class_ for one in ordered], attained, sorted({one.class_ for one in ordered} - {""})),
@@ -211,8 +221,9 @@ def goodput_rate(rates: Sequence[float], attained: Sequence[float], goal: float 
     return max((rate for rate, share in zip(rates, attained, strict=True) if share >= goal), default=None)
 
 
-def _mean(flags: np.ndarray[Any, np.dtype[np.bool_]]) -> float:
-    return float(flags.mean()) if len(flags) else nan
+def _mean(flags: Iterable[bool]) -> float:
+    array = np.fromiter(flags, dtype=bool)
+    return float(array.mean()) if len(array) else nan
 
 
 def _shares(

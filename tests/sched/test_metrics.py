@@ -49,6 +49,23 @@ def test_window_of_ten() -> None:
     assert measure(Done(times)).window_tpot == pytest.approx(1.09 / 10)
 
 
+def test_the_papers_objectives_are_three() -> None:
+    """A stop after the first token, one in the middle, and none: the mean forgives both, a window only the short."""
+    early = measure(Done([0.0] + [0.3 + 0.01 * i for i in range(20)]))
+    middle = measure(Done([0.1 * i for i in range(10)] + [2.5 + 0.01 * i for i in range(30)]))
+    even = measure(Done([0.1 * i for i in range(40)]))
+    attained = [(one.tpot_attained, one.worst_attained, one.window_attained) for one in (early, middle, even)]
+    assert attained == [(True, False, True), (True, False, False), (True, True, True)]
+    summary = summarize([early, middle, even])
+    assert (summary.attained, summary.worst_attained, summary.window_attained) == pytest.approx((1, 1 / 3, 2 / 3))
+
+
+def test_one_token_cannot_be_late_and_none_attains_nothing() -> None:
+    for times, attained in (([1.0], True), ([], False)):
+        one = measure(Done(times, finish_reason="stop" if times else None))
+        assert one.worst_attained is one.window_attained is attained
+
+
 @pytest.mark.parametrize(
     ("done", "attained"),
     [
