@@ -7,15 +7,18 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
+from .admission import Admission
+from .admission.none import Everybody
 from .core import Core
 from .errors import InvalidValue
 from .executor import Executor
+from .flight import Settled
 from .handover import Mover
 from .placement import Placement
 from .plan import Delta
 from .policy import Role
-from .request import Request
-from .scheduler import Scheduler, Settled
+from .request import BEST_EFFORT, Request, State
+from .scheduler import Scheduler
 
 Tell = Callable[[Delta], None]
 
@@ -44,6 +47,7 @@ class Cluster:
         self,
         instances: Sequence[Instance],
         placement: Placement,
+        admission: Admission | None = None,
         *,
         first_token: str = "prefill",
         finished: Callable[[Request], None] = lambda request: None,
@@ -51,12 +55,12 @@ class Cluster:
         if first_token not in ("prefill", "decode"):
             raise InvalidValue(f"{first_token=} must be 'prefill' or 'decode'", "first_token")
         self.cores = [Core(one.name, one.scheduler, one.executor, self) for one in instances]
-        self._entries = [core for core in self.cores if core.scheduler.role is not Role.DECODE]
-        targets = [core for core in self.cores if core.scheduler.role is Role.DECODE]
-        if not self._entries or (any(core.scheduler.role is Role.PREFILL for core in self.cores) and not targets):
-            roles = [core.scheduler.role.value for core in self.cores]
+        roles = [core.scheduler.role.value for core in self.cores]
+        if set(roles) in ({"prefill"}, {"decode"}, {"prefill", "mixed"}):
             raise InvalidValue(f"{roles=}: prefill and decode instances need each other, mixed ones need nobody")
         self._placement = placement
+        self._admission = admission or Everybody()
+        self._schedulers = [core.scheduler for core in self.cores]
         self._hold_first = first_token == "decode"
         self._finished = finished
         self._residents: dict[int, Resident] = {}
@@ -66,7 +70,7 @@ class Cluster:
         self._empty = asyncio.Event()
         self._empty.set()
         self.mover = Mover(
-            targets, placement, self._spawn, self._arrived, self._move_failed, hold_first=self._hold_first
+            self.cores, placement, self._spawn, self._arrived, self._move_failed, hold_first=self._hold_first
         )
 
     def __len__(self) -> int:
@@ -88,15 +92,36 @@ class Cluster:
         await self._empty.wait()
 
     def submit(self, request: Request, tell: Tell) -> None:
-        """Place a new request. Its news come to `tell`. Raises InvalidValue where it could never fit."""
-        schedulers = [core.scheduler for core in self._entries]
-        core = self._entries[self._placement.prefill(request, schedulers)[0]]
+        """Place a new request, and ask whether it is admitted there. Its news come to `tell`. Raises InvalidValue
+        where it could never fit."""
+        fleet = self.mover.fleet()
+        core = self.cores[self._placement.prefill(request, fleet)[0]]
+        admission = self._admission
+        if request.tier != BEST_EFFORT and not admission.admits(request, core.scheduler, fleet.now):
+            if admission.refuse:
+                self._refuse(request, tell)
+                return
+            request.tier = BEST_EFFORT
         most = min(one.scheduler.limits.pages * one.scheduler.limits.page_size for one in self.cores)
         request.limit = min(request.limit, max(1, most - request.prompt_length))
         core.scheduler.add(request)
         self._residents[request.id] = Resident(request, tell)
         self._empty.clear()
         core.wake()
+        self._redirect()
+
+    def _refuse(self, request: Request, tell: Tell) -> None:
+        request.state, request.finish_reason = State.FINISHED, "rejected"
+        request.error = "its latency objectives cannot be kept under the present load; try again later"
+        self._finished(request)
+        tell(Delta(request.id, finish_reason=request.finish_reason, error=request.error))
+
+    def _redirect(self) -> None:
+        """Let requests wait elsewhere where the placement says so."""
+        for id, source, target in self._placement.redirect(self.mover.fleet()):
+            request = self._schedulers[source].disown(id)
+            self._schedulers[target].add(request)
+            self.cores[target].wake()
 
     def cancel(self, id: int, reason: str = "abort", error: str | None = None) -> None:
         """End a request early; nothing where it is already over."""
@@ -117,6 +142,7 @@ class Cluster:
             self.mover.advance(core, request, tokens)
         if len(self.mover):
             self.mover.place()
+        self._redirect()
 
     def recovered(self, core: Core, deltas: list[Delta]) -> None:
         self.rebuilt.append(core.executor.now())

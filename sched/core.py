@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from typing import Any, Protocol
 
 from .errors import StepFailed
 from .executor import Executor, Step
-from .plan import Delta, StepResult
-from .scheduler import Scheduler, Settled
+from .flight import Settled
+from .plan import Delta, Suspended
+from .scheduler import Scheduler
 
 
 class Listener(Protocol):
@@ -27,7 +28,6 @@ class Core:
         self.executor = executor
         self._listener = listener
         self._wanted = asyncio.Event()
-        self._ends = 0.0  # predicted end of what is submitted
 
     def wake(self) -> None:
         """Something changed: there may be a plan now."""
@@ -52,29 +52,46 @@ class Core:
 
     def _submit(self) -> Step | None:
         now = self.executor.now()
-        start = max(now, self._ends)
+        start = max(now, self.scheduler.ends)
         plan = self.scheduler.plan(now, start)
         if plan is None:
             return None
-        self._ends = start + self.scheduler.predicted
+        self.scheduler.ends = start + self.scheduler.predicted
         return self.executor.submit(plan)
 
     async def _nearly(self, step: Step) -> None:
         """Wait until the step is done, or is predicted to be within the executor's lead."""
-        lead = self.executor.lead
-        if lead == 0.0:
+        lead, oldest = self.executor.lead, self.scheduler.oldest
+        if oldest is not None and oldest.plan.preemptible:
+            await self._watch(step)
+        elif lead == 0.0:
             await asyncio.wait([step])
-        elif (left := self._ends - lead - self.executor.now()) > 0:
+        elif (left := self.scheduler.ends - lead - self.executor.now()) > 0:
             await asyncio.wait([step], timeout=left)
+
+    async def _watch(self, step: Step) -> None:
+        """Until a preemptible step is done: at every event the policy is asked whether to stop it."""
+        while not step.done():
+            self._wanted.clear()
+            event = asyncio.ensure_future(self._wanted.wait())
+            either: list[asyncio.Future[Any]] = [step, event]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            event.cancel()
+            if not step.done() and self.scheduler.interrupts(self.executor.now()):
+                self.executor.preempt(step)
+                await asyncio.wait([step])
 
     async def _settle(self, step: Step) -> bool:
         try:
             result = await step
         except StepFailed:
             return False
-        assert isinstance(result, StepResult)
+        if isinstance(result, Suspended):
+            self.scheduler.ends = result.at
+            self.scheduler.suspend(result)
+            return True
         behind = self.scheduler.predicted if self.scheduler.in_flight > 1 else 0.0
-        self._ends = result.finished + behind
+        self.scheduler.ends = result.finished + behind
         self._listener.settled(self, self.scheduler.settle(result))
         return True
 
@@ -82,5 +99,5 @@ class Core:
         if ahead is not None:
             await asyncio.wait([ahead])
             ahead.exception()  # it ran on buffers that are gone
-        self._ends = self.executor.now()
+        self.scheduler.ends = self.executor.now()
         self._listener.recovered(self, self.scheduler.recover())

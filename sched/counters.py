@@ -18,6 +18,10 @@ class Counters:
     generated_tokens: int = 0
     surplus_tokens: int = 0  # computed for rows that turned out finished
     preemptions: int = 0  # KV dropped under page pressure
+    suspended: int = 0  # steps stopped at a segment boundary
+    resumed: int = 0
+    drafted: int = 0  # tokens
+    accepted: int = 0  # of these, those that were right
     rebuilds: int = 0  # steps that raised, after which the pool was new
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
     prefix_hits: int = 0  # of these, found
@@ -45,3 +49,25 @@ class Counters:
             for field in fields(cls):
                 setattr(result, field.name, getattr(result, field.name) + getattr(one, field.name))
         return result
+
+
+class Drafts:
+    """Measured acceptance of drafted tokens. Writer: the Scheduler.
+
+    Tokens after the first wrong one tell nothing, so a draft of which `right` tokens hold is that many successes and,
+    where it fell short, one failure. Older trials fade with a memory of some 1,000.
+    """
+
+    def __init__(self, prior: float = 0.7, weight: float = 10.0) -> None:
+        self._right = prior * weight
+        self._tried = weight
+
+    @property
+    def acceptance(self) -> float:
+        return self._right / self._tried
+
+    def count(self, drafted: int, right: int) -> None:
+        tried = right + (right < drafted)
+        keep = 1.0 - tried / 1000.0
+        self._right = keep * self._right + right
+        self._tried = keep * self._tried + tried

@@ -9,7 +9,7 @@ from .memory import Memory
 from .perf.model import Load
 from .plan import Begin, Span
 from .policy import Decision, Limits
-from .request import Request, State
+from .request import BEST_EFFORT, Request, State
 from .roster import Roster
 
 
@@ -23,22 +23,27 @@ class Granted(NamedTuple):
 class Granter:
     """One pass over a decision. Writer of Requests, Memory and Roster on behalf of the Scheduler that made it."""
 
-    def __init__(self, roster: Roster, memory: Memory, limits: Limits, start: float, *, busy: bool) -> None:
+    def __init__(
+        self, roster: Roster, memory: Memory, limits: Limits, start: float, *, busy: bool, kv_waiting: bool = False
+    ) -> None:
         self._roster = roster
         self._memory = memory
         self._limits = limits
         self._start = start
         self._busy = busy  # a step is running: nobody's pages can be taken now
+        self._kv_waiting = kv_waiting  # another instance's requests wait for pages here
         self._admitting = True
         self._admitted: list[Request] = []
         self._dropped: list[Request] = []
 
     def grant(self, decision: Decision) -> Granted:
         """Raises AssertionError where a policy grants a request that is not in its view."""
-        budget, most = self._limits.tokens, self._limits.rows
+        budget, most, prompts = self._limits.tokens, self._limits.rows, self._limits.prompts
         requests = self._roster.requests
         spans: list[Span] = []
-        prefill = quadratic = prefix = decode = longest = context = 0
+        prefill = quadratic = prefix = decode = longest = context = drafts = 0
+        if self._kv_waiting and not self._busy:
+            self._evict_best_effort()
         for position, grant in enumerate(decision.grants):
             if budget <= 0 or len(spans) >= most:
                 break
@@ -47,31 +52,38 @@ class Granter:
             request = requests[grant.request]
             if request.failures and spans:
                 continue  # it was in a step that raised, so it runs alone
+            decodes = request.generated > 0 and request.remaining == 1
+            if not decodes and prompts == 0:
+                continue
             if request.state is State.WAITING and not self._admit(request):
                 continue
-            length = min(grant.tokens, request.remaining, budget)
             start = request.computed
-            if length < 1 or not self._room(request, start + length, decision, position):
+            draft = min(grant.draft, self._limits.draft, request.limit - request.generated - 1) if decodes else 0
+            length = min(grant.tokens, request.remaining, budget - draft) + draft
+            if length <= draft or not self._room(request, start + length, decision, position):
                 continue
-            if length == 1 and request.generated:
-                decode += 1
+            if decodes:
+                decode += length
                 context += start
                 longest = max(longest, start)
+                drafts = max(drafts, draft)
             else:
                 prefill += length
                 quadratic += 2 * length * start + length * length
                 prefix += start
-            spans.append(self._span(request, length))
+                prompts -= 1
+            spans.append(self._span(request, length, draft))
             budget -= length
             if request.failures:
                 break
-        load = Load(prefill, decode, quadratic / 2, longest, context, prefix)
+        load = Load(prefill, decode, quadratic / 2, longest, context, prefix, drafts)
         return Granted(tuple(spans), load, tuple(self._admitted), tuple(self._dropped))
 
     def _admit(self, request: Request) -> bool:
         """The first that does not fit ends admission: smaller ones behind it would starve it."""
         roster = self._roster
-        self._admitting = self._admitting and self._memory.admit(request, len(roster.decode))
+        while self._admitting and not self._memory.admit(request, len(roster.decode)):
+            self._admitting = request.tier != BEST_EFFORT and not self._busy and self._evict_best_effort()
         if self._admitting:
             request.state = State.RUNNING
             roster.file(request)
@@ -86,12 +98,27 @@ class Granter:
             victim = next(self._victims(decision, position), None)
             if victim is None:
                 return False
-            self._memory.vacate(victim)
-            victim.drops += 1
-            victim.state = State.WAITING
-            self._roster.file(victim)
-            self._dropped.append(victim)
+            self._drop(victim)
         return True
+
+    def _drop(self, victim: Request) -> None:
+        self._memory.vacate(victim)
+        victim.drops += 1
+        victim.state = State.WAITING
+        self._roster.file(victim)
+        self._dropped.append(victim)
+
+    def _evict_best_effort(self) -> bool:
+        """Take the KV of the best-effort request that came last; its tokens stay. False where none holds any."""
+        for table in (self._roster.decode, self._roster.prefill):
+            for row in range(len(table) - 1, -1, -1):
+                request = table[row]
+                if request.tier != BEST_EFFORT:
+                    break  # they are the last of the table
+                if request.state is State.RUNNING and not request.inflight:
+                    self._drop(request)
+                    return True
+        return False
 
     def _victims(self, decision: Decision, position: int) -> Iterator[Request]:
         """Running requests that rank behind `position`, last first: those not granted, then the granted."""
@@ -105,10 +132,10 @@ class Granter:
             if request.state is State.RUNNING:
                 yield request
 
-    def _span(self, request: Request, length: int) -> Span:
+    def _span(self, request: Request, length: int, draft: int) -> Span:
         """Move the cursor, and say what the executor has to know."""
         start, pages, sent = request.computed, request.pages, request.sent_pages
-        samples = length == request.remaining
+        samples = length - draft == request.remaining
         assert request.slot is not None
         span = Span(
             request.id,
@@ -116,8 +143,8 @@ class Granter:
             start,
             length,
             tuple(pages[sent:]) if len(pages) > sent else (),
-            () if request.on_device and length == 1 else request.tokens(start, start + length),
-            0,
+            () if request.on_device and length == 1 + draft else request.tokens(start, start + length - draft),
+            draft,
             samples,
             None if sent else begin(request),
         )
@@ -125,9 +152,10 @@ class Granter:
         request.computed = start + length
         request.inflight += 1
         if samples:
-            request.pending += 1
-            request.budget += request.slo.tpot_of(request.stage)
-            if request.on_device:  # as in the step before: it decodes
+            request.pending += 1 + draft
+            request.drafting = draft
+            request.budget += (1 + draft) * request.slo.tpot_of(request.stage)
+            if request.on_device and not draft:  # as in the step before: it decodes
                 self._roster.step(request)
                 return span
             request.on_device = True

@@ -10,12 +10,13 @@ other's pages can close.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from .core import Core
 from .memory import Reservation
-from .placement import Placement
+from .placement import Fleet, Placement
+from .policy import Role
 from .request import Request, State
 
 ATTEMPTS = 3
@@ -55,7 +56,7 @@ class Mover:
 
     def __init__(
         self,
-        targets: list[Core],
+        cores: Sequence[Core],
         placement: Placement,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         arrived: Callable[[Request], None],
@@ -63,7 +64,8 @@ class Mover:
         *,
         hold_first: bool = False,
     ) -> None:
-        self._targets = targets
+        self._cores = cores
+        self._schedulers = [core.scheduler for core in cores]
         self._placement = placement
         self._spawn = spawn
         self._arrived = arrived
@@ -71,10 +73,19 @@ class Mover:
         self._hold_first = hold_first
         self._going: dict[int, Handover] = {}
         self.transfers = 0
+        self.tokens = 0  # moved
         self.seconds = 0.0  # spent in transfers, their waiting for the link included
 
     def __len__(self) -> int:
         return len(self._going)
+
+    def fleet(self) -> Fleet:
+        """The instances as they stand now, for a placement to look at."""
+        return Fleet(self._cores[0].executor.now(), self._schedulers, self._predicted)
+
+    def _predicted(self, tokens: int) -> float:
+        """Seconds that moving the KV of so many tokens takes, by those moved so far."""
+        return tokens * self.seconds / self.tokens if self.tokens else 0.0
 
     def advance(self, source: Core, request: Request, settled: int) -> None:
         """More of a prompt's KV stands at the source."""
@@ -91,15 +102,14 @@ class Mover:
             if handover.reservation is None and handover.nearly and not self._reserve(handover):
                 break
         lacking = sum(one.complete and one.reservation is None for one in self._going.values())
-        for target in self._targets:
-            target.scheduler.kv_waiting = lacking
+        for scheduler in self._schedulers:
+            scheduler.kv_waiting = lacking if scheduler.role is Role.DECODE else 0
 
     def _reserve(self, handover: Handover) -> bool:
-        schedulers = [core.scheduler for core in self._targets]
-        for index in self._placement.decode(handover.request, schedulers):
-            reservation = schedulers[index].reserve(handover.request)
+        for index in self._placement.decode(handover.request, self.fleet()):
+            reservation = self._schedulers[index].reserve(handover.request)
             if reservation is not None:
-                handover.target = self._targets[index]
+                handover.target = self._cores[index]
                 handover.reservation = reservation
                 handover.moved = reservation.cached
                 handover.task = self._spawn(self._carry(handover))
@@ -136,6 +146,7 @@ class Mover:
             if handover.failures >= ATTEMPTS and self._going.get(request.id) is handover:
                 self._failed(request, f"moving its KV failed {ATTEMPTS} times: {error}")
             return
+        self.tokens += (ready - handover.moved) * target.executor.page_size
         handover.moved = ready
         self.transfers += 1
         self.seconds += target.executor.now() - begun

@@ -3,7 +3,7 @@
 A journal holds lengths, SLOs, sampling parameters, results and digests of pages, but no prompt: which tokens it
 had shows only in digests, which is all that prefix sharing needs. Kinds of records: `instance` (how to make one),
 `add`, `cancel`, `plan` (with the clock that the policy saw), `planned` (what came out), `digest`, `settle`,
-`recover`, `reserve`, `unreserve`, `disown`, `adopt`.
+`interrupts`, `suspend`, `recover`, `reserve`, `unreserve`, `disown`, `adopt`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .errors import InvalidValue
 from .log import Log
 from .params import SamplingParams
 from .perf.model import Load, PerfModel
-from .plan import StepPlan, StepResult
+from .plan import StepPlan, StepResult, Suspended
 from .policy import Limits, Role
 from .request import Request
 from .scheduler import Scheduler
@@ -173,6 +173,11 @@ class _Replayer:
             if (oldest := scheduler.oldest) is not None:
                 self.outcome.steps.append((at, oldest.load, finished - started))
             scheduler.settle(StepResult(step, started, finished, tuple(map(tuple, tokens)), dict(failed)))
+        elif kind == "interrupts":
+            scheduler.ends, scheduler.kv_waiting = record["ends"], record["kv_waiting"]
+            scheduler.interrupts(record["now"])
+        elif kind == "suspend":
+            scheduler.suspend(Suspended(*record["result"]))
         elif kind == "recover":
             scheduler.recover()
         elif kind == "adopt":

@@ -68,6 +68,7 @@ class Suspended(NamedTuple):
     """A preempted step that stopped at a segment boundary; a later plan resumes it by number."""
 
     step: int
+    started: float  # seconds, executor's clock: of this stretch of it
     at: float
 
 

@@ -55,6 +55,10 @@ class Rows(Protocol):
     def running(self) -> Array:
         """1 where the request holds a slot and pages, 0 where it waits for them."""
 
+    @property
+    def best_effort(self) -> Array:
+        """1 where the request is served from what the others leave."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -64,6 +68,18 @@ class Limits:
     rows: int = 256  # requests with a slot (max_num_seqs)
     pages: int = 0  # pages of the pool
     page_size: int = 16
+    prompts: int = 1 << 30  # prompts whose chunks may share a step; 1 is a chunk of one prompt
+    preemptible: bool = False  # steps of prompt chunks alone can be stopped at a segment boundary
+    suspended: int = 4  # steps stopped there at once: each keeps its activations
+    draft: int = 0  # tokens that a row may draft and verify in a step
+
+
+class Task(NamedTuple):
+    """A step that is under way, or that was stopped at a segment boundary."""
+
+    step: int
+    requests: tuple[RequestView, ...]  # those not over
+    seconds: float  # predicted to be left
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +95,13 @@ class View:
     free_pages: int  # free or idle: to be had without dropping anybody
     kv_waiting: int  # requests that wait for pages of this instance
     perf: PerfModel
+    suspended: tuple[Task, ...] = ()  # oldest first; their requests are in neither table
+    running: Task | None = None  # set where the question is whether to stop the step under way
+    acceptance: float = 0.0  # share of drafted tokens that were right, as measured lately
 
 
 class Grant(NamedTuple):
-    """Compute up to `tokens` tokens of a request in this step; draft and verify `draft` of them."""
+    """Compute up to `tokens` tokens of a request in this step; where it decodes, `draft` more are drafted first."""
 
     request: int
     tokens: int
@@ -94,11 +113,14 @@ class Decision:
     """Grants, most important first: pages are given in this order and taken back from its end.
 
     A policy cannot leak a page, break a limit or lose a request: grants beyond a limit are cut, requests it
-    does not name wait. `demote` makes requests best effort.
+    does not name wait. `demote` makes requests best effort. `resume` goes on with a suspended step instead of the
+    grants. `preempt` stops the running step at its next boundary; heeded only where the view shows one.
     """
 
     grants: tuple[Grant, ...] = ()
     demote: tuple[int, ...] = ()
+    resume: int | None = None
+    preempt: bool = False
 
 
 def in_order(rows: Rows, order: Order, limits: Limits) -> tuple[Grant, ...]:

@@ -66,6 +66,7 @@ class Request:
         "cached",
         "computed",
         "digests",
+        "drafting",
         "drops",
         "end_thinking",
         "eos",
@@ -95,6 +96,7 @@ class Request:
         "slot",
         "stage",
         "state",
+        "suspended",
         "tier",
         "token_times",
     )
@@ -140,6 +142,8 @@ class Request:
         self.cached = 0  # prompt tokens whose KV was found in the prefix cache at the first admission
         self.row = 0  # where it was last seen in its table
         self.inflight = 0  # submitted spans whose result is not back
+        self.suspended = False  # its step was stopped at a segment boundary and has not gone on
+        self.drafting = 0  # tokens drafted by the span in flight: how many hold is not known yet
         self.slot: int | None = None
         self.pages: list[int] = []
         self.on_device = False  # the last token is in the device-side carry of its slot
@@ -231,7 +235,8 @@ class Request:
     def forget_cache(self) -> None:
         """The pool it had pages in is gone, and with it what was submitted; the tokens stay."""
         self.pages, self.slot = [], None
-        self.inflight = self.computed = self.sent_pages = 0
+        self.inflight = self.computed = self.sent_pages = self.drafting = 0
+        self.suspended = False
         self.on_device = False
         self.budget -= self.pending * self.slo.tpot_of(self.stage)
         self.pending = 0

@@ -71,6 +71,8 @@ class Roster:
             return self.prefill
         if request.state is not State.RUNNING or request.generated >= request.limit:
             return None
+        if request.suspended or request.drafting:
+            return None  # what it can compute next is not known before its step ends
         if request.pending and self.role is Role.PREFILL:
             return None  # its prompt is done: it leaves
         return self.decode if request.remaining == 1 and request.generated else self.prefill

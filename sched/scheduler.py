@@ -6,37 +6,26 @@ inputs to new Schedulers gives the same plans (see journal.py).
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from .blocks import BlockManager
-from .counters import Counters
+from .counters import Counters, Drafts
 from .errors import InvalidValue
+from .flight import Flight, Settled, Submitted, task
 from .grant import Granter
 from .log import Log, no_log
 from .memory import Memory, Reservation
-from .perf.model import Load, PerfModel
-from .plan import Delta, StepPlan, StepResult
-from .policy import Limits, Policy, Role, View
-from .request import Request, State
+from .perf.model import PerfModel
+from .plan import Delta, Span, StepPlan, StepResult, Suspended
+from .policy import Decision, Limits, Policy, Role, Task, View
+from .request import BEST_EFFORT, Request, State
 from .roster import Roster
 from .slo import ANSWER
 
 
-class Submitted(NamedTuple):
-    """A plan that the executor has and whose result is not back."""
-
-    plan: StepPlan
-    load: Load
-    seconds: float  # predicted
-
-
-class Settled(NamedTuple):
-    """What a finished step changed."""
-
-    deltas: tuple[Delta, ...]
-    advanced: tuple[tuple[Request, int], ...]  # on a prefill instance: requests, and the tokens whose KV stands now
+def _comes_back(request: Request) -> bool:
+    """Its KV was dropped here; best effort waits for what the others leave."""
+    return request.state is State.WAITING and request.drops > 0 and request.tier != BEST_EFFORT
 
 
 class Scheduler:
@@ -57,13 +46,15 @@ class Scheduler:
         self.limits = limits
         self.role = role
         self.kv_waiting = 0  # requests of other instances that wait for pages here; set by the Cluster
+        self.ends = 0.0  # predicted end of what is submitted, executor's clock; set by the Core
         self.counters = Counters()
         self._prefix_caching = prefix_caching
         self._log = log
         self._roster = Roster(role)
         self._reservations: dict[int, Reservation] = {}
         self._memory = self._new_memory()
-        self._submitted: deque[Submitted] = deque()
+        self._flight = Flight()
+        self._drafts = Drafts()
         self._step = 0
 
     def _new_memory(self) -> Memory:
@@ -109,17 +100,18 @@ class Scheduler:
     @property
     def in_flight(self) -> int:
         """Steps that the executor has."""
-        return len(self._submitted)
+        return len(self._flight)
 
     @property
     def oldest(self) -> Submitted | None:
         """The step whose result comes next."""
-        return self._submitted[0] if self._submitted else None
+        return self._flight.oldest
 
     @property
     def predicted(self) -> float:
-        """Predicted seconds of the plan made last."""
-        return self._submitted[-1].seconds if self._submitted else 0.0
+        """Predicted seconds of the plan made last, or what is left of a resumed one."""
+        newest = self._flight.newest
+        return newest.left if newest is not None else 0.0
 
     def cached_tokens(self, request: Request) -> int:
         """Prompt tokens of a request that this instance's prefix cache holds."""
@@ -158,38 +150,82 @@ class Scheduler:
     def plan(self, now: float, start: float) -> StepPlan | None:
         """The next step, to begin at `start`; None where nothing can run."""
         self._log("plan", now=now, start=start, kv_waiting=self.kv_waiting)
-        roster = self._roster
-        view = View(
+        roster, flight = self._roster, self._flight
+        decision = self.policy.decide(self.view(now, start))
+        for id in decision.demote:
+            roster.demote(id)
+        if decision.resume is not None:
+            return self._resume(decision.resume)
+        granter = Granter(roster, self._memory, self.limits, start, busy=bool(flight), kv_waiting=self.kv_waiting > 0)
+        granted = granter.grant(decision)
+        self.counters.count(granted)
+        if not granted.spans:  # what is suspended holds pages that others may be waiting for
+            return self._resume(next(iter(flight.suspended))) if flight.suspended and not flight else None
+        self._step += 1
+        preemptible = self.limits.preemptible and not granted.load.decode
+        plan = StepPlan(self._step, granted.spans, preemptible and len(flight.suspended) < self.limits.suspended)
+        flight.submit(plan, granted.load, self.perf.step_time(granted.load))
+        self._log("planned", plan=plan)
+        return plan
+
+    def view(self, now: float, start: float, running: Task | None = None) -> View:
+        """What a policy sees of this instance."""
+        return View(
             now=now,
             start=start,
             role=self.role,
-            prefill=roster.prefill,
-            decode=roster.decode,
+            prefill=self._roster.prefill,
+            decode=self._roster.decode,
             limits=self.limits,
             free_pages=self._memory.blocks.available,
             kv_waiting=self.kv_waiting,
             perf=self.perf,
+            suspended=self._flight.tasks(self._roster.requests),
+            running=running,
+            acceptance=self._drafts.acceptance,
         )
-        decision = self.policy.decide(view)
-        for id in decision.demote:
-            roster.demote(id)
-        granted = Granter(roster, self._memory, self.limits, start, busy=bool(self._submitted)).grant(decision)
-        self.counters.count(granted)
-        if not granted.spans:
-            return None
+
+    def _resume(self, step: int) -> StepPlan:
+        if step not in self._flight.suspended:
+            raise AssertionError(f"the policy resumes step {step}, which is not suspended")
         self._step += 1
-        plan = StepPlan(self._step, granted.spans)
-        self._submitted.append(Submitted(plan, granted.load, self.perf.step_time(granted.load)))
+        plan = self._flight.resume(step, self._step)
+        for span in plan.spans:
+            self._suspend(span.request, False)
+        self.counters.resumed += 1
         self._log("planned", plan=plan)
         return plan
+
+    def interrupts(self, now: float) -> bool:
+        """Whether to stop the running step, which is preemptible, at its next boundary."""
+        oldest = self._flight.oldest
+        if oldest is None or not oldest.plan.preemptible:
+            return False
+        self._log("interrupts", now=now, ends=self.ends, kv_waiting=self.kv_waiting)
+        running = task(oldest, max(0.0, self.ends - now), self._roster.requests)
+        decision: Decision = self.policy.decide(self.view(now, now, running))
+        for id in decision.demote:
+            self._roster.demote(id)
+        return decision.preempt
+
+    def suspend(self, result: Suspended) -> None:
+        """The running step stopped at a boundary: its requests wait for it to go on."""
+        self._log("suspend", result=result)
+        self.counters.suspended += 1
+        for span in self._flight.suspend(result).plan.spans:
+            self._suspend(span.request, True)
+
+    def _suspend(self, id: int, suspended: bool) -> None:
+        request = self._roster.requests[id]
+        request.suspended = suspended
+        if request.state is not State.FINISHED:
+            self._roster.file(request)
 
     def settle(self, result: StepResult) -> Settled:
         """Take in the result of the oldest submitted step."""
         self._log("settle", result=result)
-        submitted = self._submitted.popleft()
-        if submitted.plan.step != result.step:
-            raise AssertionError(f"step {result.step} came back before step {submitted.plan.step}")
-        seconds = result.finished - result.started
+        submitted = self._flight.land(result)
+        seconds = submitted.ran + result.finished - result.started
         self.perf.observe(submitted.load, seconds)
         self.counters.step(submitted.load, submitted.seconds, seconds)
         prefills = self.role is Role.PREFILL
@@ -209,10 +245,16 @@ class Scheduler:
             if prefills and span.samples:
                 request.state = State.HANDOVER
             end = span.start + span.length
-            self._memory.register(request, span.start, end)
+            if span.draft:
+                end = self._verify(request, span, len(result.tokens[index]))
+            else:
+                self._memory.register(request, span.start, end)
             delta = self._gain(request, result, index, span.start)
             if delta is not None:
                 deltas.append(delta)
+            if span.draft and request.state is not State.FINISHED:
+                self._memory.register(request, span.start, end)
+                self._roster.file(request)
             if prefills and request.state is not State.FINISHED:
                 advanced.append((request, end))
         return Settled(tuple(deltas), tuple(advanced))
@@ -225,8 +267,9 @@ class Scheduler:
         """
         self._log("recover")
         self.counters.rebuilds += 1
-        blamed = {span.request for span in self._submitted[0].plan.spans} if self._submitted else set()
-        self._submitted.clear()
+        oldest = self._flight.oldest
+        blamed = {span.request for span in oldest.plan.spans} if oldest is not None else set()
+        self._flight.clear()
         self._reservations.clear()
         self._memory = self._new_memory()
         deltas = []
@@ -248,7 +291,7 @@ class Scheduler:
     def reserve(self, request: Request) -> Reservation | None:
         """Set pages and a slot aside for a request whose prompt another instance computes."""
         self._log("reserve", id=request.id)
-        if request.id in self._reservations or any(resident.state is State.WAITING for resident in self):
+        if request.id in self._reservations or any(map(_comes_back, self)):
             return None  # an earlier move still ends here; those whose KV was dropped here come back first
         headroom = len(self._roster.decode) + len(self._reservations)
         reservation = self._memory.reserve(request, headroom)
@@ -295,6 +338,18 @@ class Scheduler:
         self._roster.check()
 
     # from a result to state
+
+    def _verify(self, request: Request, span: Span, gained: int) -> int:
+        """Take back what the cursor ran ahead for drafts that were wrong; returns where valid KV ends."""
+        wrong = span.length - gained
+        request.drafting = 0
+        request.computed -= wrong
+        request.pending -= wrong
+        request.budget -= wrong * request.slo.tpot_of(request.stage)
+        self._drafts.count(span.draft, gained - 1)
+        self.counters.drafted += span.draft
+        self.counters.accepted += gained - 1
+        return span.start + gained
 
     def _gain(self, request: Request, result: StepResult, index: int, start: int) -> Delta | None:
         """Append the sampled tokens, up to the one that ends the request."""

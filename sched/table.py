@@ -11,7 +11,7 @@ from .perf.model import Array
 from .request import BEST_EFFORT, Request, State
 
 Key = tuple[bool, int, float, int]
-ARRIVAL, TTFT, TPOT, DEADLINE, REMAINING, CONTEXT, LENGTH, RUNNING, COLUMNS = range(9)
+ARRIVAL, TTFT, TPOT, DEADLINE, REMAINING, CONTEXT, LENGTH, RUNNING, BEST, COLUMNS = range(10)
 
 
 def key(request: Request) -> Key:
@@ -73,6 +73,10 @@ class Table:
     def running(self) -> Array:
         return self._column(RUNNING)
 
+    @property
+    def best_effort(self) -> Array:
+        return self._column(BEST)
+
     def add(self, request: Request) -> None:
         place = key(request)
         row = bisect_left(self._keys, place)
@@ -92,6 +96,7 @@ class Table:
             request.computed,
             request.prompt_length,
             request.state is State.RUNNING,
+            request.tier == BEST_EFFORT,
         )
 
     def remove(self, request: Request) -> None:

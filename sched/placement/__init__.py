@@ -2,30 +2,68 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
-from ..errors import InvalidValue
+from ..admission import Admission
+from ..admission.none import Everybody
+from ..naming import build
+from ..policy import Role
 from ..request import Request
 from ..scheduler import Scheduler
 
-PLACEMENTS = {"least_work": "least_work:LeastWork", "round_robin": "round_robin:RoundRobin"}
+PLACEMENTS = {
+    "deflect": "deflect:Deflect",
+    "least_work": "least_work:LeastWork",
+    "next_replica": "next_replica:NextReplica",
+    "prefill_budget": "prefill_budget:PrefillBudget",
+    "round_robin": "round_robin:RoundRobin",
+}
+
+
+class Fleet(NamedTuple):
+    """All instances of a cluster, to be read, not written."""
+
+    now: float
+    instances: Sequence[Scheduler]
+    transfer: Callable[[int], float]  # predicted seconds to move the KV of so many tokens
+
+    @property
+    def entries(self) -> list[int]:
+        """Indices of the instances that prompts come to."""
+        return [index for index, one in enumerate(self.instances) if one.role is not Role.DECODE]
+
+    @property
+    def decoders(self) -> list[int]:
+        """Indices of the instances that prompts computed elsewhere decode on."""
+        return [index for index, one in enumerate(self.instances) if one.role is Role.DECODE]
+
+
+class Move(NamedTuple):
+    """A request that waits on one instance, none of it computed, and had better wait on another."""
+
+    request: int
+    source: int
+    target: int
 
 
 class Placement(Protocol):
-    """Orders instances for a request, best first. Schedulers are there to be read, not written."""
+    """Orders instances for a request, best first, as indices into `fleet.instances`."""
 
-    def prefill(self, request: Request, instances: list[Scheduler]) -> list[int]:
-        """Indices of the instances that may compute its prompt."""
+    def prefill(self, request: Request, fleet: Fleet) -> list[int]:
+        """Instances that may compute its prompt. Where that is a decode instance it decodes there too (deflection)."""
 
-    def decode(self, request: Request, instances: list[Scheduler]) -> list[int]:
-        """Indices of the instances that may decode it."""
+    def decode(self, request: Request, fleet: Fleet) -> list[int]:
+        """Instances that may decode what a prefill instance computes: those with the least context first."""
+        instances = fleet.instances
+        return sorted(fleet.decoders, key=lambda index: (instances[index].decode_context, index))
+
+    def redirect(self, fleet: Fleet) -> Sequence[Move]:
+        """Asked after every arrival and every step: who should wait elsewhere."""
+        return ()
 
 
-def make(name: str) -> Placement:
-    """A new placement. Raises InvalidValue naming what is allowed."""
-    if name not in PLACEMENTS:
-        raise InvalidValue(f"unknown placement {name!r}; choose one of {', '.join(sorted(PLACEMENTS))}", "placement")
-    module, _, factory = PLACEMENTS[name].partition(":")
-    placement: Placement = getattr(import_module(f".{module}", __package__), factory)()
+def make(name: str, admission: Admission | None = None) -> Placement:
+    """A new placement. Raises InvalidValue naming what is allowed. `admission` is what will be asked of the choice."""
+    placement: Placement = build(PLACEMENTS, name, "placement", __package__, admission=admission or Everybody())
     return placement

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from ..request import Request
-from ..scheduler import Scheduler
+from . import Fleet, Placement
 
 
-class LeastWork:
-    def prefill(self, request: Request, instances: list[Scheduler]) -> list[int]:
+class LeastWork(Placement):
+    def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         def work(index: int) -> tuple[int, int, int]:
-            one = instances[index]
+            one = fleet.instances[index]
             new = request.prompt_length - one.cached_tokens(request)
             return (one.prefill_backlog + new, one.decode_context, index)
 
-        return sorted(range(len(instances)), key=work)
-
-    def decode(self, request: Request, instances: list[Scheduler]) -> list[int]:
-        return sorted(range(len(instances)), key=lambda index: (instances[index].decode_context, index))
+        return sorted(fleet.entries, key=work)

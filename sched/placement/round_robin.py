@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from ..request import Request
-from ..scheduler import Scheduler
+from . import Fleet, Placement
 
 
-class RoundRobin:
+class RoundRobin(Placement):
     """Writer of its two turns: the Cluster that places."""
 
     def __init__(self) -> None:
         self._prefill = self._decode = -1
 
-    def prefill(self, request: Request, instances: list[Scheduler]) -> list[int]:
+    def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         self._prefill += 1
-        return [(self._prefill + i) % len(instances) for i in range(len(instances))]
+        return _from(fleet.entries, self._prefill)
 
-    def decode(self, request: Request, instances: list[Scheduler]) -> list[int]:
+    def decode(self, request: Request, fleet: Fleet) -> list[int]:
         self._decode += 1
-        return [(self._decode + i) % len(instances) for i in range(len(instances))]
+        return _from(fleet.decoders, self._decode)
+
+
+def _from(indices: list[int], turn: int) -> list[int]:
+    start = turn % len(indices)
+    return indices[start:] + indices[:start]

@@ -1,13 +1,13 @@
 """Policies by name, imported on demand.
 
-A name is a whole policy (`kairos`) or two halves (`prefill=fcfs,decode=continuous`).
+A name is a whole policy (`kairos`), one with options (`kairos:literal`, `sarathi:tokens=512`), or two halves
+(`prefill=fcfs,decode=continuous`), each of which may have options too.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-
 from ..errors import InvalidValue
+from ..naming import build
 from ..policy import Policy
 
 PREFILL = {
@@ -18,34 +18,41 @@ DECODE = {
     "continuous": "continuous:Continuous",
     "kairos": "kairos_decode:KairosDecode",
 }
-WHOLE = {
-    "distserve": "prefill=fcfs,decode=continuous",
-    "kairos": "prefill=kairos,decode=kairos",
+HALVES = {
+    "distserve": ("fcfs", "continuous"),
+    "kairos": ("kairos", "kairos"),
 }
+WHOLE: dict[str, str] = {}
 
 
 def names() -> list[str]:
-    """What `--policy` takes, halves aside."""
-    return sorted(WHOLE)
+    """What `--policy` takes, options and halves aside."""
+    return sorted({*HALVES, *WHOLE})
 
 
-def make(name: str) -> Policy:
+def make(text: str) -> Policy:
     """A new policy. Raises InvalidValue naming what is allowed."""
-    halves = dict(part.partition("=")[::2] for part in WHOLE.get(name, name).split(","))
-    if set(halves) != {"prefill", "decode"}:
+    name, colon, options = text.partition(":")
+    if name in HALVES:
+        prefill, decode = HALVES[name]
+        return _halves(prefill + colon + options, decode)
+    if "=" in name:
+        parts = dict(part.strip().partition("=")[::2] for part in text.split(","))
+        if set(parts) == {"prefill", "decode"}:
+            return _halves(parts["prefill"], parts["decode"])
+    if name not in WHOLE:
         raise InvalidValue(
-            f"unknown policy {name!r}; choose one of {', '.join(names())}, or two halves as in "
+            f"unknown policy {text!r}; choose one of {', '.join(names())}, or two halves as in "
             f"prefill={'|'.join(PREFILL)},decode={'|'.join(DECODE)}",
             "policy",
         )
+    policy: Policy = build(WHOLE, text, "policy", __package__)
+    return policy
+
+
+def _halves(prefill: str, decode: str) -> Policy:
     from .halves import Halves
 
-    return Halves(_half(PREFILL, "prefill", halves["prefill"]), _half(DECODE, "decode", halves["decode"]))
-
-
-def _half(table: dict[str, str], side: str, name: str) -> Policy:
-    if name not in table:
-        raise InvalidValue(f"unknown {side} policy {name!r}; choose one of {', '.join(sorted(table))}", "policy")
-    module, _, factory = table[name].partition(":")
-    policy: Policy = getattr(import_module(f".{module}", __package__), factory)()
-    return policy
+    return Halves(
+        build(PREFILL, prefill, "prefill policy", __package__), build(DECODE, decode, "decode policy", __package__)
+    )

@@ -192,7 +192,7 @@ class SimExecutor:
         job.done = done
         self._suspended[job.plan.step] = job
         if not job.future.done():
-            job.future.set_result(Suspended(job.plan.step, self._loop.now))
+            job.future.set_result(Suspended(job.plan.step, job.began, self._loop.now))
         self._next()
 
     def _next(self) -> None:
@@ -203,7 +203,7 @@ class SimExecutor:
     def _look(self, plan: StepPlan) -> tuple[Load, tuple[tuple[int, ...], ...]]:
         """What the step costs, and what it will sample."""
         prompts, outputs = self._prompts, self._outputs
-        prefill = decode = longest = context = prefix = quadratic = 0
+        prefill = decode = longest = context = prefix = quadratic = drafts = 0
         tokens: list[tuple[int, ...]] = []
         for request, slot, start, length, _, _, draft, samples, begin in plan.spans:
             if begin is not None:
@@ -212,6 +212,8 @@ class SimExecutor:
             if length == 1 + draft and start >= prompt:
                 decode += length
                 context += start
+                if draft > drafts:
+                    drafts = draft
                 if start > longest:
                     longest = start
             else:
@@ -227,7 +229,7 @@ class SimExecutor:
                 tokens.append(self._verified(draft, left))
             else:
                 tokens.append(_FILLER if left > 1 else _EOS)
-        return Load(prefill, decode, quadratic / 2, longest, context, prefix), tuple(tokens)
+        return Load(prefill, decode, quadratic / 2, longest, context, prefix, drafts), tuple(tokens)
 
     def _verified(self, draft: int, left: int) -> tuple[int, ...]:
         """Drafted tokens up to the first wrong one, and the token that the target puts there."""

@@ -1,0 +1,13 @@
+"""Everybody is let in."""
+
+from __future__ import annotations
+
+from ..request import Request
+from ..scheduler import Scheduler
+
+
+class Everybody:
+    refuse = False
+
+    def admits(self, request: Request, scheduler: Scheduler, now: float) -> bool:
+        return True

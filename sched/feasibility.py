@@ -1,0 +1,78 @@
+"""What can still be on time: own remaining work, the on-time set, and what decoding leaves of a step.
+
+One service for every policy, placement and admission. Pure functions of a View and its numpy columns; seconds and
+tokens. What takes longer than linear time looks only at requests that could be on time alone.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from math import inf
+
+import numpy as np
+
+from .perf.model import Array, Load, PerfModel
+from .policy import Rows, View
+
+GRID = 64  # tokens: chunks that share a step with decoding rows are multiples of it
+Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+
+def remaining_work(view: View, rows: Rows) -> Array:
+    """Seconds that each request's own remaining prompt tokens take, computed alone in chunks of `limits.tokens`."""
+    return view.perf.prefill_times(rows.remaining, rows.context, view.limits.tokens)
+
+
+def on_time_set(start: float, deadline: Array, work: Array) -> Mask:
+    """The largest set of jobs that one server, free at `start`, can finish by their deadlines (Moore and Hodgson).
+
+    Jobs are taken by deadline; when one makes the set late, the job with the most work leaves. Ties by row, so that
+    equal inputs give equal sets.
+    """
+    chosen: Mask = np.zeros(len(deadline), dtype=bool)
+    alone = np.flatnonzero(start + work <= deadline)
+    order = alone[np.argsort(deadline[alone], kind="stable")]
+    heap: list[tuple[float, int]] = []  # (-work, -row): the most work on top, of equals the later row
+    at = start
+    for row, due, seconds in zip(order.tolist(), deadline[order].tolist(), work[order].tolist(), strict=True):
+        at += seconds
+        chosen[row] = True
+        heappush(heap, (-seconds, -row))
+        if at > due:
+            most, dropped = heappop(heap)
+            at += most
+            chosen[-dropped] = False
+    return chosen
+
+
+def decode_load(rows: Rows) -> Load:
+    """The step that decodes one token of every row."""
+    count = len(rows)
+    if not count:
+        return Load()
+    context = rows.context
+    return Load(decode=count, longest=int(context.max()), context=int(context.sum()))
+
+
+def largest_chunk(perf: PerfModel, load: Load, done: int, left: int, bound: float, grid: int = GRID) -> int:
+    """The most tokens (a multiple of `grid`, or all that is left) of a prompt with `done` tokens computed that can
+    join a step of `load` without its predicted time exceeding `bound` seconds; 0 where none can."""
+
+    def fits(tokens: int) -> bool:
+        return perf.step_time(load.add_chunk(tokens, done)) <= bound
+
+    if left < 1 or not fits(min(grid, left)):
+        return 0
+    if fits(left):
+        return left
+    low, high = 1, -(-left // grid)  # in grid steps: low fits, high does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * grid) else (low, middle)
+    return low * grid
+
+
+def tightest_tpot(rows: Rows) -> float:
+    """Seconds: the least tpot of the rows that are not best effort; inf without one."""
+    tpot = rows.tpot[rows.best_effort == 0] if len(rows) else rows.tpot
+    return float(tpot.min()) if len(tpot) else inf
