@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
+from .. import admission as admissions
 from .. import placement as placements
 from .. import policies
 from ..cluster import Cluster, Instance
 from ..counters import Counters
 from ..errors import InvalidValue
-from ..log import Log
-from ..metrics import Measured, Summary, measure, stage_allowance, summarize
+from ..log import Log, no_log
+from ..metrics import Measured, Spread, Summary, measure, spread, stage_allowance, summarize
 from ..params import SamplingParams
-from ..plan import StepPlan, StepResult
-from ..policy import Limits, Role
+from ..policy import Decision, Limits, Policy, Role, View
 from ..request import Request
 from ..scheduler import Scheduler
 from . import clock
@@ -24,6 +24,7 @@ from .executor import EOS, Device, SimExecutor
 from .latency import Latency
 from .options import DEFAULT, Mesh, Options
 from .predict import perf_model
+from .record import Recorder
 from .workload import Arrival, Workload
 
 Progress = Callable[[int, int], None]  # done, total
@@ -33,6 +34,21 @@ class Logs(Protocol):
     """Gives each instance the log that its scheduler writes to (journal.py)."""
 
     def __call__(self, name: str, policy: str, limits: Limits, role: Role, prefix_caching: bool) -> Log: ...
+
+
+class Timed:
+    """A policy with a stopwatch around each decision. Writer of `seconds`."""
+
+    def __init__(self, policy: Policy, timer: Callable[[], float], seconds: list[float]) -> None:
+        self._policy = policy
+        self._timer = timer
+        self._seconds = seconds
+
+    def decide(self, view: View) -> Decision:
+        began = self._timer()
+        decision = self._policy.decide(view)
+        self._seconds.append(self._timer() - began)
+        return decision
 
 
 class Report(NamedTuple):
@@ -46,11 +62,21 @@ class Report(NamedTuple):
     counters: Counters
     busy: tuple[float, ...]  # share of the time that each instance computed
     ended: float  # virtual seconds
+    instances: tuple[str, ...] = ()  # their names, as in `busy`
+    decisions: Spread | None = None  # processor seconds of a decision, where Options gave a timer
+
+
+PolicyLike = str | Callable[[], Policy]  # a name, or what makes a new one for each instance
+
+
+def policy_name(policy: PolicyLike) -> str:
+    """What reports call it."""
+    return policy if isinstance(policy, str) else getattr(policy, "__name__", type(policy).__name__)
 
 
 def simulate(
     workload: Workload | Sequence[Arrival],
-    policy: str,
+    policy: PolicyLike,
     mesh: Mesh | str,
     latency: Latency,
     seed: int = 0,
@@ -60,23 +86,36 @@ def simulate(
     options: Options = DEFAULT,
     progress: Progress | None = None,
     logs: Logs | None = None,
+    recorder: Recorder | None = None,
 ) -> Report:
     """Serve a workload from its first arrival to its last token. Equal arguments give equal histories.
 
     workload: a distribution, of which `num_requests` (default 1000) are drawn at `qps`; or arrivals, the first
-    `num_requests` of them, with times stretched to `qps` where given. Raises InvalidValue for what a person got
-    wrong, Deadlock where nothing can go on.
+    `num_requests` of them, with times stretched to `qps` where given. policy: a name, or a factory that is called
+    once for each instance. `recorder` keeps what happened, for a timeline (timeline.py) or a request's life
+    (explain.py). Raises InvalidValue for what a person got wrong, Deadlock where nothing can go on.
     """
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     arrivals, rate = _arrivals(workload, qps, num_requests, seed)
-    simulation = _Simulation(arrivals, policy, mesh, latency, seed, options, progress, logs)
+    simulation = _Simulation(arrivals, policy, mesh, latency, seed, options, progress, logs, recorder)
     cluster, ended = clock.run(simulation.run())
     measured = tuple(
         measure(request, arrivals[request.id].class_, stage_allowance(request)) for request in simulation.requests
     )
     counters = Counters.total(core.scheduler.counters for core in cluster.cores)
-    busy = tuple(seconds / ended if ended else 0.0 for seconds in simulation.busy)
-    return Report(policy, rate, seed, summarize(measured, options.skip), measured, counters, busy, ended)
+    busy = tuple(core.scheduler.counters.measured_seconds / ended if ended else 0.0 for core in cluster.cores)
+    return Report(
+        policy_name(policy),
+        rate,
+        seed,
+        summarize(measured, options.skip),
+        measured,
+        counters,
+        busy,
+        ended,
+        tuple(core.name for core in cluster.cores),
+        spread(simulation.decisions) if options.timer is not None else None,
+    )
 
 
 def _arrivals(
@@ -104,13 +143,14 @@ class _Simulation:
     def __init__(
         self,
         arrivals: Sequence[Arrival],
-        policy: str,
+        policy: PolicyLike,
         mesh: Mesh,
         latency: Latency,
         seed: int,
         options: Options,
         progress: Progress | None,
         logs: Logs | None,
+        recorder: Recorder | None,
     ) -> None:
         if mesh.tensor_parallel != latency.tensor_parallel:
             raise InvalidValue(
@@ -127,20 +167,23 @@ class _Simulation:
         self._options = options
         self._progress = progress
         self._logs = logs
+        self._recorder = recorder
         self._outputs = {id: arrival.output_tokens for id, arrival in enumerate(arrivals)}
         caching = options.prefix_caching
         self._caching = any(arrival.hash_ids for arrival in arrivals) if caching is None else caching
         self._over = 0
         self.requests: list[Request] = []
-        self.busy = [0.0] * len(self._roles)
+        self.decisions: list[float] = []
 
     async def run(self) -> tuple[Cluster, float]:
         loop = clock.loop()
         self._done: asyncio.Future[None] = loop.create_future()
         instances = [self._instance(index, role, loop) for index, role in enumerate(self._roles)]
+        admission = admissions.make(self._options.admission)
         cluster = Cluster(
             instances,
-            placements.make(self._options.placement),
+            placements.make(self._options.placement, admission),
+            admission,
             first_token=self._options.first_token,
             finished=self._finished,
         )
@@ -160,22 +203,38 @@ class _Simulation:
 
     def _instance(self, index: int, role: Role, loop: clock.VirtualLoop) -> Instance:
         name, options = f"{role.value}{index}", self._options
-        limits = Limits(options.tokens, options.rows, self._device.pages, self._device.page_size)
-        more = {"log": self._logs(name, self._policy, limits, role, self._caching)} if self._logs is not None else {}
+        limits = Limits(
+            options.tokens,
+            options.rows,
+            self._device.pages,
+            self._device.page_size,
+            options.prompts or Limits().prompts,
+            preemptible=options.boundary != "chunk",
+            suspended=options.suspended,
+            draft=options.draft,
+        )
+        log: Log = no_log
+        if self._logs is not None:
+            log = self._logs(name, policy_name(self._policy), limits, role, self._caching)
+        if self._recorder is not None:
+            log = self._recorder.instance(name, limits, loop, log)
         scheduler = Scheduler(
-            policies.make(self._policy),
-            perf_model(options.perf, self._truth, self._seed),
+            self._new_policy(),
+            perf_model(options.perf, self._truth, self._seed, options.prediction_error),
             limits,
             role,
             prefix_caching=self._caching,
-            **more,
+            log=log,
         )
-
-        def watch(plan: StepPlan, result: StepResult) -> None:
-            self.busy[index] += result.finished - result.started
-
-        executor = SimExecutor(self._truth, self._device, self._outputs, loop, seed=(self._seed, index), watch=watch)
+        if self._recorder is not None:
+            self._recorder.attach(name, scheduler)
+        executor = SimExecutor(self._truth, self._device, self._outputs, loop, seed=(self._seed, index))
         return Instance(name, scheduler, executor)
+
+    def _new_policy(self) -> Policy:
+        made = policies.make(self._policy) if isinstance(self._policy, str) else self._policy()
+        timer = self._options.timer
+        return made if timer is None else Timed(made, timer, self.decisions)
 
     def _arrive(self, left: Iterator[tuple[int, Arrival]], cluster: Cluster, loop: clock.VirtualLoop) -> None:
         """Set the timer of the next arrival: one at a time, in order."""
@@ -188,7 +247,7 @@ class _Simulation:
             self._submit(id, arrival, cluster)
             self._arrive(left, cluster, loop)
 
-        loop.at(arrival.time, clock.ARRIVAL, arrive)
+        loop.at(arrival.time + self._options.routing_delay, clock.ARRIVAL, arrive)
 
     def _submit(self, id: int, arrival: Arrival, cluster: Cluster) -> None:
         request = Request(

@@ -1,0 +1,101 @@
+"""What happened in a simulation, for a timeline or a request's life: what schedulers log, with times."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..log import Log
+from ..plan import StepPlan, StepResult, Suspended
+from ..policy import Limits
+from ..request import Request
+from ..scheduler import Scheduler
+from .clock import VirtualLoop
+
+MOMENTS = ("add", "cancel", "reserve", "unreserve", "disown", "adopt")
+
+
+class Stretch(NamedTuple):
+    """A step, or what was computed of it until it was stopped at a segment boundary."""
+
+    instance: str
+    plan: StepPlan
+    start: float  # seconds
+    end: float
+    stopped: bool  # at a boundary: its spans are not done
+
+
+class Moment(NamedTuple):
+    """What happened to one request on one instance (one of MOMENTS). `ahead` and `backlog`: requests that hold no
+    pages there yet, and prompt tokens still to compute, before it."""
+
+    at: float
+    instance: str
+    kind: str
+    request: int
+    ahead: int
+    backlog: int
+
+
+class Level(NamedTuple):
+    """State of an instance when it planned."""
+
+    at: float
+    instance: str
+    pages: int  # held
+    waiting: int  # requests without pages
+    running: int  # requests with a slot
+    kv_waiting: int  # requests elsewhere that wait for pages here
+
+
+class Recorder:
+    """Give one to `simulate`. Writer: the schedulers' logs, in the virtual loop."""
+
+    def __init__(self) -> None:
+        self.limits: dict[str, Limits] = {}
+        self.requests: dict[int, Request] = {}
+        self.stretches: list[Stretch] = []
+        self.moments: list[Moment] = []
+        self.levels: list[Level] = []
+        self._schedulers: dict[str, Scheduler] = {}
+
+    def instance(self, name: str, limits: Limits, loop: VirtualLoop, then: Log) -> Log:
+        """The log of one instance, which hands everything on to `then`."""
+        self.limits[name] = limits
+        plans: dict[int, StepPlan] = {}
+
+        def log(kind: str, **fields: Any) -> None:
+            then(kind, **fields)
+            if kind == "plan":
+                self._level(name, loop.now)
+            elif kind == "planned":
+                plans[fields["plan"].step] = fields["plan"]
+            elif kind in ("settle", "suspend"):
+                self._stretch(name, plans, fields["result"])
+            elif kind == "recover":
+                plans.clear()
+            elif kind in MOMENTS:
+                self._moment(name, loop.now, kind, fields)
+
+        return log
+
+    def attach(self, name: str, scheduler: Scheduler) -> None:
+        """Whose pages and queues to look at."""
+        self._schedulers[name] = scheduler
+
+    def _level(self, name: str, now: float) -> None:
+        one = self._schedulers[name]
+        level = Level(now, name, one.blocks.held, one.waiting, one.running, one.kv_waiting)
+        self.levels.append(level)
+
+    def _stretch(self, name: str, plans: dict[int, StepPlan], result: StepResult | Suspended) -> None:
+        stopped = isinstance(result, Suspended)
+        end = result.at if isinstance(result, Suspended) else result.finished
+        self.stretches.append(Stretch(name, plans.pop(result.step), result.started, end, stopped))
+
+    def _moment(self, name: str, now: float, kind: str, fields: dict[str, Any]) -> None:
+        request = fields.get("request")
+        if request is not None:
+            self.requests[request.id] = request
+        id = fields["id"] if request is None else request.id
+        one = self._schedulers[name]
+        self.moments.append(Moment(now, name, kind, id, one.waiting, one.prefill_backlog))
