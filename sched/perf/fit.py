@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import InvalidValue
 from .model import Array, Coefficients, Load
 
-LINEAR = ("fixed", "w_moe", "prefill", "decode", "quadratic", "longest", "context")  # all but p_moe
+LINEAR = ("fixed", "w_moe", "prefill", "decode", "quadratic", "longest", "context", "draft")  # all but p_moe
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Point:
 def row(load: Load, p_moe: float) -> tuple[float, ...]:
     """What each coefficient of LINEAR is multiplied by."""
     moe = 1.0 - (1.0 - p_moe) ** load.tokens
-    return 1.0, moe, load.prefill, load.decode, load.quadratic, load.longest, load.context - load.longest
+    return 1.0, moe, load.prefill, load.decode, load.quadratic, load.longest, load.context - load.longest, load.drafts
 
 
 def solve(points: Sequence[Point], assumed: Mapping[str, float], chunk: int = 8192) -> Coefficients:
@@ -51,7 +51,8 @@ def solve(points: Sequence[Point], assumed: Mapping[str, float], chunk: int = 81
         if name not in known:
             raise InvalidValue(f"assumed {name!r} must be one of {', '.join(sorted(known))}", name)
     p_moe = assumed.get("p_moe", 0.0)
-    unknown = [name for name in LINEAR if name not in assumed and not (name == "w_moe" and not p_moe)]
+    absent = ("draft",) if p_moe else ("draft", "w_moe")  # no point has drafts
+    unknown = [name for name in LINEAR if name not in assumed and name not in absent]
     table = np.array([np.sum([row(load, p_moe) for load in point.loads(chunk)], axis=0) for point in points])
     seconds = np.array([point.seconds for point in points])
     if len(points) < len(unknown):

@@ -8,7 +8,8 @@ import numpy as np
 
 from ..errors import InvalidValue
 from .fit import nonnegative
-from .model import Array, Load, running_rate, whole_steps
+from .model import Array, Load, whole_steps
+from .online import running_rate
 
 SCALE = np.array([1.0, 1e3, 1e5])  # tokens and contexts brought near 1, so that the filter is well conditioned
 PRIOR = 1.0  # variance of a coefficient (in scaled seconds) before anything is measured

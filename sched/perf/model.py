@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ..errors import InvalidValue
+from .online import Ratio, running_rate
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Number = float | Array
@@ -40,12 +41,8 @@ class Load(NamedTuple):
         return self._replace(decode=self.decode + 1, longest=max(self.longest, context), context=self.context + context)
 
 
-class PerfModel(Protocol):
-    """Predicts step times in seconds. Writer of its state: the Scheduler that settles steps."""
-
-    @property
-    def prefill_rate(self) -> float:
-        """Prompt tokens per second, as observed lately (Kairos's mu)."""
+class Form(Protocol):
+    """Step times in seconds, by formula or table."""
 
     def step_time(self, load: Load) -> float:
         """Predicted seconds of a step."""
@@ -57,6 +54,14 @@ class PerfModel(Protocol):
         """Predicted seconds to compute `tokens` more prompt tokens after `context` computed ones, alone, in steps of
         `chunk` tokens of which the last may be shorter; elementwise, 0 for no tokens. Equal to the sum of step_time
         over these steps."""
+
+
+class PerfModel(Form, Protocol):
+    """A form that learns. Writer of its state: the Scheduler that settles steps."""
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens per second, as observed lately (Kairos's mu)."""
 
     def observe(self, load: Load, seconds: float) -> None:
         """Learn from a measured step."""
@@ -106,7 +111,7 @@ class Coefficients:
         return result
 
     def prefill_times(self, tokens: Array, context: Array, chunk: int) -> Array:
-        """As PerfModel's. Only the experts tell the last, shorter step from the others: the attention of chunks that
+        """As Form's. Only the experts tell the last, shorter step from the others: the attention of chunks that
         follow each other sums to that of one."""
         full, last = whole_steps(tokens, chunk)
         times: Array = (full + (last > 0)) * self.fixed + tokens * (
@@ -125,47 +130,54 @@ def whole_steps(tokens: Array, chunk: int) -> tuple[Array, Array]:
     return full, last
 
 
-def running_rate(rate: float, tokens: int, seconds: float) -> float:
-    """Prompt tokens per second after one more step, each step weighing by its time: over some 5 s of them it is
-    tokens / seconds, where a mean of rates would let a few short prompts hide what a full chunk achieves."""
-    return rate + min(1.0, seconds / 5.0) * (tokens / seconds - rate)
+class Corrected:
+    """A form with fixed coefficients, corrected online by a bounded average of measured/predicted. A PerfModel.
 
-
-class GeneralModel:
-    """The general form with fixed coefficients, corrected online by an EWMA of measured/predicted.
-
-    `correct` False keeps it as it is (the ground truth of a simulation).
+    `correct` False keeps it as it is (the ground truth of a simulation). chunk: tokens of the step that its first
+    prefill rate is that of.
     """
 
-    def __init__(self, coefficients: Coefficients, *, correct: bool = True, chunk: int = 8192) -> None:
-        self._base = coefficients
+    def __init__(self, form: Form, *, correct: bool = True, chunk: int = 8192) -> None:
+        self._form = form
         self._correct = correct
-        self._ratio = 1.0
-        first = coefficients.step_time(Load().add_chunk(chunk, 0))
+        self._ratio = Ratio()
+        first = form.step_time(Load().add_chunk(chunk, 0))
         self._prefill_rate = chunk / first if first > 0 else float("inf")
 
     @property
-    def coefficients(self) -> Coefficients:
-        return self._base
+    def form(self) -> Form:
+        return self._form
 
     @property
     def prefill_rate(self) -> float:
         return self._prefill_rate
 
     def step_time(self, load: Load) -> float:
-        return self._ratio * self._base.step_time(load)
+        return self._ratio.value * self._form.step_time(load)
 
     def decode_times(self, rows: Array, longest: Array, context: Array) -> Array:
-        return self._ratio * self._base.decode_times(rows, longest, context)
+        return self._ratio.value * self._form.decode_times(rows, longest, context)
 
     def prefill_times(self, tokens: Array, context: Array, chunk: int) -> Array:
-        return self._ratio * self._base.prefill_times(tokens, context, chunk)
+        return self._ratio.value * self._form.prefill_times(tokens, context, chunk)
 
     def observe(self, load: Load, seconds: float) -> None:
-        predicted = self._base.step_time(load)
+        predicted = self._form.step_time(load)
         if not 0 < seconds < float("inf") or predicted <= 0:
             return
         if self._correct:
-            self._ratio += 0.05 * (min(max(seconds / predicted, 0.1), 10.0) - self._ratio)
+            self._ratio.observe(predicted, seconds)
         if load.prefill and not load.decode:
             self._prefill_rate = running_rate(self._prefill_rate, load.prefill, seconds)
+
+
+class GeneralModel(Corrected):
+    """The general form, corrected online."""
+
+    def __init__(self, coefficients: Coefficients, *, correct: bool = True, chunk: int = 8192) -> None:
+        super().__init__(coefficients, correct=correct, chunk=chunk)
+        self._coefficients = coefficients
+
+    @property
+    def coefficients(self) -> Coefficients:
+        return self._coefficients

@@ -9,7 +9,8 @@ import numpy as np
 
 from ..errors import InvalidValue
 from .fit import nonnegative
-from .model import Array, Load, PerfModel, running_rate
+from .model import Array, Load, PerfModel
+from .online import running_rate
 
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 24576, 32768, 49152, 65536, 81920, 98304, 114688, 131072)
