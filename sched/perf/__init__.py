@@ -1,1 +1,5 @@
 """Step-time models: how long a step will take, said before and corrected after."""
+
+from .registry import KINDS, Perf, make
+
+__all__ = ["KINDS", "Perf", "make"]

@@ -1,0 +1,69 @@
+"""FlowPrefill's polynomial of the time to compute a prompt by its tokens (section 6.4, TTFT prediction)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from ..errors import InvalidValue
+from .fit import nonnegative
+from .model import Array, Load, whole_steps
+
+
+@dataclass(frozen=True, slots=True)
+class Polynomial:
+    """A prompt of n tokens takes start + linear*n + square*n^2, in one step. A Form.
+
+    The paper predicts whole prompts. Of a started one we take the difference of the polynomial at its ends, and
+    `start` again for each further step, so that what is left of a prompt is its remaining work. The paper says
+    nothing of decode steps (its decode instances are others): they take base + row*rows + context*(sum of
+    contexts), the line of FairBatching, and in a step with a chunk their rows and contexts are added to the chunk's.
+    """
+
+    start: float
+    linear: float
+    square: float
+    base: float = 0.0
+    row: float = 0.0
+    context: float = 0.0
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if not 0 <= value < float("inf"):
+                raise InvalidValue(f"{one.name}={value!r} must be 0 or more seconds", one.name)
+
+    def step_time(self, load: Load) -> float:
+        rows = self.row * load.decode + self.context * load.context
+        if not load.prefill:
+            return self.base + rows
+        return self.start + self.linear * load.prefill + self.square * 2 * load.quadratic + rows
+
+    def decode_times(self, rows: Array, longest: Array, context: Array) -> Array:
+        result: Array = self.base + self.row * np.asarray(rows, dtype=float) + self.context * context
+        return result
+
+    def prefill_times(self, tokens: Array, context: Array, chunk: int) -> Array:
+        full, last = whole_steps(tokens, chunk)
+        result: Array = self.start * (full + (last > 0)) + tokens * (self.linear + self.square * (2 * context + tokens))
+        return result
+
+    @classmethod
+    def fitted(cls, measured: Iterable[tuple[Load, float]]) -> Polynomial:
+        """Least squares of the relative error with coefficients >= 0, from steps of prompt tokens alone and steps of
+        decode rows alone. Raises InvalidValue where the former are missing."""
+        steps = [(load, seconds) for load, seconds in measured if seconds > 0]
+        prompts = [(load, seconds) for load, seconds in steps if load.prefill and not load.decode]
+        rows = [(load, seconds) for load, seconds in steps if load.decode and not load.prefill]
+        if not prompts:
+            raise InvalidValue("no measured steps of prompt tokens alone to fit a polynomial to", "measured")
+        chunks = _solve(((1.0, load.prefill, 2 * load.quadratic), seconds) for load, seconds in prompts)
+        return cls(*chunks, *_solve(((1.0, load.decode, load.context), seconds) for load, seconds in rows))
+
+
+def _solve(steps: Iterable[tuple[tuple[float, float, float], float]]) -> tuple[float, float, float]:
+    rows = [np.array(row) / seconds for row, seconds in steps]
+    a, b, c = nonnegative(np.array(rows), np.ones(len(rows))).tolist() if rows else (0.0, 0.0, 0.0)
+    return a, b, c

@@ -1,0 +1,104 @@
+"""SLOs-Serve's roofline T = max over l of k1_l*tokens + k2_l*drafts + b_l (section 3.1.1), with a term of context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import InvalidValue
+from .fit import nonnegative
+from .model import Array, Load, whole_steps
+
+ROUNDS = 30  # of assigning steps to terms; it seldom takes ten
+SPLITS = (0.2, 0.35, 0.5, 0.65, 0.8)  # quantiles of tokens from which it starts: it only finds the nearest optimum
+
+
+class Term(NamedTuple):
+    """One source of time, such as arithmetic, or reading the weights."""
+
+    token: float  # seconds per new token (k1)
+    draft: float  # seconds per step of the draft model (k2)
+    base: float  # seconds (b)
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """The slowest of its terms, and `context` seconds per token of context that is read. A Form.
+
+    `context` is 0 as published. The paper's scheduler must then leave time for it (algorithms digest, section 4:
+    subtract c*sum(L) from the time available); with it here, what is predicted is the same and no caller needs to.
+    """
+
+    terms: tuple[Term, ...]
+    context: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.terms:
+            raise InvalidValue("terms of a roofline must be one or more", "terms")
+        for name, value in [("context", self.context), *((n, v) for t in self.terms for n, v in t._asdict().items())]:
+            if not 0 <= value < float("inf"):
+                raise InvalidValue(f"{name}={value!r} must be 0 or more seconds", name)
+
+    def step_time(self, load: Load) -> float:
+        tokens, drafts = load.tokens, load.drafts
+        slowest = max(k1 * tokens + k2 * drafts + b for k1, k2, b in self.terms)
+        return slowest + self.context * (load.context + load.prefix)
+
+    def decode_times(self, rows: Array, longest: Array, context: Array) -> Array:
+        result: Array = self._slowest(np.asarray(rows, dtype=float)) + self.context * context
+        return result
+
+    def prefill_times(self, tokens: Array, context: Array, chunk: int) -> Array:
+        full, last = whole_steps(tokens, chunk)
+        short = last > 0
+        steps = full + short
+        times = full * max(k1 * chunk + b for k1, _, b in self.terms) + short * self._slowest(last)
+        result: Array = times + self.context * steps * (context + chunk * (steps - 1.0) / 2)
+        return result
+
+    def _slowest(self, tokens: Array) -> Array:
+        result: Array = np.max([k1 * tokens + b for k1, _, b in self.terms], axis=0)
+        return result
+
+    @classmethod
+    def fitted(cls, measured: Iterable[tuple[Load, float]], *, terms: int = 2, context: bool = True) -> Roofline:
+        """Least squares of the relative error with coefficients >= 0: each step to the term that is slowest for it,
+        the terms to their steps, until none changes; the best of a few starts. Raises InvalidValue without data."""
+        if terms < 1:
+            raise InvalidValue(f"{terms=} must be at least 1", "terms")
+        steps = [(load, seconds) for load, seconds in measured if seconds > 0]
+        if not steps:
+            raise InvalidValue("no measured steps to fit", "measured")
+        seconds = np.array([time for _, time in steps])
+        table = np.array([(load.tokens, load.drafts, 1.0) for load, _ in steps]) / seconds[:, None]
+        read = np.array([[load.context + load.prefix] for load, _ in steps]) / seconds[:, None] * context
+        tokens = np.array([load.tokens for load, _ in steps])
+        starts = [np.digitize(tokens, np.quantile(tokens, _cuts(split, terms))) for split in SPLITS]
+        best = min((_alternate(table, read, start, terms) for start in starts), key=lambda found: found[0])
+        return cls(tuple(Term(*row) for row in best[1].tolist()), best[2])
+
+
+def _cuts(split: float, terms: int) -> Sequence[float]:
+    """Where tokens are cut into `terms` groups: the first at `split`, the rest evenly above it."""
+    return [split + (1 - split) * k / (terms - 1) for k in range(terms - 1)] if terms > 1 else []
+
+
+def _alternate(table: Array, read: Array, owner: np.ndarray, terms: int) -> tuple[float, Array, float]:
+    """(squared relative error, terms by rows of (k1, k2, b), context) from a first assignment of steps to terms."""
+    best: tuple[float, Array, float] = (float("inf"), np.zeros((terms, 3)), 0.0)
+    for _ in range(ROUNDS):
+        parts = [table * (owner == term)[:, None] for term in range(terms)]
+        found = nonnegative(np.hstack([*parts, read]), np.ones(len(table)))
+        made, context = found[:-1].reshape(terms, 3), float(found[-1])
+        times = table @ made.T
+        error = float(np.sum((times.max(axis=1) + read[:, 0] * context - 1.0) ** 2))
+        if error < best[0]:
+            best = (error, made, context)
+        slowest = times.argmax(axis=1)
+        if np.array_equal(slowest, owner):
+            break
+        owner = slowest
+    return best
