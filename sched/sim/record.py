@@ -11,8 +11,6 @@ from ..request import Request
 from ..scheduler import Scheduler
 from .clock import VirtualLoop
 
-MOMENTS = ("add", "cancel", "reserve", "unreserve", "disown", "adopt")
-
 
 class Stretch(NamedTuple):
     """A step, or what was computed of it until it was stopped at a segment boundary."""
@@ -24,16 +22,24 @@ class Stretch(NamedTuple):
     stopped: bool  # at a boundary: its spans are not done
 
 
-class Moment(NamedTuple):
-    """What happened to one request on one instance (one of MOMENTS). `ahead` and `backlog`: requests that hold no
-    pages there yet, and prompt tokens still to compute, before it."""
+class Placed(NamedTuple):
+    """A request was given to an instance, where others were before it."""
 
     at: float
     instance: str
-    kind: str
     request: int
-    ahead: int
-    backlog: int
+    waiting: int  # requests without pages
+    backlog: int  # prompt tokens still to compute
+
+
+class Moved(NamedTuple):
+    """A request followed its KV to another instance, where pages had been set aside."""
+
+    at: float
+    request: int
+    source: str
+    target: str
+    reserved: float  # when
 
 
 class Level(NamedTuple):
@@ -52,11 +58,14 @@ class Recorder:
 
     def __init__(self) -> None:
         self.limits: dict[str, Limits] = {}
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, Request] = {}  # all that arrived, as they are now
         self.stretches: list[Stretch] = []
-        self.moments: list[Moment] = []
+        self.placed: list[Placed] = []
+        self.moves: list[Moved] = []
         self.levels: list[Level] = []
         self._schedulers: dict[str, Scheduler] = {}
+        self._reserved: dict[int, float] = {}
+        self._sources: dict[int, str] = {}
 
     def instance(self, name: str, limits: Limits, loop: VirtualLoop, then: Log) -> Log:
         """The log of one instance, which hands everything on to `then`."""
@@ -73,8 +82,15 @@ class Recorder:
                 self._stretch(name, plans, fields["result"])
             elif kind == "recover":
                 plans.clear()
-            elif kind in MOMENTS:
-                self._moment(name, loop.now, kind, fields)
+            elif kind == "add":
+                self._place(name, loop.now, fields["request"])
+            elif kind == "reserve":
+                self._reserved[fields["id"]] = loop.now  # asked again until there is room: the last one counts
+            elif kind == "disown":
+                self._sources[fields["id"]] = name
+            elif kind == "adopt":
+                id = fields["id"]
+                self.moves.append(Moved(loop.now, id, self._sources[id], name, self._reserved[id]))
 
         return log
 
@@ -92,10 +108,6 @@ class Recorder:
         end = result.at if isinstance(result, Suspended) else result.finished
         self.stretches.append(Stretch(name, plans.pop(result.step), result.started, end, stopped))
 
-    def _moment(self, name: str, now: float, kind: str, fields: dict[str, Any]) -> None:
-        request = fields.get("request")
-        if request is not None:
-            self.requests[request.id] = request
-        id = fields["id"] if request is None else request.id
+    def _place(self, name: str, now: float, request: Request) -> None:
         one = self._schedulers[name]
-        self.moments.append(Moment(now, name, kind, id, one.waiting, one.prefill_backlog))
+        self.placed.append(Placed(now, name, request.id, one.waiting, one.prefill_backlog))

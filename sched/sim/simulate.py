@@ -254,6 +254,8 @@ class _Simulation:
             id, arrival.prompt(id), _PARAMS, arrival.slo, arrival.time, eos=_EOS, key=arrival.key, seed=id
         )
         self.requests.append(request)
+        if self._recorder is not None:
+            self._recorder.requests[id] = request
         try:
             cluster.submit(request, _ignore)
         except InvalidValue as error:  # it could never fit

@@ -1,0 +1,186 @@
+"""A simulation as a trace in Chrome's format, which ui.perfetto.dev and chrome://tracing show.
+
+A process per instance. Its first track has a slice per step, named after what the step computed, with its spans;
+further tracks have the KV that was on its way to it, from the end of the prompt (or from when there was room) to its
+arrival. Arrows lead from a request's last chunk over its transfer to its first decode step. Counters: pages held,
+requests without pages, and requests elsewhere that wait for pages here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..plan import Span, StepPlan
+from .record import Recorder, Stretch
+
+Event = dict[str, Any]
+
+STEPS, LANES = 1, 2  # track of the steps, and the first of those of arriving KV
+
+
+class Transfer(NamedTuple):
+    """KV of one request that moved to another instance. Seconds."""
+
+    request: int
+    source: str
+    target: str
+    reserved: float  # pages were set aside at the target
+    start: float
+    end: float
+
+
+def transfers(recorder: Recorder) -> list[Transfer]:
+    """All that arrived, in this order."""
+    lengths = prompt_lengths(recorder)
+    prompts: dict[int, list[float]] = {}  # when each was done
+    for stretch in recorder.stretches:
+        for span in stretch.plan.spans:
+            if span.samples and not stretch.stopped and not decodes(span, lengths):
+                prompts.setdefault(span.request, []).append(stretch.end)
+    found = []
+    for at, request, source, target, reserved in recorder.moves:
+        start = max([reserved, *(end for end in prompts.get(request, ()) if end <= at)])
+        found.append(Transfer(request, source, target, reserved, start, at))
+    return found
+
+
+def trace(recorder: Recorder) -> dict[str, Any]:
+    """The trace as JSON values: `{"traceEvents": [...]}`, times in microseconds."""
+    pids = {name: number for number, name in enumerate(recorder.limits, 1)}
+    events: list[Event] = []
+    for name, pid in pids.items():
+        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
+        events.append({"ph": "M", "pid": pid, "tid": STEPS, "name": "thread_name", "args": {"name": "steps"}})
+        events.append({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}})
+    lengths = prompt_lengths(recorder)
+    timed = [_slice(stretch, pids[stretch.instance], lengths) for stretch in recorder.stretches]
+    moves = list(_lanes(transfers(recorder)))
+    for move, lane in moves:
+        timed.append(_transfer(move, pids[move.target], lane))
+    for pid, lane in sorted({(pids[move.target], lane) for move, lane in moves}):
+        events.append({"ph": "M", "pid": pid, "tid": lane, "name": "thread_name", "args": {"name": "arriving KV"}})
+    timed += _flows(recorder, moves, pids, lengths)
+    timed += _counters(recorder, pids)
+    timed.sort(key=lambda event: event["ts"])  # stable: equal times stay in this order
+    return {"displayTimeUnit": "ms", "traceEvents": events + timed}
+
+
+def decodes(span: Span, lengths: Mapping[int, int]) -> bool:
+    """Whether a span makes one more token, rather than computing a prompt (again)."""
+    return span.length == 1 + span.draft and span.start >= lengths[span.request]
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def prompt_lengths(recorder: Recorder) -> dict[int, int]:
+    """Of every request. Tokens."""
+    return {id: request.prompt_length for id, request in recorder.requests.items()}
+
+
+def _slice(stretch: Stretch, pid: int, lengths: Mapping[int, int]) -> Event:
+    chunks = [span for span in stretch.plan.spans if not decodes(span, lengths)]
+    rows = [span for span in stretch.plan.spans if decodes(span, lengths)]
+    return {
+        "ph": "X",
+        "pid": pid,
+        "tid": STEPS,
+        "ts": _us(stretch.start),
+        "dur": _us(stretch.end - stretch.start),
+        "name": _name(chunks, rows) + (", stopped" if stretch.stopped else ""),
+        "cat": "step",
+        "args": {"step": stretch.plan.step, **_arguments(stretch.plan, chunks, rows)},
+    }
+
+
+def _name(chunks: Sequence[Span], rows: Sequence[Span]) -> str:
+    words = []
+    if chunks:
+        words.append(f"prefill {sum(span.length for span in chunks)}")
+    if rows:
+        words.append(f"decode {len(rows)}")
+    return " + ".join(words)
+
+
+def _arguments(plan: StepPlan, chunks: Sequence[Span], rows: Sequence[Span]) -> Event:
+    found: Event = {}
+    if plan.resume is not None:
+        found["resumes"] = plan.resume
+    if chunks:
+        found["chunks"] = [f"request {s.request}: {s.start} to {s.start + s.length}" for s in chunks]
+    if rows:
+        found["rows"] = " ".join(str(span.request) for span in rows)
+        found["longest"] = max(span.start for span in rows)
+        drafted = sum(span.draft for span in rows)
+        if drafted:
+            found["drafted"] = drafted
+    return found
+
+
+def _transfer(move: Transfer, pid: int, lane: int) -> Event:
+    return {
+        "ph": "X",
+        "pid": pid,
+        "tid": lane,
+        "ts": _us(move.start),
+        "dur": _us(move.end - move.start),
+        "name": f"KV of {move.request}",
+        "cat": "transfer",
+        "args": {"request": move.request, "from": move.source, "reserved at": move.reserved},
+    }
+
+
+def _lanes(moves: Sequence[Transfer]) -> Iterator[tuple[Transfer, int]]:
+    """Each transfer with a track of its target on which none overlaps another."""
+    free: dict[str, list[float]] = {}
+    for move in sorted(moves, key=lambda move: (move.start, move.end, move.request)):
+        lanes = free.setdefault(move.target, [])
+        lane = next((number for number, until in enumerate(lanes) if until <= move.start), len(lanes))
+        lanes[lane : lane + 1] = [move.end]
+        yield move, LANES + lane
+
+
+def _flows(
+    recorder: Recorder, moves: Sequence[tuple[Transfer, int]], pids: Mapping[str, int], lengths: Mapping[int, int]
+) -> Iterator[Event]:
+    """Arrows. Each end lies in the middle of the slice that it belongs to, so that no neighbour claims it."""
+    moved: dict[int, list[tuple[Transfer, int]]] = {}
+    for move, lane in moves:
+        moved.setdefault(move.request, []).append((move, lane))
+    done: dict[int, Stretch] = {}  # requests whose prompt ended, and no decode step since
+    number = 0
+    for stretch in recorder.stretches:
+        for span in stretch.plan.spans:
+            if not decodes(span, lengths):
+                if span.samples and not stretch.stopped:
+                    done[span.request] = stretch
+                continue
+            source = done.pop(span.request, None)
+            if source is None:
+                continue
+            number += 1
+            common = {"id": number, "name": f"request {span.request}", "cat": "request"}
+            at = {"pid": pids[source.instance], "tid": STEPS, "ts": _us((source.start + source.end) / 2)}
+            yield {"ph": "s", **at, **common}
+            for move, lane in moved.get(span.request, ()):
+                if source.end <= move.start and move.end <= stretch.start:
+                    at = {"pid": pids[move.target], "tid": lane, "ts": _us((move.start + move.end) / 2)}
+                    yield {"ph": "t", **at, **common}
+            at = {"pid": pids[stretch.instance], "tid": STEPS, "ts": _us((stretch.start + stretch.end) / 2)}
+            yield {"ph": "f", "bp": "e", **at, **common}
+
+
+def _counters(recorder: Recorder, pids: dict[str, int]) -> Iterator[Event]:
+    last: dict[tuple[str, str], int] = {}
+    for level in recorder.levels:
+        for name, value in (
+            ("KV pages", level.pages),
+            ("waiting requests", level.waiting),
+            ("requests elsewhere that wait for KV", level.kv_waiting),
+        ):
+            if last.get((level.instance, name)) != value:
+                last[level.instance, name] = value
+                common = {"ph": "C", "pid": pids[level.instance], "ts": _us(level.at)}
+                yield {**common, "name": name, "args": {name: value}}
