@@ -1,0 +1,181 @@
+"""The least work that a request can be: seconds that no policy can do without, from lengths and a step-time model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil, inf
+from typing import NamedTuple
+
+import numpy as np
+
+from ...errors import InvalidValue
+from ...perf.model import Array, Coefficients
+from ...policy import Order
+from ..workload import Arrival
+
+GRACE = 1e-7  # seconds: what metrics forgives, and sums of floats
+
+
+class Details(NamedTuple):
+    """What else limits a policy.
+
+    rows, draft: as in policy.Limits. kv_tokens: what an instance's pool holds; outputs that do not fit are cut.
+    prefix_caching False: no prompt shares what another has computed. skip: requests at either end that are not counted
+    (nor have to be served).
+    """
+
+    rows: int = 256
+    draft: int = 0
+    kv_tokens: int | None = None
+    prefix_caching: bool = True
+    skip: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One instance: its step times, and the most tokens and rows that a step can hold."""
+
+    coefficients: Coefficients
+    tokens: int
+    rows: int
+    draft: int
+    kv_tokens: int | None
+
+    def __post_init__(self) -> None:
+        for name, least in (("tokens", 1), ("rows", 1), ("draft", 0), ("kv_tokens", 1)):
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise InvalidValue(f"{name}={value!r} must be {least} or more", name)
+
+    def overhead(self, tokens: float) -> float:
+        """Seconds of a step that are the same whoever its tokens belong to; concave in their number."""
+        one = self.coefficients
+        return float(one.fixed + one.w_moe * (1.0 - (1.0 - one.p_moe) ** tokens))
+
+
+class Prices(NamedTuple):
+    """Seconds per token of the overhead, and per token of a decoding row's context: sums of them never exceed what
+    steps take."""
+
+    prompt: float
+    decode: float
+    context: float
+
+
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """Columns, one row per request. Seconds, tokens.
+
+    A prompt, less what a prefix cache holds at best, has `fresh` tokens. `prompt` and `decode` are their marginal
+    seconds, `overhead` and `context` apart: `steps` decode steps, `outputs` tokens and `attended` tokens of context.
+    `ttft` is due after the arrival, the last token `span` after it. `alone` and `alone_decoding` is the least time
+    that each takes when nothing else runs.
+    """
+
+    arrival: Array
+    ttft: Array
+    span: Array
+    fresh: Array
+    prompt: Array
+    outputs: Array
+    decode: Array
+    attended: Array
+    alone: Array
+    alone_decoding: Array
+
+    def __len__(self) -> int:
+        return len(self.arrival)
+
+    def take(self, keep: Order) -> Jobs:
+        return Jobs(*(getattr(self, name)[keep] for name in self.__slots__))
+
+    @property
+    def possible(self) -> Order:
+        """Those that could attain their SLO with a server to themselves."""
+        return np.flatnonzero((self.alone <= self.ttft) & (self.alone_decoding <= self.span - self.ttft))
+
+    def decoding(self, price: Prices) -> Array:
+        """Seconds of each one's decode steps, overhead and context included."""
+        result: Array = self.decode + price.decode * self.outputs + price.context * self.attended
+        return result
+
+    def crowd(self, arrival: Array) -> int:
+        """The most requests that can be between arrival and due end at once."""
+        times = np.concatenate((arrival, arrival + self.span))
+        change = np.concatenate((np.ones(len(self)), -np.ones(len(self))))
+        running = np.cumsum(change[np.lexsort((-change, times))])
+        return max(1, int(running.max(initial=0)))
+
+
+def jobs(arrivals: Sequence[Arrival], server: Server, *, prefix_caching: bool = True) -> Jobs:
+    """The least work of requests, in order of arrival. A request's own steps follow one another, so their prompts
+    alone take at least full chunks and a rest, their outputs at least a step per 1 + draft tokens."""
+    ordered = sorted(arrivals, key=lambda one: one.time)
+    cached = np.array(list(_cached(ordered)) if prefix_caching else [0] * len(ordered), dtype=float)
+    lengths = np.array([one.prompt_tokens for one in ordered], dtype=float)
+    outputs = np.array([_outputs(one, server) for one in ordered], dtype=float)
+    tpot = np.array([max(one.slo.tpot, *(tpot for _, tpot in one.slo.stages), 0.0) for one in ordered])
+    ttft = np.array([one.slo.ttft for one in ordered]) + GRACE
+    with np.errstate(invalid="ignore"):
+        allowed = np.where(outputs > 0, outputs * tpot, 0.0) + GRACE
+    one, fresh, chunk = server.coefficients, lengths - cached, server.tokens
+    prompt = one.prefill * fresh + one.quadratic * (lengths**2 - cached**2) / 2
+    full, rest = np.divmod(fresh, chunk)
+    last = np.array([server.overhead(tokens) if tokens else 0.0 for tokens in rest.tolist()])
+    alone = prompt + full * server.overhead(chunk) + last
+    steps = np.ceil(outputs / (1 + server.draft))
+    attended = steps * lengths + steps * (steps - 1) / 2
+    decode = one.decode * outputs
+    return Jobs(
+        arrival=np.array([one.time for one in ordered], dtype=float),
+        ttft=ttft,
+        span=ttft + allowed,
+        fresh=fresh,
+        prompt=prompt,
+        outputs=outputs,
+        decode=decode,
+        attended=attended,
+        alone=alone,
+        alone_decoding=steps * server.overhead(1) + decode + one.longest * attended,
+    )
+
+
+def _outputs(arrival: Arrival, server: Server) -> int:
+    """Tokens after the first."""
+    limit = inf if server.kv_tokens is None else max(1, server.kv_tokens - arrival.prompt_tokens)
+    return int(min(arrival.output_tokens, limit)) - 1
+
+
+def _cached(arrivals: Sequence[Arrival]) -> Iterator[int]:
+    """Prompt tokens that some request before could have left in a cache, at best.
+
+    A later arrival may be computed first and serve an earlier one. Then those blocks were computed after the later
+    arrival and before the earlier one's first token: inside the window of the one they are charged to.
+    """
+    seen: set[int] = set()
+    for arrival in arrivals:
+        ids = arrival.hash_ids
+        hits = next((place for place, id in enumerate(ids) if id not in seen), len(ids))
+        seen.update(ids)
+        yield min(ceil(hits * arrival.block), arrival.prompt_tokens - 1)
+
+
+def prices(server: Server, crowd: int, fresh: float, outputs: float) -> Prices:
+    """Shares of the overhead that tokens can be charged with, the dearest for so many of both kinds.
+
+    A step with n prompt tokens and d decoded ones costs overhead(n + d), at least x·n + y·d where that holds at
+    the corners of n + d <= tokens, d <= rows (the overhead is concave): full chunks of prompts, x = y =
+    overhead(tokens) / tokens, or full batches of rows, y = overhead(rows) / rows and what is left for x. No more
+    rows can be charged at once than requests are between arrival and due end (`crowd`).
+    """
+    one, tokens = server.coefficients, server.tokens
+    crowd = min(server.rows, crowd)
+    rows = min(crowd * (1 + server.draft), tokens)
+    whole, batch = server.overhead(tokens), server.overhead(rows)
+    context = one.longest if one.longest < one.context else one.context + (one.longest - one.context) / crowd
+    chunked = Prices(whole / tokens, whole / tokens, context)
+    if rows == tokens:
+        return chunked
+    batched = Prices((whole - batch) / (tokens - rows), batch / rows, context)
+    return max(chunked, batched, key=lambda price: price.prompt * fresh + price.decode * outputs)
