@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 
 from ..errors import InvalidValue
+from ..perf.derive import Derived
 from ..perf.fit import Point, solve
 from ..perf.model import Coefficients
 from .executor import Device
@@ -22,6 +24,7 @@ class Assumed:
     context: float | None = None
     w_moe: float | None = None
     p_moe: float | None = None
+    draft: float | None = None
 
     def given(self) -> dict[str, float]:
         values = {one.name: getattr(self, one.name) for one in fields(self)}
@@ -32,9 +35,9 @@ class Assumed:
 class Latency:
     """One instance: `tensor_parallel` devices that hold the model together.
 
-    Step times come from `points` and `assumed`, or from `coefficients`. Times in seconds, bandwidth in bytes/s.
-    kv_tokens: what the KV pool holds. chunk: tokens in the chunks of the published prefill points. noise: standard
-    deviation of a step's lognormal factor.
+    Step times come from `points` and `assumed`, from `coefficients`, or are `derived` from data sheets. Times in
+    seconds, bandwidth in bytes/s. kv_tokens: what the KV pool holds. chunk: tokens in the chunks of the published
+    prefill points. noise: standard deviation of a step's lognormal factor.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Latency:
     points: tuple[Point, ...] = ()
     assumed: Assumed = field(default_factory=Assumed)
     coefficients: Coefficients | None = None
+    derived: Derived | None = None
     link_bandwidth: float = 450e9
     link_latency: float = 1e-3
     layers: int = 1
@@ -56,13 +60,39 @@ class Latency:
         for name in ("kv_tokens", "page_size", "chunk", "layers", "operators", "tensor_parallel"):
             if getattr(self, name) < 1:
                 raise InvalidValue(f"{name}={getattr(self, name)!r} must be at least 1", name)
-        if bool(self.points) == (self.coefficients is not None):
-            raise InvalidValue("a latency preset has either points (with what is assumed) or coefficients", "points")
+        given = [bool(self.points), self.coefficients is not None, self.derived is not None]
+        if sum(given) != 1:
+            raise InvalidValue(
+                "a latency preset has one of points (with what is assumed), coefficients and derived", "points"
+            )
+        if not self.points and self.assumed.given():
+            raise InvalidValue("what is assumed has no meaning without points to solve for the rest", "assumed")
         self.device()
 
     def solve(self) -> Coefficients:
         """The step-time model. Raises InvalidValue where the points do not determine it."""
+        if self.derived is not None:
+            return self.derived.coefficients()
         return self.coefficients or solve(self.points, self.assumed.given(), self.chunk)
+
+    def with_coefficients(self, values: Mapping[str, float]) -> Latency:
+        """The same with other coefficients, by name, in seconds (p_moe is a share); for sensitivity studies.
+
+        What the preset assumes is assumed otherwise and the published points still hold: the rest is solved again.
+        What was solved for, derived or given is replaced, and the points then no longer hold. Raises InvalidValue
+        for an unknown name, or where no other coefficients can make the points hold.
+        """
+        allowed = [one.name for one in fields(Coefficients)]
+        for name in values:
+            if name not in allowed:
+                raise InvalidValue(f"coefficient {name!r} must be one of {', '.join(allowed)}", name)
+        assumed = self.assumed.given()
+        kept = replace(self, assumed=Assumed(**assumed | {k: v for k, v in values.items() if k in assumed}))
+        solved = kept.solve()
+        others = {name: value for name, value in values.items() if name not in assumed}
+        if not others:
+            return kept
+        return replace(kept, points=(), assumed=Assumed(), derived=None, coefficients=replace(solved, **others))
 
     def device(self, boundary: str = "layer", *, pages: int | None = None, page_size: int | None = None) -> Device:
         """The simulated instance; `pages` and `page_size` instead of the preset's for experiments."""
