@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import inf
 
 from ..errors import InvalidValue
+from ..perf import Perf
 from ..policy import Role
-from .predict import Perf
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +53,16 @@ class Mesh:
 class Options:
     """What a simulation leaves as it is while policies, rates and seeds vary. Seconds, tokens, shares.
 
-    perf: the schedulers' step-time model. `general` is the true one, corrected by what is measured; `exact` never
-    corrects; `table` is Kairos's lookup table profiled from the true model; `linear` is FairBatching's, fitted to
-    it. prediction_error: all that it predicts is off by this share (0.2: a fifth too long), for good. noise: instead
-    of the latency preset's. placement, admission: by name. tokens, rows, prompts, suspended, draft: see
-    policy.Limits; prompts None is no limit. boundary: where a step of prompt chunks can be stopped; at `chunk`, its
-    end, nothing is. acceptance: chance that a drafted token is right. routing_delay: from arrival to the instance.
-    stale: age of what the placement knows of the instances. prefix_caching None: on where the workload says which
-    prefixes are shared. pages, page_size: instead of the preset's; kv_scale: times as many pages. skip: requests at
-    either end that are not counted. horizon: stop after so many seconds, unfinished requests count as violated.
-    timer: a clock of the processor, read around each decision; what it says is only reported.
+    perf: the schedulers' step-time model, by name (perf.make): `general` is the true one, corrected by what is
+    measured; `exact` never corrects; the others are the papers', profiled from the true one. prediction_error: all
+    that it predicts is off by this share (0.2: a fifth too long), for good. noise: instead of the latency preset's.
+    placement, admission: by name. tokens, rows, prompts, suspended, draft: see policy.Limits; prompts None is no
+    limit. boundary: where a step of prompt chunks can be stopped; at `chunk`, its end, nothing is. acceptance: chance
+    that a drafted token is right. routing_delay: from arrival to the instance. stale: age of what the placement knows
+    of the instances. prefix_caching None: on where the workload says which prefixes are shared. pages, page_size:
+    instead of the preset's; kv_scale: times as many pages. skip: requests at either end that are not counted.
+    horizon: stop after so many seconds, unfinished requests count as violated. timer: a clock of the processor, read
+    around each decision; what it says is only reported.
     """
 
     perf: Perf = "general"

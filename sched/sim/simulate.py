@@ -25,9 +25,17 @@ from .latency import Latency
 from .options import DEFAULT, Mesh, Options
 from .predict import perf_model
 from .record import Recorder
-from .workload import Arrival, Workload
+from .workload import Arrival
 
 Progress = Callable[[int, int], None]  # done, total
+
+
+class Drawn(Protocol):
+    """A distribution of requests: workload.Workload, workload.Mix."""
+
+    @property
+    def name(self) -> str: ...
+    def draw(self, count: int, rate: float, seed: int) -> list[Arrival]: ...
 
 
 class Logs(Protocol):
@@ -75,7 +83,7 @@ def policy_name(policy: PolicyLike) -> str:
 
 
 def simulate(
-    workload: Workload | Sequence[Arrival],
+    workload: Drawn | Sequence[Arrival],
     policy: PolicyLike,
     mesh: Mesh | str,
     latency: Latency,
@@ -119,9 +127,9 @@ def simulate(
 
 
 def _arrivals(
-    workload: Workload | Sequence[Arrival], qps: float | None, count: int | None, seed: int
+    workload: Drawn | Sequence[Arrival], qps: float | None, count: int | None, seed: int
 ) -> tuple[Sequence[Arrival], float]:
-    if isinstance(workload, Workload):
+    if not isinstance(workload, Sequence):
         if qps is None:
             raise InvalidValue(f"workload {workload.name} needs a rate: give qps", "qps")
         return workload.draw(1000 if count is None else count, qps, seed), qps

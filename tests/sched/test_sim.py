@@ -20,7 +20,7 @@ from jaxserve.sched.journal import Journal
 from jaxserve.sched.log import Log
 from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.policy import Limits, Role
-from jaxserve.sched.sim import NAMED, Arrival, Latency, Mesh, Options, Report, Workload, load_trace, simulate, sweep
+from jaxserve.sched.sim import NAMED, Arrival, Latency, Mesh, Options, Report, Workload, load_trace, simulate
 from jaxserve.sched.sim.workload import Arrivals, Lengths
 from jaxserve.sched.slo import SLO
 from jaxserve.yamlio import load_yaml
@@ -202,24 +202,6 @@ def test_bursts_hurt() -> None:
         for kind in ("even", "gamma")  # type: ignore[arg-type]
     )
     assert bursty.summary.ttft.p99 > calm.summary.ttft.p99
-
-
-def test_a_sweep_is_its_simulations_in_order() -> None:
-    seen: list[tuple[int, int]] = []
-    reports = sweep(
-        CHAT,
-        ["distserve", "kairos"],
-        "2x1",
-        TINY,
-        rates=[20, 40],
-        seeds=[0, 3],
-        num_requests=20,
-        progress=lambda done, total: seen.append((done, total)),
-    )
-    cases = [(p, rate, seed) for p in ("distserve", "kairos") for rate in (20, 40) for seed in (0, 3)]
-    assert [(one.policy, one.rate, one.seed) for one in reports] == cases
-    assert seen == [(n, 8) for n in range(1, 9)]
-    assert reports[5] == simulate(CHAT, "kairos", "2x1", TINY, 3, qps=20, num_requests=20)
 
 
 @pytest.mark.parametrize(
