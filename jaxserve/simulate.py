@@ -15,7 +15,19 @@ from jaxserve.config import preset
 from jaxserve.errors import InvalidValue
 from jaxserve.report import progress
 from jaxserve.sched.placement import PLACEMENTS
-from jaxserve.sched.sim import NAMED, Arrival, Latency, Mesh, Options, Report, Workload, load_trace, simulate, sweep
+from jaxserve.sched.sim import (
+    NAMED,
+    Arrival,
+    Latency,
+    Mesh,
+    Mix,
+    Options,
+    Report,
+    Workload,
+    load_trace,
+    simulate,
+    sweep,
+)
 from jaxserve.sched.sim.sweep import Case
 from jaxserve.sched.slo import SLO
 from jaxserve.simulate_report import print_report, write_report
@@ -215,7 +227,7 @@ def _latency(args: argparse.Namespace) -> Latency:
     return latency if args.noise is None else replace(latency, noise=args.noise)
 
 
-def _read_workload(args: argparse.Namespace) -> Workload | list[Arrival]:
+def _read_workload(args: argparse.Namespace) -> Workload | Mix | list[Arrival]:
     given = {name: getattr(args, f"{name}_slo") for name in ("ttft", "tpot")}
     given = {name: value for name, value in given.items() if value is not None}
     kind, _, path = args.workload.partition(":")

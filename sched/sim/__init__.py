@@ -2,9 +2,23 @@
 
 from .latency import Latency
 from .options import Mesh, Options
+from .scenarios import NAMED
 from .simulate import Report, simulate
-from .sweep import sweep
+from .sweep import goodput_search, sweep
 from .traces import load_trace
-from .workload import NAMED, Arrival, Workload
+from .workload import Arrival, Mix, Workload
 
-__all__ = ["NAMED", "Arrival", "Latency", "Mesh", "Options", "Report", "Workload", "load_trace", "simulate", "sweep"]
+__all__ = [
+    "NAMED",
+    "Arrival",
+    "Latency",
+    "Mesh",
+    "Mix",
+    "Options",
+    "Report",
+    "Workload",
+    "goodput_search",
+    "load_trace",
+    "simulate",
+    "sweep",
+]

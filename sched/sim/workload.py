@@ -1,227 +1,258 @@
-"""Requests to simulate: when they arrive, how long they are, what they were promised."""
+"""Distributions of requests to simulate: when they arrive, how long they are, what they were promised.
+
+The published ones are in scenarios.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from math import ceil, inf, log, sqrt
-from typing import Literal, overload
+from math import ceil, inf
 
 import numpy as np
 
 from ..errors import InvalidValue
-from ..perf.model import Array
-from ..slo import SLO
+from ..request import BEST_EFFORT, STANDARD
+from ..slo import SLO, THINKING
+from .arrival import DEFAULT_SLO, Arrival, BlockTokens, best_effort, scale, scale_slo, validate
+from .draws import MAX_PROMPT, Arrivals, Lengths, Tail
 
-MAX_PROMPT = 1 << 24  # tokens; prompts of different requests are this far apart in token ids
-DEFAULT_SLO = SLO()
+__all__ = [
+    "DEFAULT_SLO",
+    "K32",
+    "K100",
+    "K128",
+    "MAX_PROMPT",
+    "POISSON",
+    "Arrival",
+    "Arrivals",
+    "BlockTokens",
+    "Lengths",
+    "Mix",
+    "Rounds",
+    "Share",
+    "Slowdown",
+    "Tail",
+    "Workload",
+    "best_effort",
+    "scale",
+    "scale_slo",
+    "validate",
+]
 
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """One request of a workload. Times in seconds since the start of the workload, lengths in tokens.
-
-    hash_ids: names of the prompt's leading blocks of `block` tokens, in order; equal names are equal tokens.
-    """
-
-    time: float
-    prompt_tokens: int
-    output_tokens: int
-    slo: SLO = DEFAULT_SLO
-    class_: str = ""
-    key: str = ""
-    hash_ids: tuple[int, ...] = ()
-    block: float = 512.0
-
-    def prompt(self, id: int) -> Sequence[int]:
-        """Token ids of the prompt, made when looked at. Without `hash_ids` no two requests share a token."""
-        if self.hash_ids:
-            return BlockTokens(self.prompt_tokens, self.hash_ids, self.block, id)
-        return range(id * MAX_PROMPT, id * MAX_PROMPT + self.prompt_tokens)
-
-
-class BlockTokens(Sequence[int]):
-    """Prompt tokens that follow from the names of their blocks. Equal blocks at equal places are equal tokens.
-
-    Tokens past the last named block are this request's own.
-    """
-
-    __slots__ = ("_block", "_hash_ids", "_id", "_length")
-
-    def __init__(self, length: int, hash_ids: Sequence[int], block: float, id: int) -> None:
-        self._length = length
-        self._hash_ids = hash_ids
-        self._block = block
-        self._id = id
-
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
-    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
-        if isinstance(index, slice):
-            start, stop, step = index.indices(self._length)
-            if step != 1:
-                return tuple(self[i] for i in range(start, stop, step))
-            return tuple(token for piece in self._pieces(start, stop) for token in piece)
-        if not -self._length <= index < self._length:
-            raise IndexError(f"token {index} of a prompt of {self._length}")
-        index %= self._length
-        return next(self._pieces(index, index + 1))[0]
-
-    def _pieces(self, start: int, stop: int) -> Iterator[range]:
-        """Tokens of [start, stop), block by block."""
-        while start < stop:
-            number = int(start / self._block)
-            if ceil((number + 1) * self._block) <= start:  # rounding
-                number += 1
-            first, end = ceil(number * self._block), min(ceil((number + 1) * self._block), stop)
-            name = self._hash_ids[number] if number < len(self._hash_ids) else -1 - self._id
-            base = name * MAX_PROMPT + start - (first if name >= 0 else 0)
-            yield range(base, base + end - start)
-            start = end
-
-
-Kind = Literal["lognormal", "loguniform", "uniform", "fixed"]
+POISSON = Arrivals()
+CHAIN = 1 << 32  # names of the prefixes that the rounds of a request share start here: no trace names that many blocks
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
-    """A distribution of lengths in tokens, clipped to [low, high].
+class Slowdown:
+    """A TTFT that is `times` what the prompt takes on an idle instance: `fixed + per_token · tokens` seconds."""
 
-    lognormal: `median` and `sigma`, or `mean` and `std` (before clipping). loguniform, uniform: between low and
-    high. fixed: `value`.
-    """
-
-    kind: Kind
-    low: int = 1
-    high: int = MAX_PROMPT - 1
-    median: float | None = None
-    sigma: float | None = None
-    mean: float | None = None
-    std: float | None = None
-    value: int | None = None
+    times: float
+    fixed: float
+    per_token: float
 
     def __post_init__(self) -> None:
-        if not 1 <= self.low <= self.high < MAX_PROMPT:
-            raise InvalidValue(f"lengths low={self.low} and high={self.high} must be in order and at least 1", "low")
-        given = {name for name in ("median", "sigma", "mean", "std", "value") if getattr(self, name) is not None}
-        allowed = {"lognormal": ({"median", "sigma"}, {"mean", "std"}), "fixed": ({"value"},)}.get(self.kind, (set(),))
-        if given not in allowed:
-            wanted = " or ".join(" and ".join(sorted(names)) for names in allowed) or "neither of these"
-            raise InvalidValue(f"lengths of kind {self.kind!r} take {wanted}, not {sorted(given)}", "kind")
-        if any(getattr(self, name) <= 0 for name in given):
-            raise InvalidValue(f"lengths {sorted(given)} must all be positive", "kind")
-
-    def draw(self, random: np.random.Generator, count: int) -> Array:
-        """`count` lengths, whole numbers."""
-        if self.kind == "fixed":
-            drawn = np.full(count, float(self.value or 0))
-        elif self.kind == "uniform":
-            drawn = random.integers(self.low, self.high, count, endpoint=True).astype(float)
-        elif self.kind == "loguniform":
-            drawn = np.exp(random.uniform(log(self.low), log(self.high), count))
-        else:
-            drawn = np.exp(random.normal(*self._normal(), count))
-        clipped: Array = np.clip(np.rint(drawn), self.low, self.high)
-        return clipped
-
-    def _normal(self) -> tuple[float, float]:
-        """Mean and standard deviation of the logarithm."""
-        if self.median is not None and self.sigma is not None:
-            return log(self.median), self.sigma
-        assert self.mean is not None and self.std is not None
-        variance = log(1 + (self.std / self.mean) ** 2)
-        return log(self.mean) - variance / 2, sqrt(variance)
-
-
-@dataclass(frozen=True, slots=True)
-class Arrivals:
-    """When requests come, at a mean rate that is given elsewhere.
-
-    poisson. gamma: gaps with coefficient of variation `cv` (burstiness of vLLM's benchmark is 1/cv²). on_off:
-    Poisson during `on` seconds at `contrast` times the rate of the following `off` seconds, again and again.
-    """
-
-    kind: Literal["poisson", "gamma", "on_off", "even"] = "poisson"
-    cv: float = 1.0
-    on: float = 10.0
-    off: float = 30.0
-    contrast: float = 10.0
-
-    def __post_init__(self) -> None:
-        for name in ("cv", "on", "off", "contrast"):
+        for name in ("times", "fixed", "per_token"):
             if not 0 < getattr(self, name) < inf:
-                raise InvalidValue(f"arrivals {name}={getattr(self, name)!r} must be positive", name)
+                raise InvalidValue(f"slowdown {name}={getattr(self, name)!r} must be positive", name)
 
-    def draw(self, random: np.random.Generator, count: int, rate: float) -> Array:
-        """`count` times in seconds, ascending."""
-        if not 0 < rate < inf:
-            raise InvalidValue(f"rate={rate!r} must be a positive number of requests per second", "qps")
-        if self.kind == "even":
-            times: Array = np.arange(count) / rate
-        elif self.kind == "gamma":
-            shape = 1 / self.cv**2
-            times = np.cumsum(random.gamma(shape, 1 / (rate * shape), count))
-        else:
-            times = np.cumsum(random.exponential(1 / rate, count))
-        return self._burst(times) if self.kind == "on_off" else times
+    def ttft(self, tokens: int) -> float:
+        """Seconds for a prompt of `tokens` that are not cached."""
+        return self.times * (self.fixed + self.per_token * tokens)
 
-    def _burst(self, times: Array) -> Array:
-        """Poisson times at the mean rate -> times at which the on-off rate has accumulated as much."""
-        period, share = self.on + self.off, self.on * self.contrast / (self.on * self.contrast + self.off)
-        cycle, rest = np.floor(times / period), np.mod(times, period) / period
-        inside = np.where(rest < share, rest / share * self.on, self.on + (rest - share) / (1 - share) * self.off)
-        warped: Array = cycle * period + inside
-        return warped
+    def measured(self, alone: Callable[[int], float], short: int = 256, long: int = 2048) -> Slowdown:
+        """The same promise on other devices; `alone` tells how many seconds a prompt takes there by itself."""
+        slope = (alone(long) - alone(short)) / (long - short)
+        return replace(self, fixed=alone(short) - slope * short, per_token=slope)
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
-    """A share of the prompts that comes from another distribution."""
+class Rounds:
+    """A request of several prefills and decodes, as of a model that calls tools.
 
-    share: float
-    lengths: Lengths
+    How many is a normal number of `mean` and `std`, rounded, at least 1. `delay`: mean seconds that a tool takes,
+    exponential. tpot: of all rounds but the last, which is the answer and has the workload's.
+    """
+
+    mean: float
+    std: float
+    delay: float
+    tpot: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise InvalidValue(f"tail share={self.share!r} must be between 0 and 1", "share")
+        for name, low in (("mean", 1.0), ("std", 0.0), ("delay", 0.0)):
+            if not low <= getattr(self, name) < inf:
+                raise InvalidValue(f"rounds {name}={getattr(self, name)!r} must be at least {low:g}", name)
+
+
+Chain = tuple[Arrival, ...]  # the rounds of one request
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A distribution of requests."""
+    """A distribution of requests of one kind.
+
+    thinking: lengths of a stage before the answer, which is `output`; thinking_tpot is that stage's. ttft, tpot, tbt:
+    seconds; a ttft may be a slowdown. request_class: what reports call these requests. tier: as Request's.
+    """
 
     name: str
     prompt: Lengths
     output: Lengths
     tail: Tail | None = None
-    arrivals: Arrivals = Arrivals()
-    ttft: float = 8.0
+    arrivals: Arrivals = POISSON
+    ttft: float | Slowdown = 8.0
     tpot: float = 0.05
     tbt: float | None = None
     request_class: str = ""
+    output_tail: Tail | None = None
+    thinking: Lengths | None = None
+    thinking_tpot: float | None = None
+    rounds: Rounds | None = None
+    tier: str = STANDARD
+
+    def __post_init__(self) -> None:
+        if self.tier not in (STANDARD, BEST_EFFORT):
+            raise InvalidValue(f"tier={self.tier!r} must be {STANDARD!r} or {BEST_EFFORT!r}", "tier")
+        self._slo(1, last=True)  # an SLO of 0 is refused here, by name
 
     def draw(self, count: int, rate: float, seed: int) -> list[Arrival]:
-        """`count` requests at `rate` per second. Lengths depend on the seed alone: every rate serves the same ones."""
-        if count < 1:
-            raise InvalidValue(f"num_requests={count} must be at least 1", "num_requests")
+        """`count` requests at `rate` per second. Lengths depend on the seed alone: every rate serves the same ones.
+
+        With rounds, `count` and `rate` are of whole requests: the list is longer.
+        """
+        _check(count)
         lengths, times = (np.random.default_rng((seed, stream)) for stream in (0, 1))
-        prompts = self.prompt.draw(lengths, count)
-        outputs = self.output.draw(lengths, count)
+        return _in_order(zip(self.arrivals.draw(times, count, rate).tolist(), self.chains(lengths, count), strict=True))
+
+    def chains(self, random: np.random.Generator, count: int) -> list[Chain]:
+        """The rounds of `count` requests, without their times."""
+        lasting = [1] * count
+        if self.rounds is not None:
+            drawn = random.normal(self.rounds.mean, self.rounds.std, count)
+            lasting = np.rint(drawn).clip(min=1).astype(int).tolist()
+        total = sum(lasting)
+        prompts, outputs = self.prompt.draw(random, total), self.output.draw(random, total)
         if self.tail is not None:
-            long = lengths.random(count) < self.tail.share
-            prompts = np.where(long, self.tail.lengths.draw(lengths, count), prompts)
-        slo = SLO(ttft=self.ttft, tpot=self.tpot, tbt=self.tbt)
-        return [
-            Arrival(time, int(prompt), int(output), slo, self.request_class)
-            for time, prompt, output in zip(
-                self.arrivals.draw(times, count, rate).tolist(), prompts.tolist(), outputs.tolist(), strict=True
+            prompts = self.tail.replace(random, prompts)
+        if self.output_tail is not None:
+            outputs = self.output_tail.replace(random, outputs)
+        thoughts = np.zeros(total) if self.thinking is None else self.thinking.draw(random, total)
+        delays = np.zeros(total) if self.rounds is None else random.exponential(self.rounds.delay, total)
+        drawn_rounds = zip(
+            prompts.astype(int).tolist(),
+            outputs.astype(int).tolist(),
+            thoughts.astype(int).tolist(),
+            delays.tolist(),
+            strict=True,
+        )
+        return [self._chain([next(drawn_rounds) for _ in range(rounds)]) for rounds in lasting]
+
+    def _chain(self, rounds: list[tuple[int, int, int, float]]) -> Chain:
+        chain: list[Arrival] = []
+        said = 0
+        for number, (prompt, answer, thought, delay) in enumerate(rounds):
+            slo = self._slo(prompt, last=number == len(rounds) - 1)
+            chain.append(
+                Arrival(
+                    0.0,
+                    said + prompt,
+                    thought + answer,
+                    slo,
+                    self.request_class,
+                    tier=self.tier,
+                    thinking_tokens=thought,
+                    delay=delay if number else 0.0,
+                )
             )
-        ]
+            said += prompt + thought + answer
+        return tuple(chain)
+
+    def _slo(self, prompt: int, *, last: bool) -> SLO:
+        ttft = self.ttft.ttft(prompt) if isinstance(self.ttft, Slowdown) else self.ttft
+        early = None if self.rounds is None or last else self.rounds.tpot
+        stages = () if self.thinking_tpot is None else ((THINKING, self.thinking_tpot),)
+        return SLO(ttft, self.tpot if early is None else early, self.tbt, stages)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How much of a mixture's requests are of one kind: any positive number, relative to the others'."""
+
+    share: float
+    workload: Workload
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < inf:
+            raise InvalidValue(f"share={self.share!r} of {self.workload.name} must be positive", "share")
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Requests of several kinds.
+
+    arrivals: when requests of any kind come; None leaves each kind its own arrivals, at its share of the rate. ttft,
+    tpot: instead of what each kind that is not best effort promises.
+    """
+
+    name: str
+    parts: tuple[Share, ...]
+    arrivals: Arrivals | None = None
+    ttft: float | None = None
+    tpot: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise InvalidValue(f"mixture {self.name} must have at least one part", "parts")
+
+    def draw(self, count: int, rate: float, seed: int) -> list[Arrival]:
+        """`count` requests at `rate` per second, as Workload.draw. Equal seeds draw equal kinds and lengths."""
+        _check(count)
+        total = sum(part.share for part in self.parts)
+        shares = [part.share / total for part in self.parts]
+        timed: list[tuple[float, Chain]] = []
+        if self.arrivals is None:
+            for index, share in enumerate(shares):
+                enough = (
+                    ceil(count * share + 6 * (count * share) ** 0.5) + 6
+                )  # the list is cut where `count` is reached
+                times = self.parts[index].workload.arrivals.draw(_stream(seed, 1, index), enough, share * rate)
+                timed += zip(times.tolist(), self._kind(index, seed, enough), strict=True)
+            timed.sort(key=lambda pair: pair[0])
+            return _in_order(timed[:count])
+        kinds = np.random.default_rng((seed, 2)).choice(len(shares), count, p=shares)
+        chains = [iter(self._kind(index, seed, int(np.sum(kinds == index)))) for index in range(len(shares))]
+        when = self.arrivals.draw(np.random.default_rng((seed, 1)), count, rate)
+        return _in_order((time, next(chains[kind])) for time, kind in zip(when.tolist(), kinds.tolist(), strict=True))
+
+    def _kind(self, index: int, seed: int, count: int) -> list[Chain]:
+        workload = self.parts[index].workload
+        if workload.tier != BEST_EFFORT:
+            ttft = workload.ttft if self.ttft is None else self.ttft
+            workload = replace(workload, ttft=ttft, tpot=workload.tpot if self.tpot is None else self.tpot)
+        return workload.chains(_stream(seed, 0, index), count)
+
+
+def _stream(seed: int, purpose: int, part: int) -> np.random.Generator:
+    return np.random.default_rng((seed, purpose, part))
+
+
+def _check(count: int) -> None:
+    if count < 1:
+        raise InvalidValue(f"num_requests={count} must be at least 1", "num_requests")
+
+
+def _in_order(timed: Iterable[tuple[float, Chain]]) -> list[Arrival]:
+    """One list of requests that come in order of time, each followed by its further rounds."""
+    arrivals: list[Arrival] = []
+    for number, (time, chain) in enumerate(timed):
+        names = (CHAIN + number,) if len(chain) > 1 else ()
+        for round, arrival in enumerate(chain):
+            after = len(arrivals) - 1 if round else None
+            block = float(MAX_PROMPT) if names else arrival.block
+            arrivals.append(replace(arrival, time=time, hash_ids=names, block=block, after=after))
+    return arrivals
 
 
 K = 1024
@@ -239,21 +270,3 @@ def _long_tail(name: str, share: float, low: int, high: int) -> Workload:
 K128 = _long_tail("K128", 0.02, 64 * K, 128 * K)
 K100 = _long_tail("K100", 0.03, 32 * K, 100 * K)
 K32 = _long_tail("K32", 0.03, 16 * K, 32 * K)
-NAMED = {workload.name: workload for workload in (K128, K100, K32)}
-
-
-def scale(arrivals: Sequence[Arrival], *, time: float = 1.0, prompt: float = 1.0, output: float = 1.0) -> list[Arrival]:
-    """Arrival times multiplied by `time`, lengths divided by `prompt` and `output` (at least 1 token is left)."""
-    for name, value in (("time_scale", time), ("prompt_scale", prompt), ("output_scale", output)):
-        if not 0 < value < inf:
-            raise InvalidValue(f"{name}={value!r} must be positive", name)
-    return [
-        replace(
-            arrival,
-            time=arrival.time * time,
-            prompt_tokens=max(1, ceil(arrival.prompt_tokens / prompt)),
-            output_tokens=max(1, ceil(arrival.output_tokens / output)),
-            block=arrival.block / prompt,
-        )
-        for arrival in arrivals
-    ]

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.sim.scenarios import K128_WAVES, NAMED
 from jaxserve.sched.sim.workload import (
     K32,
     K100,
     K128,
-    NAMED,
     Arrival,
     Arrivals,
     BlockTokens,
@@ -26,7 +26,8 @@ def test_the_seed_decides_and_the_rate_only_stretches_time(workload) -> None:  #
     first, again, other, faster = (workload.draw(300, rate, seed) for rate, seed in ((2, 1), (2, 1), (2, 2), (4, 1)))
     assert first == again != other
     assert [a.prompt_tokens for a in first] == [a.prompt_tokens for a in faster]
-    assert [a.time for a in first] == pytest.approx([2 * a.time for a in faster])
+    if workload.name != K128_WAVES.name:  # its waves last as long at any rate
+        assert [a.time for a in first] == pytest.approx([2 * a.time for a in faster])
     assert all(a.time <= b.time for a, b in pairwise(first))
 
 

@@ -1,0 +1,154 @@
+"""Workloads from files: public production traces in upstream's own formats, and a plain CSV.
+
+Read: Azure LLM inference 2023 and 2024, BurstGPT and plain CSV; Mooncake and Qwen-Bailian JSON lines; each plain or
+gzipped. The format is told by the first line, columns by their names. A folder of ServeGen's client files is drawn
+from. Times are counted from the first request. Rows may be in any order: logs are not always sorted; they are sorted
+by time, and what came at the same time stays in the order of the file. What is malformed is named by file, line and
+column.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import TextIO
+
+from ...errors import InvalidValue
+from ...slo import SLO
+from ..arrival import DEFAULT_SLO, Arrival, scale
+from . import azure, burstgpt, mooncake, plain, qwen, servegen
+from .rows import Source, Tell
+
+__all__ = ["load_trace"]
+
+Progress = Callable[[int, int], None]
+
+
+def load_trace(
+    path: str | Path,
+    *,
+    slo: SLO = DEFAULT_SLO,
+    num_prompts: int | None = None,
+    time_scale: float = 1.0,
+    prompt_scale: float = 1.0,
+    output_scale: float = 1.0,
+    spread: float = 0.0,
+    start: float = 0.0,
+    duration: float | None = None,
+    keep_failed: bool = False,
+    seed: int = 0,
+    progress: Progress | None = None,
+    tell: Tell | None = None,
+) -> list[Arrival]:
+    """Read a trace, ordered by arrival; the first arrives at 0.
+
+    slo: for requests to which the file gives none. start, duration: only requests of so many seconds of the trace,
+    from its first request (ServeGen: from its first window). num_prompts: the first so many of these. Arrival times
+    are multiplied by time_scale, lengths divided by prompt_scale and output_scale. spread: requests of one timestamp
+    are spread evenly over so many seconds, or up to the next timestamp where that is sooner (Mooncake gives requests
+    of about 3 s one timestamp, BurstGPT those of 1 s); 0 leaves them together, as in the file. keep_failed: BurstGPT's
+    failed requests too. seed: of what is drawn (ServeGen alone). tell: takes sentences about rows left out, ties and
+    what was drawn. Raises InvalidValue.
+    """
+    if num_prompts is not None and num_prompts < 1:
+        raise InvalidValue(f"{num_prompts=} must be at least 1", "num_prompts")
+    for name, value in (("spread", spread), ("start", start)):
+        if not 0 <= value < inf:
+            raise InvalidValue(f"{name}={value!r} must be 0 or more seconds", name)
+    if duration is not None and not duration > 0:
+        raise InvalidValue(f"{duration=} must be more than 0 seconds", "duration")
+    path, tell, end = Path(path), tell or _ignore, inf if duration is None else start + duration
+    if path.is_dir():
+        read: Iterable[Arrival] = servegen.draw(path, slo, seed, start, end, num_prompts, tell)
+        arrivals = list(_count(read, progress))
+    else:
+        arrivals = _from_file(path, slo, keep_failed, progress, tell)
+        if arrivals:
+            origin = arrivals[0].time
+            arrivals = [arrival for arrival in arrivals if start <= arrival.time - origin < end]
+    if not arrivals:
+        raise InvalidValue(
+            f"{path}: no requests in it{'' if end == inf and not start else ' at that time'}", "workload"
+        )
+    arrivals = _spread(arrivals, spread) if spread else arrivals
+    first = arrivals[0].time
+    arrivals = [replace(arrival, time=arrival.time - first) for arrival in arrivals[:num_prompts]]
+    return scale(arrivals, time=time_scale, prompt=prompt_scale, output=output_scale)
+
+
+def _ignore(sentence: str) -> None:
+    pass
+
+
+def _from_file(path: Path, slo: SLO, keep_failed: bool, progress: Progress | None, tell: Tell) -> list[Arrival]:
+    """All of it, sorted."""
+    try:
+        with _open(path) as file:
+            arrivals = list(_count(_read(path, file, slo, keep_failed, tell), progress))
+    except FileNotFoundError as error:
+        raise InvalidValue(f"trace {path} does not exist", "workload") from error
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise InvalidValue(f"{path}: {error}", "workload") from error
+    arrivals.sort(key=lambda arrival: arrival.time)
+    distinct = len({arrival.time for arrival in arrivals})
+    if 2 * distinct < len(arrivals):
+        tell(f"{path}: {len(arrivals)} requests share {distinct} timestamps; `spread` would part them")
+    return arrivals
+
+
+def _open(path: Path) -> TextIO:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
+    return path.open(encoding="utf-8-sig", newline="")
+
+
+def _count(arrivals: Iterable[Arrival], progress: Progress | None) -> Iterator[Arrival]:
+    for done, arrival in enumerate(arrivals, 1):
+        if progress is not None and done % 10_000 == 0:
+            progress(done, 0)
+        yield arrival
+
+
+def _read(path: Path, file: TextIO, slo: SLO, keep_failed: bool, tell: Tell) -> Iterator[Arrival]:
+    first = file.readline()
+    header = next(csv.reader([first]), [])
+    source = Source(path, first, header, file, slo, keep_failed, tell)
+    if first.lstrip().startswith("{"):
+        return qwen.read(source) if _has(first, qwen.MARK) else mooncake.read(source)
+    known = ((azure.COLUMNS, azure.read), (burstgpt.COLUMNS, burstgpt.read), (plain.NEEDED, plain.read))
+    for columns, read in known:
+        if set(columns) <= set(header):
+            return read(source)
+    raise InvalidValue(
+        f"{path}:1: columns {header!r} are of no known format: Azure has {', '.join(azure.COLUMNS)}; BurstGPT has "
+        f"{', '.join(burstgpt.COLUMNS)}; plain CSV has {', '.join(plain.NEEDED)} and may have "
+        f"{', '.join(plain.COLUMNS[4:])}; Mooncake and Qwen-Bailian have JSON lines; ServeGen is a folder",
+        "workload",
+    )
+
+
+def _has(line: str, key: str) -> bool:
+    try:
+        return key in json.loads(line)
+    except json.JSONDecodeError:
+        return False  # the reader says where
+
+
+def _spread(arrivals: list[Arrival], seconds: float) -> list[Arrival]:
+    """Sorted arrivals, with those of one time spread evenly."""
+    spread: list[Arrival] = []
+    start = 0
+    while start < len(arrivals):
+        time, end = arrivals[start].time, start
+        while end < len(arrivals) and arrivals[end].time == time:
+            end += 1
+        width = min(seconds, arrivals[end].time - time) if end < len(arrivals) else seconds
+        batch = arrivals[start:end]
+        spread += [replace(arrival, time=time + width * i / len(batch)) for i, arrival in enumerate(batch)]
+        start = end
+    return spread
