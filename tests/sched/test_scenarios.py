@@ -1,0 +1,211 @@
+"""The papers' workloads hold what the papers publish: lengths against their tables, shares, SLOs, rounds, bursts."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from jaxserve.sched.request import BEST_EFFORT
+from jaxserve.sched.sim.arrival import Arrival, validate
+from jaxserve.sched.sim.scenarios import CODER, FLOWPREFILL_TTFT, NAMED, TOOLLLM, flowprefill
+from jaxserve.sched.sim.workload import Mix, Workload
+from jaxserve.sched.slo import SLO
+
+COUNT = 40_000
+
+
+@cache
+def drawn(name: str) -> tuple[Arrival, ...]:
+    return tuple(NAMED[name].draw(COUNT, 4.0, 5))
+
+
+def of_class(name: str, kind: str) -> list[Arrival]:
+    return [arrival for arrival in drawn(name) if arrival.class_ == kind]
+
+
+def check(lengths: Iterable[int], mean: float, std: float, p99: float, *, within: float) -> None:
+    """The moments within 5 %, the percentile within `within`."""
+    values = np.array(list(lengths), dtype=float)
+    assert values.mean() == pytest.approx(mean, rel=0.04)
+    assert values.std() == pytest.approx(std, rel=0.06)
+    assert np.percentile(values, 99) == pytest.approx(p99, rel=within)
+
+
+# FlowPrefill, Table 1.
+@pytest.mark.parametrize(
+    ("task", "mean", "p99", "std", "percent", "within"),
+    [
+        ("text", 590, 3040, 652, 68, 0.05),
+        ("image", 532, 2764, 510, 8, 0.14),
+        ("search", 5976, 16635, 3456, 20, 0.08),
+        ("file", 6833, 22390, 5186, 4, 0.16),
+    ],
+)
+def test_flowprefill_tasks(task: str, mean: float, p99: float, std: float, percent: float, within: float) -> None:
+    arrivals = of_class("flowprefill-llama3-8b", task)
+    assert 100 * len(arrivals) / COUNT == pytest.approx(percent, abs=0.7)
+    check((a.prompt_tokens for a in arrivals), mean, std, p99, within=within)
+
+
+# FlowPrefill, Table 2, and §6.5 where prefill and decode share a device.
+@pytest.mark.parametrize(
+    ("model", "ttfts"),
+    [
+        ("llama3-8b", (0.25, 0.5, 4.0, 6.0)),
+        ("qwen2.5-14b", (0.4, 0.8, 6.5, 9.0)),
+        ("llama3-70b", (1.0, 2.0, 15.0, 18.0)),
+    ],
+)
+def test_flowprefill_slos(model: str, ttfts: tuple[float, ...]) -> None:
+    arrivals = NAMED[f"flowprefill-{model}"].draw(500, 4.0, 0)
+    assert {a.class_: a.slo.ttft for a in arrivals} == dict(
+        zip(("text", "image", "search", "file"), ttfts, strict=True)
+    )
+    half = flowprefill(model, 0.5).draw(500, 4.0, 0)
+    assert [a.slo.ttft for a in half] == [a.slo.ttft / 2 for a in arrivals]
+    together = flowprefill(model, colocated=True).draw(500, 4.0, 0)
+    assert {a.class_: (a.slo.ttft, a.slo.tbt) for a in together} == {
+        "text": (3 * ttfts[0], 0.1),
+        "image": (3 * ttfts[1], 0.1),
+        "search": (3 * ttfts[2], 0.2),
+        "file": (3 * ttfts[3], 0.2),
+    }
+
+
+# SLOs-Serve, Table 4.
+@pytest.mark.parametrize(
+    ("scenario", "prompt", "output"),
+    [
+        ("chatbot", (763, 1591, 424, 0.03), (266, 619, 160, 0.03)),
+        ("coder", (847, 2010, 617, 0.03), (26, 232, 47, 0.12)),
+        ("summarizer", (1333, 1946, 444, 0.03), (202, 1508, 234, 0.05)),
+        ("reasoning", (127, 421, 83, 0.05), (803, 1650, 280, 0.05)),
+    ],
+)
+def test_slos_serve_lengths(scenario: str, prompt: tuple[float, ...], output: tuple[float, ...]) -> None:
+    arrivals = drawn(f"slos-serve-{scenario}")
+    for lengths, (mean, p99, std, within) in (
+        ((a.prompt_tokens for a in arrivals), prompt),
+        ((a.output_tokens - a.thinking_tokens for a in arrivals), output),
+    ):
+        check(lengths, mean, std, p99, within=within)
+
+
+def test_reasoning_thinks_first_and_faster() -> None:
+    arrivals = drawn("slos-serve-reasoning")
+    check((a.thinking_tokens for a in arrivals), 4693, 1442, 7297, within=0.03)
+    assert {(a.slo.tpot_of("thinking"), a.slo.tpot_of("answer")) for a in arrivals} == {(0.05, 0.1)}
+
+
+# SLOs-Serve, Tables 1 and 3: three times an idle server's TTFT or five times, 50 or 100 ms.
+@pytest.mark.parametrize(
+    ("scenario", "times", "tpot"), [("chatbot", 5, 0.1), ("coder", 5, 0.05), ("summarizer", 3, 0.1)]
+)
+def test_slos_serve_promises(scenario: str, times: float, tpot: float) -> None:
+    for arrival in drawn(f"slos-serve-{scenario}")[:100]:
+        assert arrival.slo.ttft == pytest.approx(times * (0.025 + 90e-6 * arrival.prompt_tokens))
+        assert arrival.slo.tpot == tpot
+
+
+def test_mixed_is_three_scenarios_each_with_its_own_promise() -> None:
+    arrivals = drawn("slos-serve-mixed")
+    shares = {kind: len(of_class("slos-serve-mixed", kind)) / COUNT for kind in ("chatbot", "coder", "summarizer")}
+    assert shares == pytest.approx(dict.fromkeys(shares, 1 / 3), abs=0.03)
+    assert {(a.class_, a.slo.tpot) for a in arrivals} == {("chatbot", 0.1), ("coder", 0.05), ("summarizer", 0.1)}
+
+
+def test_a_quarter_of_the_load_is_best_effort() -> None:
+    arrivals = drawn("slos-serve-mixed-best-effort")
+    lowered = [a for a in arrivals if a.tier == BEST_EFFORT]
+    assert len(lowered) / COUNT == pytest.approx(0.25, abs=0.02)
+    assert {(a.class_, a.slo) for a in lowered} == {("batch", SLO(float("inf"), float("inf")))}
+
+
+def test_toolllm_comes_in_rounds_that_share_what_was_said() -> None:
+    arrivals = TOOLLLM.draw(20_000, 2.0, 1)
+    chains: list[list[Arrival]] = []
+    for place, arrival in enumerate(arrivals):
+        if arrival.after is None:
+            chains.append([])
+        else:
+            assert arrival.after == place - 1
+        chains[-1].append(arrival)
+    rounds = np.array([len(chain) for chain in chains])
+    assert len(chains) == 20_000 and rounds.min() == 1
+    assert rounds.mean() == pytest.approx(2.7, abs=0.08) and rounds.std() == pytest.approx(1.1, abs=0.08)
+    fresh = [c[0].prompt_tokens for c in chains]
+    check(fresh, 690, 356, 2131, within=0.14)
+    check((a.output_tokens for a in arrivals), 116, 66, 363, within=0.08)
+    for chain in chains[:300]:
+        for earlier, later in pairwise(chain):
+            assert later.prompt_tokens > earlier.prompt_tokens + earlier.output_tokens
+            assert later.prompt(1)[: earlier.prompt_tokens] == earlier.prompt(0)[:]
+            assert later.time == earlier.time and later.delay > 0
+            assert earlier.slo.tpot == 0.05
+        assert chain[-1].slo.tpot == 0.1 and chain[0].delay == 0
+    firsts = {a.prompt(place)[0] for place, a in enumerate(arrivals)}
+    assert len(firsts) == len(chains)  # rounds of one request begin alike, no others do
+
+
+# Azure 2023 code, 38 minutes of it: variance over mean of the counts in windows.
+def test_coder_is_as_bursty_as_the_trace_it_stands_for() -> None:
+    for window, published, within in ((1, 13.1, 0.3), (10, 70.6, 0.25), (60, 159, 0.25)):
+        found = []
+        for seed in range(4):
+            times = [a.time for a in CODER.draw(10_000, 3.076, seed)]
+            counts = np.histogram(times, np.arange(0, times[-1], window))[0]
+            found.append(counts.var() / counts.mean())
+        assert np.mean(found) == pytest.approx(published, rel=within)
+
+
+# FairBatching, Table 2: mean and 90th percentile.
+@pytest.mark.parametrize(
+    ("trace", "prompt", "output", "ttft"),
+    [
+        ("burstgpt", (688, 1599), (237, 470), 0.5),
+        ("qwen", (892, 1776), (377, 742), 0.5),
+        ("azure", (1604, 3561), (114, 392), 2.0),
+    ],
+)
+def test_fairbatching_traces(trace: str, prompt: tuple[float, float], output: tuple[float, float], ttft: float) -> None:
+    arrivals = drawn(f"fairbatching-{trace}")
+    assert {a.slo for a in arrivals} == {SLO(ttft, 0.05)}
+    for lengths, (mean, p90) in (
+        ([a.prompt_tokens for a in arrivals], prompt),
+        ([a.output_tokens for a in arrivals], output),
+    ):
+        assert np.mean(lengths) == pytest.approx(mean, rel=0.03)
+        assert np.percentile(lengths, 90) == pytest.approx(p90, rel=0.06)
+
+
+def test_deflection_bursts() -> None:
+    times = np.array([a.time for a in drawn("deflection")])
+    gaps = np.diff(times)
+    assert gaps.std() / gaps.mean() > 1.8  # Poisson has 1
+    assert {(a.slo.ttft, a.slo.tbt) for a in drawn("deflection")} == {(2.0, 0.1)}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_name_draws_what_can_be_served_at_the_rate_asked_for(name: str) -> None:
+    workload = NAMED[name]
+    assert workload.name == name
+    arrivals = workload.draw(3000, 4.0, 2)
+    validate(arrivals)
+    requests = sum(a.after is None for a in arrivals)
+    assert requests == 3000
+    assert requests / arrivals[-1].time == pytest.approx(4.0, rel=0.15)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_promise_can_be_replaced_by_one_for_all(name: str) -> None:
+    workload = NAMED[name]
+    assert isinstance(workload, Workload | Mix)
+    promised = {a.slo.ttft for a in replace(workload, ttft=1.5).draw(200, 4.0, 0) if a.tier != BEST_EFFORT}
+    assert promised == {1.5}
+
+
+def test_every_model_of_flowprefill_has_a_name() -> None:
+    assert {f"flowprefill-{model}" for model in FLOWPREFILL_TTFT} <= set(NAMED)
