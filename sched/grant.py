@@ -38,7 +38,8 @@ class Granter:
 
     def grant(self, decision: Decision) -> Granted:
         """Raises AssertionError where a policy grants a request that is not in its view."""
-        budget, most, prompts = self._limits.tokens, self._limits.rows, self._limits.prompts
+        budget, most = self._limits.tokens, self._limits.rows
+        prompts = min(self._limits.prompts, decision.prompts)
         requests = self._roster.requests
         spans: list[Span] = []
         prefill = quadratic = prefix = decode = longest = context = drafts = 0

@@ -7,7 +7,7 @@ read as numbers. Whatever is wrong is answered with what is allowed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
@@ -16,7 +16,7 @@ from .errors import InvalidValue
 
 
 def build(table: Mapping[str, str], text: str, what: str, package: str | None, **given: Any) -> Any:
-    """Make what `table` has under the name in `text`: an entry is `module:factory`, or `module:factory:options`.
+    """Make what `table` has under the name in `text`.
 
     `given` arguments are passed where the factory takes them. Raises InvalidValue.
     """
@@ -25,11 +25,44 @@ def build(table: Mapping[str, str], text: str, what: str, package: str | None, *
         close = get_close_matches(name, table, 1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise InvalidValue(f"unknown {what} {name!r}; choose one of {', '.join(sorted(table))}{hint}", what)
-    module, factory, *fixed = table[name].split(":")
-    make: Callable[..., Any] = getattr(import_module(f".{module}", package), factory)
+    make, fixed = factory(table, name, package), table[name].split(":")[2:]
     allowed = {key: one for key, one in inspect.signature(make).parameters.items() if key not in given}
     values = _read("+".join(filter(None, [*fixed, options])), allowed, f"{what} {name!r}", what)
     return make(**values, **{key: value for key, value in given.items() if key in inspect.signature(make).parameters})
+
+
+def shared(
+    tables: Sequence[Mapping[str, str]], names: Sequence[str], text: str, owner: str, what: str, package: str | None
+) -> list[str]:
+    """Names with the options of `text` that each takes, where one text is meant for several things. Raises
+    InvalidValue where an option is for none of them."""
+    taken = [
+        inspect.signature(factory(table, name, package)).parameters for table, name in zip(tables, names, strict=True)
+    ]
+    split: list[list[str]] = [[] for _ in names]
+    for part in filter(None, text.split("+")):
+        key = part.partition("=")[0].strip().replace("-", "_")
+        takers = [
+            one for one, allowed in zip(split, taken, strict=True) if {key, key.removeprefix("no_")} & set(allowed)
+        ]
+        if not takers:
+            every = {key: one for allowed in taken for key, one in allowed.items()}
+            raise _unknown(part, every, owner, what)
+        for one in takers:
+            one.append(part)
+    return [f"{name}:{'+'.join(parts)}" for name, parts in zip(names, split, strict=True)]
+
+
+def factory(table: Mapping[str, str], name: str, package: str | None) -> Callable[..., Any]:
+    """What makes the thing of that name: an entry is `module:factory`, or `module:factory:options`."""
+    module, made, *_ = table[name].split(":")
+    result: Callable[..., Any] = getattr(import_module(f".{module}", package), made)
+    return result
+
+
+def _unknown(part: str, allowed: Mapping[str, inspect.Parameter], owner: str, what: str) -> InvalidValue:
+    names = ", ".join(_shown(one) for one in allowed.values()) or "none"
+    return InvalidValue(f"{owner} has no option {part!r}; its options: {names}", what)
 
 
 def _read(text: str, allowed: Mapping[str, inspect.Parameter], owner: str, what: str) -> dict[str, Any]:
@@ -41,8 +74,7 @@ def _read(text: str, allowed: Mapping[str, inspect.Parameter], owner: str, what:
         off = flag and key.startswith("no_") and key not in allowed
         key = key.removeprefix("no_") if off else key
         if key not in allowed:
-            names = ", ".join(_shown(one) for one in allowed.values()) or "none"
-            raise InvalidValue(f"{owner} has no option {part!r}; its options: {names}", what)
+            raise _unknown(part, allowed, owner, what)
         values[key] = _value(allowed[key].default, not off if flag else value.strip(), owner, part, what)
     return values
 

@@ -114,13 +114,16 @@ class Decision:
 
     A policy cannot leak a page, break a limit or lose a request: grants beyond a limit are cut, requests it
     does not name wait. `demote` makes requests best effort. `resume` goes on with a suspended step instead of the
-    grants. `preempt` stops the running step at its next boundary; heeded only where the view shows one.
+    grants. `preempt` stops the running step at its next boundary; heeded only where the view shows one. `prompts`
+    says how many prompts share the step, where that is fewer than the limits allow: the first granted that have
+    pages and a slot, or get them.
     """
 
     grants: tuple[Grant, ...] = ()
     demote: tuple[int, ...] = ()
     resume: int | None = None
     preempt: bool = False
+    prompts: int = 1 << 30
 
 
 def in_order(rows: Rows, order: Order, limits: Limits) -> tuple[Grant, ...]:

@@ -7,22 +7,37 @@ A name is a whole policy (`kairos`), one with options (`kairos:literal`, `sarath
 from __future__ import annotations
 
 from ..errors import InvalidValue
-from ..naming import build
+from ..naming import build, shared
 from ..policy import Policy
 
 PREFILL = {
+    "deadline_edf": "edf:DeadlineEdf",
+    "edf": "edf:Edf",
     "fcfs": "fcfs:Fcfs",
+    "flowprefill": "flowprefill:FlowPrefill",
     "kairos": "kairos_prefill:KairosPrefill",
+    "sedf": "sedf:Sedf",
+    "sjf": "sjf:Sjf",
 }
 DECODE = {
     "continuous": "continuous:Continuous",
     "kairos": "kairos_decode:KairosDecode",
 }
 HALVES = {
+    "deadline_edf": ("deadline_edf", "continuous"),
     "distserve": ("fcfs", "continuous"),
+    "edf": ("edf", "continuous"),
+    "flowprefill": ("flowprefill", "continuous"),
     "kairos": ("kairos", "kairos"),
+    "sedf": ("sedf", "continuous"),
+    "sjf": ("sjf", "continuous"),
 }
-WHOLE: dict[str, str] = {}
+WHOLE = {
+    "fairbatching": "fairbatching:FairBatching",
+    "sarathi": "sarathi:Sarathi",
+    "unified": "unified:Unified",
+    "vllm": "prefill_first:PrefillFirst",
+}
 
 
 def names() -> list[str]:
@@ -32,10 +47,9 @@ def names() -> list[str]:
 
 def make(text: str) -> Policy:
     """A new policy. Raises InvalidValue naming what is allowed."""
-    name, colon, options = text.partition(":")
+    name, _, options = text.strip().partition(":")
     if name in HALVES:
-        prefill, decode = HALVES[name]
-        return _halves(prefill + colon + options, decode)
+        return _halves(*shared((PREFILL, DECODE), HALVES[name], options, f"policy {name!r}", "policy", __package__))
     if "=" in name:
         parts = dict(part.strip().partition("=")[::2] for part in text.split(","))
         if set(parts) == {"prefill", "decode"}:

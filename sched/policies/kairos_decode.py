@@ -1,4 +1,4 @@
-"""Kairos, slack-guided adaptive decoding (arXiv 2605.02329, Algorithm 3), repaired as the digest says."""
+"""Kairos, slack-guided adaptive decoding (arXiv 2605.02329, Algorithm 3): repaired, or as written."""
 
 from __future__ import annotations
 
@@ -15,39 +15,70 @@ class KairosDecode:
     rows that such a step still serves in time can forbid it (line 7), but a late row waits at most `patience` of
     its tpot; of all prefixes that fit, the one with the most tokens per second is taken, not the first local maximum
     (line 13), which noise in a measured table makes of any batch; nobody is left out while requests wait for KV,
-    since that delays the release of KV.
+    since that delays the release of KV. Best effort comes behind everybody, and forbids nothing.
+
+    patience: in tpot. pressure: share of pages in use above which everything is decoded. margin: share by which every
+    predicted step is taken to be longer. greedy: the first local maximum. literal: Algorithm 3 as written; verbatim
+    is the same here.
     """
 
-    def __init__(self, patience: float = 4.0, pressure: float = 0.8) -> None:
+    def __init__(
+        self,
+        literal: bool = False,
+        verbatim: bool = False,
+        patience: float = 4.0,
+        pressure: float = 0.8,
+        margin: float = 0.0,
+        greedy: bool = False,
+    ) -> None:
+        self._literal = literal or verbatim
         self._patience = patience
-        self._pressure = pressure  # share of pages in use above which everything is decoded
+        self._pressure = pressure
+        self._stretch = 1.0 + margin
+        self._greedy = greedy or self._literal
 
     def decide(self, view: View) -> Decision:
         rows = view.decode
-        order = np.argsort(rows.context, kind="stable")
+        order: Order = np.lexsort((rows.context, rows.best_effort))
         count = len(order) if self._short_of_kv(view) else self._prefix(view, order)
         if count == len(order):
             return Decision(tuple(Grant(request.id, 1) for request in rows))
         return Decision(tuple(Grant(rows[row].id, 1) for row in order[:count].tolist()))
 
     def _short_of_kv(self, view: View) -> bool:
+        if self._literal:
+            return False
         return view.kv_waiting > 0 or view.free_pages < (1.0 - self._pressure) * view.limits.pages
 
     def _prefix(self, view: View, order: Order) -> int:
         """How many of the shortest rows to decode: all where there is no slack to use."""
-        rows = view.decode
-        context: Array = rows.context[order]
+        context: Array = view.decode.context[order]
         size = np.arange(1.0, len(order) + 1.0)
-        seconds = view.perf.decode_times(size, context, np.cumsum(context))
-        slack = rows.deadline - view.start - seconds[-1]
-        if self._starved(view, slack):
+        longest = np.maximum.accumulate(context)
+        seconds = self._stretch * view.perf.decode_times(size, longest, np.cumsum(context))
+        allowed = self._allowed(view, float(seconds[-1]))
+        if allowed is None:
             return len(order)
-        in_time = slack[slack >= 0]
-        if not len(in_time):
-            return len(order)
-        rate = np.where(seconds <= in_time.min(), size / seconds, 0.0)
+        rate = np.where(seconds <= allowed, size / seconds, 0.0)
         best = int(np.argmax(rate))
+        if self._greedy:  # lines 11 to 18: the rows are by length, so who comes after one left out is left out too
+            falls = np.flatnonzero(rate[1:] <= rate[:-1])
+            best = int(falls[0]) if len(falls) else len(rate) - 1
         return best + 1 if rate[best] > 0 else len(order)
+
+    def _allowed(self, view: View, everybody: float) -> float | None:
+        """Seconds that a step may take which leaves rows out; None where no row may be left out."""
+        rows = view.decode
+        slack: Array = rows.deadline - view.start
+        if self._literal:
+            slack -= view.perf.decode_times(np.ones(len(rows)), rows.context, rows.context)
+            return float(slack.min())
+        slack -= everybody
+        slack[rows.best_effort > 0] = np.inf
+        if self._starved(view, slack):
+            return None
+        in_time = slack[slack >= 0]
+        return float(in_time.min()) if len(in_time) else None
 
     def _starved(self, view: View, slack: Array) -> bool:
         for row in np.flatnonzero(slack < 0).tolist():

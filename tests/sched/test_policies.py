@@ -110,11 +110,9 @@ def test_waiting_requests_beyond_the_row_limit_never_hide_a_running_one() -> Non
     assert order(Fcfs(), at) == [0, 1, 8]
 
 
-@pytest.mark.parametrize(
-    "name", ["lottery", "prefill=fcfs", "prefill=fcfs,decode=lottery", "prefill=edf,decode=kairos"]
-)
+@pytest.mark.parametrize("name", ["lottery", "prefill=fcfs", "prefill=fcfs,decode=lottery", "prefill=edf,decode=sjf"])
 def test_unknown_policies_are_named_with_the_known(name: str) -> None:
-    with pytest.raises(InvalidValue, match=r"(lottery|prefill=fcfs|edf).*choose one of .*(kairos|continuous|fcfs)"):
+    with pytest.raises(InvalidValue, match=r"(lottery|prefill=fcfs|sjf).*choose one of .*(kairos|continuous|fcfs)"):
         policies.make(name)
 
 

@@ -1,0 +1,191 @@
+"""FlowPrefill: steps of prompts stopped at a segment boundary for whoever is due earlier (Algorithms 1 and 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..errors import InvalidValue
+from ..feasibility import Mask, remaining_work
+from ..perf.model import Array, Load
+from ..policy import Decision, Grant, Order, Rows, Task, View
+from ..request import BEST_EFFORT, RequestView
+from .ordered import aged, checked_share, sort
+
+ORDERS = ("sedf", "deadline_edf", "edf")
+CANDIDATES = 64  # prompts that are tried for a batch
+NOBODY = (2.0,)  # rank of a step whose requests are all over: it only holds pages
+
+Rank = tuple[float, ...]  # best effort, late, deadline; the least goes first
+
+
+class FlowPrefill:
+    """The prompt of highest priority computes alone, or with a few short ones; what it interrupts resumes later.
+
+    Priority is (can be on time, deadline), S-EDF as a tuple: the paper's sgn(slack)/deadline (Equation 3) puts the
+    latest deadline first among the late. The predicted time of a started step is what is left of it; else a nearly
+    finished one would look hopeless and be stopped. Nobody is stopped for one that will be late anyway, nor for one
+    that cannot get pages. Short prompts join the first one (Algorithm 1) while the batch stays below `batch` tokens,
+    everybody in it is on time, and nobody else who can be on time loses that. A prompt longer than limits.tokens is
+    several steps.
+
+    batch: tokens of the batch (G in the paper), 0 for one prompt a step. order: `sedf`, or for comparison
+    `deadline_edf` and `edf` (section 6.3). preempt: off, steps are never stopped. ageing: see Ordered. literal:
+    Equation 3 and Algorithm 1 to the letter; a started prompt's predicted time is that of all of it, late ones stop
+    each other, and members of a batch are not asked whether they are on time.
+    """
+
+    def __init__(
+        self,
+        batch: int = 1024,
+        order: str = "sedf",
+        preempt: bool = True,
+        ageing: float = 0.0,
+        literal: bool = False,
+    ) -> None:
+        if order not in ORDERS:
+            raise InvalidValue(f"order={order!r} must be one of {', '.join(ORDERS)}", "policy")
+        if batch < 0:
+            raise InvalidValue(f"batch={batch!r} must be 0 (off) or a number of tokens", "policy")
+        self._batch = batch
+        self._order = order
+        self._preempt = preempt
+        self._ageing = checked_share(ageing)
+        self._literal = literal
+
+    def decide(self, view: View) -> Decision:
+        if view.running is not None and not self._preempt:
+            return Decision()
+        rows, work = view.prefill, self._work(view)
+        late = self._late(view.start, work, rows.deadline)
+        due = np.where(late, -rows.deadline, rows.deadline) if self._literal else rows.deadline
+        order = self._sorted(view, late, due)
+        head = int(order[0]) if len(order) else None
+        rank = NOBODY if head is None else (rows.best_effort[head], float(late[head]), due[head])
+        if view.running is not None:
+            return Decision(preempt=self._stops(view, view.running, head, rank))
+        task = min(view.suspended, key=lambda one: self._rank(view, one), default=None)
+        if task is not None and (head is None or self._rank(view, task) <= rank):
+            return Decision(resume=task.step)
+        if head is None:
+            return Decision()
+        return self._start(view, order, work, late)
+
+    # who comes first
+
+    def _work(self, view: View) -> Array:
+        """Predicted seconds of each row, alone."""
+        rows = view.prefill
+        if self._literal:
+            return view.perf.prefill_times(rows.context + rows.remaining, np.zeros(len(rows)), view.limits.tokens)
+        return remaining_work(view, rows)
+
+    def _late(self, start: float, work: Array, deadline: Array) -> Mask:
+        if self._order == "edf":
+            return np.zeros(len(deadline), dtype=bool)
+        late: Mask = (start if self._order == "deadline_edf" else start + work) > deadline
+        return late
+
+    def _sorted(self, view: View, late: Mask, due: Array) -> Order:
+        """All rows but those of which the running step computes a part."""
+        order = aged(view.prefill, sort(view.prefill, late, due), view.start, self._ageing)
+        if view.running is not None and len(order):
+            mine = {request.id for request in view.running.requests}
+            keep = [row for row in order[: len(mine) + 1].tolist() if view.prefill[row].id not in mine]
+            return np.array(keep[:1], dtype=np.intp)
+        return order
+
+    def _rank(self, view: View, task: Task) -> Rank:
+        """Of the best of its requests."""
+        return min((self._rank_in(view, task, request) for request in task.requests), default=NOBODY)
+
+    def _rank_in(self, view: View, task: Task, request: RequestView) -> Rank:
+        begun, due = request.generated > 0, request.deadline
+        if request.first_token_at is None:
+            due = request.arrival + request.slo.ttft  # `deadline` may be that of the token after this step's
+        rest = 0.0 if begun and request.remaining == 1 else request.remaining
+        tokens, context = float(rest), float(request.context)
+        seconds = task.seconds
+        if self._literal:
+            tokens, context, seconds = request.context + tokens, 0.0, 0.0
+        if tokens:
+            seconds += float(view.perf.prefill_times(np.array([tokens]), np.array([context]), view.limits.tokens)[0])
+        late = self._order != "edf" and view.start + (seconds if self._order == "sedf" else 0.0) > due
+        return (float(request.tier == BEST_EFFORT), float(late), -due if late and self._literal else due)
+
+    def _stops(self, view: View, running: Task, head: int | None, rank: Rank) -> bool:
+        """Whether somebody who is not late anyway, or a suspended step, comes before the running one."""
+        mine = self._rank(view, running)
+        best = min((self._rank(view, task) for task in view.suspended), default=NOBODY)
+        if head is not None and rank < best and self._fits(view, head):
+            best = rank
+        return best < mine and (self._literal or best[1] == 0.0)
+
+    def _fits(self, view: View, row: int) -> bool:
+        rows = view.prefill
+        if rows.running[row]:
+            return True
+        return -(-int(rows.remaining[row]) // view.limits.page_size) + len(view.decode) <= view.free_pages
+
+    # what runs
+
+    def _start(self, view: View, order: Order, work: Array, late: Mask) -> Decision:
+        """The first in order with its batch; behind them those that hold pages already, should these get none."""
+        rows = view.prefill
+        chosen = self._together(view, order, work, late)
+        holders = order[rows.running[order] > 0].tolist()
+        named = chosen + [row for row in holders if row not in chosen]
+        grants = tuple(Grant(rows[row].id, int(rows.remaining[row])) for row in named)
+        return Decision(grants, prompts=len(chosen))
+
+    def _together(self, view: View, order: Order, work: Array, late: Mask) -> list[int]:
+        """SLO-aware batching (Algorithm 1)."""
+        rows, head = view.prefill, int(order[0])
+        tokens = int(rows.remaining[head])
+        if tokens >= self._batch or rows.best_effort[head]:
+            return [head]
+        load = Load().add_chunk(tokens, int(rows.context[head]))
+        due = float(rows.deadline[head])
+        chosen, seconds, guard = [head], view.perf.step_time(load), _Guard(view, work, late, head)
+        for row in self._candidates(rows, order, late, self._batch - tokens):
+            left = int(rows.remaining[row])
+            if tokens + left >= self._batch:
+                continue
+            joint = load.add_chunk(left, int(rows.context[row]))
+            longer = view.perf.step_time(joint)
+            first = due if self._literal else min(due, float(rows.deadline[row]))
+            if view.start + longer >= first or not (self._literal or guard.allows(row, seconds, longer)):
+                continue
+            chosen.append(row)
+            guard.leave(row)
+            due, load, seconds, tokens = first, joint, longer, tokens + left
+        return chosen
+
+    def _candidates(self, rows: Rows, order: Order, late: Mask, room: int) -> Iterator[int]:
+        others = order[1:]
+        short = rows.remaining[others] < room
+        if not self._literal:
+            short &= ~late[others] & (rows.best_effort[others] == 0)
+        return iter(others[short][:CANDIDATES].tolist())
+
+
+class _Guard:
+    """Slack of those outside a batch, whom it must not make late. Writer: the decision that holds it."""
+
+    def __init__(self, view: View, work: Array, late: Mask, head: int) -> None:
+        rows = view.prefill
+        self._slack: Array = np.where(late | (rows.best_effort > 0), np.inf, rows.deadline - view.start - work)
+        self._slack[head] = np.inf
+        tasks = ((task.seconds, one) for task in view.suspended for one in task.requests if one.tier != BEST_EFFORT)
+        self._tasks = np.array([one.arrival + one.slo.ttft - view.start - seconds for seconds, one in tasks])
+
+    def leave(self, row: int) -> None:
+        """It has joined the batch."""
+        self._slack[row] = np.inf
+
+    def allows(self, row: int, before: float, after: float) -> bool:
+        """Whether nobody but `row` can be on time behind a step of `before` seconds, and not behind one of `after`."""
+        lost = (self._slack >= before) & (self._slack < after)
+        lost[row] = False
+        return not lost.any() and not ((self._tasks >= before) & (self._tasks < after)).any()
