@@ -171,7 +171,7 @@ class _Replayer:
         elif kind == "settle":
             step, started, finished, tokens, failed = record["result"]
             if (oldest := scheduler.oldest) is not None:
-                self.outcome.steps.append((at, oldest.load, finished - started))
+                self.outcome.steps.append((at, oldest.load, oldest.ran + finished - started))
             scheduler.settle(StepResult(step, started, finished, tuple(map(tuple, tokens)), dict(failed)))
         elif kind == "interrupts":
             scheduler.ends, scheduler.kv_waiting = record["ends"], record["kv_waiting"]
