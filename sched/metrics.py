@@ -63,6 +63,7 @@ class Measured(NamedTuple):
     tpot_attained: bool  # and the largest gap, where the SLO sets one
     worst_attained: bool = False  # likewise with worst_tpot for the mean
     window_attained: bool = False  # likewise with window_tpot
+    promised: bool = True  # anything at all
 
     @property
     def attained(self) -> bool:
@@ -103,6 +104,7 @@ def measure(request: Finished, class_: str = "", allowance: float | None = None)
         even and smooth,
         even and not worst > each,
         even and not window > each,
+        min(slo.ttft, slo.tpot) < inf or slo.tbt is not None,
     )
 
 
@@ -143,7 +145,8 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Many requests. Shares 0 to 1, times in seconds, rates per second of `duration`."""
+    """Many requests. Shares 0 to 1, times in seconds, rates per second of `duration`. Those to whom nothing was
+    promised (best effort) count in no share but that of their class, unless there are no others."""
 
     count: int
     attained: float
@@ -176,12 +179,14 @@ def summarize(measured: Sequence[Measured], skip: int = 0) -> Summary:
     """Sum up; the first and last `skip` requests by arrival are left out (the steady state is what remains)."""
     ordered = sorted(measured, key=lambda one: (one.arrival, one.id))
     ordered = ordered[skip : len(ordered) - skip]
-    attained = np.array([one.attained for one in ordered], dtype=bool)
-    prompts = np.array([one.prompt for one in ordered], dtype=float)
+    promised = [one for one in ordered if one.promised] or ordered
+    attained = np.array([one.attained for one in promised], dtype=bool)
+    prompts = np.array([one.prompt for one in promised], dtype=float)
     tpot = np.array([one.tpot for one in ordered], dtype=float)
     ends = [one.ended for one in ordered if isfinite(one.ended)]
     duration = max(ends) - ordered[0].arrival if ends else 0.0
     finished = sum(one.reason in FINISHED for one in ordered)
+    every = np.array([one.attained for one in ordered], dtype=bool)
 
     def per_second(amount: float) -> float:
         return float(amount) / duration if duration > 0 else nan
@@ -189,13 +194,13 @@ def summarize(measured: Sequence[Measured], skip: int = 0) -> Summary:
     return Summary(
         count=len(ordered),
         attained=_mean(attained),
-        ttft_attained=_mean(one.ttft_attained for one in ordered),
-        tpot_attained=_mean(one.tpot_attained for one in ordered),
-        worst_attained=_mean(one.ttft_attained and one.worst_attained for one in ordered),
-        window_attained=_mean(one.ttft_attained and one.window_attained for one in ordered),
+        ttft_attained=_mean(one.ttft_attained for one in promised),
+        tpot_attained=_mean(one.tpot_attained for one in promised),
+        worst_attained=_mean(one.ttft_attained and one.worst_attained for one in promised),
+        window_attained=_mean(one.ttft_attained and one.window_attained for one in promised),
         token_weighted=float(prompts @ attained / prompts.sum()) if prompts.sum() else nan,
-        by_length=_shares([length_class(one.prompt) for one in ordered], attained, [name for name, _ in CLASSES]),
-        by_class=_shares([one.class_ for one in ordered], attained, sorted({one.class_ for one in ordered} - {""})),
+        by_length=_shares([length_class(one.prompt) for one in promised], attained, [name for name, _ in CLASSES]),
+        by_class=_shares([one.class_ for one in ordered], every, sorted({one.class_ for one in ordered} - {""})),
         ttft=spread([one.ttft for one in ordered]),
         tpot=spread(tpot),
         worst_tpot=spread([one.worst_tpot for one in ordered]),

@@ -17,7 +17,7 @@ from ..perf.model import Load
 from ..plan import KvParcel, StepPlan, StepResult, Suspended
 from .clock import EVENT, VirtualLoop
 
-FILLER, EOS = 1, 2  # the two token ids a simulation knows
+FILLER, EOS, END_THINKING = 1, 2, 3  # the token ids that a simulation knows
 DRAWS = 4096  # noise factors drawn at a time
 
 
@@ -100,15 +100,18 @@ class SimExecutor:
         outputs: Mapping[int, int],
         loop: VirtualLoop,
         *,
+        thoughts: Mapping[int, int] | None = None,
         seed: int | Sequence[int] = 0,
         watch: Callable[[StepPlan, StepResult], None] | None = None,
         fails: Callable[[StepPlan], bool] | None = None,
     ) -> None:
-        """`outputs` maps a request to the number of its output tokens, the EOS included. `watch` sees every step
-        that ends; a step for which `fails` says so raises StepFailed instead."""
+        """`outputs` maps a request to the number of its output tokens, the EOS included; `thoughts` those that think
+        to the number of tokens until they have thought. `watch` sees every step that ends; a step for which `fails`
+        says so raises StepFailed instead."""
         self._model = model
         self._device = device
         self._outputs = outputs
+        self._thoughts = thoughts or {}
         self._loop = loop
         self._random = np.random.default_rng(seed)
         self._factors: list[float] = []
@@ -202,7 +205,7 @@ class SimExecutor:
 
     def _look(self, plan: StepPlan) -> tuple[Load, tuple[tuple[int, ...], ...]]:
         """What the step costs, and what it will sample."""
-        prompts, outputs = self._prompts, self._outputs
+        prompts, outputs, thoughts = self._prompts, self._outputs, self._thoughts
         prefill = decode = longest = context = prefix = quadratic = drafts = 0
         tokens: list[tuple[int, ...]] = []
         for request, slot, start, length, _, _, draft, samples, begin in plan.spans:
@@ -225,10 +228,10 @@ class SimExecutor:
                 continue
             index = start + length - draft - prompt  # of the first token sampled; 0 is the request's first
             left = outputs[request] - index
-            if draft:
-                tokens.append(self._verified(draft, left))
-            else:
-                tokens.append(_FILLER if left > 1 else _EOS)
+            sampled = self._verified(draft, left) if draft else _FILLER if left > 1 else _EOS
+            if thoughts and 0 <= (place := thoughts.get(request, 0) - 1 - index) < len(sampled) - (sampled[-1] == EOS):
+                sampled = (*sampled[:place], END_THINKING, *sampled[place + 1 :])
+            tokens.append(sampled)
         return Load(prefill, decode, quadratic / 2, longest, context, prefix, drafts), tuple(tokens)
 
     def _verified(self, draft: int, left: int) -> tuple[int, ...]:

@@ -14,18 +14,18 @@ from ..cluster import Cluster, Instance
 from ..counters import Counters
 from ..errors import InvalidValue
 from ..log import Log, no_log
-from ..metrics import Measured, Spread, Summary, measure, spread, stage_allowance, summarize
+from ..metrics import FINISHED, Measured, Spread, Summary, measure, spread, stage_allowance, summarize
 from ..params import SamplingParams
 from ..policy import Decision, Limits, Policy, Role, View
 from ..request import Request
 from ..scheduler import Scheduler
 from . import clock
-from .executor import EOS, Device, SimExecutor
+from .executor import END_THINKING, EOS, Device, SimExecutor
 from .latency import Latency
 from .options import DEFAULT, Mesh, Options
 from .predict import perf_model
 from .record import Recorder
-from .workload import Arrival
+from .workload import Arrival, validate
 
 Progress = Callable[[int, int], None]  # done, total
 
@@ -104,7 +104,8 @@ def simulate(
     (explain.py). Raises InvalidValue for what a person got wrong, Deadlock where nothing can go on.
     """
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-    arrivals, rate = _arrivals(workload, qps, num_requests, seed)
+    arrivals, rate = arrivals_of(workload, qps, num_requests, seed)
+    validate(arrivals)
     simulation = _Simulation(arrivals, policy, mesh, latency, seed, options, progress, logs, recorder)
     cluster, ended = clock.run(simulation.run())
     measured = tuple(
@@ -126,9 +127,10 @@ def simulate(
     )
 
 
-def _arrivals(
+def arrivals_of(
     workload: Drawn | Sequence[Arrival], qps: float | None, count: int | None, seed: int
 ) -> tuple[Sequence[Arrival], float]:
+    """What `simulate` serves, and the rate of it in requests per second. Raises InvalidValue."""
     if not isinstance(workload, Sequence):
         if qps is None:
             raise InvalidValue(f"workload {workload.name} needs a rate: give qps", "qps")
@@ -176,7 +178,12 @@ class _Simulation:
         self._progress = progress
         self._logs = logs
         self._recorder = recorder
-        self._outputs = {id: arrival.output_tokens for id, arrival in enumerate(arrivals)}
+        self._outputs = {id: one.output_tokens for id, one in enumerate(arrivals)}
+        self._thoughts = {id: one.thinking_tokens for id, one in enumerate(arrivals) if one.thinking_tokens}
+        self._rounds: dict[int, list[int]] = {}  # those that follow a request
+        for id, one in enumerate(arrivals):
+            if one.after is not None:
+                self._rounds.setdefault(one.after, []).append(id)
         caching = options.prefix_caching
         self._caching = any(arrival.hash_ids for arrival in arrivals) if caching is None else caching
         self._over = 0
@@ -184,11 +191,11 @@ class _Simulation:
         self.decisions: list[float] = []
 
     async def run(self) -> tuple[Cluster, float]:
-        loop = clock.loop()
+        self._loop = loop = clock.loop()
         self._done: asyncio.Future[None] = loop.create_future()
         instances = [self._instance(index, role, loop) for index, role in enumerate(self._roles)]
         admission = admissions.make(self._options.admission)
-        cluster = Cluster(
+        self._cluster = cluster = Cluster(
             instances,
             placements.make(self._options.placement, admission),
             admission,
@@ -196,7 +203,7 @@ class _Simulation:
             finished=self._finished,
         )
         machine = asyncio.create_task(cluster.run(), name="cluster")
-        self._arrive(iter(enumerate(self._arrivals)), cluster, loop)
+        self._arrive((id, one) for id, one in enumerate(self._arrivals) if one.after is None)
         waited = self._options.horizon
         await asyncio.wait([machine, self._done], timeout=waited, return_when=asyncio.FIRST_COMPLETED)
         if machine.done():
@@ -236,7 +243,9 @@ class _Simulation:
         )
         if self._recorder is not None:
             self._recorder.attach(name, scheduler)
-        executor = SimExecutor(self._truth, self._device, self._outputs, loop, seed=(self._seed, index))
+        executor = SimExecutor(
+            self._truth, self._device, self._outputs, loop, thoughts=self._thoughts, seed=(self._seed, index)
+        )
         return Instance(name, scheduler, executor)
 
     def _new_policy(self) -> Policy:
@@ -244,7 +253,7 @@ class _Simulation:
         timer = self._options.timer
         return made if timer is None else Timed(made, timer, self.decisions)
 
-    def _arrive(self, left: Iterator[tuple[int, Arrival]], cluster: Cluster, loop: clock.VirtualLoop) -> None:
+    def _arrive(self, left: Iterator[tuple[int, Arrival]]) -> None:
         """Set the timer of the next arrival: one at a time, in order."""
         coming = next(left, None)
         if coming is None:
@@ -252,31 +261,59 @@ class _Simulation:
         id, arrival = coming
 
         def arrive() -> None:
-            self._submit(id, arrival, cluster)
-            self._arrive(left, cluster, loop)
+            self._submit(id, arrival.time)
+            self._arrive(left)
 
-        loop.at(arrival.time + self._options.routing_delay, clock.ARRIVAL, arrive)
+        self._loop.at(arrival.time + self._options.routing_delay, clock.ARRIVAL, arrive)
 
-    def _submit(self, id: int, arrival: Arrival, cluster: Cluster) -> None:
+    def _submit(self, id: int, time: float) -> None:
+        request = self._request(id, time)
+        try:
+            self._cluster.submit(request, _ignore)
+        except InvalidValue as error:  # it could never fit
+            self._reject(request, str(error))
+
+    def _request(self, id: int, time: float) -> Request:
+        arrival = self._arrivals[id]
         request = Request(
-            id, arrival.prompt(id), _PARAMS, arrival.slo, arrival.time, eos=_EOS, key=arrival.key, seed=id
+            id,
+            arrival.prompt(id),
+            _PARAMS,
+            arrival.slo,
+            time,
+            eos=_EOS,
+            end_thinking=_END_THINKING if arrival.thinking_tokens else frozenset(),
+            key=arrival.key,
+            seed=id,
+            tier=arrival.tier,
         )
         self.requests.append(request)
         if self._recorder is not None:
             self._recorder.requests[id] = request
-        try:
-            cluster.submit(request, _ignore)
-        except InvalidValue as error:  # it could never fit
-            request.finish_reason, request.error = "rejected", str(error)
-            self._finished(request)
+        return request
+
+    def _reject(self, request: Request, why: str) -> None:
+        request.finish_reason, request.error = "rejected", why
+        self._finished(request)
 
     def _finished(self, request: Request) -> None:
         self._over += 1
         total = len(self._arrivals)
         if self._progress is not None and (self._over % 50 == 0 or self._over == total):
             self._progress(self._over, total)
-        if self._over == total:
+        for id in self._rounds.get(request.id, ()):
+            self._next_round(id, request)
+        if self._over == total and not self._done.done():
             self._done.set_result(None)
+
+    def _next_round(self, id: int, before: Request) -> None:
+        """What follows a request comes after its last token, or never."""
+        arrival = self._arrivals[id]
+        time = self._loop.now + arrival.delay
+        if before.finish_reason in FINISHED:
+            self._loop.at(time + self._options.routing_delay, clock.ARRIVAL, self._submit, id, time)
+        else:
+            self._reject(self._request(id, self._loop.now), "the round before it did not end well")
 
     def _check(self, cluster: Cluster) -> None:
         """Conservation: everybody was told why it ended, and every page came back."""
@@ -297,7 +334,7 @@ def _device(latency: Latency, options: Options) -> Device:
 
 
 _PARAMS = SamplingParams(max_tokens=None)
-_EOS = frozenset([EOS])
+_EOS, _END_THINKING = frozenset([EOS]), frozenset([END_THINKING])
 
 
 def _ignore(delta: object) -> None:

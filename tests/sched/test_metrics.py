@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.sched.metrics import goodput_rate, length_class, measure, spread, summarize
-from jaxserve.sched.slo import SLO
+from jaxserve.sched.slo import NO_SLO, SLO
 
 
 @dataclass
@@ -132,3 +132,11 @@ def test_goodput_rate_is_the_highest_that_reaches_the_goal() -> None:
 
 def test_percentiles_leave_out_what_is_not_finite() -> None:
     assert spread([1.0, inf, 3.0]).p50 == 2.0
+
+
+def test_who_was_promised_nothing_counts_in_no_share() -> None:
+    late, best = Done([9.0, 9.1], id=0), Done([50.0, 60.0], slo=NO_SLO, id=1)
+    summary = summarize([measure(late, "paid"), measure(best, "free")])
+    assert (summary.count, summary.attained, summary.token_weighted) == (2, 0.0, 0.0)
+    assert summary.by_class == {"free": (1, 1.0), "paid": (1, 0.0)}
+    assert summarize([measure(best)]).attained == 1.0

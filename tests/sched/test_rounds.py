@@ -1,0 +1,100 @@
+"""Requests that follow one another, that think before they answer, and that were promised nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.policy import Decision, Grant, View
+from jaxserve.sched.request import BEST_EFFORT
+from jaxserve.sched.sim import NAMED, Arrival, Options, simulate
+from jaxserve.sched.sim.record import Recorder
+from jaxserve.sched.slo import SLO, THINKING
+
+from .test_sim import TINY
+
+QUIET = replace(TINY, noise=0.0)
+
+
+def test_a_round_comes_after_the_last_token_of_the_one_before() -> None:
+    chain = [
+        Arrival(0.5, 20, 4, hash_ids=(1 << 33,), block=1 << 24),
+        Arrival(0.5, 34, 3, hash_ids=(1 << 33,), block=1 << 24, after=0, delay=2.0),
+        Arrival(0.5, 47, 2, hash_ids=(1 << 33,), block=1 << 24, after=1, delay=0.25),
+        Arrival(0.6, 10, 2),
+    ]
+    report = simulate(chain, "distserve", "2x1", QUIET, options=Options(routing_delay=0.01))
+    first, second, third, _ = sorted(report.measured)
+    assert second.arrival == pytest.approx(first.ended + 2.0) and third.arrival == pytest.approx(second.ended + 0.25)
+    assert report.summary.reasons == {"stop": 4}
+    assert report.counters.prefix_hits > 0  # what was said before is in the cache
+
+
+def test_what_follows_a_refused_round_never_comes() -> None:
+    chain = [Arrival(0.0, 5000, 4), Arrival(0.0, 10, 1, after=0), Arrival(0.0, 10, 1, after=1), Arrival(0.0, 10, 1)]
+    recorder = Recorder()
+    report = simulate(chain, "distserve", "1x1", QUIET, recorder=recorder)
+    assert report.summary.reasons == {"rejected": 3, "stop": 1}
+    assert [one.attained for one in sorted(report.measured)] == [False, False, False, True]
+    assert recorder.requests[2].error == "the round before it did not end well"
+
+
+class Drafts:
+    """Everything at once; rows that decode draft as much as they may."""
+
+    def decide(self, view: View) -> Decision:
+        rows = tuple(Grant(one.id, one.remaining, view.limits.draft) for one in view.decode)
+        return Decision((*rows, *(Grant(one.id, one.remaining) for one in view.prefill)))
+
+
+@settings(deadline=None, max_examples=40)
+@given(thought=st.integers(1, 12), answer=st.integers(0, 12), draft=st.integers(0, 3), seed=st.integers(0, 5))
+def test_thinking_ends_at_its_token_and_the_answer_has_its_own_objective(
+    thought: int, answer: int, draft: int, seed: int
+) -> None:
+    slo = SLO(1.0, 0.05, stages=((THINKING, 0.02),))
+    arrivals = [Arrival(0.0, 10, thought + answer, slo, thinking_tokens=thought)]
+    recorder = Recorder()
+    report = simulate(
+        arrivals, Drafts, "2x1", QUIET, seed, recorder=recorder, options=Options(draft=draft, acceptance=0.5)
+    )
+    request = recorder.requests[0]
+    assert (report.counters.drafted > 0) == (draft > 0 and thought + answer > 1)
+    assert len(request.output) == thought + answer and report.summary.reasons == {"stop": 1}
+    ends = [place for place, token in enumerate(request.output, 1) if token in request.end_thinking]
+    assert ends == ([thought] if answer else [])
+    assert request.stage == ("answer" if answer else THINKING)
+
+
+def test_best_effort_is_served_and_counts_in_no_share() -> None:
+    free = SLO(float("inf"), float("inf"))
+    arrivals = [Arrival(0.0, 20, 3, SLO(1e-6, 1.0)), Arrival(0.0, 20, 3, free, "free", tier=BEST_EFFORT)]
+    report = simulate(arrivals, "distserve", "1x1", QUIET)
+    assert report.summary.reasons == {"stop": 2} and report.summary.attained == 0.0
+    assert report.summary.by_class == {"free": (1, 1.0)}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ([Arrival(1.0, 5, 5), Arrival(0.5, 5, 5)], "arrival 1: time=0.5 is before 1.0"),
+        ([Arrival(-1.0, 5, 5)], "arrival 0: time=-1.0 must be 0 or more"),
+        ([Arrival(0.0, 0, 5)], "arrival 0: prompt_tokens=0 must be at least 1"),
+        ([Arrival(0.0, 5, 0)], "arrival 0: output_tokens=0 must be at least 1"),
+        ([Arrival(0.0, 5, 5, after=0)], "arrival 0: after=0 must be an earlier place"),
+    ],
+)
+def test_arrivals_that_make_no_sense(wrong: list[Arrival], message: str) -> None:
+    with pytest.raises(InvalidValue, match=message):
+        simulate(wrong, "distserve", "1x1", QUIET)
+
+
+@pytest.mark.parametrize("name", ["slos-serve-toolllm", "slos-serve-reasoning", "flowprefill-llama3-8b"])
+def test_published_workloads_are_served_to_the_end(name: str) -> None:
+    device = replace(QUIET, kv_tokens=200_000, page_size=64)
+    report = simulate(NAMED[name], "kairos", "2x1", device, qps=2.0, num_requests=4)
+    assert set(report.summary.reasons) == {"stop"} and len(report.measured) >= 4
