@@ -10,11 +10,12 @@ from typing import Any
 
 from jaxserve.sched import placement, policies
 from jaxserve.sched.cluster import Cluster, Instance
+from jaxserve.sched.counters import Counters
 from jaxserve.sched.log import Log, no_log
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.plan import Delta, KvParcel, StepPlan, StepResult
-from jaxserve.sched.policy import Limits, Role
+from jaxserve.sched.policy import Limits, Policy, Role
 from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.sim import clock
@@ -43,6 +44,7 @@ class Outcome:
     deltas: dict[int, list[Delta]]
     plans: list[tuple[str, StepPlan]]
     ended: float
+    counters: dict[str, Counters]
 
 
 class Flaky(SimExecutor):
@@ -63,11 +65,16 @@ class Shape:
     """The cluster that serves the jobs."""
 
     roles: Sequence[Role]
-    policy: str = "distserve"
+    policy: str | Callable[[], Policy] = "distserve"
     pages: int = 64
     page_size: int = 4
     rows: int = 8
     tokens: int = 32
+    prompts: int = 1 << 30
+    preemptible: bool = False
+    segments: int = 8  # of a preemptible step
+    suspended: int = 4
+    coefficients: Coefficients = COEFFICIENTS
     prefix_caching: bool = True
     first_token: str = "prefill"
     fails: Callable[[str, StepPlan], bool] = lambda name, plan: False
@@ -113,7 +120,8 @@ async def _simulate(jobs: Sequence[Job], shape: Shape) -> Outcome:
     assert len(cluster.mover) == 0
     machine.cancel()
     await asyncio.wait([machine])
-    return Outcome(sorted(over, key=lambda request: request.id), deltas, plans, loop.now)
+    counters = {core.name: core.scheduler.counters for core in cluster.cores}
+    return Outcome(sorted(over, key=lambda request: request.id), deltas, plans, loop.now, counters)
 
 
 def _instances(
@@ -131,18 +139,27 @@ def _instances(
 
     for index, role in enumerate(shape.roles):
         name = f"{role.value}{index}"
+        limits = Limits(
+            shape.tokens,
+            shape.rows,
+            shape.pages,
+            shape.page_size,
+            shape.prompts,
+            preemptible=shape.preemptible,
+            suspended=shape.suspended,
+        )
         scheduler = Scheduler(
-            policies.make(shape.policy),
-            GeneralModel(COEFFICIENTS),
-            Limits(shape.tokens, shape.rows, shape.pages, shape.page_size),
+            policies.make(shape.policy) if isinstance(shape.policy, str) else shape.policy(),
+            GeneralModel(shape.coefficients),
+            limits,
             role,
             prefix_caching=shape.prefix_caching,
             log=shape.log(name),
         )
         executor = Flaky(
             shape.loses,
-            GeneralModel(COEFFICIENTS, correct=False),
-            Device(shape.pages, shape.page_size, kv_bytes_per_token=100_000),
+            GeneralModel(shape.coefficients, correct=False),
+            Device(shape.pages, shape.page_size, kv_bytes_per_token=100_000, segments=shape.segments),
             outputs,
             loop,
             watch=partial(watch, name),
