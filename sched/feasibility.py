@@ -7,7 +7,7 @@ tokens. What takes longer than linear time looks only at requests that could be 
 from __future__ import annotations
 
 from heapq import heappop, heappush
-from math import inf
+from math import inf, isfinite
 
 import numpy as np
 
@@ -23,23 +23,26 @@ def remaining_work(view: View, rows: Rows) -> Array:
     return view.perf.prefill_times(rows.remaining, rows.context, view.limits.tokens)
 
 
-def on_time_set(start: float, deadline: Array, work: Array) -> Mask:
+def on_time_set(start: float, deadline: Array, work: Array, kept: Mask | None = None) -> Mask:
     """The largest set of jobs that one server, free at `start`, can finish by their deadlines (Moore and Hodgson).
 
-    Jobs are taken by deadline; when one makes the set late, the job with the most work leaves. Ties by row, so that
-    equal inputs give equal sets.
+    Jobs are taken by deadline; when one makes the set late, the job with the most work leaves. Jobs in `kept` leave
+    only where the set would be late without anybody else. Ties by row, so that equal inputs give equal sets.
     """
     chosen: Mask = np.zeros(len(deadline), dtype=bool)
     alone = np.flatnonzero(start + work <= deadline)
     order = alone[np.argsort(deadline[alone], kind="stable")]
+    stays = np.zeros(len(order), dtype=bool) if kept is None else kept[order]
     heap: list[tuple[float, int]] = []  # (-work, -row): the most work on top, of equals the later row
     at = start
-    for row, due, seconds in zip(order.tolist(), deadline[order].tolist(), work[order].tolist(), strict=True):
+    columns = order.tolist(), deadline[order].tolist(), work[order].tolist(), stays.tolist()
+    for row, due, seconds, stay in zip(*columns, strict=True):
         at += seconds
         chosen[row] = True
-        heappush(heap, (-seconds, -row))
-        if at > due:
-            most, dropped = heappop(heap)
+        if not stay:
+            heappush(heap, (-seconds, -row))
+        while at > due:
+            most, dropped = heappop(heap) if heap else (-seconds, -row)
             at += most
             chosen[-dropped] = False
     return chosen
@@ -76,3 +79,22 @@ def tightest_tpot(rows: Rows) -> float:
     """Seconds: the least tpot of the rows that are not best effort; inf without one."""
     tpot = rows.tpot[rows.best_effort == 0] if len(rows) else rows.tpot
     return float(tpot.min()) if len(tpot) else inf
+
+
+def mixed_bound(view: View, share: float = 0.75, stretch: float = 1.0, cushion: float = 0.0) -> float:
+    """Seconds that a step may take which decodes the rows here and computes prompts beside: `share` of the tightest
+    tpot, since a request that joins waits for the running step; up to `stretch` of it while every row is ahead of its
+    deadline by more than that and `cushion` tpot."""
+    rows = view.decode
+    tpot = tightest_tpot(rows)
+    if not isfinite(tpot):
+        return inf
+    slack = float((rows.deadline - view.start)[rows.best_effort == 0].min())
+    return max(share * tpot, min(slack - cushion * tpot, stretch * tpot))
+
+
+def guest_speed(view: View, bound: float) -> float:
+    """Share of a decode instance's time that prompts can have, in steps of `bound` seconds with every row decoding."""
+    if not len(view.decode) or not isfinite(bound):
+        return 1.0
+    return max(0.0, 1.0 - view.perf.step_time(decode_load(view.decode)) / bound)

@@ -17,7 +17,7 @@ from .core import Core
 from .memory import Reservation
 from .placement import Fleet, Placement
 from .policy import Role
-from .request import Request, State
+from .request import BEST_EFFORT, Request, State
 
 ATTEMPTS = 3
 
@@ -97,8 +97,8 @@ class Mover:
         self.place()
 
     def place(self) -> None:
-        """Reserve room for those that wait, first come first; none passes another."""
-        for handover in list(self._going.values()):
+        """Reserve room for those that wait, first come first, best effort last; none passes another of its kind."""
+        for handover in sorted(self._going.values(), key=lambda one: one.request.tier == BEST_EFFORT):
             if handover.reservation is None and handover.nearly and not self._reserve(handover):
                 break
         lacking = sum(one.complete and one.reservation is None for one in self._going.values())

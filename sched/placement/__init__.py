@@ -18,6 +18,7 @@ PLACEMENTS = {
     "next_replica": "next_replica:NextReplica",
     "prefill_budget": "prefill_budget:PrefillBudget",
     "round_robin": "round_robin:RoundRobin",
+    "unified": "unified:Unified",
 }
 
 

@@ -1,0 +1,77 @@
+"""Requests wait where they can be on time: who loses a place in one instance's on-time set may have one elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..feasibility import guest_speed, mixed_bound, on_time_set, remaining_work
+from ..policy import Role
+from ..request import Request, State
+from ..scheduler import Scheduler
+from . import Fleet, Move
+from .least_work import LeastWork
+
+
+class Unified(LeastWork):
+    """Prompts come to the prefill instance with the least work. Where not all that wait there can be on time, the
+    longest prompt that another instance is predicted to finish in `margin` of its time left goes there instead, until
+    all can. On a decode instance it has what steps of `share` of the tightest tpot leave.
+    """
+
+    def __init__(self, margin: float = 0.3, share: float = 0.95, stretch: float = 2.0) -> None:
+        self._margin = margin
+        self._share = share
+        self._stretch = stretch
+        self._seen: dict[int, tuple[int, int]] = {}  # instance -> its queue when last looked at
+
+    def redirect(self, fleet: Fleet) -> Sequence[Move]:
+        moves: list[Move] = []
+        for index in fleet.entries:
+            one = fleet.instances[index]
+            moves += self._relieve(index, one, fleet)
+        return moves
+
+    def _relieve(self, index: int, one: Scheduler, fleet: Fleet) -> list[Move]:
+        view = one.view(fleet.now, max(fleet.now, one.ends))
+        rows = view.prefill
+        if not len(rows):
+            return []
+        work, deadline = remaining_work(view, rows), np.where(rows.best_effort > 0, -np.inf, rows.deadline)
+        able = view.start + work <= deadline
+        chosen = on_time_set(view.start, deadline, work)
+        if chosen.sum() == able.sum():
+            return []
+        moves: list[Move] = []
+        free = {
+            other: self._server(fleet.instances[other], fleet)
+            for other in range(len(fleet.instances))
+            if other != index
+        }
+        for row in np.argsort(-work, kind="stable").tolist():
+            request = rows[row]
+            if not able[row] or request.state is not State.WAITING or request.generated:
+                continue
+            for other, (at, speed) in sorted(free.items(), key=lambda item: item[1]):
+                ends = at + work[row] / speed if speed > 0.05 else np.inf
+                if ends - fleet.now <= self._margin * (deadline[row] - fleet.now):
+                    moves.append(Move(request.id, index, other))
+                    free[other] = (float(ends), speed)
+                    able[row], deadline[row] = False, -np.inf
+                    break
+            else:
+                continue
+            if on_time_set(view.start, deadline, work).sum() == able.sum():
+                break
+        return moves
+
+    def _server(self, one: Scheduler, fleet: Fleet) -> tuple[float, float]:
+        """When a prompt that comes now could begin, and how fast it would go."""
+        view = one.view(fleet.now, max(fleet.now, one.ends))
+        speed = 1.0
+        if one.role is Role.DECODE:
+            speed = guest_speed(view, mixed_bound(view, self._share, self._stretch))
+        work = remaining_work(view, view.prefill)
+        waiting = float(work[view.prefill.best_effort == 0].sum())
+        return view.start + (waiting / speed if speed > 0.05 else np.inf), speed

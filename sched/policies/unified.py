@@ -1,0 +1,172 @@
+"""The policy that takes from each paper what holds up: on-time sets, shedding, guests, preemption.
+
+Prompts: the largest set that can be on time (feasibility.on_time_set over own remaining work), by deadline; then
+those that lost their place in it, then the hopeless, each by remaining work; best effort last. Prompts that cannot be
+on time never share a step with those that can, and stop at the next segment boundary when one of these comes.
+Decoding: everything while the joint step keeps the tightest tpot; beyond that the longest wait (see `shed`). On decode
+and mixed instances prompts are guests of a step that keeps every row in time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+
+from ..feasibility import Mask, decode_load, largest_chunk, mixed_bound, on_time_set, remaining_work, tightest_tpot
+from ..perf.model import Array, Load
+from ..policy import Decision, Grant, Order, Role, Rows, Task, View
+
+CYCLE = 20.0  # seconds over which `ageing` is shared out
+LONG = 65536  # tokens: prompts that an on-time set by count drops first
+
+
+class Unified:
+    """share, stretch, cushion: see feasibility.mixed_bound. keep: share of the prompts of 64K tokens and more that
+    never lose their place in the on-time set to shorter ones (0 to 1). ageing: share of the time in which prompts that
+    cannot be on time go first, oldest first, so that they do not starve. margin: of the tpot, for a joint decode
+    step. patience: a row left out decodes again after so many tpot."""
+
+    def __init__(
+        self,
+        share: float = 0.95,
+        stretch: float = 2.0,
+        cushion: float = 1.0,
+        keep: float = 0.0,
+        ageing: float = 0.02,
+        margin: float = 0.97,
+        patience: float = 4.0,
+        preempt: bool = True,
+    ) -> None:
+        self._share = share
+        self._stretch = stretch
+        self._cushion = cushion
+        self._keep = keep
+        self._ageing = ageing
+        self._margin = margin
+        self._patience = patience
+        self._preempt = preempt
+
+    def decide(self, view: View) -> Decision:
+        if view.running is not None:
+            return Decision(preempt=self._preempt and self._stops(view, view.running))
+        on_time, order, hopeless = self._order(view)
+        if view.role is Role.PREFILL or not len(view.decode):
+            decision = self._prompts(view, on_time, order)
+        elif on_time:
+            decision = Decision(self._mixed(view, order[:on_time]))
+        else:
+            decode = self._shed(view)
+            decision = Decision(decode + self._guests(view, decode_load(view.decode), order))
+        return replace(decision, demote=hopeless)
+
+    # prompts
+
+    def _prompts(self, view: View, on_time: int, order: Order) -> Decision:
+        rows = view.prefill
+        aged = view.now % CYCLE < self._ageing * CYCLE
+        if view.suspended and (aged or not on_time):
+            return Decision(resume=view.suspended[0].step)
+        if aged and on_time < len(order):
+            late = order[on_time:]
+            order, on_time = late[np.argsort(rows.arrival[late], kind="stable")], 0
+        named = order[: on_time or view.limits.rows]
+        left = rows.remaining[named].astype(int).tolist()
+        grants = tuple(Grant(rows[row].id, tokens) for row, tokens in zip(named.tolist(), left, strict=True))
+        return Decision(grants + tuple(Grant(request.id, 1) for request in view.decode))
+
+    def _order(self, view: View) -> tuple[int, Order, tuple[int, ...]]:
+        """How many can be on time; all rows, these first; and the requests that cannot be on time any more."""
+        rows = view.prefill
+        if not len(rows):
+            return 0, np.arange(0), ()
+        work = remaining_work(view, rows)
+        deadline = np.where(rows.best_effort > 0, -inf, rows.deadline)
+        chosen = on_time_set(view.start, deadline, work, self._kept(rows))
+        hopeless = view.start + work > deadline
+        rank = np.where(chosen, 0, np.where(rows.best_effort > 0, 3, np.where(hopeless, 2, 1)))
+        order = np.lexsort((np.where(chosen, deadline, work), rank))
+        lost = np.flatnonzero(hopeless & (rows.best_effort == 0)).tolist()
+        return int(chosen.sum()), order, tuple(rows[row].id for row in lost if not rows[row].generated)
+
+    def _kept(self, rows: Rows) -> Mask:
+        kept: Mask = rows.length >= LONG
+        for row in np.flatnonzero(kept).tolist():
+            kept[row] = _draw(rows[row].id) < self._keep
+        return kept
+
+    def _stops(self, view: View, running: Task) -> bool:
+        """Somebody can be on time only if what runs, which cannot be, makes way."""
+        if len(view.suspended) + 1 >= view.limits.suspended:
+            return False
+        due = max((one.deadline for one in running.requests if one.tier != "best_effort"), default=-inf)
+        if view.now + running.seconds <= due:
+            return False
+        return self._order(view)[0] > 0
+
+    # decoding
+
+    def _shed(self, view: View) -> tuple[Grant, ...]:
+        """Everybody, or all but the longest where the joint step would not keep the tightest tpot."""
+        rows = view.decode
+        count, context = len(rows), rows.context
+        limit = self._margin * tightest_tpot(rows)
+        if view.kv_waiting or view.perf.step_time(decode_load(rows)) <= limit:
+            return tuple(Grant(request.id, 1) for request in rows)
+        order = np.argsort(context, kind="stable")
+        sorted_: Array = context[order]
+        seconds = view.perf.decode_times(np.arange(1.0, count + 1.0), sorted_, np.cumsum(sorted_))
+        fits = max(1, int(np.searchsorted(seconds, limit, side="right")))
+        chosen = set(order[:fits].tolist())
+        for row in order[fits:].tolist():
+            last = rows[row].last_token_at
+            if last is None or view.start - last >= self._patience * rows.tpot[row]:
+                return tuple(Grant(request.id, 1) for request in rows)
+        return tuple(Grant(rows[row].id, 1) for row in sorted(chosen))
+
+    def _mixed(self, view: View, order: Order) -> tuple[Grant, ...]:
+        """Prompts that can be on time are here: only rows that cannot skip the step decode for sure."""
+        rows, bound = view.decode, mixed_bound(view, self._share, self._stretch, self._cushion)
+        tpot = np.where(np.isfinite(rows.tpot), rows.tpot, 0.05)
+        urgent = (rows.best_effort == 0) & (rows.deadline - view.start < bound + (1.0 + self._cushion) * tpot)
+        for row in np.flatnonzero(~urgent).tolist():
+            last = rows[row].last_token_at
+            urgent[row] = last is None or view.start - last >= self._patience * tpot[row]
+        context: Array = rows.context
+        load = Load()
+        if urgent.any():
+            load = Load(
+                decode=int(urgent.sum()), longest=int(context[urgent].max()), context=int(context[urgent].sum())
+            )
+        guests = self._guests(view, load, order, bound)
+        requests = {request.id: request for request in view.prefill}
+        for grant in guests:
+            load = load.add_chunk(grant.tokens, requests[grant.request].context)
+        others = np.flatnonzero(~urgent)
+        chosen = [rows[row].id for row in np.flatnonzero(urgent).tolist()]
+        for row in others[np.argsort(context[others], kind="stable")].tolist():
+            more = load.add_decode(int(context[row]))
+            if view.perf.step_time(more) > bound:
+                break
+            load = more
+            chosen.append(rows[row].id)
+        return tuple(Grant(id, 1) for id in chosen) + guests
+
+    def _guests(self, view: View, load: Load, order: Order, bound: float | None = None) -> tuple[Grant, ...]:
+        """Chunks of prompts, in an order of rows, beside a step of `load`."""
+        rows, cut = view.prefill, []
+        bound = mixed_bound(view, self._share, self._stretch, self._cushion) if bound is None else bound
+        for row in order.tolist():
+            request = rows[row]
+            tokens = largest_chunk(view.perf, load, request.context, request.remaining, bound)
+            if not tokens:
+                break
+            cut.append(Grant(request.id, tokens))
+            load = load.add_chunk(tokens, request.context)
+        return tuple(cut)
+
+
+def _draw(id: int) -> float:
+    """A number in [0, 1) that depends on the request alone."""
+    return (id * 0x9E3779B97F4A7C15 % (1 << 64)) / (1 << 64)
