@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import InvalidValue
 from ..feasibility import decode_load, mixed_bound, on_time_set, remaining_work
-from ..request import Request, State
+from ..request import Request, RequestView, State
 from ..scheduler import Scheduler
 from . import Fleet, Move
 from .least_work import LeastWork
@@ -81,11 +81,11 @@ class Deflect(LeastWork):
         own = view.perf.prefill_times(np.array([float(new)]), np.array([0.0]), view.limits.tokens)
         return view.start + queue + float(own[0]) + fleet.transfer(request.prompt_length)
 
-    def _decode_paths(self, request: Request, fleet: Fleet) -> tuple[float, int]:
+    def _decode_paths(self, request: RequestView, fleet: Fleet) -> tuple[float, int]:
         """The soonest predicted first token on a decode instance, and which."""
         return min((self._decode_path(request, fleet.instances[index], fleet.now), index) for index in fleet.decoders)
 
-    def _decode_path(self, request: Request, one: Scheduler, now: float) -> float:
+    def _decode_path(self, request: RequestView, one: Scheduler, now: float) -> float:
         if one.blocks.available * one.limits.page_size < request.prompt_length:
             return inf
         start = max(now, one.ends)

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..feasibility import guest_speed, mixed_bound, on_time_set, remaining_work
 from ..policy import Role
-from ..request import Request, State
+from ..request import State
 from ..scheduler import Scheduler
 from . import Fleet, Move
 from .least_work import LeastWork
