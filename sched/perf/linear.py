@@ -9,18 +9,22 @@ import numpy as np
 from ..errors import InvalidValue
 from .fit import nonnegative
 from .model import Array, Load, whole_steps
-from .online import running_rate
+from .online import STEP, running_rate
 
 SCALE = np.array([1.0, 1e3, 1e5])  # tokens and contexts brought near 1, so that the filter is well conditioned
-PRIOR = 1.0  # variance of a coefficient (in scaled seconds) before anything is measured
-LIMIT = 1e3  # most variance: with forgetting and a load that never varies it would grow without end
+FORGETTING = 0.99  # a step counts half after 69 others
+DAMPING = 0.05  # of what loads leave unsaid, since they hardly vary in it, an update takes a twentieth
+KNOWN = 20  # steps from which on what is known outweighs one more; an offline fit counts as so many
 
 
 class LinearModel:
     """T = a + b*(new tokens) + c*(tokens of context that new ones attend to). A PerfModel.
 
-    Recursive least squares with forgetting corrects the three coefficients at each step; none is ever negative. A
-    load that never varies moves their sum only, and keeps its variance bounded. Writer: the Scheduler that observes.
+    Least squares of the relative error with forgetting, a step at a time, corrects the three coefficients; none is
+    ever negative. It keeps the normal equations, which sums of steps cannot make indefinite, where the usual
+    recursion of the covariance loses that to rounding and diverges. Each update is a damped step towards their
+    solution: a load that never varies moves the coefficients together, and no further than it must. Once KNOWN steps
+    are, one counts as at most twice as fast or slow as predicted. Writer: the Scheduler that observes.
     """
 
     def __init__(
@@ -29,7 +33,7 @@ class LinearModel:
         b: float,
         c: float,
         *,
-        forgetting: float = 0.998,
+        forgetting: float = FORGETTING,
         learn: bool = True,
         prefill_rate: float | None = None,
     ) -> None:
@@ -39,7 +43,9 @@ class LinearModel:
         if not 0.5 <= forgetting <= 1:
             raise InvalidValue(f"{forgetting=} must be between 0.5 and 1", "forgetting")
         self._weights = np.array([a, b, c]) * SCALE
-        self._variance = np.eye(3) * PRIOR
+        self._normal = np.zeros((3, 3))
+        self._pulled = np.zeros(3)
+        self._known = 0
         self._forgetting = forgetting
         self._learn = learn
         chunk = a + 8192 * b
@@ -47,7 +53,7 @@ class LinearModel:
 
     @classmethod
     def fitted(
-        cls, measured: Iterable[tuple[Load, float]], *, forgetting: float = 0.998, learn: bool = True
+        cls, measured: Iterable[tuple[Load, float]], *, forgetting: float = FORGETTING, learn: bool = True
     ) -> LinearModel:
         """Fitted offline by least squares of the relative error. Raises InvalidValue without data."""
         steps = [(load, seconds) for load, seconds in measured if seconds > 0]
@@ -56,7 +62,12 @@ class LinearModel:
         table = np.array([_row(load) for load, _ in steps])
         seconds = np.array([time for _, time in steps])
         a, b, c = (nonnegative(table / seconds[:, None], np.ones(len(steps))) / SCALE).tolist()
-        return cls(a, b, c, forgetting=forgetting, learn=learn)
+        model = cls(a, b, c, forgetting=forgetting, learn=learn)
+        rows = table / seconds[:, None] * np.sqrt(min(1.0, KNOWN / len(steps)))
+        model._normal = rows.T @ rows
+        model._pulled = model._normal @ model._weights
+        model._known = min(KNOWN, len(steps))
+        return model
 
     @property
     def coefficients(self) -> tuple[float, float, float]:
@@ -90,17 +101,24 @@ class LinearModel:
         if load.prefill and not load.decode:
             self._prefill_rate = running_rate(self._prefill_rate, load.prefill, seconds)
         if self._learn:
-            # relative: a decode step of 10 ms counts as much as a prefill of 400 ms
-            self._update(np.array(_row(load)) / seconds, 1.0)
+            self._learnt(load, seconds)
+
+    def _learnt(self, load: Load, seconds: float) -> None:
+        """One more step. Errors are relative to what is predicted: relative to what is measured they would make
+        slow steps count less than fast ones, and predictions too short where times are noisy."""
+        scale, predicted = seconds, self.step_time(load)
+        if self._known >= KNOWN and predicted > 0:
+            scale, seconds = predicted, min(max(seconds, predicted / STEP), predicted * STEP)
+        self._known += 1
+        self._update(np.array(_row(load)) / scale, seconds / scale)
 
     def _update(self, row: Array, target: float) -> None:
-        spread = self._variance @ row
-        gain = spread / (self._forgetting + row @ spread)
-        self._weights = np.maximum(self._weights + gain * (target - row @ self._weights), 0.0)
-        variance = (self._variance - np.outer(gain, spread)) / self._forgetting
-        variance = (variance + variance.T) / 2
-        largest = float(np.diag(variance).max())
-        self._variance = variance * (LIMIT / largest) if largest > LIMIT else variance
+        self._normal = self._forgetting * self._normal + np.outer(row, row)
+        self._pulled = self._forgetting * self._pulled + row * target
+        own = np.diag(self._normal)
+        damped = self._normal + np.diag(np.where(own > 0, DAMPING * own, 1.0))
+        move = np.linalg.solve(damped, self._pulled - self._normal @ self._weights)
+        self._weights = np.maximum(self._weights + move, 0.0)
 
 
 def _row(load: Load) -> tuple[float, float, float]:

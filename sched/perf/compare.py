@@ -1,0 +1,62 @@
+"""How far off each step-time model is on measured steps: as it was fitted, and learning as it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import InvalidValue
+from .fit import kind
+from .model import Load, PerfModel
+from .registry import KINDS, Step, make
+
+KEPT = 5  # every fifth step is kept from the fit and judges it
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Shares: mean absolute relative errors (MAPE), and the largest. problem: why there is no model."""
+
+    name: str
+    mape: float | None = None
+    worst: float | None = None
+    by_kind: Mapping[str, float] | None = None  # of prefill, decode and mixed steps, those that occur
+    online: float | None = None  # MAPE where each step is predicted, then observed, in the order measured
+    problem: str = ""
+
+
+def compare(measured: Iterable[Step], names: Sequence[str] = KINDS, *, p_moe: float = 0.0) -> list[Score]:
+    """Each model fitted to four fifths of the steps and judged by the others; by all, where they are fewer than 20.
+
+    measured: (load, seconds) in the order that they ran. p_moe: share of the experts that a token uses. A model
+    that the steps cannot tell says so. Raises InvalidValue without steps, or for an unknown name.
+    """
+    steps = [(load, seconds) for load, seconds in measured if seconds > 0]
+    if not steps:
+        raise InvalidValue("no measured steps to compare models on", "measured")
+    judged = [index for index in range(len(steps)) if len(steps) < 4 * KEPT or index % KEPT == KEPT - 1]
+    rest = [step for index, step in enumerate(steps) if len(steps) < 4 * KEPT or index % KEPT < KEPT - 1]
+    return [_score(name, rest, steps, judged, p_moe) for name in names]
+
+
+def _score(name: str, rest: Sequence[Step], steps: Sequence[Step], judged: Sequence[int], p_moe: float) -> Score:
+    try:
+        model, learning = (make(name, points=rest, p_moe=p_moe) for _ in range(2))
+    except InvalidValue as error:
+        if error.param == "perf":
+            raise
+        return Score(name, problem=str(error))
+    errors = np.array([_error(model, *steps[index]) for index in judged])
+    kinds = np.array([kind(steps[index][0]) for index in judged])
+    by_kind = {one: float(errors[kinds == one].mean()) for one in ("prefill", "decode", "mixed") if one in kinds}
+    online = []
+    for load, seconds in steps:
+        online.append(_error(learning, load, seconds))
+        learning.observe(load, seconds)
+    return Score(name, float(errors.mean()), float(errors.max()), by_kind, float(np.mean([online[i] for i in judged])))
+
+
+def _error(model: PerfModel, load: Load, seconds: float) -> float:
+    return abs(model.step_time(load) / seconds - 1)
