@@ -2,6 +2,7 @@
 
 import gzip
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,20 @@ MOONCAKE = (
     '{"timestamp": 0, "input_length": 1030, "output_length": 5, "hash_ids": [0, 1, 2]}\n'
     '{"timestamp": 0, "input_length": 1500, "output_length": 9, "hash_ids": [0, 1, 3]}\n'
     '{"timestamp": 3000, "input_length": 10, "output_length": 1, "hash_ids": [4]}\n'
+)
+BURST = (
+    "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    "5,ChatGPT,472,18,490,Conversation log\n5,GPT-4,10,0,10,API log\n5,GPT-4,0,0,0,API log\n7,GPT-4,9,2,11,API log\n"
+)
+LATER_BURST = (  # a later release: other columns, in another order
+    "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    "5.0,s1,2.5,ChatGPT,472,18,490,Conversation log\n"
+)
+QWEN = (  # written for these tests: the real files could not be had
+    '{"chat_id": 159, "parent_chat_id": -1, "timestamp": 61.114, "input_length": 33, "output_length": 132, '
+    '"type": "text", "turn": 1, "hash_ids": [1089, 1090, 7]}\n'
+    '{"chat_id": 160, "parent_chat_id": 159, "timestamp": 62.5, "input_length": 40, "output_length": 20, '
+    '"type": "search", "turn": 2, "hash_ids": [1089, 1090, 1091, 8]}\n'
 )
 PLAIN = (
     "id,arrival_s,input_tokens,output_tokens,ttft_slo_s,tpot_slo_s,class\na,1.5,10,2,0.5,0.02,chat\nb,1.25,20,3,,,\n"
@@ -77,6 +92,73 @@ def test_plain_csv_has_an_slo_and_a_class_per_request(tmp_path: Path) -> None:
     assert (b.key, b.time, b.slo, b.class_) == ("b", 0.0, SLO(ttft=9, tpot=0.1), "")
 
 
+def test_burstgpt_goes_by_the_header_and_leaves_failures_out_and_says_so(tmp_path: Path) -> None:
+    told: list[str] = []
+    first, last = load_trace(write(tmp_path, BURST, "t.csv.gz"), tell=told.append)
+    assert (first.time, first.prompt_tokens, first.output_tokens) == (0.0, 472, 18)
+    assert (first.class_, last.class_, last.time) == ("ChatGPT/Conversation log", "GPT-4/API log", 2.0)
+    assert len(told) == 1 and "2 of 4 requests failed" in told[0] and "left out" in told[0]
+    [later] = load_trace(write(tmp_path, LATER_BURST))
+    assert (later.prompt_tokens, later.output_tokens, later.class_) == (472, 18, "ChatGPT/Conversation log")
+
+
+def test_burstgpt_failures_can_be_kept_and_ties_are_real(tmp_path: Path) -> None:
+    kept = load_trace(write(tmp_path, BURST), keep_failed=True)
+    assert [(a.time, a.prompt_tokens, a.output_tokens) for a in kept] == [
+        (0, 472, 18),
+        (0, 10, 1),
+        (0, 1, 1),
+        (2, 9, 2),
+    ]
+    parted = load_trace(write(tmp_path, BURST), keep_failed=True, spread=1.0)
+    assert [a.time for a in parted] == pytest.approx([0, 1 / 3, 2 / 3, 2])
+
+
+def test_qwen_has_seconds_types_and_blocks_of_16(tmp_path: Path) -> None:
+    a, b = load_trace(write(tmp_path, QWEN, "t.jsonl"))
+    assert (a.time, b.time) == (0.0, pytest.approx(1.386))
+    assert (a.class_, a.key, b.class_, b.key) == ("text", "159", "search", "160")
+    assert b.hash_ids == (1089, 1090, 1091)  # the name of what comes after the prompt is no prompt's
+    first, second = a.prompt(0), b.prompt(1)
+    assert first[:32] == second[:32] and first[32] != second[32]
+
+
+def test_ties_are_told_and_never_parted_unasked(tmp_path: Path) -> None:
+    told: list[str] = []
+    text = MOONCAKE.replace("3000", "0") + MOONCAKE
+    load_trace(write(tmp_path, text, "t.jsonl"), tell=told.append)
+    assert len(told) == 1 and "6 requests share 2 timestamps" in told[0]
+
+
+def test_rows_in_any_order_are_sorted_and_ties_stay_as_they_were(tmp_path: Path) -> None:
+    text = "id,arrival_s,input_tokens,output_tokens\nc,2,1,1\na,1,1,1\nb,1,1,1\n"
+    assert [(a.key, a.time) for a in load_trace(write(tmp_path, text))] == [("a", 0.0), ("b", 0.0), ("c", 1.0)]
+
+
+def test_a_part_of_the_time(tmp_path: Path) -> None:
+    text = "id,arrival_s,input_tokens,output_tokens\n" + "".join(f"r{t},{t + 7},1,1\n" for t in range(10))
+    path = write(tmp_path, text)
+    assert [a.key for a in load_trace(path, start=3, duration=4)] == ["r3", "r4", "r5", "r6"]
+    assert [a.time for a in load_trace(path, start=8)] == [0.0, 1.0]
+    with pytest.raises(InvalidValue, match="no requests in it at that time"):
+        load_trace(path, start=100)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_prompts": 0}, "num_prompts=0"),
+        ({"spread": -1.0}, "spread=-1.0"),
+        ({"start": float("nan")}, "start=nan"),
+        ({"duration": 0.0}, "duration=0.0"),
+        ({"time_scale": 0.0}, "time_scale=0.0"),
+    ],
+)
+def test_options_that_mean_nothing(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidValue, match=message):
+        load_trace(write(tmp_path, PLAIN), **options)
+
+
 def test_options_cut_and_stretch(tmp_path: Path) -> None:
     arrivals = load_trace(write(tmp_path, PLAIN), num_prompts=1, time_scale=2, prompt_scale=2, output_scale=2)
     assert [(a.key, a.prompt_tokens, a.output_tokens) for a in arrivals] == [("b", 10, 2)]
@@ -100,6 +182,32 @@ def test_options_cut_and_stretch(tmp_path: Path) -> None:
             r"t.jsonl:1: column 'hash_ids': \[1, 2\] must be at most 1",
         ),
         ('{"timestamp": "x", "input_length": 5, "output_length": 1}', "t.jsonl", "column 'timestamp': 'x'"),
+        (PLAIN + "c,-1,1,1,,,\n", "t.csv", r"t.csv:4: column 'arrival_s': '-1' must be a number, 0 or more"),
+        (PLAIN + "c,1,1,1,0,,\n", "t.csv", r"t.csv:4: column 'ttft_slo_s': '0' must be a positive"),
+        (PLAIN + "c,1,1,1,,0.0,\n", "t.csv", r"t.csv:4: column 'tpot_slo_s': '0.0' must be a positive"),
+        (
+            PLAIN + "c,1,0,1,,,\n",
+            "t.csv",
+            r"t.csv:4: column 'input_tokens': '0' must be a whole number of tokens, 1 to",
+        ),
+        (PLAIN + "c,1,1,0,,,\n", "t.csv", r"t.csv:4: column 'output_tokens': '0'"),
+        (PLAIN + '"c,1,1,1,,,\n', "t.csv", r"t.csv:4"),
+        (BURST + "-1,GPT-4,1,1,2,API log\n", "t.csv", r"t.csv:6: column 'Timestamp': '-1'"),
+        (BURST + "8,GPT-4,0,1,2,API log\n", "t.csv", r"t.csv:6: column 'Request tokens': '0' must be .* 1 to"),
+        (BURST + "8,GPT-4,1,-1,2,API log\n", "t.csv", r"t.csv:6: column 'Response tokens': '-1' must be .* 0 to"),
+        (BURST + "8,GPT-4,x,0,2,API log\n", "t.csv", r"t.csv:6: column 'Request tokens': 'x'"),
+        (MOONCAKE.replace("3000", "-3000"), "t.jsonl", r"t.jsonl:3: column 'timestamp': -3000"),
+        (QWEN.replace("62.5", "-62.5"), "t.jsonl", r"t.jsonl:2: column 'timestamp': -62.5"),
+        (QWEN.replace('"search"', "3"), "t.jsonl", r"t.jsonl:2: column 'type': 3 must be a text"),
+        (QWEN.replace('"turn": 2', '"turn": 0'), "t.jsonl", r"t.jsonl:2: column 'turn': 0"),
+        (QWEN.replace(": 160", ": null"), "t.jsonl", r"t.jsonl:2: column 'chat_id': None"),
+        (QWEN.replace("1091", "-2"), "t.jsonl", r"t.jsonl:2: column 'hash_ids': .* must be a list of whole numbers"),
+        (
+            QWEN.replace('"output_length": 20', '"output_length": 1'),
+            "t.jsonl",
+            r"t.jsonl:2: column 'hash_ids': .* at most 3 blocks for 40 tokens",
+        ),
+        (QWEN + "[1]\n", "t.jsonl", r"t.jsonl:3: '\[1\]' must be a JSON object"),
         ("a,b\n1,2\n", "t.csv", r"t.csv:1: columns \['a', 'b'\] are of no known format: Azure"),
         (AZURE_2024.splitlines()[0] + "\n", "t.csv", "no requests"),
     ],
@@ -130,6 +238,8 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
         ("mooncake/conversation_trace.head40min.jsonl.gz", 7_851, 3.275, 12_428, 347),
         ("mooncake/synthetic_trace.head12min.jsonl.gz", 2_752, 3.821, 13_344, 181),
         ("mooncake/arxiv_mooncake_trace.head1000.jsonl", 1_000, 5.641, 9_792, 199),
+        ("burstgpt/BurstGPT_1.days0-4.csv.gz", 11_810, 0.02734, 690, 268),
+        ("burstgpt/BurstGPT_1.dense120.csv", 120, 29.75, 284, 2.767),
     ],
 )
 def test_real_traces_have_the_statistics_on_record(
@@ -140,3 +250,31 @@ def test_real_traces_have_the_statistics_on_record(
     assert (rows - 1) / arrivals[-1].time == pytest.approx(rate, rel=2e-3)
     assert np.mean([a.prompt_tokens for a in arrivals]) == pytest.approx(prompt, rel=1e-3)
     assert np.mean([a.output_tokens for a in arrivals]) == pytest.approx(output, rel=5e-3)
+
+
+@real
+def test_real_burstgpt_failures_are_counted() -> None:
+    told: list[str] = []
+    path = TRACES / "burstgpt/BurstGPT_1.days0-4.csv.gz"
+    assert len(load_trace(path, tell=told.append)) == 12_895 - 1_085
+    assert "1085 of 12895" in told[0]
+    kept = load_trace(path, keep_failed=True)
+    assert len(kept) == 12_895
+    kinds = {kind: sum(a.class_ == kind for a in kept) for kind in {a.class_ for a in kept}}
+    assert kinds == {
+        "ChatGPT/Conversation log": 8_429,
+        "ChatGPT/API log": 3,
+        "GPT-4/Conversation log": 4_444,
+        "GPT-4/API log": 19,
+    }
+
+
+@real
+def test_real_mooncake_names_every_block_and_says_that_requests_share_timestamps() -> None:
+    told: list[str] = []
+    arrivals = load_trace(TRACES / "mooncake/conversation_trace.head40min.jsonl.gz", tell=told.append)
+    assert all(len(a.hash_ids) == -(-a.prompt_tokens // 512) for a in arrivals)
+    assert len(told) == 1 and "7851 requests share 800 timestamps" in told[0]
+    parted = load_trace(TRACES / "mooncake/conversation_trace.head40min.jsonl.gz", spread=3.0)
+    assert len({a.time for a in parted}) == len(parted)
+    assert max(b.time - a.time for a, b in zip(arrivals, parted, strict=True)) < 3.0
