@@ -1,0 +1,274 @@
+"""Steps that stop at a segment boundary and go on later: exact times, and nothing lost whatever a policy asks."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.sched.journal import Journal, replay
+from jaxserve.sched.log import Log
+from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load
+from jaxserve.sched.plan import StepPlan
+from jaxserve.sched.policy import Decision, Grant, Limits, Role, View
+from jaxserve.sched.slo import SLO
+
+from .harness import COEFFICIENTS, Job, Outcome, simulate
+from .test_cluster import ROLES, check_complete
+
+LONG, SHORT = 800, 10  # tokens
+T_LONG, T_SHORT = (COEFFICIENTS.step_time(Load().add_chunk(tokens, 0)) for tokens in (LONG, SHORT))
+SEGMENT = T_LONG / 10
+
+
+def preempting(jobs: list[Job], **shape: Any) -> Outcome:
+    fields: dict[str, Any] = {
+        "policy": "flowprefill", "preemptible": True, "segments": 10, "pages": 2000, "tokens": 1000,
+    }  # fmt: skip
+    return simulate(jobs, **{**fields, **shape})
+
+
+def job(length: int, arrival: float = 0.0, ttft: float = 8.0, cancel_at: float | None = None, output: int = 1) -> Job:
+    start = round(arrival * 1e7) * 1000  # nobody shares a prefix
+    return Job(range(start, start + length), output, arrival, SLO(ttft=ttft), cancel_at=cancel_at)
+
+
+def firsts(outcome: Outcome) -> list[float]:
+    return [request.token_times[0] for request in outcome.requests]
+
+
+def test_one_preempted_step_is_resumed_and_costs_nobody_anything() -> None:
+    """Asked to stop within the second segment, the long step goes on for what is left of it after the short one."""
+    outcome = preempting([job(LONG), job(SHORT, arrival=1.4 * SEGMENT, ttft=0.02)])
+    assert firsts(outcome) == pytest.approx([T_LONG + T_SHORT, 2 * SEGMENT + T_SHORT], rel=1e-12)
+    counters = outcome.counters["mixed0"]
+    assert (counters.suspended, counters.resumed, counters.steps) == (1, 1, 2)
+    assert counters.measured_seconds == pytest.approx(T_LONG + T_SHORT, rel=1e-12)
+
+
+def test_without_preemption_the_short_one_waits() -> None:
+    jobs = [job(LONG), job(SHORT, arrival=1.4 * SEGMENT, ttft=0.02)]
+    expected = [T_LONG, T_LONG + T_SHORT]
+    assert firsts(preempting(jobs, preemptible=False)) == pytest.approx(expected, rel=1e-12)
+    assert firsts(preempting(jobs, policy="flowprefill:no-preempt")) == pytest.approx(expected, rel=1e-12)
+    assert firsts(preempting(jobs, suspended=0)) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("segments", [1, 2, 5, 40])
+def test_a_step_stops_at_its_next_boundary(segments: int) -> None:
+    at = 0.3 * T_LONG
+    boundary = -(-at // (T_LONG / segments)) * T_LONG / segments
+    outcome = preempting([job(LONG), job(SHORT, arrival=at, ttft=0.06)], segments=segments)
+    assert firsts(outcome)[1] == pytest.approx(boundary + T_SHORT, rel=1e-12)
+
+
+def test_as_many_steps_are_suspended_as_the_limit_says() -> None:
+    """Each comes in the first segment of the one before, and is due earlier."""
+    jobs = [job(LONG, arrival=0.9 * index * SEGMENT, ttft=8.0 - index) for index in range(5)]
+    for limit in (1, 2, 3, 4):
+        outcome = preempting(jobs, suspended=limit)
+        assert outcome.counters["mixed0"].suspended == limit
+        stopped = SEGMENT * limit
+        nested = [stopped + T_LONG, *(stopped + T_LONG + (T_LONG - SEGMENT) * (i + 1) for i in range(limit))]
+        order = sorted(range(5), key=lambda index: firsts(outcome)[index])
+        if limit == 4:
+            assert order == [4, 3, 2, 1, 0]
+            assert sorted(firsts(outcome)) == pytest.approx(nested, rel=1e-12)
+        else:  # the last that may stop somebody runs to its end, and then who is due first
+            assert order[:2] == [limit, 4]
+
+
+def test_a_suspended_request_that_is_cancelled_gives_its_pages_back() -> None:
+    jobs = [
+        job(LONG, cancel_at=2.5 * SEGMENT),
+        job(LONG, arrival=1.5 * SEGMENT, ttft=1.0),
+        job(SHORT, arrival=3 * T_LONG),
+    ]
+    outcome = preempting(jobs)
+    assert [request.finish_reason for request in outcome.requests] == ["abort", "stop", "stop"]
+    assert firsts(Outcome(outcome.requests[1:], {}, [], 0.0, {})) == pytest.approx(
+        [2 * SEGMENT + T_LONG, 3 * T_LONG + T_SHORT], rel=1e-12
+    )
+
+
+def test_a_step_that_raises_takes_suspended_ones_with_it_and_costs_no_token() -> None:
+    """The request of the step that raised is retried alone; the suspended one is computed again from its start."""
+    jobs = [job(LONG, output=3), job(SHORT, arrival=1.4 * SEGMENT, ttft=0.02, output=3)]
+    seen: list[int] = []
+
+    def fails(name: str, plan: StepPlan) -> bool:
+        seen.append(plan.step)
+        return len(seen) == 1
+
+    outcome = preempting(jobs, fails=fails)
+    assert [request.finish_reason for request in outcome.requests] == ["stop", "stop"]
+    assert [len(request.output) for request in outcome.requests] == [3, 3]
+    raised = 2 * SEGMENT + T_SHORT
+    assert firsts(outcome)[1] == pytest.approx(raised + T_SHORT, rel=1e-12)
+    assert outcome.counters["mixed0"].rebuilds == 1 and outcome.counters["mixed0"].resumed == 0
+
+
+def test_a_resumed_step_that_raises_is_computed_again() -> None:
+    jobs = [job(LONG), job(SHORT, arrival=1.4 * SEGMENT, ttft=0.02)]
+    outcome = preempting(jobs, fails=lambda name, plan: plan.resume is not None)
+    assert firsts(outcome) == pytest.approx([2 * T_LONG + T_SHORT, 2 * SEGMENT + T_SHORT], rel=1e-12)
+
+
+class Chaos:
+    """Stops, resumes and grants as a die says: whatever is legal to ask for. Writer of its own die."""
+
+    def __init__(self, seed: int) -> None:
+        self._die = random.Random(seed)
+
+    def decide(self, view: View) -> Decision:
+        die = self._die
+        if view.running is not None:
+            return Decision(preempt=die.random() < 0.7)
+        if view.suspended and die.random() < 0.3:
+            return Decision(resume=die.choice(view.suspended).step)
+        grants = [Grant(one.id, die.choice([one.remaining, die.randint(1, 8)])) for one in view.prefill]
+        grants += [Grant(one.id, 1) for one in view.decode]
+        die.shuffle(grants)
+        return Decision(tuple(grants), prompts=die.choice([1, 2, 1 << 30]))
+
+
+JOB = st.builds(
+    lambda start, prompt, output, arrival, cancel, ttft: Job(
+        range(start, start + prompt),
+        output,
+        arrival,
+        SLO(ttft=ttft),
+        cancel_at=None if cancel is None else arrival + cancel,
+    ),
+    start=st.sampled_from([0, 0, 1000, 2000]),  # equal starts share prefixes
+    prompt=st.integers(1, 20),
+    output=st.integers(1, 14),
+    arrival=st.floats(0, 0.02),
+    cancel=st.none() | st.floats(0, 0.05),
+    ttft=st.sampled_from([0.002, 0.005, 0.02, 8.0]),
+)
+
+
+@given(
+    jobs=st.lists(JOB, min_size=1, max_size=8),
+    roles=st.sampled_from(list(ROLES.values())),
+    seed=st.none() | st.integers(0, 1000),
+    pages=st.integers(9, 14),
+    rows=st.integers(1, 4),
+    tokens=st.integers(1, 16),
+    suspended=st.integers(0, 4),
+    segments=st.integers(1, 10),
+)
+@settings(max_examples=150)
+def test_tiny_pools_with_preemption_never_deadlock(  # type: ignore[no-untyped-def]
+    jobs, roles, seed, pages, rows, tokens, suspended, segments
+) -> None:
+    """Under FlowPrefill, or under a die; suspended steps hold pages and slots that others wait for."""
+    policy = "flowprefill" if seed is None else lambda: Chaos(seed)
+    outcome = preempting(
+        jobs, roles=roles, policy=policy, pages=pages, rows=rows, tokens=tokens, suspended=suspended, segments=segments
+    )
+    check_complete(outcome, jobs, cancelled=True)
+
+
+@given(jobs=st.lists(JOB, min_size=1, max_size=6), every=st.integers(3, 7), seed=st.integers(0, 1000))
+@settings(max_examples=60)
+def test_steps_that_raise_among_suspended_ones_cost_no_token(jobs, every, seed) -> None:  # type: ignore[no-untyped-def]
+    seen = [0]
+
+    def fails(name: str, plan: StepPlan) -> bool:
+        seen[0] += 1
+        return seen[0] % every == 0 and seen[0] < 40
+
+    for outcome in (preempting(jobs, pages=14, rows=4, tokens=16, fails=fails, policy=lambda: Chaos(seed)),):
+        for request in outcome.requests:
+            assert [token for delta in outcome.deltas[request.id] for token in delta.tokens] == request.output
+
+
+@given(jobs=st.lists(JOB, min_size=1, max_size=10), seed=st.none() | st.integers(0, 1000), segments=st.integers(1, 10))
+@settings(max_examples=60)
+def test_preemption_neither_adds_nor_saves_work(jobs, seed, segments) -> None:  # type: ignore[no-untyped-def]
+    """One prompt a step in whole chunks: the same steps in any order, so as many seconds as without preemption."""
+    whole = [Job(one.prompt, 1, one.arrival, one.slo) for one in jobs]
+    shape: dict[str, Any] = {"prompts": 1, "tokens": 7, "pages": 100, "prefix_caching": False, "segments": segments}
+    policy = "flowprefill:batch=0" if seed is None else lambda: Orderly(seed)
+    plain = simulate(whole, policy="distserve", **shape)
+    stopped = preempting(whole, policy=policy, **shape)
+    before, after = plain.counters["mixed0"], stopped.counters["mixed0"]
+    assert after.steps == before.steps and after.prompt_tokens == before.prompt_tokens
+    assert after.measured_seconds == pytest.approx(before.measured_seconds, rel=1e-9)
+    assert after.suspended == after.resumed
+
+
+class Orderly(Chaos):
+    """As Chaos, but what it grants it grants whole."""
+
+    def decide(self, view: View) -> Decision:
+        decision = super().decide(view)
+        return Decision(
+            tuple(Grant(grant.request, 1 << 20) for grant in decision.grants),
+            resume=decision.resume,
+            preempt=decision.preempt,
+        )
+
+
+@given(jobs=st.lists(JOB, min_size=1, max_size=8), seed=st.integers(0, 1000))
+@settings(max_examples=20)
+def test_the_same_jobs_give_the_same_history(jobs, seed) -> None:  # type: ignore[no-untyped-def]
+    first, second = (preempting(jobs, pages=12, rows=3, tokens=9, policy=lambda: Chaos(seed)) for _ in range(2))
+    assert first.plans == second.plans and first.ended == second.ended and first.counters == second.counters
+
+
+def perf(record: Mapping[str, Any]) -> GeneralModel:
+    return GeneralModel(Coefficients(**record["coefficients"]))
+
+
+@given(
+    jobs=st.lists(JOB, min_size=1, max_size=8),
+    roles=st.sampled_from(list(ROLES)),
+    every=st.sampled_from([4, 7, 10_000]),
+)
+@settings(max_examples=40)
+def test_a_journal_with_preemption_gives_the_same_plans(jobs, roles, every) -> None:  # type: ignore[no-untyped-def]
+    file, count = io.StringIO(), [0]
+    journal = Journal(file)
+    limits = Limits(9, 4, 14, 4, preemptible=True, suspended=3)
+
+    def log(name: str) -> Log:
+        role = Role(name.rstrip("0123456789"))
+        described = {"coefficients": {field: getattr(COEFFICIENTS, field) for field in COEFFICIENTS.__slots__}}
+        return journal.instance(
+            name, policy="flowprefill", limits=limits, role=role, prefix_caching=True, perf=described
+        )
+
+    def fails(name: str, plan: StepPlan) -> bool:
+        count[0] += 1
+        return count[0] % every == 0 and count[0] < 40
+
+    preempting(jobs, roles=ROLES[roles], pages=14, rows=4, tokens=9, suspended=3, log=log, fails=fails)
+    text = file.getvalue()
+    outcome = replay(text.splitlines(), perf)
+    assert outcome.differences == []
+    assert outcome.plans == text.count('"kind":"planned"')
+
+
+def test_a_journal_tells_the_whole_time_of_a_resumed_step() -> None:
+    file = io.StringIO()
+    journal = Journal(file)
+    described = {"coefficients": {field: getattr(COEFFICIENTS, field) for field in COEFFICIENTS.__slots__}}
+
+    def log(name: str) -> Log:
+        limits = Limits(1000, 8, 2000, 4, preemptible=True)
+        return journal.instance(
+            name, policy="flowprefill", limits=limits, role=Role.MIXED, prefix_caching=True, perf=described
+        )
+
+    preempting([job(LONG), job(SHORT, arrival=1.4 * SEGMENT, ttft=0.02)], log=log)
+    found = replay(file.getvalue().splitlines(), perf)
+    assert found.differences == []
+    assert [seconds for _, _, seconds in found.steps] == pytest.approx([T_SHORT, T_LONG], rel=1e-12)
