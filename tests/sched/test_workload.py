@@ -1,22 +1,36 @@
 """Laws of workloads: the seed decides, lengths stay inside their bounds, and the moments are those asked for."""
 
+from dataclasses import replace
 from itertools import pairwise
+from math import inf
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxserve.sched.errors import InvalidValue
-from jaxserve.sched.sim.scenarios import K128_WAVES, NAMED
+from jaxserve.sched.request import BEST_EFFORT
+from jaxserve.sched.sim.scenarios import CODER, K128_WAVES, NAMED, REASONING, TOOLLLM
 from jaxserve.sched.sim.workload import (
     K32,
     K100,
     K128,
+    POISSON,
     Arrival,
     Arrivals,
     BlockTokens,
     Lengths,
+    Mix,
+    Rounds,
+    Share,
+    Slowdown,
+    best_effort,
     scale,
+    scale_slo,
+    validate,
 )
+from jaxserve.sched.slo import SLO
 
 RANDOM = np.random.default_rng
 
@@ -57,12 +71,16 @@ def test_long_tail_is_as_published(workload, share, low, high) -> None:  # type:
         (Lengths("uniform", low=1, high=9), 5.0),
         (Lengths("loguniform", low=1, high=100), 99 / np.log(100)),
         (Lengths("lognormal", mean=300, std=100), 300.0),
+        (Lengths("gamma", mean=300, std=200), 300.0),
+        (Lengths("beta", mean=300, std=100, low=20, high=500), 300.0),
     ],
 )
 def test_lengths(lengths: Lengths, mean: float) -> None:
     drawn = lengths.draw(RANDOM(0), 50_000)
     assert drawn.mean() == pytest.approx(mean, rel=0.02)
     assert drawn.min() >= lengths.low and drawn.max() <= lengths.high and np.all(drawn == np.rint(drawn))
+    if lengths.std is not None:
+        assert drawn.std() == pytest.approx(lengths.std, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +101,107 @@ def test_on_off_keeps_the_mean_rate_and_its_contrast() -> None:
     assert inside.mean() / 10 / ((1 - inside.mean()) / 30) == pytest.approx(5, rel=0.05)
 
 
+def test_bursts_hold_their_share_size_and_the_exact_rate() -> None:
+    times = Arrivals("bursts", size=50, duty=0.01, share=0.6).draw(RANDOM(0), 30_000, 2.0)
+    assert (len(times) - 1) / times[-1] == pytest.approx(2.0)
+    crowded = np.histogram(times, np.arange(0, times[-1], 1.0))[0]  # a burst of 50 lasts 0.4 s every 42 s
+    assert crowded[crowded >= 8].sum() / len(times) == pytest.approx(0.6, abs=0.06)
+    assert (crowded >= 8).mean() == pytest.approx(1 / 41.7, rel=0.2)
+
+
+PARTS = st.lists(
+    st.tuples(st.floats(0.1, 10), st.sampled_from([K32, CODER, TOOLLLM, REASONING])), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(parts=PARTS, common=st.booleans(), count=st.integers(1, 200), rate=st.floats(0.1, 50), seed=st.integers(0, 99))
+def test_laws_of_mixtures(parts, common, count, rate, seed) -> None:  # type: ignore[no-untyped-def]
+    mix = Mix("any", tuple(Share(share, workload) for share, workload in parts), POISSON if common else None)
+    arrivals = mix.draw(count, rate, seed)
+    validate(arrivals)
+    assert arrivals == mix.draw(count, rate, seed)
+    assert sum(a.after is None for a in arrivals) == count
+    own = {workload.request_class for _, workload in parts}
+    assert {a.class_ for a in arrivals} <= own
+    assert all(a.class_ == arrivals[a.after].class_ for a in arrivals if a.after is not None)
+
+
+def test_mixtures_keep_their_shares_and_each_part_its_rhythm() -> None:
+    even = replace(K32, name="even", request_class="even", arrivals=Arrivals("even"))
+    mix = Mix("two", (Share(1, even), Share(3, K128)))
+    arrivals = mix.draw(20_000, 8.0, 0)
+    ticks = [a.time for a in arrivals if a.class_ == "even"]
+    assert np.diff(ticks) == pytest.approx(0.5)
+    assert len(ticks) / len(arrivals) == pytest.approx(0.25, abs=0.005)
+    assert len(arrivals) / arrivals[-1].time == pytest.approx(8.0, rel=0.02)
+
+
+def test_a_share_becomes_best_effort_and_rounds_stay_together() -> None:
+    arrivals = TOOLLLM.draw(2000, 2.0, 0)
+    lowered = best_effort(arrivals, 0.3, seed=1)
+    assert lowered == best_effort(arrivals, 0.3, seed=1) != best_effort(arrivals, 0.3, seed=2)
+    firsts = [a.tier == BEST_EFFORT for a in lowered if a.after is None]
+    assert np.mean(firsts) == pytest.approx(0.3, abs=0.04)
+    assert all(a.tier == lowered[a.after].tier for a in lowered if a.after is not None)
+    assert all((a.slo.ttft == inf) == (a.tier == BEST_EFFORT) for a in lowered)
+    assert best_effort(arrivals, 0.0) == arrivals
+
+
+def test_the_scale_of_slos_leaves_everything_else() -> None:
+    [arrival] = REASONING.draw(1, 1.0, 0)
+    [scaled] = scale_slo([replace(arrival, slo=replace(arrival.slo, tbt=0.4))], ttft=2, tpot=0.5)
+    assert scaled.slo == SLO(2 * arrival.slo.ttft, 0.05, 0.2, (("thinking", 0.025),))
+    assert replace(scaled, slo=arrival.slo) == arrival
+
+
+def test_a_slowdown_takes_another_server() -> None:
+    slower = Slowdown(3, 0.025, 90e-6).measured(lambda tokens: 0.5 + 0.001 * tokens)
+    assert slower.ttft(1000) == pytest.approx(3 * 1.5)
+    assert replace(K32, ttft=slower).draw(1, 1.0, 0)[0].slo.ttft > 1.5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"time": -1.0}, "arrival 1: time=-1.0 must be 0 or more"),
+        ({"time": float("nan")}, "arrival 1: time=nan"),
+        ({"time": 0.5}, "arrival 1: time=0.5 is before 1.0: arrivals must be in order"),
+        ({"prompt_tokens": 0}, "arrival 1: prompt_tokens=0 must be at least 1"),
+        ({"output_tokens": 0}, "arrival 1: output_tokens=0"),
+        ({"thinking_tokens": 9}, "arrival 1: thinking_tokens=9 must be 0 to output_tokens=4"),
+        ({"after": 1}, "arrival 1: after=1 must be an earlier place"),
+        ({"delay": -0.1}, "arrival 1: delay=-0.1"),
+    ],
+)
+def test_what_cannot_be_served_in_order_is_refused_by_place(change: dict[str, float], message: str) -> None:
+    good = Arrival(1.0, 5, 4)
+    validate([good, replace(good, after=0, delay=2.0, thinking_tokens=4)])
+    with pytest.raises(InvalidValue, match=message):
+        validate([good, replace(good, **change)])  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: Lengths("beta", mean=600, std=9, high=500), "'beta' with mean=600 and std=9 do not fit between"),
+        (lambda: Lengths("beta", mean=300, std=250, high=500), "do not fit between 1 and 500"),
+        (lambda: Lengths("gamma", median=3, sigma=1), "mean and std"),
+        (lambda: Arrivals("bursts", size=0.5), "size=0.5"),
+        (lambda: Arrivals("bursts", share=0), "share=0"),
+        (lambda: Arrivals("bursts", duty=-1), "duty=-1"),
+        (lambda: Mix("empty", ()), "at least one part"),
+        (lambda: Share(0, K32), "share=0 of K32"),
+        (lambda: Mix("m", (Share(1, K32),)).draw(0, 1.0, 0), "num_requests=0"),
+        (lambda: Mix("m", (Share(1, K32),)).draw(1, 0.0, 0), "rate=0.0"),
+        (lambda: replace(K32, ttft=0.0), "ttft=0.0 must be a positive"),
+        (lambda: replace(K32, tpot=0.0), "tpot=0.0 must be a positive"),
+        (lambda: replace(REASONING, thinking_tpot=0.0), "thinking"),
+        (lambda: replace(K32, tier="gold"), "tier='gold'"),
+        (lambda: Slowdown(0, 1, 1), "slowdown times=0"),
+        (lambda: Rounds(0.5, 1, 1), "rounds mean=0.5"),
+        (lambda: best_effort([], 1.5), "share=1.5"),
+        (lambda: scale_slo([], ttft=0), "ttft=0"),
         (lambda: Lengths("lognormal", median=3), "median and sigma"),
         (lambda: Lengths("fixed", value=-1), "positive"),
         (lambda: Lengths("uniform", low=9, high=3), "low=9 and high=3"),
@@ -125,3 +241,16 @@ def test_equal_blocks_are_equal_tokens_and_slices_agree_with_items(block: float)
 def test_scale_divides_lengths_and_stretches_time() -> None:
     [scaled] = scale([Arrival(10.0, 1000, 7, hash_ids=(1, 2))], time=0.5, prompt=4, output=100)
     assert (scaled.time, scaled.prompt_tokens, scaled.output_tokens, scaled.block) == (5.0, 250, 1, 128.0)
+
+
+@given(thinking=st.integers(0, 50), answer=st.integers(1, 50), output=st.floats(0.1, 200))
+def test_scaled_thinking_stays_inside_the_output(thinking: int, answer: int, output: float) -> None:
+    validate(scale([Arrival(0.0, 9, thinking + answer, thinking_tokens=thinking)], output=output))
+
+
+def test_scaled_rounds_still_share_their_prefix() -> None:
+    arrivals = TOOLLLM.draw(50, 2.0, 0)
+    scaled = scale(arrivals, prompt=8)
+    place = next(i for i, a in enumerate(scaled) if a.after is not None)
+    earlier, later = scaled[place - 1].prompt(place - 1), scaled[place].prompt(place)
+    assert later[: len(earlier)] == earlier[:]
