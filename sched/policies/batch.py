@@ -1,0 +1,136 @@
+"""Filling one step with decoding rows and prompts up to a bound: what the policies for colocated instances share."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+
+import numpy as np
+
+from ..feasibility import tightest_tpot
+from ..perf.model import Load
+from ..policy import Grant, Order, View
+
+Cost = Callable[[Load], float]  # of a step: seconds, or tokens
+
+
+def admissible(view: View, order: Order) -> tuple[Order, Order]:
+    """Prompts of `order` that can be computed now, and those that wait for pages or a slot.
+
+    The first that does not fit keeps back all that wait behind it. Prefix hits are not known here, so a prompt of the
+    second kind may yet fit; it had better not be charged for before those of the first, which surely run.
+    """
+    rows, limits = view.prefill, view.limits
+    best = rows.best_effort[order] > 0
+    runs = rows.running[order] > 0
+    pages, slots = _lent(view)
+    need = np.ceil((rows.context[order] + rows.remaining[order]) / limits.page_size)
+    free_pages = view.free_pages - len(view.decode) + np.where(best, 0.0, pages)
+    free_slots = limits.rows - len(view.decode) - runs.sum() + np.where(best, 0.0, slots)
+    fits = runs | ((np.cumsum(~runs * need) <= free_pages) & (np.cumsum(~runs) <= free_slots))
+    return order[fits], order[~fits][: limits.rows]
+
+
+def _lent(view: View) -> tuple[float, float]:
+    """Pages and slots that best effort holds and gives back when asked."""
+    pages = slots = 0.0
+    for rows in (view.prefill, view.decode):
+        if not len(rows) or not rows.best_effort[-1]:
+            continue  # best effort comes last in a table
+        held = (rows.best_effort > 0) & (rows.running > 0)
+        pages += float(np.floor(rows.context[held] / view.limits.page_size).sum())
+        slots += float(held.sum())
+    return pages, slots
+
+
+def first_come(view: View) -> Order:
+    """Prompts by arrival, those begun first, best effort last."""
+    rows = view.prefill
+    return np.argsort(2.0 * rows.best_effort - rows.running, kind="stable")
+
+
+def stall_free_tokens(view: View, share: float = 1.0) -> int:
+    """The token budget that a profile of the model would set: the largest step of prompt tokens alone that takes no
+    longer than `share` of the tightest tpot of all requests here; limits.tokens where none has one."""
+    bound = share * min(tightest_tpot(view.decode), tightest_tpot(view.prefill))
+    step_time, most = view.perf.step_time, view.limits.tokens
+    if step_time(Load().add_chunk(most, 0)) <= bound:
+        return most
+    return max(1, bisect_right(range(1, most + 1), bound, key=lambda tokens: step_time(Load().add_chunk(tokens, 0))))
+
+
+class Batch:
+    """Grants for one step, most important first, until `cost` would exceed `bound` or the step has no room for more
+    tokens. What comes after something that had to be cut is left out."""
+
+    def __init__(self, view: View, cost: Cost, bound: float) -> None:
+        self._view = view
+        self._cost = cost
+        self._bound = bound
+        self._most = view.limits.tokens
+        self._prompts = view.limits.prompts
+        self._grants: list[Grant] = []
+        self._runs = False  # something is granted that needs nothing more to run
+        self.load = Load()
+        self.full = False
+
+    def __len__(self) -> int:
+        return len(self._grants)
+
+    def decode(self, order: Order, *, always: bool = False) -> None:
+        """One token each of these rows of view.decode, as many as fit, or all of them."""
+        if (self.full and not always) or not len(order):
+            return
+        context = self._view.decode.context[order]
+        total, longest = np.cumsum(context).tolist(), np.maximum.accumulate(context).tolist()
+        load = self.load
+
+        def joined(count: int) -> Load:
+            return load._replace(
+                decode=load.decode + count,
+                longest=max(load.longest, int(longest[count - 1])),
+                context=load.context + int(total[count - 1]),
+            )
+
+        count = len(order) if always else min(len(order), max(0, self._most - load.tokens))
+        if not always and count and self._cost(joined(count)) > self._bound:
+            count = bisect_right(range(1, count + 1), self._bound, key=lambda count: self._cost(joined(count)))
+        self.full = count < len(order) or self.full
+        if count:
+            rows = self._view.decode
+            self._grants += [Grant(rows[row].id, 1) for row in order[:count].tolist()]
+            self.load = joined(count)
+            self._runs = True
+
+    def prompts(self, order: Order, *, whole: bool = False) -> None:
+        """Chunks of these rows of view.prefill; the last is cut to fit. `whole`: a prompt is only cut where it is the
+        first of the step."""
+        rows = self._view.prefill
+        columns = rows.remaining[order], rows.context[order], rows.running[order]
+        for row, left, done, runs in zip(order.tolist(), *(column.tolist() for column in columns), strict=True):
+            room = self._most - self.load.tokens
+            if self.full or room < 1 or self._prompts < 1:
+                return
+            tokens = self._chunk(min(int(left), room), int(done))
+            self.full = tokens < left
+            if not tokens or (whole and self.full and self._grants):
+                self.full = True
+                return
+            self._grants.append(Grant(rows[row].id, tokens))
+            self.load = self.load.add_chunk(tokens, int(done))
+            self._prompts -= 1
+            self._runs = self._runs or runs > 0
+
+    def _chunk(self, most: int, done: int) -> int:
+        """The most tokens of a prompt with `done` tokens computed that keep the step within its bound."""
+        load, cost = self.load, self._cost
+        if cost(load.add_chunk(most, done)) <= self._bound:
+            return most
+        return bisect_right(range(1, most + 1), self._bound, key=lambda tokens: cost(load.add_chunk(tokens, done)))
+
+    def grants(self, urgent: Order) -> tuple[Grant, ...]:
+        """What was put in. Where all of it must first find pages and a slot, the first of the decoding rows `urgent`
+        comes along, so that the instance never idles when it does not find them."""
+        if not self._runs and len(urgent):
+            return (*self._grants, Grant(self._view.decode[int(urgent[0])].id, 1))
+        return tuple(self._grants)

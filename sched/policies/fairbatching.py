@@ -1,0 +1,116 @@
+"""FairBatching (arXiv 2510.14392): steps as long as those who decode can spare, prompts before those that can wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import InvalidValue
+from ..feasibility import decode_load, guest_speed, on_time_set, remaining_work, tightest_tpot
+from ..perf.model import Array, Load
+from ..policy import Decision, Order, Role, View
+from .batch import Batch, Cost, admissible, stall_free_tokens
+
+EXPECTED = 1000  # tokens of context of a decoding row, to a budget that is counted in tokens
+
+
+class Budget(NamedTuple):
+    """How much a step may hold, and what is compared with it."""
+
+    cost: Cost
+    bound: float
+    seconds: float  # that such a step takes: decodes which cannot wait for its end go first
+
+
+class FairBatching:
+    """Section 3.3 (Algorithm 1): first the decoding rows that cannot wait for a step more, always; then prompts; then
+    the other decoding rows; each by slack, until the step takes as long as its budget, which is the least slack of
+    any decoding row, but at least the tightest tpot (section 3.2). Without decoding rows only limits.tokens bounds it.
+
+    anchor: what a decode deadline is counted from: `first`, the first token itself, or `arrival`, arrival + TTFT, as
+    published, with which the worst mean time per token cannot hold. margin: share of the budget that is used: with
+    all of it any error of the prediction is a miss. budget: `slo` as above; `tokens` counts it in tokens instead,
+    blind to contexts (the paper's FB-TB); `fixed:N` is N tokens whatever the slack, `fixed` what Sarathi's would be
+    (FB-FB). on_time_set: prompts not by slack, with which late ones go first and make others late, but the largest
+    set that can be on time first.
+    """
+
+    def __init__(
+        self, anchor: str = "first", margin: float = 0.95, budget: str = "slo", on_time_set: bool = False
+    ) -> None:
+        if anchor not in ("first", "arrival"):
+            raise InvalidValue(f"fairbatching {anchor=} must be first or arrival", "anchor")
+        if not 0 < margin <= 1:
+            raise InvalidValue(f"fairbatching {margin=} must be more than 0 and at most 1", "margin")
+        self._anchored = anchor == "first"
+        self._margin = margin
+        self._budget = _budget(budget, margin)
+        self._on_time_set = on_time_set
+
+    def decide(self, view: View) -> Decision:
+        if view.running is not None:
+            return Decision()
+        slack, tpot = self._slack(view), tightest_tpot(view.decode)
+        least = float(slack.min()) if len(slack) else inf
+        budget = self._budget(view, max(least, tpot) if least < inf else inf)
+        batch = Batch(view, budget.cost, budget.bound)
+        by_slack = np.argsort(slack, kind="stable")
+        urgent = int((slack < budget.seconds + tpot).sum())
+        served = int((view.decode.best_effort == 0).sum())
+        batch.decode(by_slack[:urgent], always=True)
+        ready, later = admissible(view, self._order(view))
+        last = view.prefill.best_effort[ready] > 0
+        batch.prompts(ready[~last])
+        batch.decode(by_slack[urgent:served])
+        batch.decode(by_slack[max(urgent, served) :])
+        batch.prompts(ready[last])
+        batch.prompts(later)
+        return Decision(batch.grants(by_slack))
+
+    def _slack(self, view: View) -> Array:
+        """Seconds that each decoding row can wait; best effort for ever."""
+        rows = view.decode
+        deadline: Array = np.where(rows.best_effort > 0, inf, rows.deadline)
+        if not self._anchored:
+            first = np.array([request.first_token_at or 0.0 for request in rows])
+            deadline = deadline + (rows.arrival + rows.ttft - first)
+        return deadline - view.start
+
+    def _order(self, view: View) -> Order:
+        """Prompts by slack, or those that can be on time first; best effort last."""
+        rows = view.prefill
+        if not self._on_time_set or not len(rows):
+            return np.lexsort((rows.deadline, rows.best_effort))
+        work = remaining_work(view, rows) / max(0.05, self._speed(view))
+        deadline = np.where(rows.best_effort > 0, -inf, rows.deadline)
+        chosen = on_time_set(view.start, deadline, work)
+        return np.lexsort((np.where(chosen, deadline, work), ~chosen, rows.best_effort))
+
+    def _speed(self, view: View) -> float:
+        return 1.0 if view.role is Role.PREFILL else guest_speed(view, self._margin * tightest_tpot(view.decode))
+
+
+def _budget(text: str, margin: float) -> Callable[[View, float], Budget]:
+    """What makes the budget of a view whose decodes leave so many seconds."""
+    name, colon, count = text.partition(":")
+    if text == "slo":
+        return lambda view, seconds: Budget(view.perf.step_time, margin * seconds, seconds)
+    if text == "tokens":
+        return lambda view, seconds: Budget(lambda load: view.perf.step_time(_blind(load)), margin * seconds, seconds)
+    if name == "fixed" and (not colon or (count.isdecimal() and int(count) > 0)):
+        return lambda view, seconds: _fixed(view, int(count or 0) or stall_free_tokens(view))
+    raise InvalidValue(f"fairbatching budget={text!r} must be slo, tokens, fixed or fixed:N with N tokens", "budget")
+
+
+def _fixed(view: View, tokens: int) -> Budget:
+    seconds = view.perf.step_time(decode_load(view.decode).add_chunk(max(0, tokens - len(view.decode)), 0))
+    return Budget(lambda load: load.tokens, tokens, seconds)
+
+
+def _blind(load: Load) -> Load:
+    """The step as its tokens alone tell of it."""
+    longest = EXPECTED if load.decode else 0
+    return Load(load.prefill, load.decode, longest=longest, context=longest * load.decode)

@@ -1,0 +1,47 @@
+"""Prompts first: vLLM's batching before it had chunks (its engine version 0), the papers' baseline `vllm`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..errors import InvalidValue
+from ..perf.model import Load
+from ..policy import Decision, Role, View
+from .batch import Batch, admissible, first_come
+
+
+class PrefillFirst:
+    """Prefill-prioritised (FairBatching, arXiv 2510.14392, section 2.3): while prompts wait and there is room for one,
+    a step is of whole prompts alone, first come first served, and nobody decodes; otherwise everybody does.
+
+    tokens: of a step of prompts; a longer prompt has a step, or several, of its own.
+    """
+
+    def __init__(self, tokens: int = 8192) -> None:
+        if tokens < 1:
+            raise InvalidValue(f"vllm {tokens=} must be at least 1", "tokens")
+        self._tokens = tokens
+
+    def decide(self, view: View) -> Decision:
+        if view.running is not None:
+            return Decision()
+        ready, later = admissible(view, first_come(view))
+        batch = Batch(view, lambda load: load.prefill, self._tokens)
+        last = view.prefill.best_effort[ready] > 0
+        everybody = np.arange(len(view.decode))
+        batch.prompts(ready[~last], whole=True)
+        if not len(batch):
+            batch = Batch(view, _nothing, 0.0)
+            batch.decode(everybody, always=True)
+            batch.prompts(ready[last], whole=True)
+            batch.prompts(later, whole=True)
+        return Decision(batch.grants(everybody if _unsure(view) else everybody[:0]))
+
+
+def _unsure(view: View) -> bool:
+    """Whether there may be less room than it seems: reserved for others, or held by best effort together."""
+    return view.role is Role.DECODE or bool(view.prefill.best_effort.any() or view.decode.best_effort.any())
+
+
+def _nothing(load: Load) -> float:
+    return 0.0

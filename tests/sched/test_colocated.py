@@ -1,0 +1,302 @@
+"""Policies that fill one step with prompts and decodes: what goes in, by hand, and that nothing idles or is lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.sched import policies
+from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.perf.model import Coefficients, GeneralModel
+from jaxserve.sched.plan import StepResult
+from jaxserve.sched.policy import Limits, Role, View
+from jaxserve.sched.request import BEST_EFFORT, Request, State
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
+from jaxserve.sched.slo import NO_SLO, SLO
+from jaxserve.sched.table import Table
+
+from .harness import Job
+from .harness import simulate as serve
+from .test_cluster import JOB, ROLES, check_complete
+
+# 10 ms + 0.1 ms per prompt token + 1 ms per decoding row, whatever the contexts; FLAT has contexts cost 10 us a token
+EXACT = Coefficients(fixed=0.010, prefill=1e-4, decode=1e-3, quadratic=0.0, longest=0.0, context=0.0)
+PERF = GeneralModel(EXACT, correct=False)
+STEEP = GeneralModel(Coefficients(0.010, 1e-4, 1e-3, 0.0, 1e-5, 1e-5), correct=False)
+DEVICE = Latency("test", kv_bytes_per_token=1000, kv_tokens=100_000, coefficients=EXACT)
+NAMES = ["sarathi", "sarathi:tokens=3", "vllm", "vllm:tokens=5", "fairbatching", "fairbatching:anchor=arrival"]
+NAMES += ["fairbatching:budget=fixed:4", "fairbatching:budget=fixed", "fairbatching:budget=tokens+on_time_set"]
+
+
+def prompt(id: int, tokens: int, due: float = 8.0, tier: str = "standard", runs: bool = False) -> Request:
+    one = Request(id, range(tokens), SamplingParams(), SLO(ttft=8.0), due - 8.0, tier=tier)
+    one.state = State.RUNNING if runs else State.WAITING
+    return one
+
+
+def decoding(id: int, due: float, context: int = 100, tier: str = "standard", first: float = 0.0) -> Request:
+    one = Request(id, range(context), SamplingParams(max_tokens=1000), SLO(ttft=1.0, tpot=0.05), 0.0, tier=tier)
+    one.state, one.computed, one.output = State.RUNNING, context, [1]
+    one.first_token_at, one.token_times, one.budget = first, [first], due - first
+    return one
+
+
+def view(prefill: list[Request], decode: list[Request], **more: object) -> View:
+    tables = Table(), Table()
+    for table, requests in zip(tables, (prefill, decode), strict=True):
+        for request in requests:
+            table.add(request)
+    fields: dict[str, object] = {
+        "now": 0.0, "start": 0.0, "role": Role.MIXED, "limits": Limits(8192, 256, 1000, 16), "free_pages": 900,
+        "kv_waiting": 0, "perf": PERF,
+    }  # fmt: skip
+    return View(prefill=tables[0], decode=tables[1], **{**fields, **more})  # type: ignore[arg-type]
+
+
+def step(name: str, at: View) -> list[tuple[int, int]]:
+    return [(grant.request, grant.tokens) for grant in policies.make(name).decide(at).grants]
+
+
+# FairBatching: budget and groups
+
+
+def test_the_budget_is_the_least_slack_less_the_margin() -> None:
+    """80 ms of slack: 76 ms, of which 10 are fixed and 1 a row; both rows are due within 80 + 50 ms."""
+    at = view([prompt(0, 5000)], [decoding(1, 0.08), decoding(2, 0.12)])
+    assert step("fairbatching", at) == [(1, 1), (2, 1), (0, 640)]
+    assert step("fairbatching:margin=1.0", at) == [(1, 1), (2, 1), (0, 680)]
+
+
+def test_the_budget_is_never_less_than_the_tightest_tpot() -> None:
+    for due in (0.001, -2.0):
+        at = view([prompt(0, 5000)], [decoding(1, due)])
+        assert step("fairbatching:margin=1.0", at) == [(1, 1), (0, 390)]
+
+
+def test_who_can_wait_for_a_step_more_comes_after_prompts() -> None:
+    """The budget is 80 ms: rows due before 80 + 50 ms are urgent, those due later are not."""
+    decode = [decoding(1, 0.08), decoding(2, 0.129), decoding(3, 0.131)]
+    assert step("fairbatching", view([prompt(0, 5000)], decode)) == [(1, 1), (2, 1), (0, 640)]
+    assert step("fairbatching", view([prompt(0, 100)], decode)) == [(1, 1), (2, 1), (0, 100), (3, 1)]
+
+
+def test_each_group_is_by_slack() -> None:
+    decode = [decoding(1, 0.50), decoding(2, 0.08), decoding(3, 0.40), decoding(4, 0.10)]
+    prompts = [prompt(5, 10, due=4.0), prompt(6, 10, due=2.0), prompt(7, 10, due=3.0)]
+    assert [id for id, _ in step("fairbatching", view(prompts, decode))] == [2, 4, 6, 7, 5, 3, 1]
+
+
+def test_urgent_rows_decode_even_beyond_the_budget() -> None:
+    decode = [decoding(id, 0.02) for id in range(1, 61)]
+    assert step("fairbatching", view([prompt(0, 100)], decode)) == [(id, 1) for id in range(1, 61)]
+
+
+def test_the_others_decode_as_far_as_the_budget_goes() -> None:
+    """0.95 x 60 ms: 10 fixed, 20 for the prompt, 1 for the urgent row; 26 others."""
+    decode = [decoding(1, 0.06), *(decoding(id, 0.5 + id / 1000) for id in range(2, 50))]
+    assert step("fairbatching", view([prompt(0, 200)], decode)) == [(1, 1), (0, 200), *((id, 1) for id in range(2, 28))]
+
+
+def test_without_decodes_only_the_token_limit_bounds_a_step() -> None:
+    at = view([prompt(0, 5000), prompt(1, 5000)], [], role=Role.PREFILL)
+    assert step("fairbatching", at) == [(0, 5000), (1, 3192)]
+
+
+def test_anchored_at_the_arrival_an_early_first_token_leaves_slack() -> None:
+    """TTFT 1 s and the first token after 0.2 s: 0.8 s more than what is due."""
+    at = view([prompt(0, 8000)], [decoding(1, 0.05, first=0.2)])
+    assert step("fairbatching:margin=1.0", at) == [(1, 1), (0, 390)]
+    assert step("fairbatching:margin=1.0+anchor=arrival", at) == [(1, 1), (0, 8000)]
+    tight = view([prompt(0, 8000)], [decoding(1, 0.05, first=0.5)], perf=STEEP)
+    assert step("fairbatching:margin=1.0+anchor=arrival", tight)[1] == (0, 5380)  # 550 ms: 10 fixed, 1 + 1 for the row
+
+
+def test_a_fixed_budget_is_in_tokens_whatever_the_slack() -> None:
+    """Such a step takes 22 ms: who is due within 50 ms of its end is urgent. 50 ms of prompt tokens are 400."""
+    at = view([prompt(0, 5000)], [decoding(1, 0.07), decoding(2, 3.0)])
+    assert step("fairbatching:budget=fixed:100", at) == [(1, 1), (0, 99)]
+    assert step("fairbatching:budget=fixed", at) == [(1, 1), (0, 399)]
+
+
+def test_a_budget_in_tokens_is_blind_to_contexts() -> None:
+    long = view([prompt(0, 5000)], [decoding(1, 0.08, context=3005)], perf=STEEP)
+    usual = view([prompt(0, 5000)], [decoding(1, 0.08, context=995)], perf=STEEP)
+    assert step("fairbatching:budget=tokens", long) == step("fairbatching:budget=tokens", usual) == [(1, 1), (0, 550)]
+    assert step("fairbatching", usual) == [(1, 1), (0, 550)] and step("fairbatching", long) == [(1, 1), (0, 349)]
+
+
+def test_late_prompts_go_first_by_slack_and_last_in_an_on_time_set() -> None:
+    prompts = [prompt(0, 8000, due=-1.0), prompt(1, 2000, due=0.25), prompt(2, 3000, due=9.0)]
+    assert [id for id, _ in step("fairbatching", view(prompts, []))] == [0, 1]
+    assert step("fairbatching:on_time_set", view(prompts, [])) == [(1, 2000), (2, 3000), (0, 3192)]
+
+
+# Sarathi and vLLM
+
+
+def test_sarathi_decodes_everything_and_fills_up_with_prompts() -> None:
+    at = view([prompt(0, 30), prompt(1, 300)], [decoding(2, 9.0), decoding(3, 0.01)])
+    assert step("sarathi:tokens=100", at) == [(2, 1), (3, 1), (0, 30), (1, 68)]
+    assert step("sarathi:tokens=1", at) == [(2, 1), (3, 1)]
+
+
+def test_sarathis_own_budget_is_what_the_tightest_tpot_allows() -> None:
+    assert step("sarathi", view([prompt(0, 3000)], [decoding(1, 9.0)])) == [(1, 1), (0, 399)]
+    assert step("sarathi", view([prompt(0, 3000)], [])) == [(0, 400)]  # it is a constant: idle or not
+    assert step("sarathi", view([prompt(0, 9000)], [], role=Role.PREFILL)) == [(0, 8192)]
+
+
+def test_vllm_puts_whole_prompts_first_and_nobody_decodes() -> None:
+    at = view([prompt(0, 5000), prompt(1, 3000), prompt(2, 300)], [decoding(3, 0.01)])
+    assert [id for id, _ in step("vllm", at)][:2] == [0, 1]
+    assert step("vllm", view([prompt(0, 5000, runs=True), prompt(1, 3300)], [decoding(3, 0.01)])) == [(0, 5000)]
+    assert step("vllm", view([], [decoding(3, 0.01)])) == [(3, 1)]
+    assert step("vllm", view([prompt(0, 9000, runs=True)], [])) == [(0, 8192)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_best_effort_comes_last(name: str) -> None:
+    prompts = [prompt(0, 2, due=-9.0, tier=BEST_EFFORT), prompt(1, 2)]
+    decode = [decoding(2, -9.0, tier=BEST_EFFORT), decoding(3, 9.0)]
+    granted = [id for id, _ in step(name, view(prompts, decode))]
+    standard = [granted.index(id) for id in (1, 3) if id in granted]
+    assert standard and granted[: len(standard)] == [id for id in granted if id in (1, 3)]
+    alone = [id for id, _ in step(name, view(prompts[:1], decode[:1]))]
+    assert alone and set(alone) <= {0, 2}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_that_finds_no_room_does_not_take_the_place_of_one_that_runs(name: str) -> None:
+    at = view([prompt(0, 4000, due=-5.0), prompt(1, 4, runs=True)], [decoding(2, 99.0)], free_pages=100)
+    granted = step(name, at)
+    assert granted[0][0] in (1, 2) and {id for id, _ in granted} & {1, 2}
+
+
+def test_somebody_who_runs_comes_along_with_prompts_that_may_find_no_room() -> None:
+    at = view([prompt(0, 50), prompt(1, 5000)], [decoding(2, 99.0), decoding(3, 98.0)])
+    assert step("fairbatching:budget=fixed:60", at) == [(0, 50), (1, 10), (3, 1)]
+    assert step("vllm", at) == [(0, 50), (1, 5000)]
+    assert step("vllm", replace(at, role=Role.DECODE)) == [(0, 50), (1, 5000), (2, 1)]  # pages may be reserved
+
+
+def test_requests_without_objectives_are_served() -> None:
+    requests = [Request(id, range(100), SamplingParams(), NO_SLO, 0.0) for id in range(2)]
+    for name in NAMES:
+        assert step(name, view(requests, []))
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("fairbatching:anchor=now", "first or arrival"),
+        ("fairbatching:margin=0", "more than 0"),
+        ("fairbatching:budget=fixed:0", "slo, tokens, fixed"),
+        ("fairbatching:budget=many", "slo, tokens, fixed"),
+        ("fairbatching:ontime", "on_time_set"),
+        ("sarathi:tokens=-1", "at least 1, or 0"),
+        ("vllm:tokens=0", "at least 1"),
+    ],
+)
+def test_wrong_options_are_answered_with_what_is_allowed(name: str, allowed: str) -> None:
+    with pytest.raises(InvalidValue, match=allowed):
+        policies.make(name)
+
+
+# Laws
+
+
+@dataclass
+class Load:
+    prompt: int
+    output: int
+    arrival: float
+    tier: str
+
+
+@given(
+    name=st.sampled_from(NAMES),
+    loads=st.lists(
+        st.builds(
+            Load, st.integers(1, 20), st.integers(1, 12), st.floats(0, 0.1), st.sampled_from(["standard", BEST_EFFORT])
+        ),
+        min_size=1,
+        max_size=9,
+    ),
+    pages=st.integers(9, 16),
+    rows=st.integers(1, 4),
+    tokens=st.integers(1, 16),
+)
+@settings(max_examples=200)
+def test_an_instance_with_requests_never_idles(name, loads, pages, rows, tokens) -> None:  # type: ignore[no-untyped-def]
+    scheduler = Scheduler(policies.make(name), GeneralModel(EXACT), Limits(tokens, rows, pages, 4))
+    coming = sorted(
+        (
+            Request(
+                id,
+                range(100 * (id % 3), 100 * (id % 3) + one.prompt),
+                SamplingParams(max_tokens=one.output),
+                SLO(0.05, 0.02),
+                one.arrival,
+                tier=one.tier,
+            )
+            for id, one in enumerate(loads)
+        ),
+        key=lambda one: one.arrival,
+    )
+    now = 0.0
+    for _ in range(1000):
+        while coming and coming[0].arrival <= now:
+            scheduler.add(coming.pop(0))
+        plan = scheduler.plan(now, now)
+        assert (plan is None) == (len(scheduler) == 0)
+        if plan is None and not coming:
+            return
+        begun, now = now, coming[0].arrival if plan is None else now + scheduler.predicted
+        if plan is not None:
+            scheduler.settle(
+                StepResult(plan.step, begun, now, tuple((7,) if span.samples else () for span in plan.spans))
+            )
+            scheduler.check()
+    raise AssertionError("it does not end")
+
+
+@given(
+    jobs=st.lists(JOB, min_size=1, max_size=8),
+    roles=st.sampled_from(list(ROLES.values())),
+    policy=st.sampled_from(NAMES),
+    pages=st.integers(9, 14),
+    rows=st.integers(1, 4),
+    tokens=st.integers(1, 16),
+)
+@settings(max_examples=120)
+def test_nothing_is_lost_whatever_the_roles(jobs, roles, policy, pages, rows, tokens) -> None:  # type: ignore[no-untyped-def]
+    """A request of up to 34 tokens in pools of 36 to 56, cancelled at times: pages and requests are conserved."""
+    check_complete(
+        serve(jobs, roles, policy=policy, pages=pages, page_size=4, rows=rows, tokens=tokens), jobs, cancelled=True
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("roles", ROLES)
+def test_serves_a_burst(name: str, roles: str) -> None:
+    jobs = [Job(range(1000 * i, 1000 * i + 1 + 7 * i % 60), 1 + 5 * i % 30, 0.002 * (i // 5)) for i in range(30)]
+    check_complete(serve(jobs, ROLES[roles], policy=name), jobs)
+
+
+def test_a_burst_of_prompts_is_served_by_the_slack_of_those_who_decode() -> None:
+    """Four rows have decoded for a second at 14 ms a token where 50 are promised. Then 2,000 prompt tokens come:
+    FairBatching computes them at once, Sarathi a little in each step; vLLM stops the rows longer than they can wait."""
+    early = [Arrival(0.0, 10, 120, SLO(1.0, 0.05)) for _ in range(4)]
+    burst = [Arrival(1.0, 500, 5, SLO(0.25, 0.05)) for _ in range(4)]
+    met = {}
+    for name in ("fairbatching", "sarathi", "vllm"):
+        found = simulate([*early, *burst], name, Mesh(1), DEVICE, options=Options(perf="exact"))
+        met[name] = sum(one.attained for one in found.measured[4:]), sum(one.worst_attained for one in found.measured)
+        assert found.summary.count == 8
+    assert met["fairbatching"][0] == 4 and met["sarathi"][0] < 4
+    assert met["fairbatching"][1] == 8

@@ -1,0 +1,151 @@
+"""The prefill admission budget: its formula by hand, and who uses it to admit and to place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.sched import admission
+from jaxserve.sched.pab import line, prefill_budget
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.perf.linear import LinearModel
+from jaxserve.sched.perf.model import Coefficients, GeneralModel
+from jaxserve.sched.placement import Fleet
+from jaxserve.sched.placement.prefill_budget import PrefillBudget
+from jaxserve.sched.policies.sarathi import Sarathi
+from jaxserve.sched.policy import Limits, Role, View
+from jaxserve.sched.request import BEST_EFFORT, Request, State
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
+from jaxserve.sched.slo import SLO
+from jaxserve.sched.table import Table
+
+PROMISED = SLO(ttft=0.5, tpot=0.05)
+# a = 10 ms, b = b_dec = 0.1 ms, c = 0.1 us
+EXACT = Coefficients(fixed=0.010, prefill=1e-4, decode=1e-4, quadratic=0.0, longest=1e-7, context=1e-7)
+PERF = GeneralModel(EXACT, correct=False)
+DEVICE = Latency("test", kv_bytes_per_token=1000, kv_tokens=100_000, coefficients=EXACT)
+
+
+def waiting(id: int, tokens: int, due: float, tier: str = "standard") -> Request:
+    return Request(id, range(tokens), SamplingParams(), PROMISED, due - PROMISED.ttft, tier=tier)
+
+
+def decoding(id: int, context: int, due: float, tier: str = "standard") -> Request:
+    one = Request(id, range(context), SamplingParams(max_tokens=1000), PROMISED, 0.0, tier=tier)
+    one.state, one.computed, one.output = State.RUNNING, context, [1]
+    one.first_token_at, one.token_times, one.budget = 0.0, [0.0], due
+    return one
+
+
+def view(prefill: list[Request], decode: list[Request]) -> View:
+    tables = Table(), Table()
+    for table, requests in zip(tables, (prefill, decode), strict=True):
+        for request in requests:
+            table.add(request)
+    return View(0.0, 0.0, Role.MIXED, *tables, Limits(8192, 256, 1000, 16), 900, 0, PERF)
+
+
+def test_an_idle_instance_has_all_of_the_time_less_one_step() -> None:
+    assert prefill_budget(view([], []), due=0.5) == pytest.approx((0.5 - 0.01) / 1.001e-4)
+
+
+def test_by_hand() -> None:
+    """Rows due in 50 and 150 ms take 10 and 8 steps within 500 ms, a prompt due in 400 ms takes 3."""
+    at = view([waiting(0, 500, due=0.4)], [decoding(1, 1000, due=0.05), decoding(2, 3000, due=0.15)])
+    free = 0.5 - 0.010 * 10 - 10 * (1e-4 + 1e-7 * 1000) - 8 * (1e-4 + 1e-7 * 3000) - 3 * (1e-4 + 1e-7 * 500)
+    assert prefill_budget(at, due=0.5) == pytest.approx(free / (1e-4 + 1e-7) - 500)
+
+
+def test_a_late_row_counts_as_one_due_now() -> None:
+    late, now = decoding(1, 1000, due=-3.0), decoding(1, 1000, due=0.0)
+    assert prefill_budget(view([], [late]), due=0.5) == prefill_budget(view([], [now]), due=0.5)
+
+
+def test_rows_that_need_no_step_in_time_and_best_effort_cost_nothing() -> None:
+    patient, last = decoding(1, 1000, due=0.5), decoding(2, 1000, due=0.1, tier=BEST_EFFORT)
+    queued = waiting(3, 900, due=0.1, tier=BEST_EFFORT)
+    assert prefill_budget(view([queued], [patient, last]), due=0.5) == prefill_budget(view([], []), due=0.5)
+
+
+def test_on_a_prefill_instance_what_waits_decodes_elsewhere() -> None:
+    at = replace(view([waiting(0, 500, due=0.4)], []), role=Role.PREFILL)
+    assert prefill_budget(at, due=0.5) == pytest.approx((0.5 - 0.010) / 1.001e-4 - 500)
+
+
+def test_a_step_under_way_takes_from_the_time() -> None:
+    at = replace(view([], []), start=0.2)
+    assert prefill_budget(at, due=0.5) == pytest.approx((0.3 - 0.01) / 1.001e-4)
+
+
+def test_the_line_of_a_linear_model_is_its_own() -> None:
+    found = line(LinearModel(0.01, 2e-4, 3e-7), 7, 5000.0, 1024, 8192)
+    assert found == pytest.approx((0.01, 2e-4, 2e-4, 3e-7))
+
+
+def test_the_longest_row_is_part_of_every_step_where_it_costs_more() -> None:
+    straggler = GeneralModel(replace(EXACT, longest=1e-6), correct=False)
+    assert line(straggler, 2, 5000.0, 1024, 8192) == pytest.approx((0.01 + 9e-7 * 5000, 1e-4, 1e-4, 1e-7))
+
+
+LENGTHS = st.integers(1, 4000)
+TIMES = st.floats(-1, 1)
+
+
+@given(
+    rows=st.lists(st.tuples(LENGTHS, TIMES), max_size=8),
+    prompts=st.lists(st.tuples(LENGTHS, TIMES), max_size=4),
+    more=st.tuples(LENGTHS, TIMES),
+)
+@settings(max_examples=100)
+def test_a_request_more_never_raises_the_budget(rows, prompts, more) -> None:  # type: ignore[no-untyped-def]
+    decode = [decoding(id, *row) for id, row in enumerate(rows)]
+    prefill = [waiting(100 + id, *prompt) for id, prompt in enumerate(prompts)]
+    before = prefill_budget(view(prefill, decode), due=0.5)
+    assert prefill_budget(view(prefill, [*decode, decoding(200, *more)]), due=0.5) <= before + 1e-6
+    assert prefill_budget(view([*prefill, waiting(200, *more)], decode), due=0.5) <= before - more[0] + 1e-6
+
+
+def scheduler() -> Scheduler:
+    return Scheduler(Sarathi(), PERF, Limits(8192, 256, 6000, 16), prefix_caching=False)
+
+
+def test_admits_up_to_the_budget_and_no_token_more() -> None:
+    most = int((0.5 - 0.01) / 1.001e-4)
+    by_budget = admission.make("pab:refuse")
+    assert by_budget.refuse and not admission.make("pab").refuse
+    assert by_budget.admits(waiting(0, most, due=0.5), scheduler(), 0.0)
+    assert not by_budget.admits(waiting(0, most + 1, due=0.5), scheduler(), 0.0)
+
+
+def test_places_where_most_is_left() -> None:
+    fleet = Fleet(0.0, [scheduler(), scheduler(), scheduler()], lambda tokens: 0.0)
+    fleet.instances[0].add(waiting(0, 2000, due=0.5))
+    fleet.instances[1].add(waiting(1, 100, due=0.5))
+    fleet.instances[2].add(waiting(2, 300, due=0.5))
+    assert PrefillBudget().prefill(waiting(3, 10, due=0.5), fleet) == [1, 2, 0]
+
+
+def test_places_where_the_prefix_is_where_budgets_are_equal() -> None:
+    one, other = (Scheduler(Sarathi(), PERF, Limits(8192, 256, 6000, 16)) for _ in range(2))
+    held = Request(0, range(160), SamplingParams(max_tokens=1), PROMISED, 0.0)
+    pages = other.blocks.take((), 10)
+    assert pages is not None
+    for page, digest in zip(pages, other._memory.digests(held, 160), strict=True):
+        other.blocks.register(page, digest)
+    fleet = Fleet(0.0, [one, other], lambda tokens: 0.0)
+    assert PrefillBudget().prefill(waiting(1, 161, due=0.5), fleet) == [1, 0]
+
+
+@pytest.mark.parametrize(("how", "reasons"), [("pab:refuse", {"rejected", "stop"}), ("pab", {"stop"})])
+def test_a_burst_is_cut_to_what_can_be_on_time(how: str, reasons: set[str]) -> None:
+    burst = [Arrival(0.001 * i, 1000, 5, PROMISED) for i in range(20)]
+    found = simulate(burst, "fairbatching", Mesh(1), DEVICE, options=Options(admission=how))
+    assert set(found.summary.reasons) == reasons
+    on_time = [one.attained for one in found.measured]
+    assert on_time.count(True) >= 3 and all(on_time[:3])
+    refused = [one for one in found.measured if one.reason == "rejected"]
+    assert len(refused) == (20 - on_time.count(True) if how == "pab:refuse" else 0)  # who is let in is on time
