@@ -19,6 +19,7 @@ COMMANDS = {
     "bench": ("jaxserve.bench.cli", "send load to a running server and report latencies and goodput"),
     "replay": ("jaxserve.replay", "feed a server's journal back: equal plans, and the same load simulated"),
     "profile": ("jaxserve.profile", "measure step times of a model on this machine, for the simulator"),
+    "fit": ("jaxserve.fit", "fit step-time models to measured steps, and write a latency preset"),
     "plan": ("jaxserve.planner", "how many devices, which split and policy, for a trace and an SLO"),
     "distill": ("jaxserve.distill", "train a draft model for speculation"),
     "convert": ("jaxserve.convert", "turn safetensors into an Orbax checkpoint"),
