@@ -35,14 +35,24 @@ HALVES = {
 WHOLE = {
     "fairbatching": "fairbatching:FairBatching",
     "sarathi": "sarathi:Sarathi",
+    "slos_serve": "slos_serve:SlosServe",
     "unified": "unified:Unified",
     "vllm": "prefill_first:PrefillFirst",
 }
+
+PLACEMENT = {"unified": "unified"}  # where a policy is half of a whole with its own placement
 
 
 def names() -> list[str]:
     """What `--policy` takes, options and halves aside."""
     return sorted({*HALVES, *WHOLE})
+
+
+def placement(policy: str, given: str = "auto") -> str:
+    """The placement that goes with a policy, unless another is given."""
+    if given != "auto":
+        return given
+    return PLACEMENT.get(policy.partition(":")[0], "least_work")
 
 
 def make(text: str) -> Policy:

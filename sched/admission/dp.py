@@ -1,0 +1,58 @@
+"""Admission by the dynamic programme of SLOs-Serve (arXiv 2504.08784, sections 3.1 and 4.2)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from ..policies.dp import Prompts, Standing, admitted, blocks, demand, standing_of, terms_of, tightest
+from ..policies.speculation import NEVER
+from ..policy import Role, View
+from ..request import Request
+from ..scheduler import Scheduler
+
+
+class ByDP:
+    """Admits a request that can keep its SLO beside everything its instance has promised. margin, block, output: see
+    policies.slos_serve."""
+
+    def __init__(self, refuse: bool = False, margin: float = 0.05, block: float = 0.25, output: int = 256) -> None:
+        self.refuse = refuse
+        self._margin = margin
+        self._block = block
+        self._output = output
+
+    def admits(self, request: Request, scheduler: Scheduler, now: float) -> bool:
+        view = scheduler.view(now, max(now, scheduler.ends))
+        rows = view.prefill
+        promised = np.flatnonzero(rows.best_effort == 0) if len(rows) else np.arange(0)
+        standing = _with_drafting(standing_of(view, promised, self._output), scheduler, view)
+        terms = terms_of(view, block=self._block, draft=view.limits.draft, margin=self._margin)
+        terms = replace(terms, idle=min(terms.idle, self._block * request.slo.ttft))
+        new = self._prompt(request, scheduler, view)
+        return bool(admitted(standing, new, terms)[0])
+
+    def _prompt(self, request: Request, scheduler: Scheduler, view: View) -> Prompts:
+        cached = scheduler.cached_tokens(request)
+        tokens = np.array([float(request.known - cached)])
+        tpot = NEVER if view.role is Role.PREFILL else tightest(request, request.slo.tpot_of(request.stage))
+        return Prompts(
+            np.array([request.deadline]),
+            demand(view.perf, tokens, np.array([float(cached)]), view.limits.tokens),
+            np.array([tpot]),
+            blocks(tokens + self._output, view),
+        )
+
+
+def _with_drafting(standing: Standing, scheduler: Scheduler, view: View) -> Standing:
+    """Rows whose drafts are being verified are in no table of the view."""
+    drafting = [one for one in scheduler if one.drafting and one.tier != "best_effort"]
+    if not drafting or view.role is Role.PREFILL:
+        return standing
+    tpot = [tightest(one, one.slo.tpot_of(one.stage)) for one in drafting]
+    return replace(
+        standing,
+        tpot=np.concatenate([standing.tpot, tpot]),
+        context=np.concatenate([standing.context, [float(one.computed) for one in drafting]]),
+    )

@@ -1,0 +1,273 @@
+"""SLOs-Serve (arXiv 2504.08784): who can keep its SLO is promised it, the others are served from what is left.
+
+New requests are promised by the dynamic programme in dp.py, those declined become best effort (section 4.1). A step
+lasts as long as the tightest tpot of the rows that decode allows (Algorithm 2), longer where drafts gain several
+tokens (3.2.3). In it, by deadline: rows that must decode now, promised prompts, the other rows; then best effort.
+
+Readings: a row must decode now unless another step may end before its next token is due (line 8 with <=, and
+counted from the row's last token, so that a row that is ahead is not stopped for all it is ahead). A step that ends a
+prompt ends by that prompt's deadline: with nobody decoding the paper bounds it by nothing. Once its first token is
+late a promise is void, and the request best effort.
+"""
+
+from __future__ import annotations
+
+from math import inf, log2
+
+import numpy as np
+
+from ..feasibility import GRID, Mask, decode_load, largest_chunk, remaining_work, tightest_tpot
+from ..perf.model import Array, Load
+from ..policy import Decision, Grant, Order, Role, Rows, View
+from ..request import State
+from .dp import admitted, best_effort_pages, prompts_of, standing_of, terms_of, tier_of, tiers
+from .speculation import NEVER, Pace, Supply, Terms, accepted
+
+BEHIND = 8.0  # tpots: a row later than that does not hurry the others any more
+
+
+class SlosServe:
+    """admit: promise by the dynamic programme, and demote; otherwise everybody is served by deadline. spec: draft
+    where limits.draft allows. dynamic: steps as long as who decodes now allows; otherwise never longer than the
+    tightest tpot seen allows. margin: share of every tpot kept back. block: share of the tightest ttft that a step
+    without decoding rows may take. output: tokens that a request is taken to generate, for its memory alone.
+
+    Writer of what it promised, and of the tightest tpot seen: both follow from the views, in order.
+    """
+
+    def __init__(
+        self,
+        admit: bool = True,
+        spec: bool = True,
+        dynamic: bool = True,
+        margin: float = 0.05,
+        block: float = 0.25,
+        output: int = 256,
+    ) -> None:
+        self._admit = admit
+        self._spec = spec
+        self._dynamic = dynamic
+        self._margin = margin
+        self._block = block
+        self._output = output
+        self._promised: set[int] = set()
+        self._tightest = inf
+        self._paces: dict[tuple[float, ...], Pace] = {}
+
+    def decide(self, view: View) -> Decision:
+        if view.running is not None:
+            return Decision()
+        terms = self._terms(view)
+        mine, declined = self._promise(view, terms)
+        return _Step(view, self._pace(view, terms), terms).decision(mine, declined)
+
+    def _terms(self, view: View) -> Terms:
+        fixed = None
+        if not self._dynamic:
+            self._tightest = min(self._tightest, tightest_tpot(view.prefill), tightest_tpot(view.decode))
+            fixed = (1.0 - self._margin) * self._tightest
+        draft = view.limits.draft if self._spec else 0
+        return terms_of(view, block=self._block, draft=draft, margin=self._margin, fixed=fixed)
+
+    # promises
+
+    def _promise(self, view: View, terms: Terms) -> tuple[Order, tuple[int, ...]]:
+        """Rows of view.prefill that are promised, by deadline, and the ids of those that are declined now."""
+        rows = view.prefill
+        standard = np.flatnonzero(rows.best_effort == 0) if len(rows) else np.arange(0)
+        declined: Order = np.arange(0)
+        if self._admit and len(standard):
+            new = self._undecided(rows, standard)
+            old = np.setdiff1d(standard, new, assume_unique=True)
+            late = self._late(view, old)
+            if len(new):
+                old = np.setdiff1d(old, late, assume_unique=True)
+                standing = standing_of(view, old, self._output)
+                kept = admitted(standing, prompts_of(view, new, self._output), terms)
+                self._promised.update(rows[row].id for row in new[kept].tolist())
+                declined = new[~kept]
+            declined = np.concatenate([declined, late])
+            standard = np.setdiff1d(standard, declined, assume_unique=True)
+        order = standard[np.argsort(rows.deadline[standard], kind="stable")] if len(standard) else standard
+        return order, tuple(rows[row].id for row in declined.tolist())
+
+    def _undecided(self, rows: Rows, standard: Order) -> Order:
+        """New requests. Who runs, or has run, is promised already, whoever did it."""
+        promised = self._promised
+        if len(promised) > 64 + 4 * len(standard):
+            promised.intersection_update([rows[row].id for row in standard.tolist()])
+        new = []
+        for row in standard.tolist():
+            request = rows[row]
+            if request.id not in promised:
+                if request.state is State.WAITING and not request.generated:
+                    new.append(row)
+                else:
+                    promised.add(request.id)
+        return np.array(new, dtype=np.intp)
+
+    def _late(self, view: View, old: Order) -> Order:
+        """Promised prompts whose first token can no longer be in time, even alone."""
+        if not len(old):
+            return old
+        rows = view.prefill
+        work = remaining_work(view, rows)[old]
+        late = old[view.start + work > rows.deadline[old]]
+        return late[[rows[row].generated == 0 for row in late.tolist()]] if len(late) else late
+
+    # steps
+
+    def _pace(self, view: View, terms: Terms) -> Pace:
+        """How long a step may be, and how much its rows draft: kept while the rows are about the same."""
+        rows = view.decode
+        mine = rows.best_effort == 0 if len(rows) else np.zeros(0, dtype=bool)
+        if view.role is Role.PREFILL or not mine.any():
+            return Pace(terms.idle if terms.fixed is None else terms.fixed, (1,), 0.0)
+        if not terms.draft:
+            keep = (1.0 - terms.margin) * tightest_tpot(rows)
+            return Pace(keep if terms.fixed is None else min(keep, terms.fixed), (1,), 0.0)
+        tpot = rows.tpot[mine]
+        among = tiers(tpot)
+        counts = np.bincount(tier_of(tpot, among), minlength=len(among)).tolist()
+        context = float(rows.context.sum())
+        key = (*among.tolist(), *map(_about, counts), _about(context), round(terms.acceptance * 50), terms.idle)
+        pace = self._paces.get(key)
+        if pace is None:
+            if len(self._paces) > 256:
+                self._paces.clear()
+            supply = Supply(terms, among.tolist(), decode_load(rows), len(rows), context / len(rows))
+            pace = self._paces[key] = supply.pace(counts)
+        return pace
+
+
+def _about(amount: float) -> float:
+    """The same for amounts that differ by less than some 6 %."""
+    return float(round(12.0 * log2(1.0 + amount)))
+
+
+class _Step:
+    """One step in the making. Writer of its load and its grants."""
+
+    def __init__(self, view: View, pace: Pace, terms: Terms) -> None:
+        self._view = view
+        self._pace = pace
+        self._grants: list[Grant] = []
+        self._load = Load()
+        self._certain = False  # somebody is granted who cannot fail to run
+        rows = view.decode
+        self._lengths, self._gain = self._drafts(rows, terms)
+        self._bound = self._hurry(rows, terms.margin)
+        self._room: float = view.free_pages - len(rows)  # pages: one a row stays for its growth
+        self._full = False  # somebody waits for pages
+
+    def decision(self, mine: Order, declined: tuple[int, ...]) -> Decision:
+        """mine: promised prompts in order."""
+        view, rows = self._view, self._view.decode
+        best = rows.best_effort > 0 if len(rows) else np.zeros(0, dtype=bool)
+        now = self._now(rows) & ~best
+        self._decode(np.flatnonzero(now))
+        evictable = best_effort_pages(view)
+        self._room += evictable
+        self._prompts(mine)
+        self._room -= evictable
+        self._decode_some(np.flatnonzero(~now & ~best))
+        self._decode_some(np.flatnonzero(best))
+        self._prompts(np.flatnonzero(view.prefill.best_effort > 0) if len(view.prefill) else np.arange(0))
+        return Decision(tuple(self._grants), declined)
+
+    def _drafts(self, rows: Rows, terms: Terms) -> tuple[Array, Array]:
+        """Tokens that each row verifies, and what it gains by that."""
+        lengths = np.ones(len(rows))
+        if len(self._pace.lengths) == 1 and self._pace.lengths[0] == 1:
+            return lengths, lengths
+        mine = np.flatnonzero(rows.best_effort == 0)
+        tpot = rows.tpot[mine]
+        lengths[mine] = np.array(self._pace.lengths)[tier_of(tpot, tiers(tpot))]
+        gains = np.array([0.0, *(accepted(terms.acceptance, length) for length in range(1, terms.draft + 2))])
+        return lengths, gains[lengths.astype(np.intp)]
+
+    def _hurry(self, rows: Rows, margin: float) -> float:
+        """The pace's step, shorter where a row has fallen behind (the paper strengthens its SLO; here to half the
+        step at most)."""
+        seconds = self._pace.seconds
+        if not len(rows) or self._view.role is Role.PREFILL:
+            return seconds
+        slack, tpot = rows.deadline - self._view.start, np.minimum(rows.tpot, NEVER)
+        allowed = np.where(slack > -BEHIND * tpot, slack + (self._gain - 1.0) * tpot, inf)
+        allowed = np.where(rows.best_effort > 0, inf, allowed)
+        return min(seconds, max(0.5 * seconds, (1.0 - margin) * float(allowed.min())))
+
+    def _now(self, rows: Rows) -> Mask:
+        """Rows whose next token would be late if they sat this step out."""
+        if not len(rows):
+            return np.zeros(0, dtype=bool)
+        tpot = np.minimum(rows.tpot, NEVER)
+        if float(tpot.max()) <= 2.0 * self._bound:
+            return np.ones(len(rows), dtype=bool)
+        last = np.array([inf if row.last_token_at is None else row.last_token_at for row in rows])
+        due = np.minimum(rows.deadline, last + tpot) + (self._gain - 1.0) * tpot
+        now: Mask = due < self._view.start + 2.0 * self._bound
+        return now
+
+    # grants
+
+    def _decode(self, order: Order) -> None:
+        rows, limits = self._view.decode, self._view.limits
+        if not len(order):
+            return
+        lengths = self._lengths[order].astype(int).tolist()
+        if sum(lengths) > limits.tokens:
+            lengths = [1] * len(lengths)
+        self._grants += [Grant(rows[row].id, 1, n - 1) for row, n in zip(order.tolist(), lengths, strict=True)]
+        self._load = self._with(rows.context[order], sum(lengths), max(lengths) - 1)
+        self._certain = True
+
+    def _decode_some(self, order: Order) -> None:
+        """As many, in their order, as still fit; all of them where nobody else is sure to run."""
+        if len(order) and self._certain:
+            tokens = np.cumsum(self._lengths[order])
+            context = self._view.decode.context[order]
+            low, high = 0, len(order) + 1
+            while high - low > 1:  # low fit, high do not
+                middle = len(order) if high > len(order) else (low + high) // 2
+                load = self._with(context[:middle], int(tokens[middle - 1]), self._load.drafts)
+                fits = self._view.perf.step_time(load) <= self._bound
+                low, high = (middle, high) if fits else (low, middle)
+            order = order[:low]
+        self._decode(order)
+
+    def _with(self, context: Array, tokens: int, drafts: int) -> Load:
+        """The step's load with more rows."""
+        load = self._load
+        return load._replace(
+            decode=load.decode + tokens,
+            longest=max(load.longest, int(context.max())),
+            context=load.context + int(context.sum()),
+            drafts=max(load.drafts, drafts),
+        )
+
+    def _prompts(self, order: Order) -> None:
+        """Chunks by their order, as long as the step has room. Who waits behind somebody who waits for pages waits."""
+        rows, view = self._view.prefill, self._view
+        for row in order.tolist():
+            request = rows[row]
+            waits = request.state is State.WAITING
+            if waits and self._full:
+                continue
+            left = min(request.remaining, view.limits.tokens - self._load.tokens)
+            tokens = largest_chunk(view.perf, self._load, request.context, left, self._bound)
+            if not tokens and not self._grants:
+                tokens = min(left, GRID)
+            if not tokens:
+                break
+            self._grants.append(Grant(request.id, tokens))
+            if waits:
+                self._room -= -(-request.remaining // view.limits.page_size)
+                self._full = self._room < 0
+                if self._full:
+                    continue
+            self._certain = self._certain or not waits
+            self._load = self._load.add_chunk(tokens, request.context)
+            slack = request.deadline - view.start
+            if tokens == request.remaining and view.perf.step_time(self._load) <= slack:
+                self._bound = min(self._bound, slack)

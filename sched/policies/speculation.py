@@ -1,0 +1,163 @@
+"""What steps leave for prompts beside rows that decode (PB* of SLOs-Serve, arXiv 2504.08784), and how much to draft.
+
+Sections 3.2.2 (dynamic batch size), 3.2.3 and appendix D (speculation lengths), as the digest corrects them. Times in
+seconds, lengths in tokens. A tier is a tpot that rows were promised; tiers are in ascending order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+
+from ..feasibility import largest_chunk
+from ..perf.model import Array, Load, PerfModel
+
+NEVER = 1e6  # seconds: the tpot of rows that were promised none
+
+
+def accepted(acceptance: float, length: int) -> float:
+    """Tokens that a row gains in a step that verifies `length` of them, the target's own one included (1 is plain
+    decoding): Acc(sl) = (1 - α^sl) / (1 - α) (appendix D)."""
+    if acceptance >= 1.0:
+        return float(length)
+    return (1.0 - acceptance**length) / (1.0 - acceptance)
+
+
+def prompt_room(perf: PerfModel, load: Load, most: int, bound: float) -> int:
+    """How many prompt tokens can join a step of `load` that ends within `bound` seconds (the paper's time2bs), at
+    most `most`. Negative where the step is too long without any: so many fewer tokens would do."""
+    if most < 1:
+        return min(0, most)
+    idle = perf.step_time(load)
+    if idle > bound:
+        slope = (perf.step_time(load.add_chunk(most, 0)) - idle) / most
+        return -ceil((idle - bound) / max(slope, 1e-12))
+    return largest_chunk(perf, load, 0, most, bound, grid=1)
+
+
+class Pace(NamedTuple):
+    """How steps are made while it holds."""
+
+    seconds: float  # of one step, at most
+    lengths: tuple[int, ...]  # tokens that a row verifies in it, by tier; 1 is plain decoding
+    rate: float  # prompt tokens per second that are left
+
+
+class _Choice(NamedTuple):
+    """One way to make steps: the tier `binds` that ends them, at speculation length `lengths[binds]`."""
+
+    binds: int
+    seconds: float
+    lengths: tuple[int, ...]  # by tier; 0 where no length is enough
+    weights: Array  # [tiers] tokens per row and step; less than the length where a row joins only some of the steps
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What steps are made of.
+
+    perf: step times. tokens: most in a step. idle: seconds of a step in which nobody decodes; where rows draft, steps
+    get no longer than that or the tpot that binds, so that newcomers need not wait for ever. acceptance, draft: chance
+    that a drafted token is right, and most that a row may draft. margin: share of every tpot that is kept back.
+    fixed: seconds of a step whatever the rows, instead of the best (the paper's ablation of dynamic batch sizes).
+    """
+
+    perf: PerfModel
+    tokens: int
+    idle: float
+    acceptance: float = 0.0
+    draft: int = 0
+    margin: float = 0.05
+    fixed: float | None = None
+
+
+class Supply:
+    """PB*(t, n) / t: prompt tokens per second, for any numbers of rows by tier. A pure function of what it is given.
+
+    tpot: [tiers] ascending. load: the rows that decode now, `rows` of them; each further one adds `each` tokens of
+    context.
+    """
+
+    def __init__(self, terms: Terms, tpot: Sequence[float], load: Load, rows: int, each: float) -> None:
+        self._terms = terms
+        self._tpot = [min(one, NEVER) for one in tpot]
+        self._load = load
+        self._rows = rows
+        self._each = each
+        self._gains = [accepted(terms.acceptance, length) for length in range(1, terms.draft + 2)]
+        pairs = product(range(len(self._tpot)), range(1, terms.draft + 2))
+        self._choices = [self._choice(tier, length) for tier, length in pairs]
+        bound = terms.idle if terms.fixed is None else terms.fixed
+        tokens = prompt_room(terms.perf, Load(), terms.tokens, bound)
+        seconds = terms.perf.step_time(Load().add_chunk(max(1, tokens), 0))
+        self._empty = Pace(bound, (1,) * len(tpot), max(1, tokens) / max(seconds, 1e-9))
+
+    def _choice(self, binds: int, length: int) -> _Choice:
+        """Tier `binds` verifies `length` tokens and ends the step; the others take the smallest length that lasts as
+        long (appendix D)."""
+        tpot, gains, terms = self._tpot, self._gains, self._terms
+        keep = 1.0 - terms.margin
+        whole = tpot[binds] * gains[length - 1]
+        lengths = []
+        for tier, each in enumerate(tpot):
+            enough = (sl for sl, gain in enumerate(gains, 1) if each * gain >= whole * (1 - 1e-12))
+            lengths.append(length if tier == binds else next(enough, 0))
+        ceiling = max(keep * tpot[binds], terms.idle) if terms.fixed is None else terms.fixed
+        seconds = min(keep * whole, ceiling)
+        weights = [
+            sl * min(1.0, seconds / (keep * each * gains[sl - 1])) if sl else 0.0
+            for sl, each in zip(lengths, tpot, strict=True)
+        ]
+        return _Choice(binds, seconds, tuple(lengths), np.array(weights))
+
+    def rate(self, counts: Array) -> Array:
+        """Prompt tokens per second beside `counts` [..., tiers] rows, at the best choice; negative where the rows
+        alone take longer than they may."""
+        best = np.full(counts.shape[:-1], -np.inf)
+        for choice in self._choices:
+            best = np.maximum(best, self._rate(choice, counts))
+        result: Array = np.where(counts.sum(axis=-1) > 0, best, self._empty.rate)
+        return result
+
+    def _rate(self, choice: _Choice, counts: Array) -> Array:
+        present = counts > 0
+        lengths = np.array(choice.lengths)
+        possible = present[..., choice.binds] & ~(present & (lengths == 0)).any(axis=-1)
+        drafts = np.where(present, lengths - 1, 0).max(axis=-1)
+        tokens = counts @ choice.weights
+        rows = counts.sum(axis=-1)
+        result: Array = np.full(tokens.shape, -np.inf)
+        for draft in np.unique(drafts[possible]).tolist():
+            here = possible & (drafts == draft)
+            result[here] = self._line(choice.seconds, int(draft), tokens[here], rows[here]) / choice.seconds
+        return result
+
+    def _line(self, seconds: float, drafts: int, tokens: Array, rows: Array) -> Array:
+        """Room in steps of `seconds` that decode `tokens` tokens of `rows` rows: exact at both ends, a line between."""
+        low, high = int(np.argmin(tokens)), int(np.argmax(tokens))
+        first = self._room(seconds, drafts, float(tokens[low]), float(rows[low]))
+        if tokens[high] <= tokens[low]:
+            return np.full(tokens.shape, float(first))
+        last = self._room(seconds, drafts, float(tokens[high]), float(rows[high]))
+        result: Array = first + (tokens - tokens[low]) * ((last - first) / (tokens[high] - tokens[low]))
+        return result
+
+    def _room(self, seconds: float, drafts: int, tokens: float, rows: float) -> int:
+        context = self._load.context + self._each * max(0.0, rows - self._rows)
+        load = self._load._replace(decode=round(tokens), context=int(context), drafts=drafts)
+        return prompt_room(self._terms.perf, load, self._terms.tokens - round(tokens), seconds)
+
+    def pace(self, counts: Sequence[int]) -> Pace:
+        """The best way to make steps for so many rows by tier."""
+        array = np.array([counts], dtype=float)
+        if not array.any():
+            return self._empty
+        rates = [float(self._rate(choice, array)[0]) for choice in self._choices]
+        best = max(range(len(rates)), key=lambda index: (rates[index], -index))
+        choice = self._choices[best]
+        return Pace(choice.seconds, choice.lengths, rates[best])
