@@ -74,6 +74,7 @@ class Shape:
     preemptible: bool = False
     segments: int = 8  # of a preemptible step
     suspended: int = 4
+    lead: float = 0.0  # seconds before a step's predicted end at which the next is planned
     coefficients: Coefficients = COEFFICIENTS
     prefix_caching: bool = True
     first_token: str = "prefill"
@@ -165,5 +166,6 @@ def _instances(
             watch=partial(watch, name),
             fails=partial(shape.fails, name),
         )
+        executor.lead = shape.lead
         instances.append(Instance(name, scheduler, executor))
     return instances

@@ -163,15 +163,24 @@ JOB = st.builds(
     tokens=st.integers(1, 16),
     suspended=st.integers(0, 4),
     segments=st.integers(1, 10),
+    lead=st.sampled_from([0.0, 0.002]),
 )
 @settings(max_examples=150)
 def test_tiny_pools_with_preemption_never_deadlock(  # type: ignore[no-untyped-def]
-    jobs, roles, seed, pages, rows, tokens, suspended, segments
+    jobs, roles, seed, pages, rows, tokens, suspended, segments, lead
 ) -> None:
     """Under FlowPrefill, or under a die; suspended steps hold pages and slots that others wait for."""
     policy = "flowprefill" if seed is None else lambda: Chaos(seed)
     outcome = preempting(
-        jobs, roles=roles, policy=policy, pages=pages, rows=rows, tokens=tokens, suspended=suspended, segments=segments
+        jobs,
+        roles=roles,
+        policy=policy,
+        pages=pages,
+        rows=rows,
+        tokens=tokens,
+        suspended=suspended,
+        segments=segments,
+        lead=lead,
     )
     check_complete(outcome, jobs, cancelled=True)
 
