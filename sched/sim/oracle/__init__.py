@@ -2,7 +2,7 @@
 
 A policy that knew all arrivals and output lengths could still not do more work in a window than its servers have
 time. What follows counts, for the step-time model of a simulation without noise, only work that no policy can do
-without (work.py), and treats m servers as one of m times the speed. So it holds for every policy, placement,
+without (work.py, price.py), and treats m servers as one of m times the speed. So it holds for every policy, placement,
 admission, preemption and migration. What it leaves out (KV space, transfers, whole steps, one server each) makes it
 larger than the optimum, never smaller. One thing is taken for granted: a token that is had by dropping a request's
 KV and computing it again costs no less than a decode step.
@@ -21,8 +21,9 @@ from ...metrics import GOAL
 from ...perf.model import Array, Coefficients
 from ..workload import Arrival
 from .kim import in_agreement, most_on_time
+from .price import decodes_alone, prompts_alone, shared
 from .window import most_value
-from .work import Details, Server, jobs, prices
+from .work import Details, Server, jobs
 
 __all__ = ["Bound", "Details", "bound", "goodput_bound", "most_on_time", "most_value"]
 
@@ -124,61 +125,55 @@ class _Case:
         span = float(counted.arrival[-1] - counted.arrival[0])
         self._rate = (self._requests - 1) / span if span > 0 else 0.0
 
-    def bound(self, stretch: float = 1.0, crowd: int | None = None) -> Bound:
-        """With arrivals so many times as far apart. crowd: see work.prices; None is what there is at these times."""
-        found = [(len(self._jobs), "alone"), *self._bounds(self._jobs.arrival * stretch, crowd)]
+    def bound(self, stretch: float = 1.0, priced_at: float | None = None) -> Bound:
+        """With arrivals so many times as far apart; work costs what it does at `priced_at` times, here if None."""
+        found = [(len(self._jobs), "alone"), *self._bounds(stretch, stretch if priced_at is None else priced_at)]
         attained, which = min(found, key=lambda one: one[0])
         return Bound(attained, self._requests, which, self._requests - len(self._jobs))
 
-    def _bounds(self, arrival: Array, crowd: int | None) -> Iterator[tuple[int, str]]:
-        one, server = self._jobs, self._server
+    def _bounds(self, stretch: float, priced_at: float) -> Iterator[tuple[int, str]]:
+        one, server, arrival = self._jobs, self._server, self._jobs.arrival * stretch
         if not len(one):
             return
         due, end, ready = arrival + one.ttft, arrival + one.span, arrival + one.alone
-        prompt = (one.prompt + server.overhead(server.tokens) / server.tokens * one.fresh) / self._prefill
+        prompt = prompts_alone(one, server) / self._prefill
         if in_agreement(arrival, due):
             yield most_on_time(arrival, due, prompt.tolist()), "first tokens"
         else:
             yield _most(arrival, due, prompt), "prompts"
-        if not self._decode:
-            return
-        crowd = one.crowd(arrival) if crowd is None else crowd
-        outputs = float(one.outputs.sum())
-        yield _most(ready, end, one.decoding(prices(server, crowd, 0.0, outputs)) / self._decode), "decodes"
-        if not self._both:
-            return
-        price = prices(server, crowd, float(one.fresh.sum()), outputs)
-        prompt = (one.prompt + price.prompt * one.fresh) / self._prefill
-        decode = one.decoding(price) / self._prefill
-        share = np.divide(prompt, prompt + decode, out=np.ones(len(one)), where=prompt + decode > 0)
-        # Two jobs a request, each worth its share of the work: whoever attains gets both.
-        starts, ends = np.concatenate((arrival, ready)), np.concatenate((due, end))
-        yield _most(starts, ends, np.concatenate((prompt, decode)), np.concatenate((share, 1.0 - share))), "all work"
+        if self._decode:
+            yield _most(ready, end, decodes_alone(one, server, one.arrival * priced_at) / self._decode), "decodes"
+        if self._both:
+            costs = shared(one, server, one.arrival * priced_at)
+            work = np.concatenate(costs) / self._prefill
+            both = costs.prompt + costs.decode
+            share = np.divide(costs.prompt, both, out=np.ones(len(one)), where=both > 0)
+            # Two jobs a request, each worth its share of the work: whoever attains its SLO gets both.
+            starts, ends = np.concatenate((arrival, ready)), np.concatenate((due, end))
+            yield _most(starts, ends, work, np.concatenate((share, 1.0 - share))), "all work"
 
     def goodput(self, goal: float, tolerance: float) -> float:
         if not self._rate:
             raise InvalidValue("arrivals that are all at one time have no rate", "arrivals")
         if len(self._jobs) < goal * self._requests:
             return 0.0
-        crowd = self._server.rows
-        if self.bound(0.0, crowd).share >= goal:
+        if self.bound(0.0).share >= goal:
             return inf
-        high = self._rate
-        while self.bound(self._rate / high, crowd).share >= goal:
+        priced_at, high = 0.0, self._rate
+        while self.bound(self._rate / high, priced_at).share >= goal:
             high *= 2
         while True:
-            high = self._bisect(high, crowd, goal, tolerance)
-            now = min(crowd, self._jobs.crowd(self._jobs.arrival * self._rate / high))
-            if now == crowd:
+            before, high = high, self._bisect(high, priced_at, goal, tolerance)
+            if priced_at and high >= before / (1 + tolerance):
                 return high
-            crowd = now
+            priced_at = self._rate / high
 
-    def _bisect(self, high: float, crowd: int, goal: float, tolerance: float) -> float:
-        """The lowest rate found, down from one, that does not reach the goal."""
+    def _bisect(self, high: float, priced_at: float, goal: float, tolerance: float) -> float:
+        """The lowest rate found, down from one that does not reach the goal, that does not either."""
         low = 0.0
         while high > low * (1 + tolerance) and high > self._rate * NEVER:
             middle = (low * high) ** 0.5 if low else high / 2
-            if self.bound(self._rate / middle, crowd).share >= goal:
+            if self.bound(self._rate / middle, priced_at).share >= goal:
                 low = middle
             else:
                 high = middle

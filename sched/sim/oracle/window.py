@@ -88,16 +88,16 @@ class Windows:
                 break
             seen += 1
             if start < now:
-                pieces.append((start, now, who))
+                _add(pieces, start, now, who)
             now = max(now, start)
             if who <= extra[0][0]:
-                pieces.append((now, end, who))
+                _add(pieces, now, end, who)
             else:
                 displaced = end - now
                 now = _run(extra, now, end, pieces, below=who)
                 displaced -= end - now
                 if now < end:
-                    pieces.append((now, end, who))
+                    _add(pieces, now, end, who)
                 if displaced > 0:
                     heappush(extra, [who, displaced])
             now = end
@@ -112,6 +112,13 @@ class Windows:
         self._who = np.concatenate((self._who[:first], np.array(who, dtype=np.intp), self._who[last:]))
 
 
+def _add(pieces: list[tuple[float, float, int]], start: float, end: float, who: int) -> None:
+    """Add a piece, in one with the last where that goes on: an earliest-deadline schedule has few pieces then."""
+    if pieces and pieces[-1][1] == start and pieces[-1][2] == who:
+        start = pieces.pop()[0]
+    pieces.append((start, end, who))
+
+
 def _run(
     extra: list[list[Any]], now: float, until: float, pieces: list[tuple[float, float, int]], below: float = np.inf
 ) -> float:
@@ -119,7 +126,7 @@ def _run(
     while extra and now < until and extra[0][0] < below:
         rank, seconds = extra[0]
         end = min(now + seconds, until)
-        pieces.append((now, end, rank))
+        _add(pieces, now, end, rank)
         extra[0][1] -= end - now
         if end < until or extra[0][1] <= NONE:
             heappop(extra)

@@ -54,33 +54,26 @@ class Server:
         return float(one.fixed + one.w_moe * (1.0 - (1.0 - one.p_moe) ** tokens))
 
 
-class Prices(NamedTuple):
-    """Seconds per token of the overhead, and per token of a decoding row's context: sums of them never exceed what
-    steps take."""
-
-    prompt: float
-    decode: float
-    context: float
-
-
 @dataclass(frozen=True, slots=True)
 class Jobs:
     """Columns, one row per request. Seconds, tokens.
 
-    A prompt, less what a prefix cache holds at best, has `fresh` tokens. `prompt` and `decode` are their marginal
-    seconds, `overhead` and `context` apart: `steps` decode steps, `outputs` tokens and `attended` tokens of context.
-    `ttft` is due after the arrival, the last token `span` after it. `alone` and `alone_decoding` is the least time
-    that each takes when nothing else runs.
+    The first token is due `ttft` after the arrival, the last `span` after it. A prompt has `length` tokens, `fresh`
+    of them not in a prefix cache at best; after the first come `outputs` more tokens, in `steps` steps or more that
+    attend to `attended` tokens. `prompt` and `decode` are marginal seconds, overhead and contexts apart; `alone` and
+    `alone_decoding` is the least time that each takes when nothing else runs.
     """
 
     arrival: Array
     ttft: Array
     span: Array
+    length: Array
     fresh: Array
     prompt: Array
     outputs: Array
-    decode: Array
+    steps: Array
     attended: Array
+    decode: Array
     alone: Array
     alone_decoding: Array
 
@@ -94,18 +87,6 @@ class Jobs:
     def possible(self) -> Order:
         """Those that could attain their SLO with a server to themselves."""
         return np.flatnonzero((self.alone <= self.ttft) & (self.alone_decoding <= self.span - self.ttft))
-
-    def decoding(self, price: Prices) -> Array:
-        """Seconds of each one's decode steps, overhead and context included."""
-        result: Array = self.decode + price.decode * self.outputs + price.context * self.attended
-        return result
-
-    def crowd(self, arrival: Array) -> int:
-        """The most requests that can be between arrival and due end at once."""
-        times = np.concatenate((arrival, arrival + self.span))
-        change = np.concatenate((np.ones(len(self)), -np.ones(len(self))))
-        running = np.cumsum(change[np.lexsort((-change, times))])
-        return max(1, int(running.max(initial=0)))
 
 
 def jobs(arrivals: Sequence[Arrival], server: Server, *, prefix_caching: bool = True) -> Jobs:
@@ -131,11 +112,13 @@ def jobs(arrivals: Sequence[Arrival], server: Server, *, prefix_caching: bool = 
         arrival=np.array([one.time for one in ordered], dtype=float),
         ttft=ttft,
         span=ttft + allowed,
+        length=lengths,
         fresh=fresh,
         prompt=prompt,
         outputs=outputs,
-        decode=decode,
+        steps=steps,
         attended=attended,
+        decode=decode,
         alone=alone,
         alone_decoding=steps * server.overhead(1) + decode + one.longest * attended,
     )
@@ -159,23 +142,3 @@ def _cached(arrivals: Sequence[Arrival]) -> Iterator[int]:
         hits = next((place for place, id in enumerate(ids) if id not in seen), len(ids))
         seen.update(ids)
         yield min(ceil(hits * arrival.block), arrival.prompt_tokens - 1)
-
-
-def prices(server: Server, crowd: int, fresh: float, outputs: float) -> Prices:
-    """Shares of the overhead that tokens can be charged with, the dearest for so many of both kinds.
-
-    A step with n prompt tokens and d decoded ones costs overhead(n + d), at least x·n + y·d where that holds at
-    the corners of n + d <= tokens, d <= rows (the overhead is concave): full chunks of prompts, x = y =
-    overhead(tokens) / tokens, or full batches of rows, y = overhead(rows) / rows and what is left for x. No more
-    rows can be charged at once than requests are between arrival and due end (`crowd`).
-    """
-    one, tokens = server.coefficients, server.tokens
-    crowd = min(server.rows, crowd)
-    rows = min(crowd * (1 + server.draft), tokens)
-    whole, batch = server.overhead(tokens), server.overhead(rows)
-    context = one.longest if one.longest < one.context else one.context + (one.longest - one.context) / crowd
-    chunked = Prices(whole / tokens, whole / tokens, context)
-    if rows == tokens:
-        return chunked
-    batched = Prices((whole - batch) / (tokens - rows), batch / rows, context)
-    return max(chunked, batched, key=lambda price: price.prompt * fresh + price.decode * outputs)

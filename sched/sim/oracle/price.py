@@ -1,0 +1,92 @@
+"""What a request costs at least where steps are shared: its part of the overhead, and of the longest context."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ...perf.model import Array
+from .work import Jobs, Server
+
+LEVELS = 48  # context lengths at which the crowd is counted
+
+
+class Costs(NamedTuple):
+    """Seconds of each request's prompt and of its outputs: over any set of requests, no more than their steps take."""
+
+    prompt: Array
+    decode: Array
+
+
+def prompts_alone(jobs: Jobs, server: Server) -> Array:
+    """Seconds of prompts on servers that do nothing else: the overhead is concave, so full steps have the least."""
+    return jobs.prompt + server.overhead(server.tokens) / server.tokens * jobs.fresh
+
+
+def decodes_alone(jobs: Jobs, server: Server, arrival: Array) -> Array:
+    """Seconds of outputs where prompts may have the rest of the step for nothing."""
+    return _marginal(jobs, server, arrival) + _batched(jobs, server, arrival) * jobs.outputs
+
+
+def shared(jobs: Jobs, server: Server, arrival: Array) -> Costs:
+    """Seconds of both where steps may hold both.
+
+    A step of n prompt tokens and d decoded ones has overhead(n + d) >= x·n + y·d if that is so at the corners of
+    n + d <= tokens, d <= rows. Of two such prices, full chunks, x = y = overhead(tokens) / tokens, and full batches
+    of rows, y = overhead(rows) / rows with what a full step leaves for x, the dearer for all requests together.
+    """
+    tokens, whole = server.tokens, server.overhead(server.tokens)
+    batched = _batched(jobs, server, arrival)
+    rows = int(_rows(server, _crowds(jobs, server, arrival)).max(initial=1.0))
+    rest = (whole - server.overhead(rows)) / (tokens - rows) if rows < tokens else whole / tokens
+    marginal = _marginal(jobs, server, arrival)
+    chunked = Costs(prompts_alone(jobs, server), marginal + whole / tokens * jobs.outputs)
+    full = Costs(jobs.prompt + rest * jobs.fresh, marginal + batched * jobs.outputs)
+    return max(chunked, full, key=lambda costs: float(costs.prompt.sum() + costs.decode.sum()))
+
+
+def _batched(jobs: Jobs, server: Server, arrival: Array) -> Array:
+    """Overhead per decoded token when all that can be decoding beside a request is in each of its steps."""
+    rows = _rows(server, _crowds(jobs, server, arrival))
+    each = np.array([server.overhead(count) / count for count in range(1, int(rows.max(initial=1)) + 1)])
+    result: Array = each[rows.astype(int) - 1]
+    return result
+
+
+def _rows(server: Server, crowd: Array) -> Array:
+    """Tokens that so many decoding requests can have in a step."""
+    return np.minimum(crowd * (1 + server.draft), server.tokens)
+
+
+def _crowds(jobs: Jobs, server: Server, arrival: Array) -> Array:
+    """For each request, the most that can be decoding at once at some time when it can be. At closer arrivals no
+    fewer."""
+    ready, end = arrival + jobs.alone, arrival + jobs.span
+    starts = np.sort(ready)
+    present = np.arange(1, len(starts) + 1) - np.searchsorted(np.sort(end), starts, side="left")
+    first = np.searchsorted(starts, ready, side="left")
+    last = np.searchsorted(starts, end, side="right")
+    spans = np.stack((first, last), axis=1).ravel()
+    most = np.maximum.reduceat(np.append(present, 0), spans)[::2]
+    return np.minimum(most, server.rows).astype(float)
+
+
+def _marginal(jobs: Jobs, server: Server, arrival: Array) -> Array:
+    """Seconds of decode steps without overhead.
+
+    Contexts L cost context·ΣL + (longest - context)·max L. If no more than A(θ) requests with a prompt of θ or more
+    can be decoding at once, then max L >= ∫ 1[max L >= θ] dθ >= Σ φ(prompt) with φ(p) = ∫ dθ / A(θ) over [0, p].
+    """
+    one = server.coefficients
+    if one.longest <= one.context or not len(jobs):
+        return jobs.decode + one.longest * jobs.attended
+    top = float(jobs.length.max())
+    levels = np.unique(np.concatenate(([0.0], np.geomspace(min(16.0, top), top, LEVELS))))
+    area = [0.0]
+    for low, high in zip(levels[:-1].tolist(), levels[1:].tolist(), strict=True):
+        long = jobs.take(np.flatnonzero(jobs.length >= low))
+        crowd = _crowds(long, server, arrival[jobs.length >= low]).max()
+        area.append(area[-1] + (high - low) / float(crowd))
+    part = np.interp(jobs.length, levels, area)
+    return jobs.decode + one.context * jobs.attended + (one.longest - one.context) * part * jobs.steps
