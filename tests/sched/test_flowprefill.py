@@ -1,0 +1,233 @@
+"""FlowPrefill on views small enough to say what it must answer, and on the head-of-line case with exact times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.sched import policies
+from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.perf.model import Coefficients, Load
+from jaxserve.sched.policies.flowprefill import FlowPrefill
+from jaxserve.sched.policy import Decision, Task, View
+from jaxserve.sched.request import BEST_EFFORT, Request, State
+from jaxserve.sched.slo import SLO
+
+from .harness import Job, simulate
+from .test_policies import PERF, prompt, view
+
+K = 1024
+
+
+def due(id: int, length: int, at: float, arrival: float = 0.0, tier: str = "standard") -> Request:
+    """A prompt whose first token is due at that time; 1,000 tokens take a second and each step 10 ms."""
+    return prompt(id, length, arrival, SLO(ttft=at - arrival), tier=tier)
+
+
+def task(*requests: Request, seconds: float, step: int = 7) -> Task:
+    """A step that computes all that is left of its requests."""
+    for one in requests:
+        one.state, one.computed, one.pending = State.RUNNING, one.prompt_length, 1
+    return Task(step, requests, seconds)
+
+
+def ask(at: View, **options: Any) -> Decision:
+    return FlowPrefill(**options).decide(at)
+
+
+def together(decision: Decision) -> list[int]:
+    return [grant.request for grant in decision.grants[: decision.prompts]]
+
+
+# who comes first
+
+
+def test_the_highest_priority_runs_alone_when_it_is_long() -> None:
+    requests = [due(0, 2000, 9.0), due(1, 2000, 5.0), due(2, 100, 30.0)]
+    assert together(ask(view(requests, []))) == [1]
+
+
+def test_stops_for_whoever_is_due_earlier_and_can_make_it() -> None:
+    running = task(due(0, 9000, 20.0), seconds=5.0)
+    assert ask(view([due(1, 100, 3.0)], [], running=running)).preempt
+    assert not ask(view([due(1, 100, 21.0)], [], running=running)).preempt  # due later
+    assert not ask(view([due(1, 4000, 3.0)], [], running=running)).preempt  # late anyway
+    assert not ask(view([due(1, 100, 3.0)], [], running=running, free_pages=6)).preempt  # 100 tokens need 7 pages
+    assert not ask(view([due(1, 100, 3.0)], [], running=running), preempt=False).preempt
+    assert not ask(view([due(1, 100, 3.0, tier=BEST_EFFORT)], [], running=running)).preempt
+
+
+def test_a_started_step_is_judged_by_what_is_left_of_it() -> None:
+    """9 s of work, due in 5, half a second left: by all of its work it would look hopeless and be stopped."""
+    running = task(due(0, 9000, 5.0), seconds=0.5)
+    at = view([due(1, 100, 6.0)], [], running=running)
+    assert not ask(at).preempt
+    assert ask(at, literal=True).preempt
+
+
+def test_a_step_that_computes_a_part_of_a_prompt_counts_the_rest_too() -> None:
+    """1,000 tokens of 5,000 are under way: 0.5 s, and 4.01 s after them."""
+    long = due(0, 5000, 4.4)
+    long.state, long.computed = State.RUNNING, 1000
+    short = due(1, 100, 6.0)
+    assert ask(view([long, short], [], running=Task(7, (long,), 0.5))).preempt  # it ends at 4.51: late
+    long = due(0, 5000, 4.6)
+    long.state, long.computed = State.RUNNING, 1000
+    assert not ask(view([long, short], [], running=Task(7, (long,), 0.5))).preempt
+
+
+def test_a_prompt_never_stops_the_step_that_computes_a_part_of_it() -> None:
+    long = due(0, 5000, 9.0)
+    long.state, long.computed = State.RUNNING, 1000
+    assert not ask(view([long], [], running=Task(7, (long,), 0.5))).preempt
+
+
+def test_the_suspended_step_resumes_when_it_is_its_turn() -> None:
+    paused = task(due(0, 9000, 20.0), seconds=5.0)
+    assert ask(view([due(1, 100, 3.0)], [], suspended=(paused,))).resume is None
+    assert ask(view([due(1, 100, 21.0)], [], suspended=(paused,))).resume == 7
+    assert ask(view([due(1, 100, 3.0)], [], suspended=(paused,), start=4.0)).resume == 7  # 1 is late by now
+    assert ask(view([], [], suspended=(paused,))).resume == 7
+
+
+def test_of_several_suspended_steps_the_one_due_first_resumes_and_dead_ones_last() -> None:
+    steps = (
+        task(due(0, 9000, 20.0), seconds=5.0, step=3),
+        task(due(1, 900, 9.0), seconds=0.5, step=5),
+        Task(2, (), 0.1),
+    )
+    assert ask(view([], [], suspended=steps)).resume == 5
+    assert ask(view([], [], suspended=(steps[0], steps[2]))).resume == 3
+    assert ask(view([due(4, 100, 1.0, tier=BEST_EFFORT)], [], suspended=steps[2:])).resume is None
+    assert ask(view([], [], suspended=steps[2:])).resume == 2
+
+
+def test_a_suspended_step_that_comes_first_again_stops_the_running_one() -> None:
+    paused, running = task(due(0, 900, 9.0), seconds=0.5), task(due(1, 900, 12.0), seconds=0.5, step=8)
+    assert ask(view([], [], suspended=(paused,), running=running)).preempt
+
+
+def test_the_numerator_chooses_among_the_papers_three_orders() -> None:
+    """At 4 s: 0 is late, 1 cannot make it, 2 can."""
+    requests = [due(0, 100, 3.0), due(1, 9000, 5.0), due(2, 2000, 30.0)]
+    at = view(requests, [], start=4.0)
+    assert [together(ask(at, order=name, batch=0)) for name in ("edf", "deadline_edf", "sedf")] == [[0], [1], [2]]
+
+
+def test_to_the_letter_the_latest_deadline_wins_among_the_late() -> None:
+    requests = [due(0, 100, 3.0), due(1, 100, 3.5)]
+    assert together(ask(view(requests, [], start=4.0), batch=0)) == [0]
+    assert together(ask(view(requests, [], start=4.0), batch=0, literal=True)) == [1]
+
+
+def test_options_that_make_no_sense_are_named() -> None:
+    with pytest.raises(InvalidValue, match=r"order='lifo' must be one of sedf, deadline_edf, edf"):
+        policies.make("flowprefill:order=lifo")
+    with pytest.raises(InvalidValue, match=r"batch=-1 must be 0"):
+        policies.make("flowprefill:batch=-1")
+
+
+# batching
+
+
+def test_short_prompts_share_a_step_below_the_budget() -> None:
+    requests = [due(i, 300, 9.0 + i) for i in range(5)]
+    assert together(ask(view(requests, []))) == [0, 1, 2]
+    assert together(ask(view(requests, []), batch=900)) == [0, 1]  # n < G, as printed
+    assert together(ask(view(requests, []), batch=0)) == [0]
+
+
+def test_one_that_does_not_fit_does_not_end_the_batch() -> None:
+    requests = [due(0, 300, 9.0), due(1, 800, 10.0), due(2, 300, 11.0)]
+    assert together(ask(view(requests, []))) == [0, 2]
+
+
+def test_nobody_in_a_batch_is_late_for_it() -> None:
+    requests = [due(0, 300, 0.5), due(1, 300, 0.55)]  # together 0.61 s
+    assert together(ask(view(requests, []))) == [0]
+    requests = [due(0, 300, 0.7), due(1, 300, 0.75)]
+    assert together(ask(view(requests, []))) == [0, 1]
+
+
+def test_nobody_outside_a_batch_becomes_late_for_it() -> None:
+    """Behind 0 alone (0.31 s) 2 ends at 2.32; behind 0 and 1 (0.61 s) it would at 2.62."""
+    requests = [due(0, 300, 2.0), due(1, 300, 2.1), due(2, 2000, 2.5)]
+    assert together(ask(view(requests, []))) == [0]
+    assert together(ask(view(requests, []), literal=True)) == [0, 1]
+    paused = task(due(3, 2000, 2.5), seconds=2.0)
+    assert together(ask(view(requests[:2], [], suspended=(paused,)))) == [0]
+    assert together(ask(view([*requests[:2], due(2, 2000, 2.7)], []))) == [0, 1]
+
+
+def test_late_and_best_effort_prompts_do_not_join() -> None:
+    requests = [due(0, 100, 9.0), due(1, 100, -1.0, arrival=-9.0), due(2, 100, 9.0, tier=BEST_EFFORT), due(3, 100, 9.0)]
+    assert together(ask(view(requests, []))) == [0, 3]
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 3000), st.floats(0.1, 6.0)), min_size=1, max_size=12),
+    batch=st.sampled_from([0, 500, 1024, 8192]),
+)
+def test_a_batch_costs_nobody_the_deadline(rows: list[tuple[int, float]], batch: int) -> None:
+    requests = [due(i, length, at) for i, (length, at) in enumerate(rows)]
+    chosen = together(ask(view(requests, []), batch=batch))
+    head, load = chosen[0], Load()
+    for id in chosen:
+        load = load.add_chunk(rows[id][0], 0)
+    alone, joint = PERF.step_time(Load().add_chunk(rows[head][0], 0)), PERF.step_time(load)
+    assert load.prefill < batch or len(chosen) == 1
+    for id, (length, at) in enumerate(rows):
+        own = 0.0 if id in chosen else PERF.step_time(Load().add_chunk(length, 0))
+        if id not in chosen and alone + own <= at and own <= at:
+            assert joint + own <= at
+        if id in chosen and len(chosen) > 1:
+            assert joint < at
+
+
+# the head of the line: one prompt of 128K, then ten of 8K, 1 ms a token
+
+SIMPLE = Coefficients(fixed=0.0, prefill=1e-3, decode=0.0, quadratic=0.0, longest=0.0, context=0.0)
+LONG, SHORT = 128 * K / 1000, 8 * K / 1000
+JOBS = [Job(range(128 * K), 1, 0.0, SLO(ttft=400.0)), *(Job(range(8 * K), 1, 1.0, SLO(ttft=100.0)) for _ in range(10))]
+
+
+def times(policy: str, tokens: int, **shape: Any) -> list[float]:
+    fields: dict[str, Any] = {
+        "pages": 4096,
+        "page_size": 64,
+        "rows": 64,
+        "prefix_caching": False,
+        "coefficients": SIMPLE,
+    }
+    outcome = simulate(JOBS, policy=policy, tokens=tokens, **fields, **shape)
+    return [request.token_times[0] - request.arrival for request in outcome.requests]
+
+
+def test_first_come_first_served_lets_everybody_wait_for_the_long_one() -> None:
+    for tokens in (8 * K, 128 * K):
+        ends = times("distserve", tokens, prompts=1)
+        assert ends == pytest.approx([LONG, *(LONG + SHORT * (i + 1) - 1.0 for i in range(10))])
+
+
+@pytest.mark.parametrize(
+    ("boundary", "tokens", "preemptible", "segments", "stopped"),
+    [
+        ("whole prompt", 128 * K, False, 1, LONG),
+        ("chunk", 8 * K, False, 1, SHORT),
+        ("layer of a prompt", 128 * K, True, 64, 2.048),
+        ("op of a prompt", 128 * K, True, 320, 1.2288),
+        ("layer of a chunk", 8 * K, True, 64, 1.024),
+        ("op of a chunk", 8 * K, True, 320, 1.024),
+    ],
+)
+def test_flowprefill_lets_them_wait_for_the_next_boundary(
+    boundary: str, tokens: int, preemptible: bool, segments: int, stopped: float
+) -> None:
+    """The first of the short ones begins at the boundary; the long one ends after all of them, with no work lost."""
+    ends = times("flowprefill", tokens, preemptible=preemptible, segments=segments)
+    shorts = [stopped + SHORT * (i + 1) - 1.0 for i in range(10)]
+    long = LONG if stopped == LONG else LONG + 10 * SHORT
+    assert ends == pytest.approx([long, *shorts], rel=1e-9)
