@@ -41,6 +41,10 @@ class Counters:
         self.predicted_seconds += predicted
         self.measured_seconds += measured
 
+    def verified(self, drafted: int, right: int) -> None:
+        self.drafted += drafted
+        self.accepted += right
+
     @classmethod
     def total(cls, several: Iterable[Counters]) -> Counters:
         """Sum over instances."""
@@ -66,8 +70,9 @@ class Drafts:
     def acceptance(self) -> float:
         return self._right / self._tried
 
-    def count(self, drafted: int, right: int) -> None:
-        tried = right + (right < drafted)
+    def count(self, drafted: int, right: int, *, cut: bool = False) -> None:
+        """cut: the request ended there, so whether the next token of the draft was right is not known."""
+        tried = right + (right < drafted and not cut)
         keep = 1.0 - tried / 1000.0
         self._right = keep * self._right + right
         self._tried = keep * self._tried + tried

@@ -59,7 +59,7 @@ class Granter:
             if request.state is State.WAITING and not self._admit(request):
                 continue
             start = request.computed
-            draft = min(grant.draft, self._limits.draft, request.limit - request.generated - 1) if decodes else 0
+            draft = self._draft(request, grant.draft, budget) if decodes else 0
             length = min(grant.tokens, request.remaining, budget - draft) + draft
             if length <= draft or not self._room(request, start + length, decision, position):
                 continue
@@ -79,6 +79,13 @@ class Granter:
                 break
         load = Load(prefill, decode, quadratic / 2, longest, context, prefix, drafts)
         return Granted(tuple(spans), load, tuple(self._admitted), tuple(self._dropped))
+
+    def _draft(self, request: Request, wanted: int, budget: int) -> int:
+        """Tokens to draft: a guess, so it takes no page that a row may need, and never costs a row its own token."""
+        draft = min(wanted, self._limits.draft, request.limit - request.generated - 1, budget - 1)
+        blocks = self._memory.blocks
+        fresh = blocks.count(request.computed + 1 + draft) - len(request.pages)
+        return draft if draft > 0 and (fresh <= 0 or fresh + len(self._roster.decode) <= blocks.available) else 0
 
     def _admit(self, request: Request) -> bool:
         """The first that does not fit ends admission: smaller ones behind it would starve it."""
@@ -111,19 +118,26 @@ class Granter:
 
     def _evict_best_effort(self) -> bool:
         """Take the KV of the best-effort request that came last; its tokens stay. False where none holds any."""
+        victim = next(self._best_effort(), None)
+        if victim is not None:
+            self._drop(victim)
+        return victim is not None
+
+    def _best_effort(self) -> Iterator[Request]:
+        """Best-effort requests that hold KV and have no span in this step, last first."""
         for table in (self._roster.decode, self._roster.prefill):
             for row in range(len(table) - 1, -1, -1):
                 request = table[row]
                 if request.tier != BEST_EFFORT:
                     break  # they are the last of the table
                 if request.state is State.RUNNING and not request.inflight:
-                    self._drop(request)
-                    return True
-        return False
+                    yield request
 
     def _victims(self, decision: Decision, position: int) -> Iterator[Request]:
-        """Running requests that rank behind `position`, last first: those not granted, then the granted."""
+        """Running requests that rank behind `position`, last first: best effort, those not granted, the granted."""
         named = {grant.request for grant in decision.grants}
+        if self._roster.requests[decision.grants[position].request].tier != BEST_EFFORT:
+            yield from self._best_effort()
         for table in (self._roster.prefill, self._roster.decode):
             for row in range(len(table) - 1, -1, -1):
                 if table[row].id not in named and table[row].state is State.RUNNING:

@@ -252,6 +252,8 @@ class Scheduler:
             delta = self._gain(request, result, index, span.start)
             if delta is not None:
                 deltas.append(delta)
+            if span.draft:
+                self._drafts.count(span.draft, end - span.start - 1, cut=request.state is State.FINISHED)
             if span.draft and request.state is not State.FINISHED:
                 self._memory.register(request, span.start, end)
                 self._roster.file(request)
@@ -346,9 +348,7 @@ class Scheduler:
         request.computed -= wrong
         request.pending -= wrong
         request.budget -= wrong * request.slo.tpot_of(request.stage)
-        self._drafts.count(span.draft, gained - 1)
-        self.counters.drafted += span.draft
-        self.counters.accepted += gained - 1
+        self.counters.verified(span.draft, gained - 1)
         return span.start + gained
 
     def _gain(self, request: Request, result: StepResult, index: int, start: int) -> Delta | None:
