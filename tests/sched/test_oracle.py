@@ -1,0 +1,275 @@
+"""The clairvoyant bound: exact where it says so, and never below what a policy attains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import permutations
+from time import process_time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+
+from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.perf.model import Coefficients
+from jaxserve.sched.sim import NAMED, Arrival, Latency, Mesh, Options, simulate
+from jaxserve.sched.sim.oracle import Bound, Details, bound, goodput_bound, most_on_time, most_value
+from jaxserve.sched.sim.oracle.work import Server, jobs
+from jaxserve.sched.slo import SLO
+
+COEFFICIENTS = Coefficients(1e-3, 1e-4, 1e-5, 1e-8, 1e-7, 1e-8, w_moe=1e-3, p_moe=0.1)
+TINY = Latency("tiny", 1000, kv_tokens=2000, page_size=4, coefficients=COEFFICIENTS, link_bandwidth=1e9)
+H200 = Coefficients(8.67e-3, 4.52e-5, 2e-5, 2.97e-10, 2.38e-7, 1.5e-8, w_moe=11.5e-3, p_moe=8 / 256)
+FREE = Coefficients(0.0, 1.0, 0.0, 0.0, 0.0, 0.0)  # a second per prompt token
+Jobs = list[tuple[int, int, int]]  # release, length of the window, work
+JOBS: st.SearchStrategy[Jobs] = st.lists(
+    st.tuples(st.integers(0, 10), st.integers(1, 8), st.integers(0, 6)), min_size=1, max_size=8
+)
+
+
+def columns(jobs: Jobs, window: int | None = None) -> tuple[Any, Any, Any]:
+    release, length, work = np.array(jobs, dtype=float).T
+    return release, release + (length if window is None else window), work
+
+
+def brute_force(release: Any, deadline: Any, work: Any) -> int:
+    """Largest set whose work fits into every interval: what a server that may interrupt jobs can do."""
+    count = len(work)
+    inside = [(release >= a) & (deadline <= b) for a in release for b in deadline]
+    lengths = [max(b - a, 0.0) for a in release for b in deadline]
+    sets = [np.array([mask >> job & 1 for job in range(count)], dtype=bool) for mask in range(1 << count)]
+    return max(
+        int(chosen.sum())
+        for chosen in sets
+        if all(work[chosen & here].sum() <= length for here, length in zip(inside, lengths, strict=True))
+    )
+
+
+@settings(deadline=None, max_examples=50)
+@given(JOBS, st.integers(1, 8))
+def test_kise_ibaraki_mine_is_exact(jobs: Jobs, window: int) -> None:
+    release, deadline, work = columns(jobs, window)
+    assert most_on_time(release, deadline, work) == brute_force(release, deadline, work)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 10), st.integers(1, 8), st.integers(0, 6)), min_size=1, max_size=5))
+def test_no_order_without_interruptions_does_better(jobs: Jobs) -> None:
+    release, deadline, work = columns(jobs, 7)
+    best = 0
+    for order in permutations(range(len(jobs))):
+        now, count = 0.0, 0
+        for job in order:
+            end = max(now, release[job]) + work[job]
+            if end <= deadline[job]:
+                now, count = end, count + 1
+        best = max(best, count)
+    assert most_on_time(release, deadline, work) == best
+
+
+def test_four_thousand_requests_take_no_time() -> None:
+    random = np.random.default_rng(0)
+    release = np.cumsum(random.exponential(0.2, 4000))
+    work = random.lognormal(-1.5, 1.0, 4000)
+    began = process_time()
+    most = most_on_time(release, release + 8.0, work)
+    assert process_time() - began < 5.0
+    assert 3000 < most < 4000
+
+
+def test_one_long_prompt_before_many_short_ones() -> None:
+    release = [0.0] * 17
+    deadline = [8.0] * 17
+    assert most_on_time(release, deadline, [7.9] + [0.25] * 16) == 16
+    assert most_on_time(release, deadline, [4.0] + [0.25] * 16) == 17
+    assert most_on_time([0.0, 1.0], [8.0, 9.0], [8.0, 1.0]) == 2
+    assert most_on_time([], [], []) == 0
+
+
+@settings(deadline=None, max_examples=50)
+@given(JOBS)
+@example([(0, 4, 2), (1, 1, 1), (0, 4, 1)])
+def test_windows_never_say_less_than_can_be_done(jobs: Jobs) -> None:
+    release, deadline, work = columns(jobs)
+    value = most_value(release, deadline, work, np.ones(len(jobs)))
+    assert brute_force(release, deadline, work) <= value + 1e-9 <= len(jobs) + 2e-9
+
+
+@settings(deadline=None, max_examples=60)
+@given(JOBS, st.lists(st.floats(0.1, 1.0), min_size=8, max_size=8))
+def test_windows_solve_the_linear_program(jobs: Jobs, values: list[float]) -> None:
+    release, deadline, work = columns(jobs)
+    value = np.array(values[: len(jobs)])
+    intervals = [(a, b) for a in release for b in deadline if b > a]
+    inside = [np.where((release >= a) & (deadline <= b), work, 0.0) for a, b in intervals]
+    solved = linprog(-value, A_ub=inside, b_ub=[b - a for a, b in intervals], bounds=(0, 1))
+    assert most_value(release, deadline, work, value) == pytest.approx(-solved.fun, abs=1e-6)
+
+
+def test_windows_are_nearly_exact_on_a_long_tail() -> None:
+    arrivals = NAMED["K128"].draw(1000, 7.0, 0)
+    least = jobs(arrivals, Server(H200, 8192, 256, 0, None))
+    deadline = least.arrival + least.ttft
+    exact = most_on_time(least.arrival, deadline, least.prompt.tolist())
+    value = most_value(least.arrival, deadline, least.prompt, np.ones(1000))
+    assert exact <= value <= 1.01 * exact < 1000
+
+
+SLOS = st.builds(SLO, st.sampled_from([0.01, 0.02, 0.05]), st.sampled_from([0.0025, 0.004, 0.01]))
+REQUEST = st.builds(Arrival, st.floats(0, 0.2), st.integers(1, 150), st.integers(1, 20), SLOS)
+ONE_SLO = st.builds(Arrival, st.floats(0, 0.2), st.integers(1, 150), st.integers(1, 20), st.just(SLO(0.02, 0.004)))
+SHARING = st.builds(
+    lambda time, prompt, output, slo, ids: Arrival(time, prompt, output, slo, hash_ids=tuple(ids), block=8.0),
+    st.floats(0, 0.2),
+    st.integers(1, 150),
+    st.integers(1, 8),
+    SLOS,
+    st.lists(st.integers(0, 3), min_size=1, max_size=6),
+)
+WORKLOADS = st.one_of(*(st.lists(one, min_size=2, max_size=30) for one in (REQUEST, ONE_SLO, SHARING)))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    WORKLOADS,
+    st.sampled_from(["distserve", "kairos"]),
+    st.sampled_from([Mesh(2), Mesh(4, prefill=2), Mesh(3, prefill=2), Mesh(1), Mesh(2, colocated=True)]),
+    st.sampled_from([16, 64, 8192]),
+)
+def test_no_policy_exceeds_the_bound(arrivals: list[Arrival], policy: str, mesh: Mesh, chunk: int) -> None:
+    arrivals = sorted(arrivals, key=lambda one: one.time)
+    report = simulate(arrivals, policy, mesh, TINY, options=Options(tokens=chunk, rows=8))
+    roles = [role.value for role in mesh.roles]
+    prefill, mixed = roles.count("prefill"), "mixed" in roles
+    most = bound(
+        arrivals,
+        COEFFICIENTS,
+        prefill,
+        len(roles) - prefill,
+        deflection=mixed,
+        chunk=chunk,
+        details=Details(rows=8, kv_tokens=2000),
+    )
+    assert sum(one.attained for one in report.measured) <= most.attained <= most.requests == len(arrivals)
+
+
+def test_a_policy_comes_near_the_bound_where_there_is_nothing_to_choose() -> None:
+    """Equal prompts, one after the other with time to spare for each: the bound is attained, and not by all."""
+    arrivals = [Arrival(0.0, 100, 1, SLO(0.045, 1.0)) for _ in range(6)]
+    report = simulate(arrivals, "distserve", "2x1", TINY, options=Options(tokens=100))
+    most = bound(arrivals, COEFFICIENTS, 1, 1, deflection=False, chunk=100)
+    assert most == Bound(3, 6, "first tokens", 0)
+    assert sum(one.attained for one in report.measured) == 3
+
+
+def simple(count: int = 40, **slo: float) -> list[Arrival]:
+    return [Arrival(1.0 * i, 2 + i % 3, 1, SLO(**({"ttft": 8.0} | slo))) for i in range(count)]
+
+
+def test_more_servers_and_looser_promises_never_hurt() -> None:
+    arrivals = [*simple(), *simple(ttft=5.0)]
+    counts = [bound(arrivals, FREE, servers, 0, deflection=False, chunk=8).attained for servers in (1, 2, 3, 6)]
+    assert counts == sorted(counts) and counts[0] < counts[-1] == 80
+    ttfts = [bound(simple(ttft=ttft), FREE, 1, 0, deflection=False, chunk=8).attained for ttft in (2, 4, 8, 99)]
+    assert ttfts == sorted(ttfts) and ttfts[0] < ttfts[-1]
+    without = bound(arrivals, FREE, 1, 1, deflection=False, chunk=8)
+    with_it = bound(arrivals, FREE, 1, 1, deflection=True, chunk=8)
+    assert without.attained < with_it.attained
+    assert with_it.attained == bound(arrivals, FREE, 0, 2, deflection=True, chunk=8).attained
+
+
+def test_what_is_impossible_alone_is_not_counted() -> None:
+    arrivals = [Arrival(0.0, 9, 1), Arrival(50.0, 7, 1), Arrival(99.0, 8, 1)]
+    assert bound(arrivals, FREE, 4, 0, deflection=False, chunk=8) == Bound(2, 3, "alone", 1)
+    slow = Coefficients(0.06, 0.0, 0.0, 0.0, 0.0, 0.0)
+    assert bound([Arrival(0.0, 9, 9)], slow, 1, 1, deflection=False, chunk=8).impossible == 1
+    assert bound([Arrival(0.0, 9, 1)], slow, 1, 1, deflection=False, chunk=8).impossible == 0
+
+
+def test_a_prefix_seen_before_costs_nothing() -> None:
+    arrivals = [Arrival(0.0, 6, 1, hash_ids=(1, 2), block=3.0), Arrival(0.0, 7, 1, hash_ids=(1, 2), block=3.0)]
+    assert jobs(arrivals, Server(FREE, 8, 8, 0, None)).fresh.tolist() == [6, 1]
+    assert bound(arrivals, FREE, 1, 0, deflection=False, chunk=8).attained == 2
+    details = Details(prefix_caching=False)
+    assert bound(arrivals, FREE, 1, 0, deflection=False, chunk=8, details=details).attained == 1
+
+
+def test_decodes_bind_where_they_are_the_work() -> None:
+    step = Coefficients(fixed=0.01, prefill=1e-6, decode=0.004, quadratic=0.0, longest=0.0, context=0.0)
+    arrivals = [Arrival(0.0, 10, 101, SLO(1.0, 0.05)) for _ in range(60)]
+    apart = bound(arrivals, step, 1, 1, deflection=False, chunk=8192)
+    # 6 s for 100 tokens each: 4 ms a token, and 10 ms a step shared by 60
+    assert apart == Bound(int(6 / (100 * (0.004 + 0.01 / 60))), 60, "decodes", 0)
+    assert bound(arrivals, step, 1, 2, deflection=False, chunk=8192).attained == 28
+    both = Coefficients(fixed=0.0, prefill=0.01, decode=0.01, quadratic=0.0, longest=0.0, context=0.0)
+    arrivals = [Arrival(0.0, 100, 101, SLO(6.0, 0.02)) for _ in range(12)]
+    assert bound(arrivals, both, 0, 1, deflection=True, chunk=8192) == Bound(4, 12, "all work", 0)
+
+
+def test_the_longest_context_is_paid_for() -> None:
+    alpha = Coefficients(fixed=0.0, prefill=0.0, decode=0.0, quadratic=0.0, longest=1e-6, context=0.0)
+    arrivals = [Arrival(0.0, 10_000, 101, SLO(1.0, 0.02)) for _ in range(4)]
+    arrivals += [Arrival(0.0, 100, 101, SLO(1.0, 0.02)) for _ in range(40)]
+    # in batches of two 0.5 s for each long one, 5 ms for each short one, in 3 s
+    pairs = Details(rows=2)
+    assert bound(arrivals, alpha, 1, 1, deflection=False, chunk=8192, details=pairs) == Bound(44, 44, "alone", 0)
+    assert bound(arrivals * 2, alpha, 1, 1, deflection=False, chunk=8192, details=pairs) == Bound(85, 88, "decodes", 0)
+
+
+@pytest.mark.parametrize("skip", [0, 5])
+def test_goodput_of_equal_jobs(skip: int) -> None:
+    """One second each, 270 of 300 in the time of 300 arrivals and 8 s."""
+    arrivals = [Arrival(float(i), 1, 1) for i in range(300 + 2 * skip)]
+    rate = goodput_bound(arrivals, FREE, 1, 0, deflection=False, chunk=8, details=Details(skip=skip))
+    assert rate == pytest.approx(299 / (270 - 8), rel=0.01)
+    twice = goodput_bound(arrivals, FREE, 1, 1, deflection=True, chunk=8, details=Details(skip=skip))
+    assert twice > 1.9 * rate
+
+
+def test_goodput_is_where_the_share_falls_below_the_goal() -> None:
+    arrivals = NAMED["K128"].draw(200, 5.0, 1)
+    for deflection in (False, True):
+        rate = goodput_bound(arrivals, H200, 1, 1, deflection=deflection, chunk=8192, tolerance=0.02)
+
+        def share(rate: float, deflection: bool = deflection) -> float:
+            own = (len(arrivals) - 1) / (arrivals[-1].time - arrivals[0].time)
+            return bound(
+                [replace(one, time=one.time * own / rate) for one in arrivals],
+                H200,
+                1,
+                1,
+                deflection=deflection,
+                chunk=8192,
+            ).share
+
+        assert share(rate) < 0.9 <= share(rate / 1.1)
+
+
+def test_goodput_without_end_and_without_beginning() -> None:
+    assert goodput_bound(simple(3, ttft=99.0), FREE, 1, 0, deflection=False, chunk=8) == float("inf")
+    assert goodput_bound(simple(9, ttft=0.5), FREE, 1, 0, deflection=False, chunk=8) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: most_on_time([0, 1], [9, 8], [1, 1]), "ordered as release"),
+        (lambda: most_on_time([0, 1], [8, 9], [1, -1]), "seconds=-1.0"),
+        (lambda: most_on_time([0, 1], [8, 9], [1]), "must be as many"),
+        (lambda: bound(simple(), FREE, 0, 2, deflection=False, chunk=8), "prefill_servers=0"),
+        (lambda: bound(simple(), FREE, -1, 2, deflection=True, chunk=8), "prefill_servers=-1"),
+        (lambda: bound(simple(), FREE, 1, 0, deflection=False, chunk=0), "tokens=0"),
+        (lambda: bound(simple(), FREE, 1, 0, deflection=False, chunk=8, details=Details(rows=0)), "rows=0"),
+        (lambda: bound(simple(4), FREE, 1, 0, deflection=False, chunk=8, details=Details(skip=2)), "skip=2"),
+        (lambda: bound([], FREE, 1, 0, deflection=False, chunk=8), "skip=0"),
+        (lambda: goodput_bound(simple(), FREE, 1, 0, deflection=False, chunk=8, goal=0.0), "goal=0.0"),
+        (lambda: goodput_bound(simple(), FREE, 1, 0, deflection=False, chunk=8, tolerance=0.0), "tolerance=0.0"),
+        (lambda: goodput_bound([Arrival(1.0, 1, 1)], FREE, 1, 0, deflection=False, chunk=8), "have no rate"),
+    ],
+)
+def test_nonsense_is_refused_by_name(call: Any, message: str) -> None:
+    with pytest.raises(InvalidValue, match=message):
+        call()
