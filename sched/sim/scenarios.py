@@ -65,15 +65,15 @@ def flowprefill(model: str, slo_scale: float = 1.0, *, colocated: bool = False) 
 # ---- SLOs-Serve: six scenarios --------------------------------------------------------------------------------------
 # Published: lengths (Table 4), which stages are tight or loose (Table 1), tight = 3x the TTFT of an idle server and
 # 50 ms, loose = 5x and 100 ms (Table 3), 2.7 ± 1.1 rounds of prefill and decode in ToolLLM, and that arrivals follow
-# the Azure 2023 traces, of conversation (stable) or of code (bursty). Assumed: an idle server's TTFT of 25 ms and
-# 90 µs a token for OPT-7B on an A100 (half of its peak), 20 µs for the 1.5B model (`Slowdown.measured` takes another
-# server's); the lengths of ToolLLM are those of one round, whose prompt comes on top of all that was said before; a
-# tool takes 0.5 s; Mixed has equal thirds; all of a thinking stage comes before the answer. Arrivals: gamma gaps of
-# the trace's CV for conversation; for code, bursts fitted to its counts: index of dispersion 13, 71 and 159 over 1, 10
-# and 60 s in the trace.
+# the Azure 2023 traces, of conversation (stable) or of code (bursty). Assumed: an idle server's TTFT of 12 ms and
+# 72 µs a token, which is what our preset of OPT-7B on an A100 says, and 16 µs for the 1.5B model (`for_server` takes
+# those of the server that is simulated); the lengths of ToolLLM are those of one round, whose prompt comes on top of
+# all that was said before; a tool takes 0.5 s; Mixed has equal thirds; all of a thinking stage comes before the
+# answer. Arrivals: gamma gaps of the trace's CV for conversation; for code, bursts fitted to its counts: index of
+# dispersion 13, 71 and 159 over 1, 10 and 60 s in the trace.
 AZURE_CONVERSATION = Arrivals("gamma", cv=1.08)
 AZURE_CODE = Arrivals("bursts", size=95, duty=0.6)
-TIGHT, LOOSE = Slowdown(3, 0.025, 90e-6), Slowdown(5, 0.025, 90e-6)
+TIGHT, LOOSE = Slowdown(3, 0.012, 72e-6), Slowdown(5, 0.012, 72e-6)
 TIGHT_TPOT, LOOSE_TPOT = 0.05, 0.1
 
 CHATBOT = Workload(
@@ -123,7 +123,7 @@ REASONING = Workload(
     thinking=Lengths("beta", mean=4693, std=1442, high=7660),
     thinking_tpot=TIGHT_TPOT,
     arrivals=AZURE_CONVERSATION,
-    ttft=Slowdown(3, 0.025, 20e-6),
+    ttft=Slowdown(3, 0.012, 16e-6),
     tpot=LOOSE_TPOT,
     request_class="reasoning",
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import ceil, inf
+from typing import overload
 
 import numpy as np
 
@@ -35,6 +36,7 @@ __all__ = [
     "Tail",
     "Workload",
     "best_effort",
+    "for_server",
     "scale",
     "scale_slo",
     "validate",
@@ -232,6 +234,20 @@ class Mix:
             ttft = workload.ttft if self.ttft is None else self.ttft
             workload = replace(workload, ttft=ttft, tpot=workload.tpot if self.tpot is None else self.tpot)
         return workload.chains(_stream(seed, 0, index), count)
+
+
+@overload
+def for_server(source: Workload, alone: Callable[[int], float]) -> Workload: ...
+@overload
+def for_server(source: Mix, alone: Callable[[int], float]) -> Mix: ...
+def for_server(source: Workload | Mix, alone: Callable[[int], float]) -> Workload | Mix:
+    """The same workload with every slowdown measured against a server that takes `alone(tokens)` seconds for a prompt
+    by itself; promises in seconds stay."""
+    if isinstance(source, Mix):
+        return replace(
+            source, parts=tuple(replace(part, workload=for_server(part.workload, alone)) for part in source.parts)
+        )
+    return replace(source, ttft=source.ttft.measured(alone)) if isinstance(source.ttft, Slowdown) else source
 
 
 def _stream(seed: int, purpose: int, part: int) -> np.random.Generator:

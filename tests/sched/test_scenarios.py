@@ -8,11 +8,15 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from jaxserve.config import preset
+from jaxserve.sched.perf.model import Load
 from jaxserve.sched.request import BEST_EFFORT
+from jaxserve.sched.sim import Latency
 from jaxserve.sched.sim.arrival import Arrival, validate
-from jaxserve.sched.sim.scenarios import CODER, FLOWPREFILL_TTFT, NAMED, TOOLLLM, flowprefill
+from jaxserve.sched.sim.scenarios import CODER, FLOWPREFILL_TTFT, NAMED, TIGHT, TOOLLLM, flowprefill
 from jaxserve.sched.sim.workload import Mix, Workload
 from jaxserve.sched.slo import SLO
+from jaxserve.yamlio import load_yaml
 
 COUNT = 40_000
 
@@ -106,8 +110,15 @@ def test_reasoning_thinks_first_and_faster() -> None:
 )
 def test_slos_serve_promises(scenario: str, times: float, tpot: float) -> None:
     for arrival in drawn(f"slos-serve-{scenario}")[:100]:
-        assert arrival.slo.ttft == pytest.approx(times * (0.025 + 90e-6 * arrival.prompt_tokens))
+        assert arrival.slo.ttft == pytest.approx(times * (0.012 + 72e-6 * arrival.prompt_tokens))
         assert arrival.slo.tpot == tpot
+
+
+def test_an_idle_server_is_our_preset_of_it() -> None:
+    coefficients = load_yaml(preset("latency", "opt-7b-a100-40g"), Latency).solve()
+    measured = TIGHT.measured(lambda tokens: coefficients.step_time(Load().add_chunk(tokens, 0)))
+    assert measured.fixed == pytest.approx(TIGHT.fixed, rel=0.02)
+    assert measured.per_token == pytest.approx(TIGHT.per_token, rel=0.02)
 
 
 def test_mixed_is_three_scenarios_each_with_its_own_promise() -> None:

@@ -26,6 +26,7 @@ from jaxserve.sched.sim.workload import (
     Share,
     Slowdown,
     best_effort,
+    for_server,
     scale,
     scale_slo,
     validate,
@@ -158,7 +159,10 @@ def test_the_scale_of_slos_leaves_everything_else() -> None:
 def test_a_slowdown_takes_another_server() -> None:
     slower = Slowdown(3, 0.025, 90e-6).measured(lambda tokens: 0.5 + 0.001 * tokens)
     assert slower.ttft(1000) == pytest.approx(3 * 1.5)
-    assert replace(K32, ttft=slower).draw(1, 1.0, 0)[0].slo.ttft > 1.5
+    mix = for_server(Mix("m", (Share(1, REASONING), Share(1, K32))), lambda tokens: 0.5 + 0.001 * tokens)
+    for arrival in mix.draw(50, 1.0, 0):
+        wanted = 3 * (0.5 + 0.001 * arrival.prompt_tokens) if arrival.class_ == "reasoning" else K32.ttft
+        assert arrival.slo.ttft == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(
