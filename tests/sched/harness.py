@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from jaxserve.sched import placement, policies
+from jaxserve.sched import admission, placement, policies
 from jaxserve.sched.cluster import Cluster, Instance
 from jaxserve.sched.counters import Counters
 from jaxserve.sched.log import Log, no_log
@@ -16,7 +16,7 @@ from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.plan import Delta, KvParcel, StepPlan, StepResult
 from jaxserve.sched.policy import Limits, Policy, Role
-from jaxserve.sched.request import Request
+from jaxserve.sched.request import STANDARD, Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.sim import clock
 from jaxserve.sched.sim.executor import EOS, Device, SimExecutor
@@ -36,6 +36,7 @@ class Job:
     slo: SLO = field(default_factory=SLO)
     params: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=None))
     cancel_at: float | None = None
+    tier: str = STANDARD
 
 
 @dataclass
@@ -76,6 +77,10 @@ class Shape:
     suspended: int = 4
     lead: float = 0.0  # seconds before a step's predicted end at which the next is planned
     coefficients: Coefficients = COEFFICIENTS
+    draft: int = 0
+    acceptance: float = 0.0  # chance that a drafted token is right
+    placement: str = "least_work"
+    admission: str = "none"
     prefix_caching: bool = True
     first_token: str = "prefill"
     fails: Callable[[str, StepPlan], bool] = lambda name, plan: False
@@ -94,11 +99,13 @@ async def _simulate(jobs: Sequence[Job], shape: Shape) -> Outcome:
     over: list[Request] = []
     outputs = {index: job.output for index, job in enumerate(jobs)}
     instances = _instances(shape, outputs, plans, loop)
-    cluster = Cluster(instances, placement.make("least_work"), first_token=shape.first_token, finished=over.append)
+    admits = admission.make(shape.admission)
+    place = placement.make(shape.placement, admits)
+    cluster = Cluster(instances, place, admits, first_token=shape.first_token, finished=over.append)
     deltas: dict[int, list[Delta]] = {index: [] for index in range(len(jobs))}
 
     def arrive(id: int, job: Job) -> None:
-        request = Request(id, job.prompt, job.params, job.slo, loop.now, eos=frozenset([EOS]), seed=id)
+        request = Request(id, job.prompt, job.params, job.slo, loop.now, tier=job.tier, eos=frozenset([EOS]), seed=id)
         cluster.submit(request, deltas[id].append)
 
     machine = asyncio.create_task(cluster.run())
@@ -148,6 +155,7 @@ def _instances(
             shape.prompts,
             preemptible=shape.preemptible,
             suspended=shape.suspended,
+            draft=shape.draft,
         )
         scheduler = Scheduler(
             policies.make(shape.policy) if isinstance(shape.policy, str) else shape.policy(),
@@ -160,7 +168,13 @@ def _instances(
         executor = Flaky(
             shape.loses,
             GeneralModel(shape.coefficients, correct=False),
-            Device(shape.pages, shape.page_size, kv_bytes_per_token=100_000, segments=shape.segments),
+            Device(
+                shape.pages,
+                shape.page_size,
+                kv_bytes_per_token=100_000,
+                segments=shape.segments,
+                acceptance=shape.acceptance,
+            ),
             outputs,
             loop,
             watch=partial(watch, name),
