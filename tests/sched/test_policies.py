@@ -118,3 +118,57 @@ def test_unknown_policies_are_named_with_the_known(name: str) -> None:
 
 def test_halves_can_be_chosen_apart() -> None:
     assert policies.make("prefill=kairos,decode=continuous") is not None
+
+
+@pytest.mark.parametrize("name", ["kairos:literal", "kairos:verbatim", "prefill=fcfs,decode=kairos:literal"])
+def test_kairos_to_the_letter_lets_one_late_straggler_forbid_everything(name: str) -> None:
+    """Line 7: its slack is the least, so all are decoded together, for everybody, until it leaves."""
+    rows = [decoding(0, 1000, due=0.300, last=-0.01), decoding(1, 2000, due=0.300, last=-0.01)]
+    late = decoding(2, 150_000, due=-1.0, last=-0.1)
+    assert order(policies.make("kairos"), view([], [*rows, late], role=Role.DECODE)) == [0, 1]
+    assert order(policies.make(name), view([], [*rows, late], role=Role.DECODE)) == [0, 1, 2]
+
+
+def test_kairos_to_the_letter_counts_a_step_of_its_own_as_what_a_row_needs() -> None:
+    """Line 5: the long row alone needs 110 ms and is due in 130: 20 ms of slack, so the short ones run alone; that
+    all three then need 112.5 ms for three rows, and that it waits, is not seen."""
+    perf = GeneralModel(Coefficients(0.010, 1e-3, decode=0.004, quadratic=0.0, longest=1e-6, context=0.0))
+    rows = [decoding(0, 1000, due=0.300), decoding(1, 100_000, due=0.136)]
+    # alone 114 ms: slack 22 ms >= 15 ms of the short row; together 118 ms: slack 18 ms, still; margin takes it
+    at = view([], rows, role=Role.DECODE, perf=perf)
+    assert order(policies.make("kairos:literal"), at) == [0]
+    assert order(policies.make("kairos"), at) == [0]
+    assert order(policies.make("kairos:margin=0.05"), at) == [0, 1]
+    tight = view([], [decoding(0, 1000, due=0.300), decoding(1, 100_000, due=0.1305)], role=Role.DECODE, perf=perf)
+    assert order(policies.make("kairos:literal"), tight) == [0]  # 16.5 ms of slack: the joint step then comes too late
+    assert order(policies.make("kairos"), tight) == [0, 1]
+
+
+def test_kairos_to_the_letter_leaves_rows_out_though_kv_is_short() -> None:
+    rows = [decoding(0, 1000, due=0.200), decoding(1, 100_000, due=0.400)]
+    at = view([], rows, role=Role.DECODE, kv_waiting=1)
+    assert order(policies.make("kairos:literal"), at) == [0]
+    assert order(policies.make("kairos"), at) == [0, 1]
+
+
+def test_the_greedy_prefix_stops_at_the_first_local_maximum() -> None:
+    """Rows of 1,000, 30,000 and then twenty of 31,000: the second adds less than it costs, all of them more."""
+    rows = [decoding(i, length, due=1.0) for i, length in enumerate([1000, 30_000, *[31_000] * 20, 400_000])]
+    at = view([], rows, role=Role.DECODE)
+    assert order(policies.make("kairos:greedy"), at) == [0]
+    assert order(policies.make("kairos"), at) == list(range(22))
+
+
+def test_best_effort_rows_decode_behind_the_others_and_forbid_nothing() -> None:
+    rows = [decoding(0, 1000, due=0.3), decoding(1, 2000, due=0.3), decoding(2, 100_000, due=0.4)]
+    straggler = decoding(3, 500, due=-1.0)
+    straggler.tier = BEST_EFFORT
+    assert order(policies.make("kairos"), view([], [*rows, straggler], role=Role.DECODE)) in ([0, 1], [0, 1, 3])
+
+
+def test_options_go_to_the_half_that_they_concern() -> None:
+    assert policies.make("kairos:no-pack+margin=0.1+ageing=0.2") is not None
+    with pytest.raises(InvalidValue, match=r"'kairos' has no option 'packed'; its options: .*no-pack.*margin=0.0"):
+        policies.make("kairos:packed")
+    with pytest.raises(InvalidValue, match=r"'edf' has no option 'literal'; its options: ageing=0.0, no-pack"):
+        policies.make("edf:literal")
