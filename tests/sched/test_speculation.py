@@ -1,0 +1,361 @@
+"""Drafting and verifying: what PB* says of it, and that the mechanism loses and invents no token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.sched.counters import Drafts
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load
+from jaxserve.sched.plan import StepPlan
+from jaxserve.sched.policies.speculation import Supply, Terms, accepted, prompt_room
+from jaxserve.sched.policy import Decision, Grant, Role, View
+from jaxserve.sched.request import BEST_EFFORT, STANDARD, State
+from jaxserve.sched.sim.executor import EOS, FILLER
+
+from .harness import Job, Outcome, simulate
+
+# ---- what drafting gains, and what steps leave -------------------------------------------------------------------
+
+
+def test_tokens_gained_by_verifying() -> None:
+    assert accepted(0.7, 4) == pytest.approx(2.533)
+    assert accepted(0.7, 1) == 1.0 and accepted(0.0, 4) == 1.0 and accepted(1.0, 4) == 4.0
+
+
+@given(st.floats(0, 0.999), st.integers(1, 10))
+def test_another_drafted_token_gains_what_its_chance_is(acceptance: float, length: int) -> None:
+    """It counts only where all before it were right."""
+    more = accepted(acceptance, length + 1) - accepted(acceptance, length)
+    assert more == pytest.approx(acceptance**length, abs=1e-9)
+
+
+def test_prompt_room_by_hand() -> None:
+    """10 ms, and 1 ms a token: 15 of 25 ms are left for prompts, 12 beside three rows; 4 too few at 6 ms."""
+    perf = GeneralModel(Coefficients(10e-3, 1e-3, 1e-3, 0, 0, 0))
+    assert prompt_room(perf, Load(), 100, 25e-3 + 1e-9) == 15
+    assert prompt_room(perf, Load(decode=3), 100, 25e-3 + 1e-9) == 12
+    assert prompt_room(perf, Load(decode=3), 7, 25e-3) == 7
+    assert prompt_room(perf, Load(), 100, 6e-3) in (-4, -5)
+
+
+@given(
+    fixed=st.floats(0, 0.01),
+    each=st.floats(1e-6, 1e-4),
+    attention=st.floats(0, 1e-8),
+    rows=st.integers(0, 50),
+    bound=st.floats(0.001, 0.2),
+)
+def test_prompt_room_is_the_most_that_fits(
+    fixed: float, each: float, attention: float, rows: int, bound: float
+) -> None:
+    perf = GeneralModel(Coefficients(fixed, each, each, attention, 0, 1e-8), correct=False)
+    load = Load(decode=rows, longest=100 * (rows > 0), context=100 * rows)
+    room = prompt_room(perf, load, 4096, bound)
+    if room > 0:
+        assert perf.step_time(load.add_chunk(room, 0)) <= bound
+    if 0 <= room < 4096:
+        assert perf.step_time(load.add_chunk(room + 1, 0)) > bound
+    assert (room < 0) == (perf.step_time(load) > bound)
+
+
+FLAT = Coefficients(fixed=20e-3, prefill=1e-4, decode=1e-4, quadratic=0, longest=0, context=0, draft=2e-3)
+
+
+def supply(tpot: Sequence[float], draft: int, acceptance: float = 0.7, margin: float = 0.0) -> Supply:
+    terms = Terms(GeneralModel(FLAT, correct=False), 100_000, 10.0, acceptance, draft, margin)
+    return Supply(terms, tpot, Load(decode=1, longest=1, context=1), 1, 1.0)
+
+
+def test_the_best_length_by_hand() -> None:
+    """Ten rows of 50 ms. Without drafts a step of 50 ms leaves 300 tokens less 10: 5,800/s. Verifying k lasts
+    50·Acc(k) ms and costs 2 ms a drafted token: 6,750/s at 2, 7,200/s at 3 and more at 4."""
+    plain = supply([0.05], 0).pace([10])
+    assert (plain.seconds, plain.lengths) == (0.05, (1,)) and plain.rate == pytest.approx(5800, abs=25)
+    rates = []
+    for length in (1, 2, 3, 4):
+        seconds = 0.05 * accepted(0.7, length)
+        rates.append(((seconds - 20e-3 - 2e-3 * (length - 1)) / 1e-4 - 10 * length) / seconds)
+    best = supply([0.05], 3).pace([10])
+    assert best.lengths == (1 + int(np.argmax(rates)),) and best.rate == pytest.approx(max(rates), rel=2e-3)
+    assert best.seconds == pytest.approx(0.05 * accepted(0.7, best.lengths[0]))
+
+
+def test_a_wrong_drafter_is_not_used() -> None:
+    assert supply([0.05], 4, acceptance=0.05).pace([10]).lengths == (1,)
+
+
+def test_the_looser_tier_takes_the_least_length_that_lasts() -> None:
+    """50 ms and 100 ms: where the tighter binds at 4 tokens (127 ms), the looser needs Acc >= 1.27, two tokens."""
+    pace = supply([0.05, 0.1], 3).pace([10, 10])
+    assert pace.lengths[0] > pace.lengths[1] >= 1
+    for tpot, length in zip((0.05, 0.1), pace.lengths, strict=True):
+        assert tpot * accepted(0.7, length) >= pace.seconds - 1e-12
+        assert length == 1 or tpot * accepted(0.7, length - 1) < pace.seconds
+
+
+def test_a_loose_row_takes_part_of_the_steps() -> None:
+    """In steps of 50 ms a row of 100 ms decodes in every second one: half a token a step (Algorithm 2)."""
+    tight = supply([0.05, 0.1], 0).rate(np.array([[10.0, 0.0], [10.0, 20.0], [20.0, 0.0]]))
+    assert tight[1] == pytest.approx(tight[2], rel=1e-6) and tight[0] > tight[1]
+
+
+@given(
+    tpot=st.lists(st.floats(0.01, 0.2), min_size=1, max_size=3, unique=True).map(sorted),
+    counts=st.lists(st.integers(0, 60), min_size=3, max_size=3),
+    draft=st.integers(0, 4),
+    acceptance=st.floats(0, 0.95),
+)
+def test_more_rows_never_leave_more(tpot: list[float], counts: list[int], draft: int, acceptance: float) -> None:
+    made = supply(tpot, draft, acceptance)
+    now = np.array(counts[: len(tpot)], dtype=float)
+    if not now.any():
+        return
+    more = now[None, :] + np.eye(len(tpot))
+    for row in more:
+        assert float(made.rate(row[None, :])[0]) <= float(made.rate(now[None, :])[0]) + 25 / tpot[0]
+    assert made.pace([int(one) for one in now]).rate == pytest.approx(float(made.rate(now[None, :])[0]))
+
+
+# ---- the mechanism -----------------------------------------------------------------------------------------------
+
+
+class Drafting:
+    """Everything by first come, and as many drafts as `length` says for the request and step."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._lengths = lengths
+        self._asked = 0
+        self.acceptance = 0.0
+
+    def decide(self, view: View) -> Decision:
+        self.acceptance = view.acceptance
+        grants = []
+        for one in view.decode:
+            self._asked += 1
+            grants.append(Grant(one.id, 1, self._lengths[self._asked % len(self._lengths)]))
+        return Decision((*grants, *(Grant(one.id, one.remaining) for one in view.prefill)))
+
+
+def check(outcome: Outcome, jobs: list[Job], draft: int, page_size: int) -> None:
+    for request, job in zip(outcome.requests, jobs, strict=True):
+        told = [token for delta in outcome.deltas[request.id] for token in delta.tokens]
+        assert told == request.output
+        if request.finish_reason == "abort":
+            continue
+        count = min(job.output, request.limit)
+        assert told == ([FILLER] * (job.output - 1) + [EOS])[:count]
+        assert request.finish_reason == ("stop" if job.output <= request.limit else "length")
+        assert request.inflight == 0
+    check_plans(outcome.plans, jobs, draft, page_size)
+
+
+def check_plans(plans: list[tuple[str, StepPlan]], jobs: list[Job], draft: int, page_size: int) -> None:
+    """Every span has its pages, starts where valid KV ends, and drafts only behind a whole prompt."""
+    pages: dict[tuple[str, int], int] = {}
+    ends: dict[tuple[str, int], int] = {}
+    for name, plan in plans:
+        for span in plan.spans:
+            at = (name, span.slot)
+            if span.begin is not None:
+                pages[at] = 0
+            pages[at] += len(span.new_pages)
+            assert pages[at] * page_size >= span.start + span.length, "a span without pages"
+            assert 0 <= span.draft <= draft and span.length > span.draft
+            if span.draft:
+                assert span.start >= len(jobs[span.request].prompt), "drafted before the prompt was done"
+                assert span.samples
+            if span.begin is None:
+                assert span.start <= ends[at], "the cursor left a hole"
+            ends[at] = span.start + span.length
+
+
+JOB = st.builds(
+    lambda start, prompt, output, arrival, cancel, most: Job(
+        range(start, start + prompt),
+        output,
+        arrival,
+        params=SamplingParams(max_tokens=most),
+        cancel_at=None if cancel is None else arrival + cancel,
+    ),
+    start=st.sampled_from([0, 0, 1000, 2000]),
+    prompt=st.integers(1, 20),
+    output=st.integers(1, 24),
+    arrival=st.floats(0, 0.05),
+    cancel=st.none() | st.none() | st.floats(0, 0.05),
+    most=st.none() | st.integers(1, 24),
+)
+
+
+@given(
+    jobs=st.lists(JOB, min_size=1, max_size=7),
+    roles=st.sampled_from([(Role.MIXED,), (Role.PREFILL, Role.DECODE)]),
+    lengths=st.lists(st.integers(0, 7), min_size=1, max_size=5),
+    acceptance=st.sampled_from([0.0, 0.3, 0.7, 1.0]),
+    draft=st.integers(0, 5),
+    pages=st.integers(11, 18),
+    tokens=st.integers(1, 16),
+    lead=st.sampled_from([0.0, 4e-4, 1.0]),
+)
+@settings(max_examples=120, deadline=None)
+def test_drafting_loses_and_invents_no_token(  # type: ignore[no-untyped-def]
+    jobs, roles, lengths, acceptance, draft, pages, tokens, lead
+) -> None:
+    """Tiny pools, so that drafts meet page pressure, drops and resumption; steps planned ahead; cancels."""
+    outcome = simulate(
+        jobs,
+        roles,
+        policy=lambda: Drafting(lengths),
+        pages=pages,
+        rows=4,
+        tokens=tokens,
+        draft=draft,
+        acceptance=acceptance,
+        lead=lead,
+    )
+    check(outcome, jobs, draft, 4)
+
+
+@given(jobs=st.lists(JOB, min_size=1, max_size=5), every=st.integers(3, 7), acceptance=st.sampled_from([0.3, 1.0]))
+@settings(max_examples=40, deadline=None)
+def test_a_step_that_raises_while_it_verifies_costs_no_token(  # type: ignore[no-untyped-def]
+    jobs, every, acceptance
+) -> None:
+    seen = [0]
+
+    def fails(name: str, plan: StepPlan) -> bool:
+        seen[0] += 1
+        return seen[0] % every == 0 and seen[0] < 40
+
+    outcome = simulate(
+        jobs, policy=lambda: Drafting([3]), pages=16, rows=4, tokens=16, draft=3, acceptance=acceptance, fails=fails
+    )
+    for request in outcome.requests:
+        told = [token for delta in outcome.deltas[request.id] for token in delta.tokens]
+        assert told == request.output
+
+
+def steps(outcome: Outcome) -> int:
+    return sum(any(span.samples for span in plan.spans) for _, plan in outcome.plans)
+
+
+@pytest.mark.parametrize(("acceptance", "expected"), [(1.0, 1 + 8), (0.0, 1 + 32)])
+def test_certain_drafts_by_hand(acceptance: float, expected: int) -> None:
+    """33 tokens: the first with the prompt, the others four at a time, or one by one where every draft is wrong."""
+    jobs = [Job(range(10), 33)]
+    outcome = simulate(jobs, policy=lambda: Drafting([3]), draft=3, acceptance=acceptance, pages=64)
+    assert steps(outcome) == expected
+    check(outcome, jobs, 3, 4)
+
+
+def test_a_draft_gives_way_to_the_rows_own_token() -> None:
+    """No budget for drafts, or no page: the row decodes all the same."""
+    jobs = [Job(range(10), 20)]
+    narrow = simulate(jobs, policy=lambda: Drafting([4]), draft=4, acceptance=1.0, tokens=1)
+    assert all(span.draft == 0 for _, plan in narrow.plans for span in plan.spans)
+    full = simulate([Job(range(20), 4), Job(range(100, 120), 4)], policy=lambda: Drafting([4]), draft=4, pages=12)
+    assert not any(request.drops for request in full.requests), "drafts took somebody's pages"
+
+
+@pytest.mark.parametrize("truth", [0.2, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("output", [8, 200])
+def test_measured_acceptance_converges(truth: float, output: int) -> None:
+    """Also where answers are short: a draft that the end cuts says nothing of the token behind it."""
+    policies: list[Drafting] = []
+
+    def policy() -> Drafting:
+        policies.append(Drafting([3]))
+        return policies[-1]
+
+    jobs = [Job(range(100 * one, 100 * one + 5), output, one * 0.01) for one in range(4000 // output)]
+    simulate(jobs, policy=policy, draft=3, acceptance=truth, pages=4000)
+    assert policies[0].acceptance == pytest.approx(truth, abs=0.06)
+
+
+def test_the_estimate_counts_what_a_draft_tells() -> None:
+    """A draft of three of which one was right is a success and a failure; a cut one tells of no failure."""
+    drafts = Drafts(prior=0.5, weight=2.0)
+    drafts.count(3, 1)
+    assert drafts.acceptance == pytest.approx((0.998 * 1 + 1) / (0.998 * 2 + 2))
+    cut = Drafts(prior=0.5, weight=2.0)
+    cut.count(3, 1, cut=True)
+    assert cut.acceptance > drafts.acceptance
+
+
+def test_the_deadline_counts_only_tokens_that_came() -> None:
+    """Of a draft of three that was wrong one token is gained: the next is due one tpot later, not four."""
+    deadlines: list[tuple[float, float]] = []
+
+    class Watching(Drafting):
+        def decide(self, view: View) -> Decision:
+            for one in view.decode:
+                assert one.first_token_at is not None
+                deadlines.append((one.deadline - one.first_token_at, one.generated * one.slo.tpot))
+            return super().decide(view)
+
+    simulate([Job(range(10), 12)], policy=lambda: Watching([3]), draft=3, acceptance=0.4)
+    assert len(deadlines) > 5 and all(due == pytest.approx(granted) for due, granted in deadlines)
+
+
+# ---- best effort gives way ---------------------------------------------------------------------------------------
+
+
+def test_objectives_take_the_pages_of_best_effort_and_it_finishes() -> None:
+    jobs = [
+        Job(range(16), 30, 0.0, tier=BEST_EFFORT),
+        Job(range(100, 116), 30, 0.001, tier=BEST_EFFORT),
+        Job(range(200, 224), 12, 0.010, tier=STANDARD),
+    ]
+    outcome = simulate(jobs, policy="distserve", pages=14, rows=4, tokens=64)
+    first, second, standard = outcome.requests
+    assert first.drops + second.drops >= 1 and standard.drops == 0
+    assert second.drops >= first.drops, "the one that came last gives way first"
+    for request, job in zip(outcome.requests, jobs, strict=True):
+        assert (request.finish_reason, len(request.output)) == ("stop", job.output)
+        assert request.state is State.FINISHED
+    assert standard.finished_at is not None and second.finished_at is not None
+    assert standard.finished_at < second.finished_at
+
+
+@given(
+    jobs=st.lists(st.tuples(JOB, st.sampled_from([STANDARD, BEST_EFFORT])), min_size=2, max_size=8),
+    pages=st.integers(11, 18),
+    draft=st.integers(0, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_best_effort_loses_pages_never_tokens(jobs, pages, draft) -> None:  # type: ignore[no-untyped-def]
+    tiered = []
+    for job, tier in jobs:
+        job.tier = tier
+        tiered.append(job)
+    outcome = simulate(
+        tiered, policy=lambda: Drafting([2, 0, 3]), pages=pages, rows=4, tokens=16, draft=draft, acceptance=0.6
+    )
+    check(outcome, tiered, draft, 4)
+
+
+def test_a_row_with_an_objective_outlasts_a_prompt_of_best_effort() -> None:
+    """Where a row needs a page, best effort gives it before any prompt that has an objective."""
+
+    class Rows(Drafting):
+        """Decodes first, and names no prompt that runs: they are the first to give pages otherwise."""
+
+        def decide(self, view: View) -> Decision:
+            waiting = [Grant(one.id, 4) for one in view.prefill if one.state is State.WAITING]
+            ahead = [Grant(one.id, 1) for one in view.decode]
+            running = [Grant(one.id, 1) for one in view.prefill if one.state is State.RUNNING]
+            return Decision((*ahead, *waiting, *running[:1])) if ahead or waiting else Decision(tuple(running))
+
+    jobs = [
+        Job(range(4), 30, 0.0),
+        Job(range(100, 120), 2, 0.001, tier=STANDARD),
+        Job(range(200, 220), 2, 0.001, tier=BEST_EFFORT),
+    ]
+    outcome = simulate(jobs, policy=lambda: Rows([0]), pages=14, rows=4, tokens=8)
+    drops = [request.drops for request in outcome.requests]
+    assert drops[2] >= 1 and drops[0] == drops[1] == 0
