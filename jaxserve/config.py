@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from jaxserve.errors import InvalidValue
+from jaxserve.sched import admission, placement, policies
 from jaxserve.sched.request import BEST_EFFORT, STANDARD
 from jaxserve.sched.slo import NO_SLO, SLO
 from jaxserve.yamlio import convert, load_fields, load_yaml, nearest, parse_yaml, size
@@ -106,12 +107,19 @@ class ServeConfig:
 
     # scheduling
     policy: str = flag(
-        "kairos", "scheduling", "Scheduling policy, or one per role as in prefill=fcfs,decode=continuous."
-    )
-    placement: Literal["least_work", "round_robin"] = flag(
-        "least_work", "scheduling", "Which instance takes a request: the one with least work left, or each in turn."
-    )
-    admission: str = flag("none", "scheduling", "none: every request is admitted. Others are not supported yet.")
+        "unified", "scheduling", "Scheduling policy: unified, kairos, flowprefill, fairbatching, slos_serve, sarathi, "
+        "vllm, distserve, sjf, edf ..., some with options as in kairos:literal, or one per role as in "
+        "prefill=fcfs,decode=continuous.", metavar="NAME",
+    )  # fmt: skip
+    placement: str = flag(
+        "auto", "scheduling", "Which instance takes a request: least_work (least prompt tokens left after its own "
+        "prefix hits), round_robin, deflect, prefill_budget, next_replica, unified. auto: what goes with the policy.",
+        metavar="NAME",
+    )  # fmt: skip
+    admission: str = flag(
+        "none", "scheduling", "Whether to admit what cannot be on time: none (everything), pab, dp. Others become best "
+        "effort, or with :refuse are answered with 429.", metavar="NAME",
+    )  # fmt: skip
     ttft_slo: float = flag(
         8.0, "scheduling", "Time to first token that a request is promised unless it brings its own: 8s, 500ms.",
         metavar="TIME",
@@ -181,6 +189,7 @@ class ServeConfig:
     def __post_init__(self) -> None:
         self._check_ranges()
         self._check_supported()
+        self._check_names()
         self._check_mesh()
         _ = self.slo
 
@@ -217,16 +226,19 @@ class ServeConfig:
                 raise InvalidValue(f"{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}", name)
         supported: tuple[tuple[str, tuple[Any, ...]], ...] = (
             ("speculative_config", (None,)),
-            ("admission", ("none",)),
             ("preempt_boundary", ("chunk",)),
             ("kv_cache_dtype", ("auto",)),
             ("load_format", ("auto", "safetensors", "dummy")),
-            ("placement", ("least_work", "round_robin")),
         )
         for name, allowed in supported:
             if getattr(self, name) not in allowed:
                 words = "not setting it" if allowed == (None,) else ", ".join(allowed)
                 raise InvalidValue(f"{name}={getattr(self, name)!r} is not supported yet; allowed: {words}", name)
+
+    def _check_names(self) -> None:
+        """Mistyped names and options are told before anything is loaded."""
+        policies.make(self.policy)
+        placement.make(policies.placement(self.policy, self.placement), admission.make(self.admission))
 
     def _check_mesh(self) -> None:
         if self.mesh is not None:

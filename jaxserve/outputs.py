@@ -75,9 +75,9 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
-    finish_reason: str | None = None  # "stop", "length", "abort", "error", "rejected"
+    finish_reason: str | None = None  # "stop", "length", "abort", "error", "rejected", "refused"
     stop_reason: int | str | None = None  # the stop token or string, where one of the caller's ended it
-    error: str | None = None  # what went wrong, where finish_reason is "error" or "rejected"
+    error: str | None = None  # what went wrong, where finish_reason is "error", "rejected" or "refused"
     metrics: RequestMetrics | None = None
 
 

@@ -111,7 +111,7 @@ class Cluster:
         self._redirect()
 
     def _refuse(self, request: Request, tell: Tell) -> None:
-        request.state, request.finish_reason = State.FINISHED, "rejected"
+        request.state, request.finish_reason = State.FINISHED, "refused"
         request.error = "its latency objectives cannot be kept under the present load; try again later"
         self._finished(request)
         tell(Delta(request.id, finish_reason=request.finish_reason, error=request.error))

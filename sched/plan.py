@@ -79,7 +79,7 @@ class Delta(NamedTuple):
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    finish_reason: str | None = None  # "stop" (EOS or stop id), "length", "abort", "error", "rejected"
+    finish_reason: str | None = None  # "stop" (EOS or stop id), "length", "abort", "error", "rejected", "refused"
     error: str | None = None
     stop_token: int | None = None  # the id that ended it, where finish_reason is "stop" by a token
 

@@ -132,7 +132,7 @@ def test_mesh_and_roles():
         ({"admission": "slo"}, "admission"),
         ({"preempt_boundary": "layer"}, "preempt_boundary"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
-        ({"placement": "deflect"}, "placement"),
+        ({"placement": "deflect:never"}, "placement"),
         ({"dtype": "float16"}, "dtype"),
         ({"load_format": "gguf"}, "load_format"),
         ({"load_format": "orbax"}, "load_format"),

@@ -23,7 +23,7 @@ from jaxserve.models.hub import resolve_model
 from jaxserve.models.registry import load_spec
 from jaxserve.models.spec import ModelSpec
 from jaxserve.models.thinking import end_thinking
-from jaxserve.sched import placement, policies
+from jaxserve.sched import admission, placement, policies
 from jaxserve.sched.cluster import Cluster, Instance
 from jaxserve.sched.journal import Journal
 from jaxserve.sched.log import Log, no_log
@@ -74,7 +74,9 @@ class Machine:
                 log=self._log(executor.name, role),
             )
             instances.append(Instance(executor.name, scheduler, executor))
-        return Cluster(instances, placement.make(config.placement), first_token=config.first_token, finished=finished)
+        admits = admission.make(config.admission)
+        places = placement.make(policies.placement(config.policy, config.placement), admits)
+        return Cluster(instances, places, admits, first_token=config.first_token, finished=finished)
 
     def _log(self, name: str, role: Role) -> Log:
         if self._file is None:
@@ -108,7 +110,6 @@ class Machine:
 def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
     """Load, compile, measure. Raises JaxserveError with what to do about it."""
     began = time.perf_counter()
-    policies.make(config.policy)  # a mistyped name is told before anything is loaded
     path = resolve_model(config.model_source, config.revision)
     spec = load_spec(path)
     mesh = plan_of(config)

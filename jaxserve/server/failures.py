@@ -53,6 +53,8 @@ def refusal(error: Exception) -> Refused:
     if isinstance(error, GenerationFailed):
         if error.reason == "rejected":
             return Refused(400, str(error), code="rejected")
+        if error.reason == "refused":
+            return Refused(429, str(error), code="slo_unattainable", retry_after=1.0)
         return Refused(500, str(error), code=error.reason)
     if isinstance(error, JaxserveError):
         return Refused(503, str(error), code="unavailable", retry_after=1.0)

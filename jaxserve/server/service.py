@@ -129,7 +129,7 @@ class Service:
                     if number not in begun:
                         begun.add(number)
                         self.metrics.begun(job)
-                    if piece.finish_reason in ("error", "rejected"):
+                    if piece.finish_reason in ("error", "rejected", "refused"):
                         raise GenerationFailed(piece.error or "the engine gave the request up", piece.finish_reason)
                     self.metrics.news(job, piece)
                     yield number, piece

@@ -24,13 +24,16 @@ class Unified(LeastWork):
         self._margin = margin
         self._share = share
         self._stretch = stretch
-        self._seen: dict[int, tuple[int, int]] = {}  # instance -> its queue when last looked at
+        self._seen: dict[int, tuple[int, int]] = {}  # instance -> how far it was when last looked at
 
     def redirect(self, fleet: Fleet) -> Sequence[Move]:
         moves: list[Move] = []
         for index in fleet.entries:
             one = fleet.instances[index]
-            moves += self._relieve(index, one, fleet)
+            seen = (len(one), one.counters.steps)
+            if self._seen.get(index) != seen:  # nothing came, ended or moved on otherwise
+                self._seen[index] = seen
+                moves += self._relieve(index, one, fleet)
         return moves
 
     def _relieve(self, index: int, one: Scheduler, fleet: Fleet) -> list[Move]:

@@ -127,7 +127,7 @@ class Unified:
 
     def _mixed(self, view: View, order: Order) -> tuple[Grant, ...]:
         """Prompts that can be on time are here: only rows that cannot skip the step decode for sure."""
-        rows, bound = view.decode, mixed_bound(view, self._share, self._stretch, self._cushion)
+        rows, bound = view.decode, self._bound(view)
         tpot = np.where(np.isfinite(rows.tpot), rows.tpot, 0.05)
         urgent = (rows.best_effort == 0) & (rows.deadline - view.start < bound + (1.0 + self._cushion) * tpot)
         for row in np.flatnonzero(~urgent).tolist():
@@ -153,10 +153,16 @@ class Unified:
             chosen.append(rows[row].id)
         return tuple(Grant(id, 1) for id in chosen) + guests
 
+    def _bound(self, view: View) -> float:
+        """Where prompts are no guests (mixed instances) decoding that is too slow by itself must not shut them out."""
+        bound = mixed_bound(view, self._share, self._stretch, self._cushion)
+        alone = view.perf.step_time(decode_load(view.decode)) if view.role is Role.MIXED else 0.0
+        return max(bound, 1.5 * alone)
+
     def _guests(self, view: View, load: Load, order: Order, bound: float | None = None) -> tuple[Grant, ...]:
         """Chunks of prompts, in an order of rows, beside a step of `load`."""
         rows, cut = view.prefill, []
-        bound = mixed_bound(view, self._share, self._stretch, self._cushion) if bound is None else bound
+        bound = self._bound(view) if bound is None else bound
         for row in order.tolist():
             request = rows[row]
             tokens = largest_chunk(view.perf, load, request.context, request.remaining, bound)

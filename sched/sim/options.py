@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from ..errors import InvalidValue
 from ..perf import Perf
 from ..policy import Role
+from .executor import Device
+from .latency import Latency
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +58,20 @@ class Options:
     perf: the schedulers' step-time model, by name (perf.make): `general` is the true one, corrected by what is
     measured; `exact` never corrects; the others are the papers', profiled from the true one. prediction_error: all
     that it predicts is off by this share (0.2: a fifth too long), for good. noise: instead of the latency preset's.
-    placement, admission: by name. tokens, rows, prompts, suspended, draft: see policy.Limits; prompts None is no
-    limit. boundary: where a step of prompt chunks can be stopped; at `chunk`, its end, nothing is. acceptance: chance
-    that a drafted token is right. routing_delay: from arrival to the instance. stale: age of what the placement knows
-    of the instances. prefix_caching None: on where the workload says which prefixes are shared. pages, page_size:
-    instead of the preset's; kv_scale: times as many pages. skip: requests at either end that are not counted.
-    horizon: stop after so many seconds, unfinished requests count as violated. timer: a clock of the processor, read
-    around each decision; what it says is only reported.
+    placement, admission: by name; the placement `auto` is what goes with the policy. tokens, rows, prompts,
+    suspended, draft: see policy.Limits; prompts None is no limit. boundary: where a step of prompt chunks can be
+    stopped; at `chunk`, its end, nothing is. acceptance: chance that a drafted token is right. routing_delay: from
+    arrival to the instance. stale: age of what the placement knows of the instances. prefix_caching None: on where
+    the workload says which prefixes are shared. pages, page_size: instead of the preset's; kv_scale: times as many
+    pages. skip: requests at either end that are not counted. horizon: stop after so many seconds, unfinished
+    requests count as violated. timer: a clock of the processor, read around each decision; what it says is only
+    reported.
     """
 
     perf: Perf = "general"
     prediction_error: float = 0.0
     noise: float | None = None
-    placement: str = "least_work"
+    placement: str = "auto"
     admission: str = "none"
     tokens: int = 8192
     rows: int = 256
@@ -105,6 +108,16 @@ class Options:
         ):
             if not ok:
                 raise InvalidValue(f"{name}={getattr(self, name)!r} must be {allowed}", name)
+
+    def device(self, latency: Latency) -> Device:
+        """A simulated instance of a latency preset."""
+        device = latency.device(self.boundary, pages=self.pages, page_size=self.page_size)
+        return replace(
+            device,
+            pages=max(1, round(device.pages * self.kv_scale)),
+            noise=device.noise if self.noise is None else self.noise,
+            acceptance=self.acceptance if self.draft else 0.0,
+        )
 
 
 DEFAULT = Options()

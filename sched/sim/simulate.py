@@ -20,7 +20,7 @@ from ..policy import Decision, Limits, Policy, Role, View
 from ..request import Request
 from ..scheduler import Scheduler
 from . import clock
-from .executor import END_THINKING, EOS, Device, SimExecutor
+from .executor import END_THINKING, EOS, SimExecutor
 from .latency import Latency
 from .options import DEFAULT, Mesh, Options
 from .predict import perf_model
@@ -171,7 +171,7 @@ class _Simulation:
         self._arrivals = arrivals
         self._policy = policy
         self._roles = mesh.roles
-        self._device = _device(latency, options)
+        self._device = options.device(latency)
         self._truth = latency.solve()
         self._seed = seed
         self._options = options
@@ -197,7 +197,7 @@ class _Simulation:
         admission = admissions.make(self._options.admission)
         self._cluster = cluster = Cluster(
             instances,
-            placements.make(self._options.placement, admission),
+            placements.make(policies.placement(policy_name(self._policy), self._options.placement), admission),
             admission,
             first_token=self._options.first_token,
             finished=self._finished,
@@ -321,16 +321,6 @@ class _Simulation:
         lost = [request.id for request in self.requests if request.finish_reason is None]
         held = [core.scheduler.blocks.held for core in cluster.cores]
         assert not lost and not any(held) and not len(cluster), f"{lost=} {held=} {len(cluster)=}"
-
-
-def _device(latency: Latency, options: Options) -> Device:
-    device = latency.device(options.boundary, pages=options.pages, page_size=options.page_size)
-    return replace(
-        device,
-        pages=max(1, round(device.pages * options.kv_scale)),
-        noise=device.noise if options.noise is None else options.noise,
-        acceptance=options.acceptance if options.draft else 0.0,
-    )
 
 
 _PARAMS = SamplingParams(max_tokens=None)
