@@ -18,7 +18,7 @@ from jaxserve.sched.sim.workload import Mix, Workload
 from jaxserve.sched.slo import SLO
 from jaxserve.yamlio import load_yaml
 
-COUNT = 40_000
+COUNT = 25_000
 
 
 @cache

@@ -158,12 +158,12 @@ def test_a_folder_without_end_or_without_files(tmp_path: Path) -> None:
         load_trace(tmp_path, num_prompts=1)
 
 
-# Two hours from midday of the first day; the tables on record are of all hours, so the expectation is made from the
+# An hour from midday of the first day; the tables on record are of all hours, so the expectation is made from the
 # files themselves: rate times table, client by client.
 @real
 @pytest.mark.parametrize("model", ["reason/deepseek-r1", "multimodal/mm-image"])
 def test_real_clients_are_drawn_as_measured(model: str) -> None:
-    start, duration = 43_200, 7_200
+    start, duration = 43_200, 3_600
     arrivals = load_trace(SERVEGEN / model, start=start, duration=duration)
     expected, outputs = 0.0, 0.0
     for trace in (SERVEGEN / model).glob("chunk-*-trace.csv"):
