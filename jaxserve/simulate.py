@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
 import multiprocessing
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxserve.config import preset
 from jaxserve.errors import InvalidValue
 from jaxserve.report import progress
-from jaxserve.sched.placement import PLACEMENTS
+from jaxserve.sched import admission, placement, policies
 from jaxserve.sched.sim import (
     NAMED,
     Arrival,
@@ -28,169 +32,195 @@ from jaxserve.sched.sim import (
     simulate,
     sweep,
 )
-from jaxserve.sched.sim.sweep import Case
+from jaxserve.sched.sim.bounds import bounds, goodput_bounds
+from jaxserve.sched.sim.explain import explain
+from jaxserve.sched.sim.record import Recorder
+from jaxserve.sched.sim.sweep import Case, Run, goodput_search
+from jaxserve.sched.sim.timeline import trace
 from jaxserve.sched.slo import SLO
-from jaxserve.simulate_report import print_report, write_report
-from jaxserve.yamlio import load_yaml, nearest, seconds
+from jaxserve.simulate_flags import add_arguments
+from jaxserve.simulate_report import VALUES, Results, goodput, print_report, write_report
+from jaxserve.yamlio import load_yaml, nearest
 
-EXAMPLES = """
-examples:
-  # Two policies over 16 rates with three seeds; table here, JSON, CSV and plots in DIR
-  jaxserve simulate --policy distserve,kairos --qps 2.0:5.0:0.2 --seeds 3 --out DIR
-
-  # One rate, steady state: the first and last 500 of 4000 requests are not counted
-  jaxserve simulate --policy kairos --qps 3 --num-requests 4000 --skip 500
-
-  # A public trace at its own rate; prefixes that it names are shared
-  jaxserve simulate --workload trace:conversation_trace.jsonl.gz --num-prompts 2000 --ttft-slo 8s
-
-  # The same trace at three rates, prompts a fourth as long, on four instances of which one prefills
-  jaxserve simulate --mesh 4x4 --prefill 1 --workload trace:conversation_trace.jsonl.gz --prompt-scale 4 --qps 2,4,6
-
-  # Any mixture of halves, and a workload of your own
-  jaxserve simulate --policy prefill=kairos,decode=continuous --workload my.yaml --qps 3
-
-A latency preset says how long a step takes (configs/latency/*.yaml), a workload preset what arrives
-(configs/workload/*.yaml). docs/simulator.md says what the model leaves out.
-"""
+__all__ = ["add_arguments", "main", "parse_policies", "parse_rates", "processes"]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `jaxserve simulate`."""
-    parser.description = "Serve a workload in virtual time, by the scheduler that serves in real time."
-    parser.epilog = EXAMPLES
-    what = parser.add_argument_group("what to try")
-    what.add_argument(
-        "--policy", default="distserve,kairos", metavar="NAME[,NAME…]", help="policies to compare [%(default)s]"
-    )
-    what.add_argument("--qps", metavar="RATES", help="requests per second: 3, or 2,3,4, or first:last:step")
-    what.add_argument("--seeds", type=int, default=1, metavar="N", help="repeat with N seeds, from --seed on [1]")
-    what.add_argument("--seed", type=int, default=0, metavar="N", help="first seed [0]")
-    _cluster(parser.add_argument_group("cluster"))
-    _workload(parser.add_argument_group("workload"))
-    out = parser.add_argument_group("output")
-    out.add_argument("--skip", type=int, default=0, metavar="N", help="do not count the first and last N requests [0]")
-    out.add_argument("--out", type=Path, metavar="DIR", help="write results.json, results.csv and plots there")
-    out.add_argument("--jobs", type=int, metavar="N", help="processes [all cores, at most one a simulation]")
+class Study(NamedTuple):
+    """What a command line asks for."""
 
-
-def _cluster(group: Any) -> None:
-    group.add_argument("--mesh", default="2x4", help="RxT: R instances of T devices; from two on, half prefill [2x4]")
-    group.add_argument("--prefill", type=int, metavar="N", help="how many instances prefill")
-    group.add_argument("--mode", choices=("auto", "colocated"), default="auto", help="colocated: all do both [auto]")
-    group.add_argument(
-        "--latency", default="minimax-m2.5-h200-tp4", metavar="NAME|FILE", help="latency preset [%(default)s]"
-    )
-    group.add_argument("--noise", type=float, metavar="S", help="relative standard deviation of step times")
-    group.add_argument(
-        "--perf",
-        choices=("general", "exact", "table", "linear"),
-        default="general",
-        help="the scheduler's step-time model: the true one corrected online, the true one, Kairos's table, "
-        "FairBatching's line [general]",
-    )
-    group.add_argument(
-        "--placement",
-        default="least_work",
-        choices=sorted(PLACEMENTS),
-        help="which instance takes a request [least_work]",
-    )
-    group.add_argument("--first-token", choices=("prefill", "decode"), default="prefill", help="who sends it [prefill]")
-    group.add_argument("--max-num-batched-tokens", type=int, default=8192, metavar="N", help="tokens in a step [8192]")
-    group.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="requests on an instance [256]")
-    group.add_argument("--block-size", type=int, metavar="N", help="tokens in a page of KV [the preset's]")
-    group.add_argument("--num-pages", type=int, metavar="N", help="pages of an instance [the preset's KV tokens]")
-    group.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        help="[on where a trace says which prefixes are shared]",
-    )
-
-
-def _workload(group: Any) -> None:
-    group.add_argument(
-        "--workload",
-        default="K128",
-        metavar="NAME|FILE|trace:FILE",
-        help=f"{', '.join(NAMED)}, a preset or YAML file, or a trace: Azure CSV, Mooncake JSONL or plain CSV, also "
-        "gzipped [K128]",
-    )
-    group.add_argument("--num-requests", "--num-prompts", type=int, metavar="N", help="how many [1000; all of a trace]")
-    group.add_argument("--ttft-slo", type=seconds, metavar="TIME", help="instead of the workload's, as in 8s")
-    group.add_argument("--tpot-slo", type=seconds, metavar="TIME", help="instead of the workload's, as in 50ms")
-    group.add_argument("--time-scale", type=float, default=1.0, metavar="X", help="trace: arrival times times X [1]")
-    group.add_argument(
-        "--prompt-scale", type=float, default=1.0, metavar="X", help="trace: divide prompt lengths by X [1]"
-    )
-    group.add_argument(
-        "--output-scale", type=float, default=1.0, metavar="X", help="trace: divide output lengths by X [1]"
-    )
-    group.add_argument(
-        "--spread",
-        type=seconds,
-        default=0.0,
-        metavar="TIME",
-        help="trace: spread requests of one timestamp over this time; Mooncake batches some 3s into one [0: as it is]",
-    )
+    policies: list[str]
+    workload: Workload | Mix | list[Arrival]
+    mesh: Mesh
+    latency: Latency
+    options: Options
+    rates: list[float | None]
+    seeds: range
+    num_requests: int | None
 
 
 def main(args: argparse.Namespace) -> int:
     """Run it. Raises InvalidValue for what a person got wrong."""
-    policies = parse_policies(args.policy)
-    latency = _latency(args)
+    study = _study(args)
+    recorder = _recorder(args, study)
+    with progress.bar("simulating") as tick, processes(args.jobs) as run:
+        if recorder is not None:
+            reports = [_one(study, recorder, tick)]
+        elif args.goodput:
+            reports = _search(args, study, tick, run)
+        else:
+            reports = _sweep(study, tick, run)
+    title = f"{args.workload} on {study.mesh} of {study.latency.name}"
+    results = Results(title, reports, goodput(reports, args.attain, args.goal), args.goal, args.attain, args.goodput)
+    if args.bound:
+        results = _bounded(args, study, results)
+    print_report(results)
+    if args.out is not None:
+        settings = {name: _plain(value) for name, value in sorted(vars(args).items()) if name != "out"}
+        settings["coefficients"] = asdict(study.latency.solve())
+        for path in write_report(args.out, settings, results):
+            print(f"wrote {path}")
+    if recorder is not None:
+        _tell(args, recorder, reports[0])
+    return 0
+
+
+def _study(args: argparse.Namespace) -> Study:
+    names = parse_policies(args.policy)
+    for name in names:
+        policies.make(name)  # what is wrong is said before anything is computed
+    placement.make(args.placement, admission.make(args.admission))
+    if args.seeds < 1:
+        raise InvalidValue(f"seeds={args.seeds} must be at least 1", "seeds")
     mesh = Mesh.parse(args.mesh, args.prefill, colocated=args.mode == "colocated")
     options = Options(
         perf=args.perf,
+        prediction_error=args.prediction_error,
+        noise=args.noise,
         placement=args.placement,
+        admission=args.admission,
         tokens=args.max_num_batched_tokens,
         rows=args.max_num_seqs,
+        prompts=args.max_prompts,
         first_token=args.first_token,
+        boundary=args.preempt_boundary,
+        suspended=args.max_suspended,
+        draft=args.draft,
+        acceptance=args.acceptance,
+        routing_delay=args.routing_delay,
+        stale=args.stale_state,
         prefix_caching=args.enable_prefix_caching,
         pages=args.num_pages,
         page_size=args.block_size,
+        kv_scale=args.kv_scale,
         skip=args.skip,
+        horizon=args.horizon,
+        timer=time.process_time,
     )
-    if args.seeds < 1 or args.skip < 0:
-        raise InvalidValue(f"seeds={args.seeds} must be at least 1 and skip={args.skip} at least 0", "seeds")
-    workload = _read_workload(args)
-    rates: Sequence[float | None] = parse_rates(args.qps) if args.qps else (None,)
+    latency = _latency(args)
+    options.device(latency)
+    rates: list[float | None] = [*parse_rates(args.qps)] if args.qps else [None]
     seeds = range(args.seed, args.seed + args.seeds)
-    with progress.bar("simulating") as tick:
-        if len(policies) * len(rates) * len(seeds) == 1:
-            reports = [
-                simulate(
-                    workload,
-                    policies[0],
-                    mesh,
-                    latency,
-                    seeds[0],
-                    qps=rates[0],
-                    num_requests=args.num_requests,
-                    options=options,
-                    progress=tick,
-                )
-            ]
-        else:
-            reports = sweep(
-                workload,
-                policies,
-                mesh,
-                latency,
-                rates=rates,
-                seeds=seeds,
-                num_requests=args.num_requests,
-                options=options,
-                progress=tick,
-                run=processes(args.jobs),
-            )
-    title = f"{args.workload} on {mesh} of {latency.name}"
-    print_report(title, reports)
-    if args.out is not None:
-        settings: dict[str, Any] = {name: _plain(value) for name, value in sorted(vars(args).items()) if name != "out"}
-        settings["coefficients"] = asdict(latency.solve())
-        for path in write_report(args.out, title, settings, reports):
-            print(f"wrote {path}")
-    return 0
+    return Study(names, _read_workload(args), mesh, latency, options, rates, seeds, args.num_requests)
+
+
+def _recorder(args: argparse.Namespace, study: Study) -> Recorder | None:
+    """Keeps what a timeline or a life needs, where one is asked for."""
+    if args.timeline is None and args.explain is None:
+        return None
+    cases = len(study.policies) * len(study.rates) * len(study.seeds)
+    if cases != 1 or args.goodput:
+        raise InvalidValue(
+            "--timeline and --explain are of a single simulation: one policy, one rate, one seed, and no --goodput; "
+            f"this is {'a search' if args.goodput else f'{cases} simulations'}",
+            "timeline",
+        )
+    return Recorder()
+
+
+def _one(study: Study, recorder: Recorder | None, tick: Callable[..., None]) -> Report:
+    return simulate(
+        study.workload,
+        study.policies[0],
+        study.mesh,
+        study.latency,
+        study.seeds[0],
+        qps=study.rates[0],
+        num_requests=study.num_requests,
+        options=study.options,
+        progress=tick,
+        recorder=recorder,
+    )
+
+
+def _sweep(study: Study, tick: Callable[..., None], run: Run) -> list[Report]:
+    if len(study.policies) * len(study.rates) * len(study.seeds) == 1:
+        return [_one(study, None, tick)]
+    return sweep(
+        study.workload,
+        study.policies,
+        study.mesh,
+        study.latency,
+        rates=study.rates,
+        seeds=study.seeds,
+        num_requests=study.num_requests,
+        options=study.options,
+        progress=tick,
+        run=run,
+    )
+
+
+def _search(args: argparse.Namespace, study: Study, tick: Callable[..., None], run: Run) -> list[Report]:
+    found = goodput_search(
+        study.workload,
+        study.policies,
+        study.mesh,
+        study.latency,
+        seeds=study.seeds,
+        num_requests=study.num_requests,
+        options=study.options,
+        goal=args.goal,
+        value=VALUES[args.attain],
+        tolerance=args.tolerance,
+        start=study.rates[0] or 1.0,
+        progress=tick,
+        run=run,
+    )
+    return [report for one in found.values() for report in one.reports]
+
+
+def _bounded(args: argparse.Namespace, study: Study, results: Results) -> Results:
+    given = (study.workload, study.mesh, study.latency)
+    more: dict[str, Any] = {"seeds": study.seeds, "num_requests": study.num_requests, "options": study.options}
+    rates = list(dict.fromkeys(report.rate for report in results.reports)) if args.qps or args.goodput else [None]
+    found = tuple(bounds(*given, rates=rates, **more))
+    highest = goodput_bounds(*given, goal=args.goal, **more)
+    return results._replace(bounds=found, goodput_bound=sum(highest) / len(highest))
+
+
+def _tell(args: argparse.Namespace, recorder: Recorder, report: Report) -> None:
+    if args.timeline is not None:
+        text = json.dumps(trace(recorder), separators=(",", ":")).encode()
+        args.timeline.parent.mkdir(parents=True, exist_ok=True)
+        args.timeline.write_bytes(gzip.compress(text) if args.timeline.suffix == ".gz" else text)
+        print(f"wrote {args.timeline}: open it on https://ui.perfetto.dev")
+    if args.explain is not None:
+        id = _asked(args.explain, recorder, report)
+        print(*(["", *explain(recorder, id)] if id is not None else ["\nno request missed its SLO"]), sep="\n")
+
+
+def _asked(text: str, recorder: Recorder, report: Report) -> int | None:
+    """The request that --explain means: a number, an id of the trace, or the first that missed its SLO."""
+    if text == "missed":
+        return min((one.id for one in report.measured if not one.attained), default=None)
+    if text.isdecimal() and int(text) in recorder.requests:
+        return int(text)
+    for id, request in recorder.requests.items():
+        if request.key == text:
+            return id
+    raise InvalidValue(
+        f"explain={text!r} must be a request's number, 0 to {max(recorder.requests)}, its id in the trace, or missed",
+        "explain",
+    )
 
 
 def parse_policies(text: str) -> list[str]:
@@ -224,7 +254,16 @@ def _latency(args: argparse.Namespace) -> Latency:
     if path.suffix not in (".yaml", ".yml"):
         path = preset("latency", args.latency)
     latency = load_yaml(path, Latency)
-    return latency if args.noise is None else replace(latency, noise=args.noise)
+    values: dict[str, float] = {}
+    for text in args.coefficient:
+        name, _, value = text.partition("=")
+        try:
+            values[name.strip()] = float(value)
+        except ValueError:
+            raise InvalidValue(
+                f"coefficient={text!r} must be NAME=SECONDS, as in context=40e-9", "coefficient"
+            ) from None
+    return latency.with_coefficients(values) if values else latency
 
 
 def _read_workload(args: argparse.Namespace) -> Workload | Mix | list[Arrival]:
@@ -253,27 +292,36 @@ def _read_workload(args: argparse.Namespace) -> Workload | Mix | list[Arrival]:
         except InvalidValue as error:
             hint = nearest(args.workload, NAMED)
             raise InvalidValue(f"{error}; built in: {hint}; or FILE.yaml, or trace:FILE", "workload") from error
-    if not args.qps:
+    if not args.qps and not args.goodput:
         raise InvalidValue(f"workload {args.workload} needs a rate, as in --qps 3 or --qps 2.0:5.0:0.2", "qps")
     return replace(workload, **given)
 
 
-def processes(jobs: int | None) -> Callable[[Callable[[Case], Report], Sequence[Case]], Iterable[Report]]:
-    """A map over cases by several processes, in order."""
+@contextmanager
+def processes(jobs: int | None) -> Iterator[Run]:
+    """A map over cases by several processes, in order; they start when there is more than one case, and stay."""
     if jobs is not None and jobs < 1:
         raise InvalidValue(f"jobs={jobs} must be at least 1", "jobs")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    pools: list[Any] = []
 
     def run(cell: Callable[[Case], Report], cases: Sequence[Case]) -> Iterable[Report]:
-        count = min(jobs or cores, len(cases))
-        if count == 1:
-            yield from map(cell, cases)
-            return
-        with multiprocessing.get_context("spawn").Pool(count) as pool:
-            yield from pool.imap(cell, cases)
+        if min(jobs or cores, len(cases)) == 1:
+            return map(cell, cases)
+        if not pools:
+            pools.append(multiprocessing.get_context("spawn").Pool(min(jobs or cores, max(len(cases), 2))))
+        reports: Iterable[Report] = pools[0].imap(cell, cases)
+        return reports
 
-    return run
+    try:
+        yield run
+    finally:
+        for pool in pools:
+            pool.terminate()
+            pool.join()
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)

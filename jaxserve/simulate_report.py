@@ -1,15 +1,16 @@
-"""What `jaxserve simulate` shows and writes: a table, JSON, CSV and plots."""
+"""What `jaxserve simulate` shows and writes: tables, JSON and CSV; simulate_plots.py draws."""
 
 from __future__ import annotations
 
 import csv
 import json
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from math import isfinite, nan
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 
@@ -17,6 +18,7 @@ from jaxserve.report.origin import commit
 from jaxserve.report.table import print_table
 from jaxserve.sched.metrics import CLASSES, GOAL, Summary, goodput_rate
 from jaxserve.sched.sim import Report
+from jaxserve.sched.sim.bounds import Bounded
 from jaxserve.version import __version__
 
 Value = Callable[[Summary], float]
@@ -26,44 +28,175 @@ def _of_length(name: str) -> Value:
     return lambda summary: summary.by_length[name].attained
 
 
-SHARES: dict[str, Value] = {
+def _of_class(name: str) -> Value:
+    return lambda summary: summary.by_class[name].attained if name in summary.by_class else nan
+
+
+VALUES: dict[str, Value] = {  # what a goodput can ask the share of
     "both": lambda s: s.attained,
-    "TTFT": lambda s: s.ttft_attained,
-    "TPOT": lambda s: s.tpot_attained,
+    "ttft": lambda s: s.ttft_attained,
+    "tpot": lambda s: s.tpot_attained,
+    "worst": lambda s: s.worst_attained,
+    "window": lambda s: s.window_attained,
     "tokens": lambda s: s.token_weighted,
+}
+SHARES: dict[str, Value] = {
+    "both": VALUES["both"],
+    "TTFT": VALUES["ttft"],
+    "TPOT": VALUES["tpot"],
+    "tokens": VALUES["tokens"],
     **{name: _of_length(name) for name, _ in CLASSES},
 }
 FIGURES: dict[str, Value] = {
     "tok/s": lambda s: s.median_speed,
     "all": lambda s: s.output_throughput,
 }
+SPREADS = ("ttft", "tpot", "worst_tpot", "window_tpot", "largest_gap")
+PERCENTILES = ("p50", "p95", "p99")
+
+
+def _of_spread(name: str, percentile: str) -> Value:
+    return lambda summary: float(getattr(getattr(summary, name), percentile))
+
+
 FLAT: dict[str, Value] = {  # columns of the CSV
-    "attained": SHARES["both"],
-    "ttft_attained": SHARES["TTFT"],
-    "tpot_attained": SHARES["TPOT"],
-    "token_weighted": SHARES["tokens"],
+    "attained": VALUES["both"],
+    "ttft_attained": VALUES["ttft"],
+    "tpot_attained": VALUES["tpot"],
+    "worst_attained": VALUES["worst"],
+    "window_attained": VALUES["window"],
+    "token_weighted": VALUES["tokens"],
     **{f"attained_{name}": SHARES[name] for name, _ in CLASSES},
     "median_speed_tok_s": lambda s: s.median_speed,
     "output_throughput_tok_s": lambda s: s.output_throughput,
     "request_goodput_req_s": lambda s: s.request_goodput,
-    "ttft_p50_s": lambda s: s.ttft.p50,
-    "ttft_p99_s": lambda s: s.ttft.p99,
-    "tpot_p50_s": lambda s: s.tpot.p50,
-    "tpot_p99_s": lambda s: s.tpot.p99,
-    "worst_tpot_p99_s": lambda s: s.worst_tpot.p99,
-    "window_tpot_p99_s": lambda s: s.window_tpot.p99,
-    "largest_gap_p99_s": lambda s: s.largest_gap.p99,
+    **{f"{name}_{part}_s": _of_spread(name, part) for name in SPREADS for part in PERCENTILES},
 }
 
-Cells = dict[tuple[str, float], list[Report]]
+
+class Results(NamedTuple):
+    """All that was simulated, and what follows from it.
+
+    goodput: requests per second by policy, None where no rate reached the goal. searched: the rates are those of a
+    search. bounds, goodput_bound: what no policy exceeds, where asked for.
+    """
+
+    title: str
+    reports: Sequence[Report]
+    goodput: Mapping[str, float | None]
+    goal: float = GOAL
+    attain: str = "both"
+    searched: bool = False
+    bounds: Sequence[Bounded] = ()
+    goodput_bound: float | None = None
+
+    @property
+    def policies(self) -> list[str]:
+        return list(dict.fromkeys(one.policy for one in self.reports))
+
+    def cells(self) -> dict[tuple[str, float], list[Report]]:
+        """Reports by policy and rate; what is left inside a cell are seeds."""
+        cells: dict[tuple[str, float], list[Report]] = {}
+        for report in self.reports:
+            cells.setdefault((report.policy, report.rate), []).append(report)
+        return cells
+
+    def bound_at(self) -> dict[float, float]:
+        """By rate the share that no policy exceeds, as a mean over seeds."""
+        shares: dict[float, list[float]] = {}
+        for one in self.bounds:
+            shares.setdefault(one.rate, []).append(one.bound.share)
+        return {rate: fmean(each) for rate, each in sorted(shares.items())}
+
+    def classes(self) -> list[str]:
+        return sorted({name for one in self.reports for name in one.summary.by_class})
 
 
-def _cells(reports: Sequence[Report]) -> Cells:
-    """Reports by policy and rate; what is left inside a cell are seeds."""
-    cells: Cells = {}
-    for report in reports:
-        cells.setdefault((report.policy, report.rate), []).append(report)
-    return cells
+def goodput(reports: Sequence[Report], attain: str = "both", goal: float = GOAL) -> dict[str, float | None]:
+    """Per policy the highest rate whose attainment, as a mean over seeds, reaches the goal."""
+    cells = Results("", reports, {}).cells()
+    found: dict[str, float | None] = {}
+    for policy in dict.fromkeys(report.policy for report in reports):
+        rates = [rate for name, rate in cells if name == policy]
+        found[policy] = goodput_rate(rates, [_mean(cells[policy, rate], VALUES[attain]) for rate in rates], goal)
+    return found
+
+
+def print_report(results: Results) -> None:
+    """Attainment in percent: of both objectives and of each, by prompt length, weighted by prompt tokens; tokens per
+    second of the median request and of all together; then by class, and latencies. Means over seeds, narrow enough
+    for 80 columns. Of a search only the rates found are shown."""
+    shown = list(_shown(results))
+    seeds = len({report.seed for report in results.reports})
+    mean = f", mean of {seeds} seeds" if seeds > 1 else ""
+    count = results.reports[0].summary.count
+    bound = results.bound_at()
+    rows: list[Sequence[object]] = []
+    for rate, policy, cell in shown:
+        rows.append(
+            [f"{rate:.3g}", policy]
+            + [_percent(_mean(cell, value)) for value in SHARES.values()]
+            + [f"{_mean(cell, value):.1f}" for value in FIGURES.values()]
+        )
+    rates = {rate for rate, _, _ in shown}
+    rows += [[f"{rate:.3g}", "bound", _percent(share), *["–"] * 9] for rate, share in bound.items() if rate in rates]
+    rows.sort(key=lambda row: float(str(row[0])))
+    print_table(
+        f"{results.title}: SLO attainment in % of {count} requests{mean}", ["QPS", "policy", *SHARES, *FIGURES], rows
+    )
+    classes = results.classes()
+    if len(classes) > 1:
+        by_class = [
+            [f"{rate:.3g}", policy, *(_percent(_mean(cell, _of_class(name))) for name in classes)]
+            for rate, policy, cell in shown
+        ]
+        print_table("attainment by class, in %", ["QPS", "policy", *classes], by_class)
+    _print_times(shown)
+    of = "" if results.attain == "both" else f" ({results.attain})"
+    highest = max(one.rate for one in results.reports)
+    for policy, best in results.goodput.items():
+        none = "no rate reaches" if results.searched else "no rate here reaches"
+        least = "at least " if best == highest and not results.searched else ""
+        text = f"{least}{best:.3g} requests/s" if best else f"{none} {results.goal:.0%}"
+        print(f"goodput of {policy}{of}: {text}")
+    if results.goodput_bound is not None:
+        limit = (
+            f"{results.goodput_bound:.3g} requests/s" if isfinite(results.goodput_bound) else "no rate that is known"
+        )
+        print(f"no policy reaches {results.goal:.0%} above {limit}")
+
+
+def _shown(results: Results) -> Iterator[tuple[float, str, list[Report]]]:
+    for (policy, rate), cell in sorted(results.cells().items(), key=lambda item: item[0][1]):
+        if not results.searched or rate == results.goodput.get(policy):
+            yield rate, policy, cell
+
+
+def _print_times(shown: Sequence[tuple[float, str, list[Report]]]) -> None:
+    """Seconds to the first token, milliseconds between tokens, shares of time computing, microseconds to decide."""
+    rows = []
+    for rate, policy, cell in shown:
+        busy = zip(*(one.busy for one in cell), strict=True)
+        decisions = [one.decisions for one in cell if one.decisions is not None]
+        took = [1e6 * fmean(getattr(one, part) for one in decisions) for part in ("p50", "p99") if decisions]
+        rows.append(
+            [f"{rate:.3g}", policy]
+            + [f"{_mean(cell, _of_spread('ttft', part)):.3g}" for part in PERCENTILES]
+            + [
+                f"{1e3 * _mean(cell, _of_spread(each, p)):.3g}"
+                for each in ("tpot", "largest_gap")
+                for p in ("p50", "p99")
+            ]
+            + [" ".join(f"{100 * fmean(shares):.0f}" for shares in busy)]
+            + ["/".join(f"{microseconds:.0f}" for microseconds in took)]
+        )
+    names = ["TTFT p50", "p95", "p99", "TPOT p50", "p99", "TBT p50", "p99", "busy", "decide"]
+    print_table(
+        "TTFT in s, TPOT and TBT (largest gap) in ms\nbusy: % of the time, by instance; decide: processor time in µs, "
+        "p50/p99",
+        ["QPS", "policy", *names],
+        rows,
+    )
 
 
 def _mean(reports: Sequence[Report], value: Value) -> float:
@@ -74,115 +207,50 @@ def _percent(share: float) -> str:
     return "–" if share != share else f"{100 * share:.1f}"
 
 
-def print_report(title: str, reports: Sequence[Report]) -> None:
-    """Attainment in percent: of both objectives and of each, by prompt length, weighted by prompt tokens; tokens per
-    second of the median request and of all together. Means over seeds, narrow enough for 80 columns."""
-    rows: list[Sequence[object]] = []
-    for (policy, rate), cell in sorted(_cells(reports).items(), key=lambda item: item[0][1]):
-        rows.append(
-            [f"{rate:.3g}", policy]
-            + [_percent(_mean(cell, value)) for value in SHARES.values()]
-            + [f"{_mean(cell, value):.1f}" for value in FIGURES.values()]
-        )
-    seeds = len({report.seed for report in reports})
-    count = reports[0].summary.count
-    print_table(
-        f"{title}: SLO attainment in % of {count} requests" + (f", mean of {seeds} seeds" if seeds > 1 else ""),
-        ["QPS", "policy", *SHARES, *FIGURES],
-        rows,
-    )
-    for policy, best in goodput(reports).items():
-        print(f"goodput of {policy}: " + (f"{best:.3g} requests/s" if best else f"no rate here reaches {GOAL:.0%}"))
-
-
-def goodput(reports: Sequence[Report]) -> dict[str, float | None]:
-    """Per policy the highest rate whose attainment, as a mean over seeds, reaches 90 %."""
-    cells = _cells(reports)
-    found: dict[str, float | None] = {}
-    for policy in dict.fromkeys(report.policy for report in reports):
-        rates = [rate for name, rate in cells if name == policy]
-        found[policy] = goodput_rate(rates, [_mean(cells[policy, rate], SHARES["both"]) for rate in rates])
-    return found
-
-
-def write_report(out: Path, title: str, settings: Mapping[str, Any], reports: Sequence[Report]) -> list[Path]:
+def write_report(out: Path, settings: Mapping[str, Any], results: Results) -> list[Path]:
     """Write results.json, results.csv and plots into `out`; returns their paths."""
+    from jaxserve import simulate_plots  # matplotlib takes a second
+
     out.mkdir(parents=True, exist_ok=True)
-    results = [
-        {
-            "policy": one.policy,
-            "qps": one.rate,
-            "seed": one.seed,
-            "busy": list(one.busy),
-            "ended": one.ended,
-            "counters": asdict(one.counters),
-            **one.summary.as_dict(),
-        }
-        for one in reports
-    ]
-    document = {
-        "title": title,
+    paths = [out / "results.json", out / "results.csv"]
+    text = json.dumps(_document(settings, results), indent=1, allow_nan=False)
+    paths[0].write_text(text + "\n", encoding="utf-8")
+    with paths[1].open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["policy", "qps", "seed", "requests", *FLAT])
+        for one in results.reports:
+            values = [f"{value(one.summary):.6g}" for value in FLAT.values()]
+            writer.writerow([one.policy, f"{one.rate:g}", one.seed, one.summary.count, *values])
+        for found in results.bounds:
+            writer.writerow(["bound", f"{found.rate:g}", found.seed, found.bound.requests, f"{found.bound.share:.6g}"])
+    return paths + simulate_plots.draw(out, results)
+
+
+def _document(settings: Mapping[str, Any], results: Results) -> dict[str, Any]:
+    limit = results.goodput_bound
+    return {
+        "title": results.title,
         "jaxserve": __version__,
         "commit": commit(),
         "python": platform.python_version(),
         "numpy": numpy.__version__,
         "settings": settings,
-        "goodput": goodput(reports),
-        "results": results,
+        "goal": {"share": results.goal, "of": results.attain, "searched": results.searched},
+        "goodput": results.goodput,
+        "goodput_bound": limit if limit is not None and isfinite(limit) else None,
+        "bounds": [{"qps": one.rate, "seed": one.seed, **one.bound._asdict()} for one in results.bounds],
+        "results": [
+            {
+                "policy": one.policy,
+                "qps": one.rate,
+                "seed": one.seed,
+                "instances": list(one.instances),
+                "busy": list(one.busy),
+                "ended": one.ended,
+                "decision_seconds": None if one.decisions is None else one.decisions._asdict(),
+                "counters": asdict(one.counters),
+                **one.summary.as_dict(),
+            }
+            for one in results.reports
+        ],
     }
-    paths = [out / "results.json", out / "results.csv"]
-    paths[0].write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    with paths[1].open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["policy", "qps", "seed", "requests", *FLAT])
-        for one in reports:
-            values = [f"{value(one.summary):.6g}" for value in FLAT.values()]
-            writer.writerow([one.policy, f"{one.rate:g}", one.seed, one.summary.count, *values])
-    return paths + (_curves if len({one.rate for one in reports}) > 1 else _distributions)(out, title, reports)
-
-
-def _curves(out: Path, title: str, reports: Sequence[Report]) -> list[Path]:
-    """The paper's Figures 3 to 6, and what counting requests alone hides."""
-    from jaxserve.report import plot  # matplotlib takes a second
-
-    def panel(name: str, ylabel: str, value: Value, scale: float = 100.0) -> plot.Panel:
-        lines: dict[str, plot.Series] = {}
-        cells = _cells(reports)
-        for policy in dict.fromkeys(one.policy for one in reports):
-            rates = sorted(rate for other, rate in cells if other == policy)
-            spread = [[scale * value(one.summary) for one in cells[policy, rate]] for rate in rates]
-            lines[policy] = plot.Series(rates, [*map(fmean, spread)], [*map(min, spread)], [*map(max, spread)])
-        share = scale == 100.0
-        return plot.Panel(name, "QPS", ylabel, lines, (0, 102) if share else None, 100 * GOAL if share else None)
-
-    paper = [
-        panel("End-to-end attainment", "% of requests", SHARES["both"]),
-        panel("TTFT attainment", "% of requests", SHARES["TTFT"]),
-        panel("TPOT attainment", "% of requests", SHARES["TPOT"]),
-        panel("Decode speed of the median request", "tokens/s", FIGURES["tok/s"], 1.0),
-    ]
-    hidden = [panel(f"Prompts {name}", "% attained", SHARES[name]) for name, _ in CLASSES]
-    hidden += [
-        panel("Weighted by prompt tokens", "% attained", SHARES["tokens"]),
-        panel("All requests together", "tokens/s", FIGURES["all"], 1.0),
-    ]
-    return [
-        plot.lines(out / "attainment.png", paper, title=title),
-        plot.lines(out / "by-length.png", hidden, title=title, columns=3),
-    ]
-
-
-def _distributions(out: Path, title: str, reports: Sequence[Report]) -> list[Path]:
-    """At one rate there is no curve: distributions over requests instead."""
-    from jaxserve.report import plot
-
-    def of(name: str) -> dict[str, list[float]]:
-        values: dict[str, list[float]] = {}
-        for one in reports:
-            values.setdefault(one.policy, []).extend(getattr(each, name) for each in one.measured)
-        return values
-
-    return [
-        plot.cdf(out / "ttft.png", of("ttft"), title=title, xlabel="TTFT, s"),
-        plot.cdf(out / "tpot.png", of("tpot"), title=title, xlabel="mean TPOT, s"),
-    ]

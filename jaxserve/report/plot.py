@@ -1,4 +1,4 @@
-"""Plots as PNG or SVG files: lines and cumulative distributions, legible in grey and by the colour-blind."""
+"""Plots as PNG or SVG files: lines, bars and cumulative distributions, legible in grey and by the colour-blind."""
 
 from __future__ import annotations
 
@@ -91,6 +91,32 @@ def cdf(
     axes.grid(alpha=0.3)
     if series:
         axes.legend(frameon=False)
+    return _save(figure, path)
+
+
+def bars(
+    path: str | Path,
+    values: Mapping[str, float],
+    *,
+    title: str = "",
+    ylabel: str = "",
+    level: float | None = None,
+    level_name: str = "",
+) -> Path:
+    """One bar per name with its value on top; `level` is a dashed horizontal mark (a bound)."""
+    figure = Figure(figsize=(max(4.0, 1.1 * len(values) + 1.5), 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    colours = [COLOURS[index % len(COLOURS)] for index in range(len(values))]
+    drawn = axes.bar(range(len(values)), list(values.values()), color=colours)
+    axes.bar_label(drawn, labels=[f"{value:.3g}" for value in values.values()], padding=2)
+    tilt = 30 if len(values) > 4 or max(map(len, values), default=0) > 12 else 0
+    axes.set_xticks(range(len(values)), list(values), rotation=tilt, ha="right" if tilt else "center")
+    if level is not None and np.isfinite(level):
+        axes.axhline(level, color="grey", linestyle="--", linewidth=1, label=level_name)
+        axes.legend(frameon=False)
+    axes.set(title=title, ylabel=ylabel)
+    axes.margins(y=0.12)
     return _save(figure, path)
 
 

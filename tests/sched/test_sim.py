@@ -247,4 +247,10 @@ def test_the_command_never_imports_jax(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "SLO attainment" in done.stdout and "kairos" in done.stdout
-    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "results.csv", "ttft.png", "tpot.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "results.json",
+        "results.csv",
+        "ttft.png",
+        "tpot.png",
+        "tbt.png",
+    }

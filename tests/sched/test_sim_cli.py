@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve import simulate_plots
 from jaxserve.__main__ import main
 from jaxserve.errors import InvalidValue
 from jaxserve.sched.sim import sweep
@@ -16,9 +17,16 @@ from jaxserve.simulate import parse_policies, parse_rates, processes
 
 from .test_sim import CHAT, TINY
 
+RATES = ([20, 40], [30], [20, 30, 40])  # the processes stay from one sweep to the next
 TRACE = "id,arrival_s,input_tokens,output_tokens\n" + "".join(
     f"{n},{n / 4},{100 * n + 1},{n % 5 + 1}\n" for n in range(20)
 )
+
+
+@pytest.fixture
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take a second each."""
+    monkeypatch.setattr(simulate_plots, "draw", lambda out, results: [])
 
 
 @pytest.mark.parametrize(
@@ -49,17 +57,18 @@ def test_policies_with_a_comma_of_their_own() -> None:
 
 def test_processes_give_what_one_gives() -> None:
     def go(jobs: int) -> str:  # as text: what is NaN differs from itself
-        return repr(sweep(CHAT, ["kairos"], "2x1", TINY, rates=[20, 40], num_requests=15, run=processes(jobs)))
+        with processes(jobs) as run:
+            reports = [sweep(CHAT, ["kairos"], "2x1", TINY, rates=rates, num_requests=15, run=run) for rates in RATES]
+        return repr(reports)
 
     assert go(1) == go(2)
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_a_trace_at_two_rates_writes_table_json_csv_and_curves(
-    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trace = tmp_path / f"trace.csv{suffix}"
-    trace.write_bytes(gzip.compress(TRACE.encode()) if suffix else TRACE.encode())
+    trace = tmp_path / "trace.csv.gz"
+    trace.write_bytes(gzip.compress(TRACE.encode()))
     out = tmp_path / "out"
     words = ["--workload", f"trace:{trace}", "--qps", "2,4", "--ttft-slo", "100ms", "--out", str(out), "--jobs", "1"]
     assert main(["simulate", *words]) == 0
@@ -72,7 +81,77 @@ def test_a_trace_at_two_rates_writes_table_json_csv_and_curves(
     assert document["settings"]["ttft_slo"] == 0.1 and document["settings"]["coefficients"]["w_moe"] == 0.0115
     rows = list(csv.DictReader((out / "results.csv").read_text().splitlines()))
     assert len(rows) == 4 and float(rows[0]["attained"]) == pytest.approx(document["results"][0]["attained"], rel=1e-5)
-    assert {path.name for path in out.iterdir()} == {"results.json", "results.csv", "attainment.png", "by-length.png"}
+    assert {path.name for path in out.iterdir()} == {
+        *("results.json", "results.csv", "attainment.png", "by-length.png", "goodput.png"),
+        *("ttft.png", "tpot.png", "tbt.png"),
+    }
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in out.glob("*.png"))
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_a_search_finds_goodput_below_the_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    what = "--workload K32 --goodput --bound --qps 4 --num-requests 60 --ttft-slo 1s --tolerance 0.3"
+    words = [*what.split(), "--out", str(tmp_path)]
+    assert main(["simulate", "--policy", "distserve", "--jobs", "1", *words]) == 0
+    printed = capsys.readouterr().out
+    document = json.loads((tmp_path / "results.json").read_text())
+    rate = document["goodput"]["distserve"]
+    assert document["goal"] == {"share": 0.9, "of": "both", "searched": True}
+    assert f"goodput of distserve: {rate:.3g} requests/s" in printed
+    assert rate < document["goodput_bound"] and "no policy reaches 90%" in printed
+    shares = {one["qps"]: one["attained"] for one in document["results"]}
+    assert shares[rate] >= 0.9 > max(share for other, share in shares.items() if other > rate)
+    limits = {one["qps"]: one["attained"] / one["requests"] for one in document["bounds"]}
+    assert limits.keys() == shares.keys() and all(shares[each] <= limits[each] for each in shares)
+    assert sum(line.startswith("bound,") for line in (tmp_path / "results.csv").read_text().splitlines()) == len(limits)
+
+
+def test_a_timeline_and_a_life_of_one_simulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(TRACE.replace("\n7,", "\nseven,"))
+    for suffix, asked in ((".json", "seven"), (".json.gz", "19")):
+        file = tmp_path / f"steps{suffix}"
+        words = ["--workload", f"trace:{trace}", "--policy", "kairos", "--timeline", str(file), "--explain", asked]
+        assert main(["simulate", *words]) == 0
+        printed = capsys.readouterr().out
+        number = 7 if asked == "seven" else 19
+        assert f"Request {number} ({'seven' if number == 7 else 19}): {100 * number + 1:,} prompt tokens" in printed
+        data = file.read_bytes()
+        events = json.loads(gzip.decompress(data) if suffix.endswith("gz") else data)["traceEvents"]
+        assert {one["ph"] for one in events} >= set("MXCstf")
+    assert main(["simulate", "--workload", f"trace:{trace}", "--policy", "kairos", "--explain", "missed"]) == 0
+    assert "no request missed its SLO" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_flags_reach_the_simulation(tmp_path: Path) -> None:
+    """Each flag changes what comes out, in the direction that it should."""
+
+    def ttft(*words: str) -> float:
+        flags = ["--policy", "distserve", "--qps", "4", "--num-requests", "25", "--jobs", "1", "--out", str(tmp_path)]
+        assert main(["simulate", *flags, *words]) == 0
+        result = json.loads((tmp_path / "results.json").read_text())["results"][0]
+        return float(result["ttft"]["mean"])
+
+    plain = ttft()
+    assert ttft("--routing-delay", "500ms") == pytest.approx(plain + 0.5, rel=0.05)
+    assert ttft("--coefficient", "w_moe=0.1") != plain
+    assert ttft("--no-pack") != plain
+    assert ttft("--max-num-batched-tokens", "512") > plain
+    assert ttft("--noise", "0.5") != plain
+    assert ttft("--first-token", "decode") > plain
+
+
+@pytest.mark.usefixtures("no_plots")
+@pytest.mark.parametrize(
+    ("attain", "share"), [("ttft", "ttft_attained"), ("worst", "worst_attained"), ("tokens", "token_weighted")]
+)
+def test_goodput_can_ask_for_other_shares(attain: str, share: str, tmp_path: Path) -> None:
+    words = ["--policy", "kairos", "--qps", "1,6", "--num-requests", "30", "--goal", "0.8", "--out", str(tmp_path)]
+    assert main(["simulate", "--jobs", "1", "--attain", attain, *words]) == 0
+    document = json.loads((tmp_path / "results.json").read_text())
+    rates = [one["qps"] for one in document["results"] if one[share] >= 0.8]
+    assert document["goodput"]["kairos"] == max(rates, default=None)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +164,18 @@ def test_a_trace_at_two_rates_writes_table_json_csv_and_curves(
         (["--qps", "3", "--mesh", "2x2"], "2 devices an instance"),
         (["--qps", "3", "--seeds", "0"], "seeds=0"),
         (["--qps", "3", "--jobs", "0"], "jobs=0"),
+        (["--qps", "3", "--policy", "kairoz"], "unknown policy 'kairoz'"),
+        (["--qps", "3", "--placement", "least_wrk"], "did you mean 'least_work'"),
+        (["--qps", "3", "--admission", "all"], "unknown admission 'all'"),
+        (["--qps", "3", "--preempt-boundary", "half"], "must be op, layer, layers:K or chunk"),
+        (["--qps", "3", "--coefficient", "context=fast"], "must be NAME=SECONDS"),
+        (["--qps", "3", "--coefficient", "speed=1"], "coefficient 'speed' must be one of"),
+        (["--qps", "3", "--kv-scale", "0"], "kv_scale=0.0 must be more than 0"),
+        (["--qps", "3", "--prediction-error", "-1"], "prediction_error=-1.0"),
+        (["--qps", "3", "--explain", "5"], "this is 2 simulations"),
+        (["--goodput", "--policy", "kairos", "--timeline", "x.json"], "this is a search"),
+        (["--goodput", "--goal", "2"], "goal=2.0"),
+        (["--qps", "3", "--num-requests", "5", "--policy", "kairos", "--explain", "5"], "0 to 4"),
     ],
 )
 def test_mistakes_end_in_one_line_and_status_2(

@@ -1,0 +1,93 @@
+"""The clairvoyant bound beside simulations: for the same requests, servers and limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import inf
+from typing import Any, NamedTuple
+
+from ..errors import InvalidValue
+from ..metrics import GOAL
+from ..policy import Role
+from .latency import Latency
+from .options import DEFAULT, Mesh, Options
+from .oracle import Bound, Details, bound, goodput_bound
+from .simulate import Drawn, arrivals_of
+from .workload import Arrival
+
+STAYING = ("least_work", "next_replica", "prefill_budget", "round_robin")  # placements that never deflect
+
+
+class Bounded(NamedTuple):
+    """What no policy exceeds at one rate with one seed."""
+
+    rate: float
+    seed: int
+    bound: Bound
+
+
+def bounds(
+    workload: Drawn | Sequence[Arrival],
+    mesh: Mesh | str,
+    latency: Latency,
+    *,
+    rates: Sequence[float | None],
+    seeds: Sequence[int] = (0,),
+    num_requests: int | None = None,
+    options: Options = DEFAULT,
+) -> Iterator[Bounded]:
+    """Per rate and seed. Requests to whom nothing was promised are left out. Raises InvalidValue where requests come in
+    rounds: when the later ones arrive depends on the policy."""
+    for rate in rates:
+        for seed in seeds:
+            arrivals, actual = _promised(workload, rate, num_requests, seed)
+            yield Bounded(actual, seed, bound(arrivals, latency.solve(), **_servers(mesh, latency, options)))
+
+
+def goodput_bounds(
+    workload: Drawn | Sequence[Arrival],
+    mesh: Mesh | str,
+    latency: Latency,
+    *,
+    seeds: Sequence[int] = (0,),
+    num_requests: int | None = None,
+    options: Options = DEFAULT,
+    goal: float = GOAL,
+) -> list[float]:
+    """Per seed a rate (requests per second) from which on no policy reaches the goal. Raises InvalidValue."""
+    found = []
+    for seed in seeds:
+        rate = None if isinstance(workload, Sequence) else 1.0
+        arrivals, asked = _promised(workload, rate, num_requests, seed)
+        highest = goodput_bound(arrivals, latency.solve(), **_servers(mesh, latency, options), goal=goal)
+        counted = arrivals[options.skip : len(arrivals) - options.skip]
+        came = (len(counted) - 1) / (counted[-1].time - counted[0].time)  # what the bound takes for the rate
+        found.append(highest * asked / came)
+    return found
+
+
+def _promised(
+    workload: Drawn | Sequence[Arrival], rate: float | None, count: int | None, seed: int
+) -> tuple[list[Arrival], float]:
+    arrivals, actual = arrivals_of(workload, rate, count, seed)
+    if any(one.after is not None for one in arrivals):
+        raise InvalidValue("the bound is not known for requests that come in rounds", "bound")
+    return [one for one in arrivals if min(one.slo.ttft, one.slo.tpot) < inf], actual
+
+
+def _servers(mesh: Mesh | str, latency: Latency, options: Options) -> dict[str, Any]:
+    roles = (Mesh.parse(mesh) if isinstance(mesh, str) else mesh).roles
+    device = options.device(latency)
+    return {
+        "prefill_servers": roles.count(Role.PREFILL),
+        "decode_servers": len(roles) - roles.count(Role.PREFILL),
+        "deflection": Role.MIXED in roles or options.placement.partition(":")[0] not in STAYING,
+        "chunk": options.tokens,
+        "details": Details(
+            rows=options.rows,
+            draft=options.draft,
+            kv_tokens=device.pages * device.page_size,
+            prefix_caching=options.prefix_caching is not False,
+            skip=options.skip,
+        ),
+    }
