@@ -230,7 +230,7 @@ def test_goodput_of_equal_jobs(skip: int) -> None:
 
 
 def test_goodput_is_where_the_share_falls_below_the_goal() -> None:
-    arrivals = NAMED["K128"].draw(120, 5.0, 1)
+    arrivals = NAMED["K128"].draw(200, 5.0, 1)
     for deflection in (False, True):
         rate = goodput_bound(arrivals, H200, 1, 1, deflection=deflection, chunk=8192, tolerance=0.02)
 
