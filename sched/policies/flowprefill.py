@@ -11,7 +11,7 @@ from ..feasibility import Mask, remaining_work
 from ..perf.model import Array, Load
 from ..policy import Decision, Grant, Order, Rows, Task, View
 from ..request import BEST_EFFORT, RequestView
-from .ordered import aged, checked_share, sort
+from .ordered import LONG, aged, checked_share, longs_turn, sort
 
 ORDERS = ("sedf", "deadline_edf", "edf")
 CANDIDATES = 64  # prompts that are tried for a batch
@@ -65,8 +65,9 @@ class FlowPrefill:
         rank = NOBODY if head is None else (rows.best_effort[head], float(late[head]), due[head])
         if view.running is not None:
             return Decision(preempt=self._stops(view, view.running, head, rank))
-        task = min(view.suspended, key=lambda one: self._rank(view, one), default=None)
-        if task is not None and (head is None or self._rank(view, task) <= rank):
+        owed = next((task for task in view.suspended if self._owed(view, task)), None)
+        task = owed or min(view.suspended, key=lambda one: self._rank(view, one), default=None)
+        if task is not None and (owed or head is None or self._rank(view, task) <= rank):
             return Decision(resume=task.step)
         if head is None:
             return Decision()
@@ -116,11 +117,19 @@ class FlowPrefill:
 
     def _stops(self, view: View, running: Task, head: int | None, rank: Rank) -> bool:
         """Whether somebody who is not late anyway, or a suspended step, comes before the running one."""
+        if self._owed(view, running):
+            return False
         mine = self._rank(view, running)
         best = min((self._rank(view, task) for task in view.suspended), default=NOBODY)
         if head is not None and rank < best and self._fits(view, head):
             best = rank
         return best < mine and (self._literal or best[1] == 0.0)
+
+    def _owed(self, view: View, task: Task) -> bool:
+        """Whether this is the time of long prompts, and it computes one."""
+        return longs_turn(view.start, self._ageing) and any(
+            one.prompt_length >= LONG and one.tier != BEST_EFFORT for one in task.requests
+        )
 
     def _fits(self, view: View, row: int) -> bool:
         rows = view.prefill

@@ -46,9 +46,14 @@ def sort(rows: Rows, *keys: np.ndarray) -> Order:
     return order
 
 
+def longs_turn(start: float, share: float) -> bool:
+    """Whether `start` lies in the time of long prompts."""
+    return start % PERIOD < share * PERIOD
+
+
 def aged(rows: Rows, order: Order, start: float, share: float) -> Order:
     """The oldest long prompt to the front, in `share` of the time."""
-    if not share or start % PERIOD >= share * PERIOD:
+    if not longs_turn(start, share):
         return order
     long = (rows.length >= LONG) & (rows.best_effort == 0)
     if not long.any():

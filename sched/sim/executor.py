@@ -186,6 +186,7 @@ class SimExecutor:
             self._watch(job.plan, result)
         if not job.future.done():
             if failed:
+                self._suspended.clear()  # what they had computed is gone with the pool
                 job.future.set_exception(StepFailed(f"step {job.plan.step} was made to fail"))
             else:
                 job.future.set_result(result)

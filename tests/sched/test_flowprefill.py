@@ -110,6 +110,17 @@ def test_a_suspended_step_that_comes_first_again_stops_the_running_one() -> None
     assert ask(view([], [], suspended=(paused,), running=running)).preempt
 
 
+def test_a_long_prompt_has_its_share_of_the_time_when_suspended_and_is_not_stopped_in_it() -> None:
+    long, short = due(0, 70_000, 5.0), due(1, 100, 60.0)
+    paused = task(long, seconds=40.0)
+    for start, turn in ((0.5, True), (1.5, False), (10.5, True), (19.0, False)):
+        at = view([short], [], suspended=(paused,), start=start)
+        assert (ask(at, ageing=0.1).resume == 7) == turn
+        at = view([short], [], running=paused, start=start)
+        assert ask(at, ageing=0.1).preempt != turn
+        assert ask(at).preempt
+
+
 def test_the_numerator_chooses_among_the_papers_three_orders() -> None:
     """At 4 s: 0 is late, 1 cannot make it, 2 can."""
     requests = [due(0, 100, 3.0), due(1, 9000, 5.0), due(2, 2000, 30.0)]
