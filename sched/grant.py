@@ -134,18 +134,25 @@ class Granter:
                     yield request
 
     def _victims(self, decision: Decision, position: int) -> Iterator[Request]:
-        """Running requests that rank behind `position`, last first: best effort, those not granted, the granted."""
-        named = {grant.request for grant in decision.grants}
-        if self._roster.requests[decision.grants[position].request].tier != BEST_EFFORT:
+        """Running requests that rank behind `position`, last first: best effort, those not granted, the granted.
+
+        Best effort takes from best effort alone.
+        """
+        tier = self._roster.requests[decision.grants[position].request].tier
+        if tier != BEST_EFFORT:
             yield from self._best_effort()
+        for request in self._behind(decision, position):
+            if request.state is State.RUNNING and (tier != BEST_EFFORT or request.tier == BEST_EFFORT):
+                yield request
+
+    def _behind(self, decision: Decision, position: int) -> Iterator[Request]:
+        named = {grant.request for grant in decision.grants}
         for table in (self._roster.prefill, self._roster.decode):
             for row in range(len(table) - 1, -1, -1):
-                if table[row].id not in named and table[row].state is State.RUNNING:
+                if table[row].id not in named:
                     yield table[row]
         for grant in decision.grants[:position:-1]:
-            request = self._roster.requests[grant.request]
-            if request.state is State.RUNNING:
-                yield request
+            yield self._roster.requests[grant.request]
 
     def _span(self, request: Request, length: int, draft: int) -> Span:
         """Move the cursor, and say what the executor has to know."""

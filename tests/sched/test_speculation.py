@@ -339,22 +339,22 @@ def test_best_effort_loses_pages_never_tokens(jobs, pages, draft) -> None:  # ty
     check(outcome, tiered, draft, 4)
 
 
-def test_a_row_with_an_objective_outlasts_a_prompt_of_best_effort() -> None:
-    """Where a row needs a page, best effort gives it before any prompt that has an objective."""
+def test_a_row_of_best_effort_gives_way_before_a_prompt_with_an_objective() -> None:
+    """A row needs a page: the half-done prompt that this step leaves out keeps its own."""
 
     class Rows(Drafting):
-        """Decodes first, and names no prompt that runs: they are the first to give pages otherwise."""
+        """Decodes, lets prompts in, and goes on with them only when nobody with an objective decodes."""
 
         def decide(self, view: View) -> Decision:
-            waiting = [Grant(one.id, 4) for one in view.prefill if one.state is State.WAITING]
-            ahead = [Grant(one.id, 1) for one in view.decode]
-            running = [Grant(one.id, 1) for one in view.prefill if one.state is State.RUNNING]
-            return Decision((*ahead, *waiting, *running[:1])) if ahead or waiting else Decision(tuple(running))
+            rows = [Grant(one.id, 1) for one in view.decode]
+            new = [Grant(one.id, 4) for one in view.prefill if one.state is State.WAITING]
+            old = [Grant(one.id, 4) for one in view.prefill if one.state is State.RUNNING]
+            return Decision((*rows[:1], *new, *rows[1:]) if rows else (*new, *old))
 
     jobs = [
         Job(range(4), 30, 0.0),
-        Job(range(100, 120), 2, 0.001, tier=STANDARD),
-        Job(range(200, 220), 2, 0.001, tier=BEST_EFFORT),
+        Job(range(100, 120), 2, 0.004, tier=STANDARD),
+        Job(range(200, 204), 30, 0.001, tier=BEST_EFFORT),
     ]
     outcome = simulate(jobs, policy=lambda: Rows([0]), pages=14, rows=4, tokens=8)
     drops = [request.drops for request in outcome.requests]
