@@ -25,6 +25,7 @@ from .latency import Latency
 from .options import DEFAULT, Mesh, Options
 from .predict import perf_model
 from .record import Recorder
+from .stale import Stale
 from .workload import Arrival, validate
 
 Progress = Callable[[int, int], None]  # done, total
@@ -195,9 +196,10 @@ class _Simulation:
         self._done: asyncio.Future[None] = loop.create_future()
         instances = [self._instance(index, role, loop) for index, role in enumerate(self._roles)]
         admission = admissions.make(self._options.admission)
+        placement = placements.make(policies.placement(policy_name(self._policy), self._options.placement), admission)
         self._cluster = cluster = Cluster(
             instances,
-            placements.make(policies.placement(policy_name(self._policy), self._options.placement), admission),
+            Stale(placement, self._options.stale) if self._options.stale else placement,
             admission,
             first_token=self._options.first_token,
             finished=self._finished,

@@ -13,9 +13,11 @@ import pytest
 from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.perf import Perf
 from jaxserve.sched.perf.model import Load
+from jaxserve.sched.placement import PLACEMENTS
 from jaxserve.sched.policy import Decision, Grant, View
-from jaxserve.sched.sim import Arrival, Options, simulate, sweep
+from jaxserve.sched.sim import Arrival, Mesh, Options, simulate, sweep
 from jaxserve.sched.sim.predict import perf_model
+from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.sim.sweep import goodput_search
 
 from .test_sim import CHAT, TINY
@@ -111,6 +113,29 @@ def test_routing_takes_time_that_counts() -> None:
         for delay in (0.0, 0.25)
     )
     assert far.ttft == pytest.approx(near.ttft + 0.25) and far.tpot == pytest.approx(near.tpot)
+
+
+def test_stale_news_of_instances_crowd_one_of_them() -> None:
+    """Everybody hears that the first is empty, until the news that it is not has arrived."""
+
+    def first_given(stale: float) -> list[str]:
+        recorder = Recorder()
+        arrivals = [Arrival(0.001 * n, 40, 1) for n in range(30)]
+        simulate(arrivals, "distserve", Mesh(2, colocated=True), QUIET, options=Options(stale=stale), recorder=recorder)
+        return [placed.instance for placed in recorder.placed]
+
+    assert len(set(first_given(0.0)[:4])) == 2
+    stale = first_given(0.01)
+    assert set(stale[:10]) == {"mixed0"} and "mixed1" in stale
+    assert set(first_given(1.0)) == {"mixed0"}
+
+
+@pytest.mark.parametrize("placement", sorted(PLACEMENTS))
+@pytest.mark.parametrize("mesh", [Mesh(4), Mesh(3, colocated=True)], ids=["2P2D", "3 mixed"])
+def test_every_placement_loses_nothing_on_stale_news(placement: str, mesh: Mesh) -> None:
+    options = Options(stale=0.05, placement=placement, routing_delay=0.002)
+    report = simulate(CHAT, "kairos", mesh, TINY, qps=150, num_requests=80, options=options)
+    assert report.summary.reasons == {"stop": 80}
 
 
 def test_less_kv_is_slower() -> None:

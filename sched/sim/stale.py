@@ -1,0 +1,106 @@
+"""A placement that knows its instances as they were a while ago, as a router does that hears of them by messages."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+from ..placement import Fleet, Move, Placement
+from ..policy import Rows, View
+from ..request import Request, RequestView, State
+from ..scheduler import Scheduler
+
+COLUMNS = ("arrival", "ttft", "tpot", "deadline", "remaining", "context", "length", "running", "best_effort")
+OFTEN = 4  # pictures taken in the age that they will have
+
+
+class Seen:
+    """A scheduler as it was: its queues, contexts, pages and predictions. Its limits, its step-time model and what its
+    prefix cache holds are asked of the scheduler itself."""
+
+    def __init__(self, live: Scheduler, now: float) -> None:
+        self._live = live
+        view = live.view(now, max(now, live.ends))
+        self._view = replace(view, prefill=_copied(view.prefill), decode=_copied(view.decode))
+        self._requests = tuple(live)
+        self.ends = live.ends
+        self.prefill_backlog = live.prefill_backlog
+        self.decode_context = live.decode_context
+        self.running = live.running
+        self.waiting = live.waiting
+
+    def view(self, now: float, start: float) -> View:
+        return replace(self._view, now=now, start=start)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._live, name)
+
+
+class _Rows:
+    """Rows whose columns stay as they were."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._requests = tuple(rows)
+        for name in COLUMNS:
+            setattr(self, name, getattr(rows, name).copy())
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[RequestView]:
+        return iter(self._requests)
+
+    def __getitem__(self, row: int) -> RequestView:
+        return self._requests[row]
+
+
+def _copied(rows: Rows) -> Rows:
+    return cast(Rows, _Rows(rows))
+
+
+class Picture(NamedTuple):
+    """All instances at one time."""
+
+    at: float
+    instances: tuple[Scheduler, ...]
+
+
+class Stale:
+    """A placement that decides by what it heard `age` seconds ago or up to a quarter longer; before that has passed,
+    by the first it heard. Who would be moved and has begun meanwhile stays. Writer of its pictures."""
+
+    def __init__(self, placement: Placement, age: float) -> None:
+        self._placement = placement
+        self._age = age
+        self._pictures: deque[Picture] = deque()
+
+    def prefill(self, request: Request, fleet: Fleet) -> list[int]:
+        return self._placement.prefill(request, self._past(fleet))
+
+    def decode(self, request: Request, fleet: Fleet) -> list[int]:
+        return self._placement.decode(request, self._past(fleet))
+
+    def redirect(self, fleet: Fleet) -> Sequence[Move]:
+        moves = self._placement.redirect(self._past(fleet))
+        return [move for move in moves if _waits(fleet.instances[move.source], move.request)]
+
+    def _past(self, fleet: Fleet) -> Fleet:
+        pictures, now = self._pictures, fleet.now
+        if not pictures or now - pictures[-1].at >= self._age / OFTEN:
+            pictures.append(Picture(now, tuple(cast(Scheduler, Seen(one, now)) for one in fleet.instances)))
+        while len(pictures) > 1 and pictures[1].at <= now - self._age:
+            pictures.popleft()
+        return fleet._replace(instances=pictures[0].instances)
+
+
+def _waits(scheduler: Scheduler, id: int) -> bool:
+    """Whether a request is still there, and none of it computed."""
+    return any(one.id == id and one.state is State.WAITING and not one.drops for one in scheduler)
