@@ -16,7 +16,7 @@ import yaml
 from jaxserve.errors import InvalidValue
 from jaxserve.report.table import print_table
 from jaxserve.sched.perf.compare import Score, compare
-from jaxserve.sched.perf.fit import Fit, fit
+from jaxserve.sched.perf.fit import Fit, fit, to_total
 from jaxserve.sched.perf.model import Load
 from jaxserve.sched.perf.registry import KINDS, Step
 from jaxserve.yamlio import nearest
@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
     made = fit(profile.steps, args.p_moe)
     print_table(
         f"{args.profile}: {made.steps} steps; error in % of the measured time",
-        ["model", "MAPE", "prefill", "decode", "mixed", "worst", "online"],
+        ["model", "MAPE", "prefill", "decode", "mixed", "median", "worst", "online"],
         [_row(score) for score in scores],
     )
     for score in scores:
@@ -86,7 +86,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _row(score: Score) -> list[object]:
     kinds = score.by_kind or {}
-    shares = [score.mape, *(kinds.get(one) for one in ("prefill", "decode", "mixed")), score.worst, score.online]
+    shares = [score.mape, *(kinds.get(one) for one in ("prefill", "decode", "mixed"))]
+    shares += [score.median, score.worst, score.online]
     return [score.name, *(None if share is None else 100 * share for share in shares)]
 
 
@@ -180,7 +181,7 @@ def _preset(args: argparse.Namespace, profile: Profile, made: Fit) -> str:
     tokens = args.kv_tokens or profile.kv_tokens
     if tokens is None:
         raise InvalidValue("kv-tokens is not in a profile: say --kv-tokens N, what the KV pool holds", "kv_tokens")
-    truth = made.coefficients
+    truth = to_total(made.coefficients, profile.steps)
     errors = [np.log(seconds / truth.step_time(load)) for load, seconds in profile.steps]
     fields = {
         "name": args.out.stem,
@@ -195,8 +196,8 @@ def _preset(args: argparse.Namespace, profile: Profile, made: Fit) -> str:
     kinds = ", ".join(f"{kind} {error:.1%}" for kind, error in made.by_kind.items())
     head = [
         f"# MEASURED: the coefficients, from {made.steps} steps of {args.profile.name}.",
-        "# Least squares of the relative error; "
-        f"off by {made.mape:.1%} on average ({kinds}), {made.worst:.0%} at worst. noise is what they leave.",
+        f"# Fitted to the usual step, off by {made.mape:.1%} on average ({kinds}), {made.worst:.0%} at worst;",
+        "# then scaled to the time that all steps took together. noise is what they leave.",
         "# ASSUMED: the link, which a profile says nothing about, and what the command line gave.",
     ]
     return "\n".join([*head, yaml.safe_dump(fields, sort_keys=False)])

@@ -17,10 +17,11 @@ KEPT = 5  # every fifth step is kept from the fit and judges it
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Shares: mean absolute relative errors (MAPE), and the largest. problem: why there is no model."""
+    """Shares of the measured time: mean absolute errors (MAPE), and others. problem: why there is no model."""
 
     name: str
     mape: float | None = None
+    median: float | None = None  # of the errors: far below the mean where a few steps took next to no time
     worst: float | None = None
     by_kind: Mapping[str, float] | None = None  # of prefill, decode and mixed steps, those that occur
     online: float | None = None  # MAPE where each step is predicted, then observed, in the order measured
@@ -55,7 +56,14 @@ def _score(name: str, rest: Sequence[Step], steps: Sequence[Step], judged: Seque
     for load, seconds in steps:
         online.append(_error(learning, load, seconds))
         learning.observe(load, seconds)
-    return Score(name, float(errors.mean()), float(errors.max()), by_kind, float(np.mean([online[i] for i in judged])))
+    return Score(
+        name,
+        mape=float(errors.mean()),
+        median=float(np.median(errors)),
+        worst=float(errors.max()),
+        by_kind=by_kind,
+        online=float(np.mean([online[index] for index in judged])),
+    )
 
 
 def _error(model: PerfModel, load: Load, seconds: float) -> float:

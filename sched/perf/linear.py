@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ..errors import InvalidValue
-from .fit import nonnegative
+from .fit import proportional
 from .model import Array, Load, whole_steps
 from .online import STEP, running_rate
 
@@ -55,15 +55,15 @@ class LinearModel:
     def fitted(
         cls, measured: Iterable[tuple[Load, float]], *, forgetting: float = FORGETTING, learn: bool = True
     ) -> LinearModel:
-        """Fitted offline by least squares of the relative error. Raises InvalidValue without data."""
+        """Fitted offline by least squares (fit.proportional). Raises InvalidValue without data."""
         steps = [(load, seconds) for load, seconds in measured if seconds > 0]
         if not steps:
             raise InvalidValue("no measured steps to fit", "measured")
         table = np.array([_row(load) for load, _ in steps])
         seconds = np.array([time for _, time in steps])
-        a, b, c = (nonnegative(table / seconds[:, None], np.ones(len(steps))) / SCALE).tolist()
+        a, b, c = (proportional(table, seconds) / SCALE).tolist()
         model = cls(a, b, c, forgetting=forgetting, learn=learn)
-        rows = table / seconds[:, None] * np.sqrt(min(1.0, KNOWN / len(steps)))
+        rows = table / (table @ model._weights)[:, None] * np.sqrt(min(1.0, KNOWN / len(steps)))
         model._normal = rows.T @ rows
         model._pulled = model._normal @ model._weights
         model._known = min(KNOWN, len(steps))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from ..errors import InvalidValue
-from .fit import nonnegative
+from .fit import proportional
 from .model import Array, Load, whole_steps
 
 
@@ -52,7 +52,7 @@ class Polynomial:
 
     @classmethod
     def fitted(cls, measured: Iterable[tuple[Load, float]]) -> Polynomial:
-        """Least squares of the relative error with coefficients >= 0, from steps of prompt tokens alone and steps of
+        """Least squares (fit.proportional) from steps of prompt tokens alone and steps of
         decode rows alone. Raises InvalidValue where the former are missing."""
         steps = [(load, seconds) for load, seconds in measured if seconds > 0]
         prompts = [(load, seconds) for load, seconds in steps if load.prefill and not load.decode]
@@ -64,6 +64,9 @@ class Polynomial:
 
 
 def _solve(steps: Iterable[tuple[tuple[float, float, float], float]]) -> tuple[float, float, float]:
-    rows = [np.array(row) / seconds for row, seconds in steps]
-    a, b, c = nonnegative(np.array(rows), np.ones(len(rows))).tolist() if rows else (0.0, 0.0, 0.0)
+    rows = list(steps)
+    if not rows:
+        return 0.0, 0.0, 0.0
+    table = np.array([row for row, _ in rows], dtype=float)
+    a, b, c = proportional(table, np.array([seconds for _, seconds in rows])).tolist()
     return a, b, c

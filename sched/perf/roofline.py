@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import InvalidValue
-from .fit import nonnegative
+from .fit import log_error, proportional
 from .model import Array, Load, whole_steps
 
 ROUNDS = 30  # of assigning steps to terms; it seldom takes ten
 SPLITS = (0.2, 0.35, 0.5, 0.65, 0.8)  # quantiles of tokens from which it starts: it only finds the nearest optimum
+Owner = np.ndarray[Any, np.dtype[np.intp]]  # of each step, the term that it is given to
 
 
 class Term(NamedTuple):
@@ -65,19 +66,19 @@ class Roofline:
 
     @classmethod
     def fitted(cls, measured: Iterable[tuple[Load, float]], *, terms: int = 2, context: bool = True) -> Roofline:
-        """Least squares of the relative error with coefficients >= 0: each step to the term that is slowest for it,
-        the terms to their steps, until none changes; the best of a few starts. Raises InvalidValue without data."""
+        """Least squares (fit.proportional): each step to the term that is slowest for it, the terms to their steps,
+        until none changes; the best of a few starts. Raises InvalidValue without data."""
         if terms < 1:
             raise InvalidValue(f"{terms=} must be at least 1", "terms")
         steps = [(load, seconds) for load, seconds in measured if seconds > 0]
         if not steps:
             raise InvalidValue("no measured steps to fit", "measured")
         seconds = np.array([time for _, time in steps])
-        table = np.array([(load.tokens, load.drafts, 1.0) for load, _ in steps]) / seconds[:, None]
-        read = np.array([[load.context + load.prefix] for load, _ in steps]) / seconds[:, None] * context
+        table = np.array([(load.tokens, load.drafts, 1.0) for load, _ in steps])
+        read = np.array([[load.context + load.prefix] for load, _ in steps]) * float(context)
         tokens = np.array([load.tokens for load, _ in steps])
         starts = [np.digitize(tokens, np.quantile(tokens, _cuts(split, terms))) for split in SPLITS]
-        best = min((_alternate(table, read, start, terms) for start in starts), key=lambda found: found[0])
+        best = min((_alternate(table, read, seconds, start) for start in starts), key=lambda found: found[0])
         return cls(tuple(Term(*row) for row in best[1].tolist()), best[2])
 
 
@@ -86,15 +87,16 @@ def _cuts(split: float, terms: int) -> Sequence[float]:
     return [split + (1 - split) * k / (terms - 1) for k in range(terms - 1)] if terms > 1 else []
 
 
-def _alternate(table: Array, read: Array, owner: np.ndarray, terms: int) -> tuple[float, Array, float]:
-    """(squared relative error, terms by rows of (k1, k2, b), context) from a first assignment of steps to terms."""
+def _alternate(table: Array, read: Array, seconds: Array, owner: Owner) -> tuple[float, Array, float]:
+    """(squared logarithmic error, terms by rows of (k1, k2, b), context) from a first term for each step."""
+    terms = int(owner.max()) + 1
     best: tuple[float, Array, float] = (float("inf"), np.zeros((terms, 3)), 0.0)
     for _ in range(ROUNDS):
         parts = [table * (owner == term)[:, None] for term in range(terms)]
-        found = nonnegative(np.hstack([*parts, read]), np.ones(len(table)))
+        found = proportional(np.hstack([*parts, read]), seconds)
         made, context = found[:-1].reshape(terms, 3), float(found[-1])
         times = table @ made.T
-        error = float(np.sum((times.max(axis=1) + read[:, 0] * context - 1.0) ** 2))
+        error = log_error(times.max(axis=1) + read[:, 0] * context, seconds)
         if error < best[0]:
             best = (error, made, context)
         slowest = times.argmax(axis=1)

@@ -6,7 +6,6 @@ time between steps, instances that share cores, programs that compute whole buck
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +13,7 @@ import numpy as np
 from ..errors import InvalidValue
 from ..journal import REHEARSAL, Replay
 from ..metrics import Summary, measure, stage_allowance, summarize
-from ..perf.fit import LINEAR, Fit, fit
-from ..perf.model import Coefficients
+from ..perf.fit import Fit, fit, to_total
 from ..request import Request
 from .latency import Latency
 from .options import Mesh, Options
@@ -40,7 +38,7 @@ def again(replayed: Replay, seed: int = 0) -> Again:
     if not done:
         raise InvalidValue("no request of the journal has finished", "journal")
     fitted = fit((load, seconds) for _, load, seconds in replayed.steps)
-    truth = _rescaled(fitted.coefficients, replayed)
+    truth = to_total(fitted.coefficients, ((load, seconds) for _, load, seconds in replayed.steps))
     errors = [np.log(seconds / truth.step_time(load)) for _, load, seconds in replayed.steps if seconds > 0]
     noise = min(float(np.std(errors)), 0.99)
     made = list(replayed.instances.values())
@@ -67,13 +65,6 @@ def again(replayed: Replay, seed: int = 0) -> Again:
     ended = max(request.token_times[-1] for request in done) - first
     busy = tuple(sum(t for at, _, t in replayed.steps if at == name) / ended for name in replayed.instances)
     return Again(served, report, fitted, noise, busy)
-
-
-def _rescaled(found: Coefficients, replayed: Replay) -> Coefficients:
-    """So that all steps together take as long as they did: least squares of relative errors fits the usual step, and
-    a machine's slow moments are seldom and long."""
-    ratio = sum(t for _, _, t in replayed.steps) / sum(found.step_time(load) for _, load, _ in replayed.steps)
-    return replace(found, **{name: ratio * getattr(found, name) for name in (*LINEAR,)})
 
 
 def _arrival(request: Request, first: float, page_size: int) -> Arrival:

@@ -8,7 +8,7 @@ import pytest
 from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.perf import KINDS, make
 from jaxserve.sched.perf.compare import compare
-from jaxserve.sched.perf.fit import kind
+from jaxserve.sched.perf.fit import fit, kind, to_total
 from jaxserve.sched.perf.linear import LinearModel
 from jaxserve.sched.perf.model import Coefficients, Corrected, Load, PerfModel
 from jaxserve.sched.perf.online import BOUND, Ratio
@@ -139,6 +139,25 @@ def test_a_polynomial_is_found_from_prompts_and_rows() -> None:
         assert getattr(found, name) == pytest.approx(getattr(form, name), rel=1e-3)
 
 
+@pytest.mark.parametrize("name", ["general", "linear", "roofline", "poly"])
+def test_a_fit_to_times_that_vary_by_a_factor_of_three_is_of_the_usual_one(name: str) -> None:
+    """Least squares of the relative error would predict exp(-1.5 sigma^2) of it: a fifth."""
+    random = np.random.default_rng(4)
+    line = LinearModel(8e-3, 4e-5, 0.0)  # every form has it in it
+    steps = [(load, line.step_time(load) * random.lognormal(0, 1.0)) for load in samples(TRUTH, 1, 2000)]
+    model = make(name, points=steps)
+    ratios = [model.step_time(load) / line.step_time(load) for load, _ in steps]
+    assert 0.85 < np.median(ratios) < 1.15 and max(ratios) < 2 and min(ratios) > 0.5
+
+
+def test_a_fit_can_be_scaled_to_the_time_that_all_took() -> None:
+    random = np.random.default_rng(4)
+    steps = [(load, TRUTH.step_time(load) * random.lognormal(0, 0.8)) for load in samples(TRUTH, 1, 300)]
+    truth = to_total(fit(steps, TRUTH.p_moe).coefficients, steps)
+    total = sum(seconds for _, seconds in steps)
+    assert sum(truth.step_time(load) for load, _ in steps) == pytest.approx(total)
+
+
 @pytest.mark.parametrize("name", LEARNING)
 @pytest.mark.parametrize("drift", [0.8, 1.2])
 def test_a_drift_of_a_fifth_is_learnt(name: str, drift: float) -> None:
@@ -242,6 +261,7 @@ def test_comparison_tells_what_was_seen_from_what_is_learnt() -> None:
     general, exact = scores["general"], scores["exact"]
     assert exact.mape == exact.online == general.mape and general.mape is not None and general.mape > 0.1
     assert general.online is not None and general.online < 0.6 * general.mape
+    assert general.median is not None and general.worst is not None and general.median < general.mape < general.worst
     assert general.by_kind is not None and set(general.by_kind) == {"prefill", "decode", "mixed"}
 
 
