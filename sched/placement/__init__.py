@@ -14,6 +14,7 @@ from ..scheduler import Scheduler
 
 PLACEMENTS = {
     "deflect": "deflect:Deflect",
+    "fewest_requests": "fewest_requests:FewestRequests",
     "least_work": "least_work:LeastWork",
     "next_replica": "next_replica:NextReplica",
     "prefill_budget": "prefill_budget:PrefillBudget",

@@ -5,18 +5,26 @@ from __future__ import annotations
 from ..pab import prefill_budget
 from ..request import Request
 from . import Fleet, Placement
+from .sent import Sent
 
 
 class PrefillBudget(Placement):
     """Ranks instances by what their prefill admission budget (pab.py) for the request's own TTFT leaves once its
-    prompt, after each instance's own prefix-cache hit, is taken from it (arXiv 2510.14392, section 3.4)."""
+    prompt, after each instance's own prefix-cache hit, is taken from it (arXiv 2510.14392, section 3.4). So are the
+    prompts that it has sent and no instance has told of yet."""
+
+    def __init__(self) -> None:
+        self._sent = Sent()
 
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
-        def left(index: int) -> float:
+        left: dict[int, float] = {}
+        for index in fleet.entries:
             one = fleet.instances[index]
             new = request.prompt_length - one.cached_tokens(request)
             view = one.view(fleet.now, max(fleet.now, one.ends))
-            return prefill_budget(view, request.deadline, new) - new
-
-        left_of = {index: left(index) for index in fleet.entries}
-        return sorted(left_of, key=lambda index: (-left_of[index], index))
+            left[index] = prefill_budget(view, request.deadline, new) - new
+        for index, other in self._sent.unseen(fleet):
+            left[index] -= other.prompt_length - fleet.instances[index].cached_tokens(other)
+        order = sorted(left, key=lambda index: (-left[index], index))
+        self._sent.add(order[0], request)
+        return order

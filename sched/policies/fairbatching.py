@@ -33,9 +33,9 @@ class FairBatching:
     anchor: what a decode deadline is counted from: `first`, the first token itself, or `arrival`, arrival + TTFT, as
     published, with which the worst mean time per token cannot hold. margin: share of the budget that is used: with
     all of it any error of the prediction is a miss. budget: `slo` as above; `tokens` counts it in tokens instead,
-    blind to contexts (the paper's FB-TB); `fixed:N` is N tokens whatever the slack, `fixed` what Sarathi's would be
-    (FB-FB). on_time_set: prompts not by slack, with which late ones go first and make others late, but the largest
-    set that can be on time first.
+    blind to contexts (the paper's FB-TB); `fixed:N` is N tokens whatever the slack, `fixed` those that take `margin`
+    of the tightest tpot (FB-FB). on_time_set: prompts not by slack, with which late ones go first and make others
+    late, but the largest set that can be on time first.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ def _budget(text: str, margin: float) -> Callable[[View, float], Budget]:
     if text == "tokens":
         return lambda view, seconds: Budget(lambda load: view.perf.step_time(_blind(load)), margin * seconds, seconds)
     if name == "fixed" and (not colon or (count.isdecimal() and int(count) > 0)):
-        return lambda view, seconds: _fixed(view, int(count or 0) or stall_free_tokens(view))
+        return lambda view, seconds: _fixed(view, int(count or 0) or stall_free_tokens(view, margin))
     raise InvalidValue(f"fairbatching budget={text!r} must be slo, tokens, fixed or fixed:N with N tokens", "budget")
 
 

@@ -117,10 +117,10 @@ def test_anchored_at_the_arrival_an_early_first_token_leaves_slack() -> None:
 
 
 def test_a_fixed_budget_is_in_tokens_whatever_the_slack() -> None:
-    """Such a step takes 22 ms: who is due within 50 ms of its end is urgent. 50 ms of prompt tokens are 400."""
+    """Such a step takes 22 ms: who is due within 50 ms of its end is urgent. 47.5 ms of prompt tokens are 375."""
     at = view([prompt(0, 5000)], [decoding(1, 0.07), decoding(2, 3.0)])
     assert step("fairbatching:budget=fixed:100", at) == [(1, 1), (0, 99)]
-    assert step("fairbatching:budget=fixed", at) == [(1, 1), (0, 399)]
+    assert step("fairbatching:budget=fixed", at) == [(1, 1), (0, 374)]
 
 
 def test_a_budget_in_tokens_is_blind_to_contexts() -> None:

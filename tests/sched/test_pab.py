@@ -14,6 +14,7 @@ from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.linear import LinearModel
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.placement import Fleet
+from jaxserve.sched.placement.fewest_requests import FewestRequests
 from jaxserve.sched.placement.prefill_budget import PrefillBudget
 from jaxserve.sched.policies.sarathi import Sarathi
 from jaxserve.sched.policy import Limits, Role, View
@@ -129,6 +130,26 @@ def test_places_where_most_is_left() -> None:
     assert PrefillBudget().prefill(waiting(3, 10, due=0.5), fleet) == [1, 2, 0]
 
 
+def test_what_was_sent_counts_before_the_instance_tells_of_it() -> None:
+    """Nobody adds the requests to the schedulers: to the router they are still on their way."""
+    fleet = Fleet(0.0, [scheduler(), scheduler()], lambda tokens: 0.0)
+    for place in (PrefillBudget(), FewestRequests()):
+        sent = [waiting(id, 100, due=0.5) for id in range(4)]
+        assert [place.prefill(request, fleet)[0] for request in sent] == [0, 1, 0, 1]
+        sent[1].state = State.FINISHED
+        sent[3].output = [7]  # it has its first token: whatever was to be computed of it is
+        assert [place.prefill(waiting(id, 100, due=0.5), fleet)[0] for id in (4, 5)] == [1, 1]
+
+
+def test_counts_who_waits_four_times() -> None:
+    fleet = Fleet(0.0, [scheduler(), scheduler()], lambda tokens: 0.0)
+    for id in range(3):
+        fleet.instances[0].add(waiting(id, 10, due=0.5))
+        assert fleet.instances[0].plan(0.0, 0.0) is not None
+    fleet.instances[1].add(waiting(3, 5000, due=0.5))
+    assert FewestRequests().prefill(waiting(4, 10, due=0.5), fleet) == [0, 1]
+
+
 def test_places_where_the_prefix_is_where_budgets_are_equal() -> None:
     one, other = (Scheduler(Sarathi(), PERF, Limits(8192, 256, 6000, 16)) for _ in range(2))
     held = Request(0, range(160), SamplingParams(max_tokens=1), PROMISED, 0.0)
@@ -140,12 +161,12 @@ def test_places_where_the_prefix_is_where_budgets_are_equal() -> None:
     assert PrefillBudget().prefill(waiting(1, 161, due=0.5), fleet) == [1, 0]
 
 
-@pytest.mark.parametrize(("how", "reasons"), [("pab:refuse", {"rejected", "stop"}), ("pab", {"stop"})])
+@pytest.mark.parametrize(("how", "reasons"), [("pab:refuse", {"refused", "stop"}), ("pab", {"stop"})])
 def test_a_burst_is_cut_to_what_can_be_on_time(how: str, reasons: set[str]) -> None:
     burst = [Arrival(0.001 * i, 1000, 5, PROMISED) for i in range(20)]
     found = simulate(burst, "fairbatching", Mesh(1), DEVICE, options=Options(admission=how))
     assert set(found.summary.reasons) == reasons
     on_time = [one.attained for one in found.measured]
     assert on_time.count(True) >= 3 and all(on_time[:3])
-    refused = [one for one in found.measured if one.reason == "rejected"]
+    refused = [one for one in found.measured if one.reason == "refused"]
     assert len(refused) == (20 - on_time.count(True) if how == "pab:refuse" else 0)  # who is let in is on time
