@@ -206,10 +206,10 @@ def demand(perf: PerfModel, tokens: Array, context: Array, chunk: int) -> Array:
 
 
 def terms_of(view: View, *, block: float, draft: int, margin: float, fixed: float | None = None) -> Terms:
-    """block: of the tightest ttft anybody here was promised, the seconds of a step in which nobody decodes: so long
-    may a newcomer have to wait."""
-    ttft = [float(rows.ttft.min()) for rows in (view.prefill, view.decode) if len(rows)]
-    idle = block * min([*ttft, NEVER])
+    """block: of the median ttft that anybody here was promised, the seconds of a step in which nobody decodes: so
+    long may a newcomer have to wait."""
+    ttft = np.concatenate([rows.ttft for rows in (view.prefill, view.decode)])
+    idle = block * min(float(np.median(ttft)), NEVER) if len(ttft) else NEVER
     return Terms(view.perf, view.limits.tokens, idle, view.acceptance, draft, margin, fixed)
 
 

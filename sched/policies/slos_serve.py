@@ -29,7 +29,7 @@ BEHIND = 8.0  # tpots: a row later than that does not hurry the others any more
 class SlosServe:
     """admit: promise by the dynamic programme, and demote; otherwise everybody is served by deadline. spec: draft
     where limits.draft allows. dynamic: steps as long as who decodes now allows; otherwise never longer than the
-    tightest tpot seen allows. margin: share of every tpot kept back. block: share of the tightest ttft that a step
+    tightest tpot seen allows. margin: share of every tpot kept back. block: share of the median ttft that a step
     without decoding rows may take. output: tokens that a request is taken to generate, for its memory alone.
 
     Writer of what it promised, and of the tightest tpot seen: both follow from the views, in order.
@@ -124,11 +124,11 @@ class SlosServe:
         if view.role is Role.PREFILL or not mine.any():
             return Pace(terms.idle if terms.fixed is None else terms.fixed, (1,), 0.0)
         if not terms.draft:
-            keep = (1.0 - terms.margin) * tightest_tpot(rows)
-            return Pace(keep if terms.fixed is None else min(keep, terms.fixed), (1,), 0.0)
-        tpot = rows.tpot[mine]
-        among = tiers(tpot)
-        counts = np.bincount(tier_of(tpot, among), minlength=len(among)).tolist()
+            tpot = tightest_tpot(rows)
+            seconds = (1.0 - terms.margin) * tpot if tpot < NEVER else terms.idle
+            return Pace(seconds if terms.fixed is None else min(seconds, terms.fixed), (1,), 0.0)
+        among = tiers(rows.tpot[mine])
+        counts = np.bincount(tier_of(rows.tpot[mine], among), minlength=len(among)).tolist()
         context = float(rows.context.sum())
         key = (*among.tolist(), *map(_about, counts), _about(context), round(terms.acceptance * 50), terms.idle)
         pace = self._paces.get(key)

@@ -107,8 +107,8 @@ class Supply:
         for tier, each in enumerate(tpot):
             enough = (sl for sl, gain in enumerate(gains, 1) if each * gain >= whole * (1 - 1e-12))
             lengths.append(length if tier == binds else next(enough, 0))
-        ceiling = max(keep * tpot[binds], terms.idle) if terms.fixed is None else terms.fixed
-        seconds = min(keep * whole, ceiling)
+        ceiling = max(keep * tpot[binds], terms.idle) if tpot[binds] < NEVER else terms.idle
+        seconds = min(keep * whole, ceiling if terms.fixed is None else terms.fixed)
         weights = [
             sl * min(1.0, seconds / (keep * each * gains[sl - 1])) if sl else 0.0
             for sl, each in zip(lengths, tpot, strict=True)
@@ -134,23 +134,29 @@ class Supply:
         result: Array = np.full(tokens.shape, -np.inf)
         for draft in np.unique(drafts[possible]).tolist():
             here = possible & (drafts == draft)
-            result[here] = self._line(choice.seconds, int(draft), tokens[here], rows[here]) / choice.seconds
+            result[here] = self._line(choice.seconds, int(draft), tokens[here], rows[here])
         return result
 
     def _line(self, seconds: float, drafts: int, tokens: Array, rows: Array) -> Array:
-        """Room in steps of `seconds` that decode `tokens` tokens of `rows` rows: exact at both ends, a line between."""
+        """As `rate`, for steps of `seconds` that decode `tokens` tokens of `rows` rows: exact at both ends, a line
+        between."""
         low, high = int(np.argmin(tokens)), int(np.argmax(tokens))
-        first = self._room(seconds, drafts, float(tokens[low]), float(rows[low]))
+        first = self._left(seconds, drafts, float(tokens[low]), float(rows[low]))
         if tokens[high] <= tokens[low]:
-            return np.full(tokens.shape, float(first))
-        last = self._room(seconds, drafts, float(tokens[high]), float(rows[high]))
+            return np.full(tokens.shape, first)
+        last = self._left(seconds, drafts, float(tokens[high]), float(rows[high]))
         result: Array = first + (tokens - tokens[low]) * ((last - first) / (tokens[high] - tokens[low]))
         return result
 
-    def _room(self, seconds: float, drafts: int, tokens: float, rows: float) -> int:
+    def _left(self, seconds: float, drafts: int, tokens: float, rows: float) -> float:
+        """Prompt tokens per second. A step that has all the tokens it may have ends early."""
+        perf, most = self._terms.perf, self._terms.tokens - round(tokens)
         context = self._load.context + self._each * max(0.0, rows - self._rows)
         load = self._load._replace(decode=round(tokens), context=int(context), drafts=drafts)
-        return prompt_room(self._terms.perf, load, self._terms.tokens - round(tokens), seconds)
+        room = prompt_room(perf, load, most, seconds)
+        if 0 < room == most:
+            seconds = min(seconds, perf.step_time(load.add_chunk(room, 0)))
+        return room / seconds
 
     def pace(self, counts: Sequence[int]) -> Pace:
         """The best way to make steps for so many rows by tier."""

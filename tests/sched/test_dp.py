@@ -1,0 +1,360 @@
+"""The dynamic programme against its definition: every subset tried, the paper's recurrence, the paper's example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from time import process_time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.sched import admission, placement
+from jaxserve.sched.admission.dp import ByDP
+from jaxserve.sched.admission.none import Everybody
+from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.feasibility import Mask
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.perf.model import Array, Coefficients, GeneralModel
+from jaxserve.sched.policies import dp
+from jaxserve.sched.policies.dp import NO_PROMPTS, Prompts, Standing, admitted, largest_set, tier_of, tiers
+from jaxserve.sched.policies.fcfs import Fcfs
+from jaxserve.sched.policies.speculation import Terms
+from jaxserve.sched.policy import Limits, Role
+from jaxserve.sched.request import BEST_EFFORT, Request
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.slo import SLO, THINKING
+
+from .harness import Job, simulate
+
+TOKEN = Coefficients(fixed=0, prefill=1 / 6, decode=1 / 6, quadratic=0, longest=0, context=0)  # six tokens per second
+LARGE = Limits(tokens=8192, rows=256, pages=10_000, page_size=16)
+
+
+def prompts(deadline: list[float], tokens: list[float], tpot: float = 1.0, pages: float = 0.0) -> Prompts:
+    count = len(deadline)
+    return Prompts(np.array(deadline), np.array(tokens), np.full(count, tpot), np.full(count, pages))
+
+
+def terms(coefficients: Coefficients = TOKEN, margin: float = 0.0) -> Terms:
+    return Terms(GeneralModel(coefficients, correct=False), 8192, 1.0, margin=margin)
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(3, 3), (0, 4), (1, 4), (2, 4), (4, 2), (5, 1), (6, 0), (7, 0)])
+def test_figure_3(rows: int, expected: int) -> None:
+    """Six tokens a unit, three decodes, four prompts of six, TTFT of six units: 36 - 18 tokens are three prompts."""
+    standing = Standing(0.0, np.ones(rows), np.ones(rows), NO_PROMPTS, 1e9)
+    assert int(admitted(standing, prompts([6.0] * 4, [6.0] * 4), terms()).sum()) == expected
+
+
+def line(capacity: float, tpot: list[float]) -> Callable[[Array], Array]:
+    """PB* of a server of so many tokens per second, whose rows take one token each tpot."""
+
+    def rate(counts: Array) -> Array:
+        result: Array = capacity - counts @ (1.0 / np.array(tpot))
+        return result
+
+    return rate
+
+
+def feasible(
+    start: float, items: Prompts, tier: Array, taken: list[bool], counts: Array, rate: Callable[[Array], Array]
+) -> bool:
+    """By definition: at every deadline, what was left for prompts until then covers the prompts due by then."""
+    at, left, now = start, 0.0, counts.copy()
+    order = sorted(range(len(items)), key=lambda row: (items.deadline[row], not taken[row], row))
+    for row in order:
+        if not taken[row]:
+            continue
+        speed = float(rate(now))
+        left += (items.deadline[row] - at) * speed - items.tokens[row]
+        at = float(items.deadline[row])
+        if speed < 0 or left < -1e-9:
+            return False
+        now[int(tier[row])] += 1
+    return float(rate(now)) >= 0
+
+
+CASE = st.tuples(
+    st.lists(
+        st.tuples(
+            st.integers(0, 20),
+            st.integers(1, 30),
+            st.integers(0, 1),
+            st.integers(0, 4),
+            st.sampled_from([False, False, False, True]),
+        ),
+        min_size=1,
+        max_size=7,
+    ),
+    st.tuples(st.integers(0, 4), st.integers(0, 4)),
+    st.sampled_from([4.0, 10.0, 25.0]),
+    st.integers(0, 12),
+)
+
+
+@given(CASE)
+@settings(max_examples=300, deadline=None)
+def test_no_larger_set_exists(case) -> None:  # type: ignore[no-untyped-def]
+    """Two tiers, prompts forced in, memory: of all subsets the largest that is feasible has the size found."""
+    rows, running, capacity, free = case
+    items = Prompts(
+        np.array([float(row[0]) for row in rows]),
+        np.array([float(row[1]) for row in rows]),
+        np.ones(len(rows)),
+        np.array([float(row[3]) for row in rows]),
+    )
+    tier = np.array([row[2] for row in rows], dtype=np.intp)
+    forced: Mask = np.array([row[4] for row in rows], dtype=bool)
+    counts, rate = np.array(running, dtype=float), line(capacity, [1.0, 2.0])
+    found = largest_set(0.0, items, tier, forced, counts, rate, float(free))
+    assert not (found & forced).any()
+    everybody = [bool(flag) for flag in found | forced]
+    best = 0
+    without = feasible(0.0, items, tier, forced.tolist(), counts, rate)
+    new = np.flatnonzero(~forced).tolist()
+    for flags in product([False, True], repeat=len(new)):
+        taken = forced.copy()
+        taken[[row for row, flag in zip(new, flags, strict=True) if flag]] = True
+        if items.pages[taken & ~forced].sum() <= free and feasible(0.0, items, tier, taken.tolist(), counts, rate):
+            best = max(best, sum(flags))
+    if without:
+        assert int(found.sum()) == best
+        assert items.pages[found].sum() <= free
+        assert feasible(0.0, items, tier, everybody, counts, rate) or not found.any()
+
+
+def recurrence(deadline: list[float], tokens: list[float], rate: Callable[[int], float]) -> int:
+    """pb[i, n] as printed (appendix C, with <= for <), over the last prompt taken; returns the largest n."""
+    order = sorted(range(len(deadline)), key=lambda row: (deadline[row], row))
+    pb: dict[tuple[int, int], float] = {(-1, 0): 0.0}
+    best = 0
+    for i, row in enumerate(order):
+        for n in range(1, i + 2):
+            values = []
+            for j in range(-1, i):
+                before = pb.get((j, n - 1))
+                if before is None or rate(n - 1) < 0:
+                    continue
+                since = deadline[order[j]] if j >= 0 else 0.0
+                values.append(before - tokens[row] + (deadline[row] - since) * rate(n - 1))
+            if values and max(values) >= -1e-9:
+                pb[i, n] = max(values)
+                if rate(n) >= 0:
+                    best = max(best, n)
+    return best
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 40)), min_size=1, max_size=9),
+    st.sampled_from([3.0, 8.0, 20.0]),
+)
+@settings(max_examples=150, deadline=None)
+def test_equals_the_recurrence_as_printed(rows: list[tuple[int, int]], capacity: float) -> None:
+    deadline, tokens = [float(row[0]) for row in rows], [float(row[1]) for row in rows]
+    none: Mask = np.zeros(len(rows), dtype=bool)
+    tier = np.zeros(len(rows), dtype=np.intp)
+    found = largest_set(0.0, prompts(deadline, tokens), tier, none, np.zeros(1), line(capacity, [1.0]), 1e9)
+    assert int(found.sum()) == recurrence(deadline, tokens, lambda n: capacity - n)
+
+
+def test_a_forced_prompt_that_is_late_anyway_is_not_made_later() -> None:
+    """Due at 1 with ten seconds of work: who is due before it has caught up would delay it, who is due later not."""
+    items = prompts([1.0, 5.0, 40.0], [60.0, 6.0, 6.0])
+    forced: Mask = np.array([True, False, False])
+    found = largest_set(0.0, items, np.zeros(3, dtype=np.intp), forced, np.zeros(1), line(6.0, [10.0]), 1e9)
+    assert found.tolist() == [False, False, True]
+
+
+def test_of_equal_sets_the_one_that_leaves_the_most() -> None:
+    items = prompts([5.0, 5.0], [20.0, 10.0])
+    none: Mask = np.zeros(2, dtype=bool)
+    found = largest_set(0.0, items, np.zeros(2, dtype=np.intp), none, np.zeros(1), line(5.0, [10.0]), 1e9)
+    assert found.tolist() == [False, True]
+
+
+def test_more_new_prompts_than_are_decided_at_a_time() -> None:
+    """A hundred alike, all due at 100: sixty fit, whatever the size of the lots."""
+    standing = Standing(0.0, np.zeros(0), np.zeros(0), NO_PROMPTS, 1e9)
+    found = admitted(standing, prompts([100.0] * 100, [10.0] * 100, tpot=1e6), terms())
+    assert int(found.sum()) == 60 and dp.MOST < 60
+
+
+def test_tiers_are_few_and_never_looser() -> None:
+    tpot = np.linspace(0.01, 0.2, 20)
+    among = tiers(tpot)
+    assert len(among) == dp.TIERS
+    assert (among[tier_of(tpot, among)] <= tpot + 1e-12).all()
+    exact = np.array([0.05, 0.1, 0.05])
+    assert tiers(exact)[tier_of(exact, tiers(exact))].tolist() == exact.tolist()
+
+
+def test_ten_new_beside_two_hundred_running_within_ten_milliseconds() -> None:
+    """Both kinds of running: rows that decode, and prompts under way; with two tiers, memory short, and drafts."""
+    random = np.random.default_rng(0)
+    model = GeneralModel(Coefficients(8e-3, 5e-5, 2e-5, 1e-9, 1e-8, 1e-8, draft=1e-3))
+
+    def drawn(count: int) -> Prompts:
+        tpot = random.choice([0.05, 0.1], count)
+        return Prompts(random.uniform(0.2, 20.0, count), random.uniform(50, 2000, count), tpot, np.full(count, 70.0))
+
+    for rows, under_way in ((200, 0), (100, 100), (0, 200)):
+        standing = Standing(
+            0.0, random.choice([0.05, 0.1], rows), random.uniform(100, 2000, rows), drawn(under_way), 400.0
+        )
+        best = float("inf")
+        for _ in range(5):
+            new, began = drawn(10), process_time()
+            admitted(standing, new, Terms(model, 8192, 0.3, 0.7, 4))
+            best = min(best, process_time() - began)
+        assert best <= 0.010, (rows, under_way, best)
+
+
+# ---- as an admission, and what is refused --------------------------------------------------------------------------
+
+
+def request(id: int, tokens: int, ttft: float, tpot: float = 1.0, **more: object) -> Request:
+    slo = SLO(ttft=ttft, tpot=tpot, stages=more.pop("stages", ()))  # type: ignore[arg-type]
+    return Request(id, range(1000 * id, 1000 * id + tokens), SamplingParams(max_tokens=None), slo, 0.0, **more)  # type: ignore[arg-type]
+
+
+def scheduler(role: Role = Role.MIXED, coefficients: Coefficients = TOKEN) -> Scheduler:
+    return Scheduler(Fcfs(), GeneralModel(coefficients, correct=False), LARGE, role)
+
+
+def asked(server: Scheduler, one: Request) -> bool:
+    return ByDP(margin=0.0, output=0).admits(one, server, 0.0)
+
+
+def test_admits_what_fits_beside_what_was_admitted() -> None:
+    """Six tokens a second: prompts of 12 due at 6 are three (36 tokens), the fourth has to go elsewhere."""
+    server = scheduler()
+    answers = []
+    for id in range(5):
+        one = request(id, 12, 6.0, tpot=1e5)
+        answers.append(asked(server, one))
+        if answers[-1]:
+            server.add(one)
+    assert answers == [True, True, True, False, False]
+    assert asked(server, request(9, 12, 9.0, tpot=1e5))
+
+
+def test_best_effort_does_not_count() -> None:
+    server = scheduler()
+    server.add(request(0, 30, 6.0, tier=BEST_EFFORT))
+    assert asked(server, request(1, 30, 6.0, tpot=1e5))
+
+
+def test_the_tightest_stage_bounds_demand() -> None:
+    """Rows of 0.2 s a token take five of the six tokens a second: a second one is one too many, wherever it says so."""
+    server = scheduler()
+    server.add(request(0, 1, 60.0, tpot=0.2))
+    assert asked(server, request(1, 1, 60.0, tpot=2.0))
+    assert not asked(server, request(1, 1, 60.0, tpot=0.2))
+    thinks = request(1, 1, 60.0, tpot=2.0, stages=((THINKING, 0.2),), end_thinking=frozenset([7]))
+    assert not asked(server, thinks)
+    assert not asked(server, request(1, 1, 60.0, tpot=0.2, stages=((THINKING, 2.0),), end_thinking=frozenset([7])))
+
+
+def test_nobody_decodes_on_a_prefill_instance() -> None:
+    server = scheduler(Role.PREFILL)
+    for id in range(4):
+        server.add(request(id, 6, 6.0, tpot=0.2))
+    assert asked(server, request(9, 6, 6.0, tpot=0.2))
+
+
+def test_memory_counts() -> None:
+    small = Limits(tokens=8192, rows=256, pages=4, page_size=16)
+    server = Scheduler(Fcfs(), GeneralModel(TOKEN, correct=False), small, Role.MIXED)
+    assert asked(server, request(0, 48, 60.0, tpot=1e5))
+    server.add(request(0, 48, 60.0, tpot=1e5))
+    assert asked(server, request(1, 10, 60.0, tpot=1e5))
+    assert not asked(server, request(1, 20, 60.0, tpot=1e5))
+
+
+@pytest.mark.parametrize("policy", ["distserve", "slos_serve"])
+def test_refused_requests_are_told_and_cost_nothing(policy: str) -> None:
+    """The harness's device computes a prompt of 20 in 2 ms: of ten at once those beyond the first few are refused."""
+    jobs = [Job(range(100 * one, 100 * one + 20), 5, 0.001, slo=SLO(ttft=0.008, tpot=0.05)) for one in range(10)]
+    outcome = simulate(jobs, policy=policy, pages=400, tokens=256, rows=16, admission="dp:refuse")
+    reasons = [one.finish_reason for one in outcome.requests]
+    assert 1 <= reasons.count("stop") < 10 and set(reasons) <= {"stop", "rejected", "refused"}
+    for one in outcome.requests:
+        [*_, last] = outcome.deltas[one.id]
+        assert last.finish_reason == one.finish_reason
+        if one.finish_reason != "stop":
+            assert not one.output and "objectives" in (one.error or "")
+    planned = {span.request for _, plan in outcome.plans for span in plan.spans}
+    assert planned == {one.id for one in outcome.requests if one.finish_reason == "stop"}
+
+
+def test_demoted_requests_are_served_last() -> None:
+    jobs = [Job(range(100 * one, 100 * one + 20), 5, 0.001, slo=SLO(ttft=0.008, tpot=0.05)) for one in range(10)]
+    outcome = simulate(jobs, pages=400, tokens=256, rows=16, admission="dp")
+    assert [one.finish_reason for one in outcome.requests] == ["stop"] * 10
+    assert 1 <= sum(one.tier == BEST_EFFORT for one in outcome.requests) < 10
+
+
+# ---- routing -------------------------------------------------------------------------------------------------------
+
+
+def fleet(*servers: Scheduler) -> placement.Fleet:
+    return placement.Fleet(0.0, servers, lambda tokens: 0.0)
+
+
+def test_the_next_replica_is_asked() -> None:
+    """In turn; the one whose turn it is first, then those behind it, and back to it where none can."""
+    route = placement.make("next_replica", ByDP(margin=0.0, output=0))
+    servers = [scheduler() for _ in range(3)]
+    servers[1].add(request(0, 36, 6.0, tpot=1e5))
+    firsts = [route.prefill(request(id, 36, 6.0, tpot=1e5), fleet(*servers))[0] for id in (1, 2, 3)]
+    assert firsts == [0, 2, 2], "replica 1 has no room, so its turn goes to 2"
+    hopeless = request(4, 37, 6.0, tpot=1e5)
+    assert route.prefill(hopeless, fleet(*servers)) == [0, 1, 2]
+
+
+def test_the_limit_ends_the_search() -> None:
+    servers = [scheduler() for _ in range(3)]
+    servers[0].add(request(0, 36, 6.0, tpot=1e5))
+    servers[1].add(request(1, 36, 6.0, tpot=1e5))
+    one = request(2, 36, 6.0, tpot=1e5)
+    for limit, first in ((1, 0), (2, 0), (3, 2)):
+        route = placement.make(f"next_replica:limit={limit}", ByDP(margin=0.0, output=0))
+        assert route.prefill(one, fleet(*servers))[0] == first
+    with pytest.raises(InvalidValue, match="limit=0 must be at least 1"):
+        placement.make("next_replica:limit=0")
+
+
+def test_it_asks_the_programme_where_admission_lets_everybody_in() -> None:
+    servers = [scheduler(), scheduler()]
+    servers[0].add(request(0, 36, 6.0, tpot=1e5))
+    route = placement.make("next_replica", Everybody())
+    assert route.prefill(request(1, 30, 6.0, tpot=1e5), fleet(*servers)) == [1, 0]
+    late = request(2, 30, 6.0, tier=BEST_EFFORT)
+    assert route.prefill(late, fleet(*servers)) == [1, 0], "best effort stays where its turn is"
+
+
+def test_more_replicas_refuse_less() -> None:
+    jobs = [Job(range(100 * one, 100 * one + 20), 5, 0.001, slo=SLO(ttft=0.008, tpot=0.05)) for one in range(12)]
+    kept = []
+    for count in (1, 2, 4):
+        outcome = simulate(
+            jobs,
+            (Role.MIXED,) * count,
+            pages=400,
+            tokens=256,
+            rows=16,
+            policy="slos_serve",
+            placement="next_replica",
+            admission="dp:refuse",
+        )
+        kept.append(sum(one.finish_reason == "stop" for one in outcome.requests))
+    assert kept[0] < kept[1] < kept[2]
+
+
+def test_names() -> None:
+    assert admission.make("dp:refuse").refuse and not admission.make("dp").refuse
+    with pytest.raises(InvalidValue, match=r"its options: .*refuse"):
+        admission.make("dp:rejct")
