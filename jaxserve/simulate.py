@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ from jaxserve.sched.sim import (
     simulate,
     sweep,
 )
-from jaxserve.sched.sim.bounds import bounds, goodput_bounds
+from jaxserve.sched.sim.bounds import STAYING, bounds, goodput_bounds
 from jaxserve.sched.sim.explain import explain
 from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.sim.sweep import Case, Run, goodput_search
@@ -88,7 +89,7 @@ def _study(args: argparse.Namespace) -> Study:
     names = parse_policies(args.policy)
     for name in names:
         policies.make(name)  # what is wrong is said before anything is computed
-    placement.make(args.placement, admission.make(args.admission))
+        placement.make(policies.placement(name, args.placement), admission.make(args.admission))
     if args.seeds < 1:
         raise InvalidValue(f"seeds={args.seeds} must be at least 1", "seeds")
     mesh = Mesh.parse(args.mesh, args.prefill, colocated=args.mode == "colocated")
@@ -190,7 +191,10 @@ def _search(args: argparse.Namespace, study: Study, tick: Callable[..., None], r
 
 def _bounded(args: argparse.Namespace, study: Study, results: Results) -> Results:
     given = (study.workload, study.mesh, study.latency)
-    more: dict[str, Any] = {"seeds": study.seeds, "num_requests": study.num_requests, "options": study.options}
+    placements = {policies.placement(name, study.options.placement).partition(":")[0] for name in study.policies}
+    loosest = min(placements, key=lambda name: (name in STAYING, name))  # one bound holds for all policies
+    options = replace(study.options, placement=loosest)
+    more: dict[str, Any] = {"seeds": study.seeds, "num_requests": study.num_requests, "options": options}
     rates = list(dict.fromkeys(report.rate for report in results.reports)) if args.qps or args.goodput else [None]
     found = tuple(bounds(*given, rates=rates, **more))
     highest = goodput_bounds(*given, goal=args.goal, **more)
@@ -280,7 +284,12 @@ def _read_workload(args: argparse.Namespace) -> Workload | Mix | list[Arrival]:
                 prompt_scale=args.prompt_scale,
                 output_scale=args.output_scale,
                 spread=args.spread,
+                start=args.start,
+                duration=args.duration,
+                keep_failed=args.keep_failed,
+                seed=args.seed,
                 progress=tick,
+                tell=lambda sentence: print(sentence, file=sys.stderr),
             )
     if args.workload in NAMED:
         workload = NAMED[args.workload]

@@ -36,7 +36,7 @@ examples:
   jaxserve simulate --mesh 4x4 --prefill 1 --workload trace:conversation_trace.jsonl.gz --prompt-scale 4 --qps 2,4,6
 
   # Options of a policy, placement or admission stand behind its name; halves of two policies make one
-  jaxserve simulate --policy kairos,kairos:literal --placement least_work --qps 3
+  jaxserve simulate --policy kairos,kairos:literal,unified --placement round_robin --qps 3
   jaxserve simulate --policy prefill=kairos,decode=continuous --workload my.yaml --qps 3
 
   # What if? Half the KV, steps predicted a fifth too short, a decode kernel that splits no row's KV
@@ -126,9 +126,9 @@ def _cluster(group: Any) -> None:
 def _scheduling(group: Any) -> None:
     group.add_argument(
         "--placement",
-        default="least_work",
+        default="auto",
         metavar="NAME",
-        help=f"which instance takes a request: {', '.join(sorted(PLACEMENTS))} [least_work]",
+        help=f"which instance takes a request: {', '.join(sorted(PLACEMENTS))}, or auto: the policy's own [auto]",
     )
     group.add_argument(
         "--admission",
@@ -189,12 +189,17 @@ def _workload(group: Any) -> None:
         "--workload",
         default="K128",
         metavar="NAME|FILE|trace:FILE",
-        help=f"{', '.join(NAMED)}, a preset or YAML file, or a trace: Azure CSV, Mooncake JSONL or plain CSV, also "
-        "gzipped [K128]",
+        help=f"drawn: {', '.join(NAMED)}, a preset or YAML file; or a trace, also gzipped: CSV of Azure, BurstGPT or "
+        "plain, JSON lines of Mooncake or Qwen-Bailian, a folder of ServeGen's clients [K128]",
     )
     group.add_argument("--num-requests", "--num-prompts", type=int, metavar="N", help="how many [1000; all of a trace]")
     group.add_argument("--ttft-slo", type=seconds, metavar="TIME", help="instead of the workload's, as in 8s")
     group.add_argument("--tpot-slo", type=seconds, metavar="TIME", help="instead of the workload's, as in 50ms")
+    group.add_argument(
+        "--start", type=seconds, default=0.0, metavar="TIME", help="trace: leave out what comes before, as in 10min [0]"
+    )
+    group.add_argument("--duration", type=seconds, metavar="TIME", help="trace: only so much of it [to its end]")
+    group.add_argument("--keep-failed", action="store_true", help="trace: BurstGPT's failed requests too")
     group.add_argument("--time-scale", type=float, default=1.0, metavar="X", help="trace: arrival times times X [1]")
     group.add_argument(
         "--prompt-scale", type=float, default=1.0, metavar="X", help="trace: divide prompt lengths by X [1]"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from jaxserve.errors import InvalidValue
 from jaxserve.sched.sim import sweep
 from jaxserve.simulate import parse_policies, parse_rates, processes
 
-from .test_sim import CHAT, TINY
+from .test_sim import CHAT, ROOT, TINY
 
 RATES = ([20, 40], [30], [20, 30, 40])  # the processes stay from one sweep to the next
 TRACE = "id,arrival_s,input_tokens,output_tokens\n" + "".join(
@@ -190,3 +191,12 @@ def test_help_teaches_by_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["simulate", "--help"])
     assert "jaxserve simulate --policy distserve,kairos --qps 2.0:5.0:0.2" in capsys.readouterr().out
+
+
+def test_the_example_of_the_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs" / "simulator.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len([line for line in example.splitlines() if line and "import" not in line]) <= 10
+    exec(compile(example, "docs/simulator.md", "exec"), {"__name__": "example"})
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines()] == ["kairos", "LongestFirst"]
