@@ -67,7 +67,7 @@ class Roofline:
     @classmethod
     def fitted(cls, measured: Iterable[tuple[Load, float]], *, terms: int = 2, context: bool = True) -> Roofline:
         """Least squares (fit.proportional): each step to the term that is slowest for it, the terms to their steps,
-        until none changes; the best of a few starts. Raises InvalidValue without data."""
+        until none changes; the best of a few starts, at most `terms` of them. Raises InvalidValue without data."""
         if terms < 1:
             raise InvalidValue(f"{terms=} must be at least 1", "terms")
         steps = [(load, seconds) for load, seconds in measured if seconds > 0]
@@ -77,7 +77,8 @@ class Roofline:
         table = np.array([(load.tokens, load.drafts, 1.0) for load, _ in steps])
         read = np.array([[load.context + load.prefix] for load, _ in steps]) * float(context)
         tokens = np.array([load.tokens for load, _ in steps])
-        starts = [np.digitize(tokens, np.quantile(tokens, _cuts(split, terms))) for split in SPLITS]
+        starts = [np.zeros(len(steps), dtype=np.intp)]  # one term for all: never worse than a line
+        starts += [np.digitize(tokens, np.quantile(tokens, _cuts(split, terms))) for split in SPLITS if terms > 1]
         best = min((_alternate(table, read, seconds, start) for start in starts), key=lambda found: found[0])
         return cls(tuple(Term(*row) for row in best[1].tolist()), best[2])
 
