@@ -13,6 +13,7 @@ from .record import Recorder, Stretch
 from .timeline import Transfer, decodes, prompt_lengths, transfers
 
 NAMED = 3  # others that a wait is blamed on
+SHOWN = 24  # chunks of a prompt and waits between them
 
 
 class Piece(NamedTuple):
@@ -39,7 +40,8 @@ def explain(recorder: Recorder, id: int) -> list[str]:
     rows = [piece for piece in pieces if decodes(piece.span, lengths)]
     moves = [move for move in transfers(recorder) if move.request == id]
     measured = measure(request, allowance=stage_allowance(request))
-    lines = [*_placed(recorder, request), *_computed(recorder, request, prompt), *_moved(request, moves)]
+    chunks = _shortened(list(_computed(recorder, request, prompt)))
+    lines = [*_placed(recorder, request), *chunks, *_moved(request, moves)]
     lines += [*_first(request), *_decoded(recorder, request, rows), *_ended(request, measured)]
     lines.sort(key=lambda line: line.at)  # stable: what belongs to one moment stays in this order
     told = [f"{line.at - request.arrival:9.3f} s  {line.text}" for line in lines]
@@ -91,6 +93,15 @@ def _computed(recorder: Recorder, request: Request, pieces: Sequence[Piece]) -> 
         yield Line(stretch.start, f"{stretch.instance} computed {done} in {took}{company}")
         free, stopped = stretch.end, stretch.stopped
         reached = span.start if stretch.stopped else end
+
+
+def _shortened(lines: list[Line]) -> list[Line]:
+    """A long prompt that is stopped again and again would fill pages."""
+    left_out = len(lines) - SHOWN
+    if left_out < 2:
+        return lines
+    middle = Line(lines[SHOWN // 2].at, f"… {left_out} more chunks and waits …")
+    return [*lines[: SHOWN // 2], middle, *lines[len(lines) - SHOWN // 2 :]]
 
 
 def _moved(request: Request, moves: Sequence[Transfer]) -> Iterator[Line]:

@@ -161,6 +161,16 @@ def test_a_life_that_was_stopped_at_a_boundary() -> None:
     assert names == ["prefill 3000, stopped", "prefill 10", "prefill 3000"]
 
 
+def test_a_long_life_is_told_in_few_lines() -> None:
+    recorder = Recorder()
+    device = replace(QUIET, kv_tokens=4000)
+    simulate([Arrival(0.0, 2000, 1)], "distserve", "1x1", device, recorder=recorder, options=Options(tokens=20))
+    told = explain(recorder, 0)
+    assert len(recorder.stretches) == 100 and len(told) == 1 + 1 + 12 + 1 + 12 + 2 + 1
+    assert any("… 76 more chunks and waits …" in line for line in told)
+    assert any("tokens 1,980 to 2,000" in line for line in told)
+
+
 def test_lives_that_ended_early() -> None:
     arrivals = [Arrival(0.0, 500, 5), Arrival(0.0, 10, 10_000), Arrival(0.0, 10, 1)]
     recorder = Recorder()
