@@ -1,0 +1,193 @@
+"""`unified` beside the five papers as published, as repaired, and the clairvoyant bound: goodput at 90 % attained.
+
+    python benchmarks/unified.py                         # all workloads on 1P+1D: a table, JSON and a plot (slow)
+    python benchmarks/unified.py --workload K128 --mesh 2x4 --systems published,unified
+
+A system is a policy with its placement and mesh: colocated ones have all instances mixed. For every workload the
+highest rate (requests/s) at which 90 % of 1,000 requests attain both objectives is searched to 3 %; traces are
+stretched to the rate, their order and burstiness kept. The bound is of the same servers with deflection allowed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common import origin
+
+from jaxserve.config import load_yaml, preset
+from jaxserve.report import progress
+from jaxserve.report.table import print_table
+from jaxserve.sched.sim import Arrival, Mesh
+from jaxserve.sched.sim.latency import Latency
+from jaxserve.sched.sim.options import Options
+from jaxserve.sched.sim.oracle import goodput_bound
+from jaxserve.sched.sim.scenarios import NAMED
+from jaxserve.sched.sim.sweep import goodput_search
+from jaxserve.sched.sim.traces import load_trace
+from jaxserve.sched.slo import SLO
+
+TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
+GOAL = 0.9
+
+
+class System(NamedTuple):
+    """What is compared: a policy, where it places, and whether its instances are mixed."""
+
+    kind: str  # published, repaired, unified
+    policy: str
+    placement: str = "least_work"
+    colocated: bool = False
+    boundary: str = "chunk"
+
+
+SYSTEMS = {
+    "distserve": System("published", "distserve"),
+    "kairos as written": System("published", "kairos:literal"),
+    "flowprefill as written": System("published", "flowprefill:literal", boundary="op"),
+    "fairbatching as written": System("published", "fairbatching:anchor=arrival+margin=1", colocated=True),
+    "slos_serve": System("published", "slos_serve", colocated=True),
+    "deflect, faster": System("published", "distserve", "deflect:faster"),
+    "deflect, slo": System("published", "distserve", "deflect:slo"),
+    "kairos": System("repaired", "kairos"),
+    "flowprefill": System("repaired", "flowprefill", boundary="op"),
+    "fairbatching": System("repaired", "fairbatching:on_time_set", colocated=True),
+    "unified": System("unified", "unified", "unified", boundary="layer"),
+}
+
+
+class Case(NamedTuple):
+    """One cell of the table."""
+
+    workload: str
+    mesh: str
+    system: str  # or "bound"
+    requests: int
+    seeds: int
+
+
+def workload(name: str, count: int) -> tuple[Any, dict[str, float]]:
+    """What to serve, and the coefficients of the step-time model that differ."""
+    if name == "K128 beta=40ns":
+        return NAMED["K128"], {"context": 40e-9}
+    if name in NAMED:
+        return NAMED[name], {}
+    file, slo, spread = {
+        "mooncake-conversation": ("mooncake/conversation_trace.head40min.jsonl.gz", SLO(8.0, 0.05), 3.0),
+        "mooncake-arxiv": ("mooncake/arxiv_mooncake_trace.head1000.jsonl", SLO(8.0, 0.05), 3.0),
+        "azure-conversation": ("azure/AzureLLMInferenceTrace_conv.head40min.csv.gz", SLO(2.0, 0.05), 0.0),
+        "azure-code": ("azure/AzureLLMInferenceTrace_code.head38min.csv", SLO(2.0, 0.05), 0.0),
+    }[name]
+    arrivals: Sequence[Arrival] = load_trace(TRACES / file, slo=slo, num_prompts=count, spread=spread)
+    return arrivals, {}
+
+
+WORKLOADS = (
+    "K128", "K128 beta=40ns", "K100", "K32", "mooncake-conversation", "mooncake-arxiv", "azure-conversation",
+    "azure-code", "flowprefill-llama3-70b", "slos-serve-mixed", "slos-serve-reasoning",
+)  # fmt: skip
+
+
+def run(case: Case) -> tuple[Case, float, float]:
+    """Goodput of one cell in requests/s, and what was attained there."""
+    served, coefficients = workload(case.workload, case.requests)
+    latency = load_yaml(preset("latency", "minimax-m2.5-h200-tp4"), Latency)
+    if coefficients:
+        latency = latency.with_coefficients(coefficients)
+    mesh = Mesh.parse(case.mesh)
+    if case.system == "bound":
+        arrivals = served if isinstance(served, Sequence) else served.draw(case.requests, 1.0, 0)
+        half = mesh.instances // 2
+        rate = goodput_bound(arrivals, latency.solve(), half, half, deflection=True, chunk=Options().tokens)
+        return case, rate, GOAL
+    system = SYSTEMS[case.system]
+    found = goodput_search(
+        served,
+        [system.policy],
+        replace(mesh, colocated=system.colocated),
+        latency,
+        seeds=range(case.seeds),
+        num_requests=case.requests,
+        options=Options(placement=system.placement, boundary=system.boundary),
+        goal=GOAL,
+        tolerance=0.03,
+        start=4.0,
+    )
+    (best,) = found.values()
+    return case, best.rate, max((one.summary.attained for one in best.reports), default=0.0)
+
+
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    wanted = args.systems.split(",")
+    for name in args.workload or WORKLOADS:
+        for mesh in args.mesh or ["2x4"]:
+            yield Case(name, mesh, "bound", args.requests, args.seeds)
+            for system, one in SYSTEMS.items():
+                if "all" in wanted or one.kind in wanted or system in wanted:
+                    yield Case(name, mesh, system, args.requests, args.seeds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", action="append", choices=WORKLOADS, help="may be repeated [all]")
+    parser.add_argument("--mesh", action="append", metavar="RxT", help="may be repeated, as in 2x4 (1P+1D) [2x4]")
+    parser.add_argument("--systems", default="all", help="all, or kinds and names with commas: published,unified")
+    parser.add_argument("--requests", type=int, default=1000, metavar="N")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON; what is in it already is not run again")
+    args = parser.parse_args()
+    done: dict[str, float] = {}
+    if args.output is not None and args.output.exists():
+        done = json.loads(args.output.read_text())["goodput"]
+    todo = [case for case in cases(args) if _key(case) not in done]
+    with ProcessPoolExecutor(args.jobs) as pool, progress.bar("simulating") as tick:
+        for count, future in enumerate(as_completed([pool.submit(run, case) for case in todo]), 1):
+            case, rate, _ = future.result()
+            done[_key(case)] = rate
+            tick(count, len(todo))
+            if args.output is not None:
+                document = {"origin": origin(), "requests": args.requests, "goodput": done}
+                args.output.write_text(json.dumps(document, indent=1) + "\n")
+    show(args, done)
+    return 0
+
+
+def _key(case: Case) -> str:
+    return f"{case.workload} | {case.mesh} | {case.system}"
+
+
+def show(args: argparse.Namespace, done: dict[str, float]) -> None:
+    names = [name for name in SYSTEMS if any(key.endswith(f"| {name}") for key in done)]
+    rows: list[Sequence[object]] = []
+    for name in args.workload or WORKLOADS:
+        for mesh in args.mesh or ["2x4"]:
+            got = {system: done.get(f"{name} | {mesh} | {system}") for system in (*names, "bound")}
+            ours, bound = got.get("unified"), got["bound"]
+            published = [
+                rate for system, rate in got.items() if rate and SYSTEMS.get(system, System("", "")).kind == "published"
+            ]
+            repaired = [
+                rate for system, rate in got.items() if rate and SYSTEMS.get(system, System("", "")).kind == "repaired"
+            ]
+            ratios = [
+                f"{ours / max(one):.2f}" if ours and one else "–"
+                for one in (published, repaired, [bound] if bound else [])
+            ]
+            rows.append([f"{name} {mesh}", *("–" if rate is None else f"{rate:.2f}" for rate in got.values()), *ratios])
+    print_table(
+        "Goodput at 90 % attained, requests/s",
+        ["workload", *names, "bound", "x published", "x repaired", "x bound"],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

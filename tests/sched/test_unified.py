@@ -1,0 +1,109 @@
+"""`unified` on views and clusters small enough to say what it must do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jaxserve.sched.perf.model import Coefficients
+from jaxserve.sched.policies.unified import Unified
+from jaxserve.sched.policy import Limits, Role, Task
+from jaxserve.sched.request import BEST_EFFORT
+from jaxserve.sched.sim import Arrival, Mesh, simulate
+from jaxserve.sched.sim.latency import Latency
+from jaxserve.sched.sim.options import Options
+from jaxserve.sched.slo import SLO
+
+from .test_policies import decoding, prompt, view
+
+# a second per 1,000 prompt tokens, 10 ms a step; see test_policies.PERF
+LIMITS = Limits(8192, 256, 1000, 16, preemptible=True)
+
+
+def granted(decision: object) -> list[int]:
+    return [grant.request for grant in decision.grants]  # type: ignore[attr-defined]
+
+
+def test_the_prompt_with_the_most_work_loses_its_place_and_only_those_on_time_share_a_step() -> None:
+    """Eight seconds for 5 + 2 + 2 seconds of work: without the longest the others are on time."""
+    at = view([prompt(0, 5000), prompt(1, 2000), prompt(2, 2000)], [], limits=LIMITS)
+    decision = Unified(ageing=0.0).decide(at)
+    assert granted(decision) == [1, 2]
+    assert decision.demote == ()  # alone it could still be on time
+
+
+def test_what_cannot_be_on_time_any_more_becomes_best_effort_and_comes_last() -> None:
+    late, able = prompt(0, 6000, slo=SLO(ttft=4.0)), prompt(1, 2000)
+    decision = Unified(ageing=0.0).decide(view([late, able], [], limits=LIMITS))
+    assert granted(decision) == [1] and decision.demote == (0,)
+
+
+def test_a_prompt_that_may_not_lose_its_place_stays_in_the_set() -> None:
+    long = prompt(0, 70_000, slo=SLO(ttft=75.0))
+    short = [prompt(one, 4000, slo=SLO(ttft=75.0)) for one in range(1, 4)]
+    at = view([long, *short], [], limits=replace(LIMITS, tokens=100_000))
+    assert granted(Unified(keep=0.0, ageing=0.0).decide(at)) == [1, 2, 3]
+    kept = granted(Unified(keep=1.0, ageing=0.0).decide(at))
+    assert 0 in kept and len(kept) == 2
+
+
+def test_ageing_gives_the_oldest_late_prompt_its_share_of_the_time() -> None:
+    old = prompt(0, 6000, slo=SLO(ttft=1.0), tier=BEST_EFFORT)
+    able = prompt(1, 2000, arrival=1.0)
+    policy = Unified(ageing=0.1)  # the first 2 s of every 20
+    assert granted(policy.decide(view([old, able], [], limits=LIMITS, now=20.5, start=20.5)))[0] == 0
+    fresh = prompt(2, 2000, arrival=24.0)
+    assert granted(policy.decide(view([old, fresh], [], limits=LIMITS, now=24.0, start=24.0))) == [2]
+
+
+def test_a_late_step_stops_for_who_can_be_on_time_and_one_on_time_does_not() -> None:
+    policy = Unified()
+    late, able = prompt(0, 6000, tier=BEST_EFFORT), prompt(1, 2000)
+    at = view([able], [], limits=LIMITS)
+    assert policy.decide(replace(at, running=Task(1, (late,), 5.0))).preempt
+    assert not policy.decide(replace(at, running=Task(1, (prompt(2, 6000),), 5.0))).preempt
+    assert not Unified(preempt=False).decide(replace(at, running=Task(1, (late,), 5.0))).preempt
+    full = replace(at, limits=replace(LIMITS, suspended=1))
+    assert not policy.decide(replace(full, running=Task(1, (late,), 5.0))).preempt
+
+
+def test_a_suspended_step_goes_on_when_nobody_can_be_on_time() -> None:
+    late = prompt(0, 6000, tier=BEST_EFFORT)
+    at = view([], [], limits=LIMITS, suspended=(Task(7, (late,), 2.0),))
+    assert Unified().decide(at).resume == 7
+    assert Unified(ageing=0.0).decide(replace(at, prefill=view([prompt(1, 100)], []).prefill)).resume is None
+
+
+def test_decoding_leaves_out_the_longest_where_the_joint_step_is_too_slow_and_not_for_ever() -> None:
+    """10 ms + 1 ms per 1,000 tokens of the longest row: 60,000 tokens make 70 ms, above 50."""
+    rows = [decoding(0, 1000, due=1.0, last=-0.01), decoding(1, 60_000, due=1.0, last=-0.01)]
+    at = view([], rows, role=Role.DECODE, limits=LIMITS)
+    assert granted(Unified().decide(at)) == [0]
+    waited = [rows[0], decoding(1, 60_000, due=1.0, last=-0.2)]
+    assert granted(Unified().decide(view([], waited, role=Role.DECODE, limits=LIMITS))) == [0, 1]
+    assert granted(Unified().decide(replace(at, kv_waiting=1))) == [0, 1]
+
+
+def test_a_guest_gets_what_the_rows_leave() -> None:
+    """0.95 x 50 ms less 11 ms for the row: 36 prompt tokens at 1 ms each are below a grid of 64; 20 tokens fit."""
+    row = decoding(0, 1000, due=0.01)
+    guest = prompt(1, 20)
+    decision = Unified().decide(view([guest], [row], role=Role.DECODE, limits=LIMITS))
+    assert [(grant.request, grant.tokens) for grant in decision.grants] == [(0, 1), (1, 20)]
+    big = Unified().decide(view([prompt(1, 64)], [row], role=Role.DECODE, limits=LIMITS))
+    assert granted(big) == [0]
+
+
+TRUTH = Coefficients(fixed=0.002, prefill=1e-4, decode=1e-5, quadratic=0.0, longest=1e-7, context=0.0)
+LATENCY = Latency("toy", kv_bytes_per_token=1000, kv_tokens=400_000, coefficients=TRUTH, layers=10)
+
+
+@pytest.mark.parametrize("placement", ["unified", "deflect:dropped"])
+def test_what_one_instance_must_drop_is_on_time_on_another(placement: str) -> None:
+    """Twelve prompts of 1 s each with 8 s: the prefill instance does 8, the decode instance the others."""
+    arrivals = [Arrival(0.001 * one, 10_000, 2, SLO(ttft=8.5, tpot=0.05)) for one in range(12)]
+    alone = simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement="least_work"))
+    both = simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement=placement))
+    assert round(alone.summary.ttft_attained * 12) == 8
+    assert both.summary.ttft_attained > alone.summary.ttft_attained
