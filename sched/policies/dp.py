@@ -70,7 +70,8 @@ def largest_set(
     tokens per second beside so many rows. free: pages for what is new. A taken prompt decodes from its deadline on.
     A forced prompt that is late in any case stays, and nobody may make it later.
     """
-    order = np.lexsort((np.arange(len(prompts)), ~forced, prompts.deadline))
+    deadline = np.minimum(prompts.deadline, start + NEVER)
+    order = np.lexsort((np.arange(len(prompts)), ~forced, deadline))
     new = order[~forced[order]]
     chosen: Mask = np.zeros(len(prompts), dtype=bool)
     if not len(new):
@@ -82,7 +83,7 @@ def largest_set(
     base = counts + np.cumsum(np.eye(len(counts))[tier[order]] * forced[order][:, None], axis=0)
     before = np.vstack([counts, base[:-1]])
     speed = rate(before[:, None, :] + taken[None, :, :])  # [prompts, cells]
-    gaps = np.diff(prompts.deadline[order], prepend=start)
+    gaps = np.diff(deadline[order], prepend=start)
     speed[:, 1:][speed[:, 1:] < 0] = -np.inf  # these rows alone are too many
     left = np.full((len(taken), room + 1), -np.inf)
     left[0, 0] = 0.0

@@ -71,8 +71,8 @@ class SlosServe:
 
     # promises
 
-    def _promise(self, view: View, terms: Terms) -> tuple[Order, tuple[int, ...]]:
-        """Rows of view.prefill that are promised, by deadline, and the ids of those that are declined now."""
+    def _promise(self, view: View, terms: Terms) -> tuple[Order, Order]:
+        """Rows of view.prefill that are promised, by deadline, and those that are declined now."""
         rows = view.prefill
         standard = np.flatnonzero(rows.best_effort == 0) if len(rows) else np.arange(0)
         declined: Order = np.arange(0)
@@ -89,7 +89,7 @@ class SlosServe:
             declined = np.concatenate([declined, late])
             standard = np.setdiff1d(standard, declined, assume_unique=True)
         order = standard[np.argsort(rows.deadline[standard], kind="stable")] if len(standard) else standard
-        return order, tuple(rows[row].id for row in declined.tolist())
+        return order, declined
 
     def _undecided(self, rows: Rows, standard: Order) -> Order:
         """New requests. Who runs, or has run, is promised already, whoever did it."""
@@ -160,8 +160,8 @@ class _Step:
         self._room: float = view.free_pages - len(rows)  # pages: one a row stays for its growth
         self._full = False  # somebody waits for pages
 
-    def decision(self, mine: Order, declined: tuple[int, ...]) -> Decision:
-        """mine: promised prompts in order."""
+    def decision(self, mine: Order, declined: Order) -> Decision:
+        """mine: promised prompts in order. declined: those that are best effort from now on."""
         view, rows = self._view, self._view.decode
         best = rows.best_effort > 0 if len(rows) else np.zeros(0, dtype=bool)
         now = self._now(rows) & ~best
@@ -172,8 +172,9 @@ class _Step:
         self._room -= evictable
         self._decode_some(np.flatnonzero(~now & ~best))
         self._decode_some(np.flatnonzero(best))
-        self._prompts(np.flatnonzero(view.prefill.best_effort > 0) if len(view.prefill) else np.arange(0))
-        return Decision(tuple(self._grants), declined)
+        waiting = np.flatnonzero(view.prefill.best_effort > 0) if len(view.prefill) else declined
+        self._prompts(np.concatenate([waiting, declined]))
+        return Decision(tuple(self._grants), tuple(view.prefill[row].id for row in declined.tolist()))
 
     def _drafts(self, rows: Rows, terms: Terms) -> tuple[Array, Array]:
         """Tokens that each row verifies, and what it gains by that."""
