@@ -63,6 +63,10 @@ class BlockManager:
                 hits += 1
         return hits
 
+    def find(self, digests: Sequence[bytes]) -> list[int]:
+        """The leading pages of this prefix that are in the cache."""
+        return [self._page[digest] for digest in digests[: self.match(digests)]]
+
     def take(self, digests: Sequence[bytes], fresh: int, reserve: int = 0) -> list[int] | None:
         """Hold the cached pages of `digests` and `fresh` new ones, in this order, or nothing at all (None) where
         fewer than `reserve` pages would be left for others."""

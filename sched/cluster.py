@@ -14,6 +14,7 @@ from .errors import InvalidValue
 from .executor import Executor
 from .flight import Settled
 from .handover import Mover
+from .metrics import FINISHED
 from .placement import Placement
 from .plan import Delta
 from .policy import Role
@@ -137,6 +138,8 @@ class Cluster:
             if self._hold_first and core.scheduler.role is Role.PREFILL and delta.finish_reason is None:
                 self._held.setdefault(delta.request, []).append(delta)
             else:
+                if delta.finish_reason in FINISHED:
+                    self.mover.returns.give_back(core, self._residents[delta.request].request)
                 self._tell(delta)
         for request, tokens in settled.advanced:
             self.mover.advance(core, request, tokens)

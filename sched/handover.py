@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from .core import Core
+from .giveback import Returns
 from .memory import Reservation
 from .placement import Fleet, Placement
 from .policy import Role
@@ -72,6 +73,7 @@ class Mover:
         self._failed = failed
         self._hold_first = hold_first
         self._going: dict[int, Handover] = {}
+        self.returns = Returns(spawn, placement.gives_back)
         self.transfers = 0
         self.tokens = 0  # moved
         self.seconds = 0.0  # spent in transfers, their waiting for the link included
@@ -153,6 +155,7 @@ class Mover:
 
     def _finish(self, handover: Handover, source: Core, target: Core) -> None:
         del self._going[handover.request.id]
+        self.returns.came_from(handover.request.id, source)
         request = source.scheduler.disown(handover.request.id)
         target.scheduler.adopt(request, target.executor.now() if self._hold_first else None)
         self._arrived(request)
@@ -169,6 +172,7 @@ class Mover:
 
     def drop(self, id: int) -> None:
         """The request is over, or its KV at the source is gone."""
+        self.returns.forget(id)
         handover = self._going.pop(id, None)
         if handover is not None:
             handover.changed.set()

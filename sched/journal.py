@@ -3,7 +3,7 @@
 A journal holds lengths, SLOs, sampling parameters, results and digests of pages, but no prompt: which tokens it
 had shows only in digests, which is all that prefix sharing needs. Kinds of records: `instance` (how to make one),
 `add`, `cancel`, `plan` (with the clock that the policy saw), `planned` (what came out), `digest`, `settle`,
-`interrupts`, `suspend`, `recover`, `reserve`, `unreserve`, `disown`, `adopt`.
+`interrupts`, `suspend`, `recover`, `reserve`, `unreserve`, `disown`, `adopt`, `receive`, `keep`.
 """
 
 from __future__ import annotations
@@ -190,6 +190,10 @@ class _Replayer:
             scheduler.unreserve_id(record["id"])
         elif kind == "disown":
             scheduler.disown(record["id"])
+        elif kind == "receive":
+            scheduler.receive(record["id"], [bytes.fromhex(digest) for digest in record["digests"]])
+        elif kind == "keep":
+            scheduler.keep(record["id"], record["arrived"])
         elif kind != "digest":
             raise InvalidValue(f"journal line {line}: unknown kind {kind!r}")
 

@@ -19,6 +19,14 @@ class Reservation(NamedTuple):
     slot: int
 
 
+class Returned(NamedTuple):
+    """Pages set aside for KV that comes back to where its prompt was computed. The first `cached` are here already."""
+
+    pages: tuple[int, ...]
+    cached: int
+    digests: tuple[bytes, ...]
+
+
 class Memory:
     """Pages and slots of one instance.
 
@@ -31,6 +39,7 @@ class Memory:
         self.blocks = blocks
         self._log = log
         self._slots = list(range(slots - 1, -1, -1))
+        self._returning: dict[int, Returned] = {}  # by request
 
     @property
     def free_slots(self) -> int:
@@ -125,9 +134,35 @@ class Memory:
         request.on_device = False
         self.register(request, 0, request.computed)
 
+    def receive(self, id: int, digests: Sequence[bytes], reserve: int) -> Returned | None:
+        """Set pages aside for a prefix that a request which is over has elsewhere, where `reserve` pages are left."""
+        self._log("receive", id=id, digests=[digest.hex() for digest in digests])
+        hits = self.blocks.match(digests)
+        if hits == len(digests) or id in self._returning:
+            return None
+        pages = self.blocks.take(digests[:hits], len(digests) - hits, reserve)
+        if pages is None:
+            return None
+        self._returning[id] = Returned(tuple(pages), hits, tuple(digests))
+        return self._returning[id]
+
+    def keep(self, id: int, arrived: bool) -> None:
+        """Let the pages go; where their KV has arrived, findable until they are wanted."""
+        self._log("keep", id=id, arrived=arrived)
+        returned = self._returning.pop(id, None)
+        if returned is None:
+            return  # the pool is new since
+        if arrived:
+            for page, digest in zip(returned.pages, returned.digests, strict=True):
+                self.blocks.register(page, digest)
+        self.blocks.release(returned.pages)
+
     def check(self, requests: Iterable[Request], reservations: Iterable[Reservation], slots: int) -> None:
         """Conservation of pages and slots. Raises AssertionError."""
         residents, expected = list(requests), list(reservations)
-        self.blocks.check([r.pages for r in residents] + [r.pages for r in expected])
+        owners: list[Sequence[int]] = [request.pages for request in residents]
+        owners += [reservation.pages for reservation in expected]
+        owners += [returned.pages for returned in self._returning.values()]
+        self.blocks.check(owners)
         taken = [r.slot for r in residents if r.slot is not None] + [r.slot for r in expected]
         assert sorted(self._slots + taken) == list(range(slots)), "a slot is lost or given twice"

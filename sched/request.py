@@ -184,6 +184,11 @@ class Request:
         return self.computed
 
     @property
+    def comes_back(self) -> bool:
+        """Its KV was dropped here; best effort waits for what the others leave."""
+        return self.state is State.WAITING and self.drops > 0 and self.tier != BEST_EFFORT
+
+    @property
     def finished_at(self) -> float | None:
         """When its last token came out."""
         return self.last_token_at

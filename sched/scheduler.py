@@ -6,7 +6,7 @@ inputs to new Schedulers gives the same plans (see journal.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from .blocks import BlockManager
 from .counters import Counters, Drafts
@@ -14,18 +14,13 @@ from .errors import InvalidValue
 from .flight import Flight, Settled, Submitted, task
 from .grant import Granter
 from .log import Log, no_log
-from .memory import Memory, Reservation
+from .memory import Memory, Reservation, Returned
 from .perf.model import PerfModel
 from .plan import Delta, Span, StepPlan, StepResult, Suspended
 from .policy import Decision, Limits, Policy, Role, Task, View
-from .request import BEST_EFFORT, Request, State
+from .request import Request, State
 from .roster import Roster
 from .slo import ANSWER
-
-
-def _comes_back(request: Request) -> bool:
-    """Its KV was dropped here; best effort waits for what the others leave."""
-    return request.state is State.WAITING and request.drops > 0 and request.tier != BEST_EFFORT
 
 
 class Scheduler:
@@ -58,9 +53,8 @@ class Scheduler:
         self._step = 0
 
     def _new_memory(self) -> Memory:
-        limits = self.limits
-        blocks = BlockManager(limits.pages, limits.page_size, prefix_caching=self._prefix_caching)
-        return Memory(blocks, limits.rows, self._log)
+        blocks = BlockManager(self.limits.pages, self.limits.page_size, prefix_caching=self._prefix_caching)
+        return Memory(blocks, self.limits.rows, self._log)
 
     # what others may look at
 
@@ -293,7 +287,7 @@ class Scheduler:
     def reserve(self, request: Request) -> Reservation | None:
         """Set pages and a slot aside for a request whose prompt another instance computes."""
         self._log("reserve", id=request.id)
-        if request.id in self._reservations or any(map(_comes_back, self)):
+        if request.id in self._reservations or any(request.comes_back for request in self):
             return None  # an earlier move still ends here; those whose KV was dropped here come back first
         headroom = len(self._roster.decode) + len(self._reservations)
         reservation = self._memory.reserve(request, headroom)
@@ -333,6 +327,14 @@ class Scheduler:
         request.state = State.RUNNING
         self._roster.requests[request.id] = request
         self._roster.file(request)
+
+    def receive(self, id: int, digests: Sequence[bytes]) -> Returned | None:
+        """Set pages aside for KV that comes back (giveback.py); None where those that wait may want them."""
+        return self._memory.receive(id, digests, len(self._roster.decode) + self.blocks.count(self.prefill_backlog))
+
+    def keep(self, id: int, arrived: bool) -> None:
+        """The KV that came back, or did not, is nobody's."""
+        self._memory.keep(id, arrived)
 
     def check(self) -> None:
         """Raises AssertionError where a page, a slot or a request is lost."""
@@ -386,9 +388,7 @@ class Scheduler:
         return [self._finish(one, "error", why) for one in (request, *sharers) if one.state is not State.FINISHED]
 
     def _finish(self, request: Request, reason: str, error: str | None = None) -> Delta:
-        request.state = State.FINISHED
-        request.finish_reason = reason
-        request.error = error
+        request.state, request.finish_reason, request.error = State.FINISHED, reason, error
         self._roster.unfile(request)
         self._forget(request)
         return Delta(request.id, finish_reason=reason, error=error)

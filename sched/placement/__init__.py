@@ -52,6 +52,8 @@ class Move(NamedTuple):
 class Placement(Protocol):
     """Orders instances for a request, best first, as indices into `fleet.instances`."""
 
+    gives_back: bool = False  # what decoding added to a request's KV is copied to where its prompt was computed
+
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         """Instances that may compute its prompt. Where that is a decode instance it decodes there too (deflection)."""
 

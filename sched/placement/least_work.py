@@ -7,6 +7,12 @@ from . import Fleet, Placement
 
 
 class LeastWork(Placement):
+    """give_back: the KV of a finished request's answer is copied to the instance that computed its prompt, for the
+    next round of the conversation (see giveback.py)."""
+
+    def __init__(self, give_back: bool = False) -> None:
+        self.gives_back = give_back
+
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         def work(index: int) -> tuple[int, int, int]:
             one = fleet.instances[index]

@@ -79,6 +79,7 @@ class Stale:
 
     def __init__(self, placement: Placement, age: float) -> None:
         self._placement = placement
+        self.gives_back = placement.gives_back
         self._age = age
         self._pictures: deque[Picture] = deque()
 

@@ -26,7 +26,7 @@ def perf(record: Mapping[str, Any]) -> GeneralModel:
     return GeneralModel(Coefficients(**record["coefficients"]))
 
 
-def recorded(jobs: list[Job], roles: str, policy: str, every: int = 10_000) -> str:
+def recorded(jobs: list[Job], roles: str, policy: str, every: int = 10_000, placement: str = "least_work") -> str:
     file, count = io.StringIO(), [0]
     journal = Journal(file)
     limits = Limits(16, 4, 14, 4)
@@ -41,7 +41,8 @@ def recorded(jobs: list[Job], roles: str, policy: str, every: int = 10_000) -> s
         count[0] += 1
         return count[0] % every == 0 and count[0] < 40
 
-    simulate(jobs, ROLES[roles], policy=policy, pages=14, rows=4, tokens=16, log=log, fails=fails)
+    shape = {"policy": policy, "placement": placement, "log": log, "fails": fails}
+    simulate(jobs, ROLES[roles], pages=14, rows=4, tokens=16, **shape)
     return file.getvalue()
 
 

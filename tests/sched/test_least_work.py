@@ -1,11 +1,13 @@
-"""Placement by the work that is left after each instance's own prefix hit."""
+"""Placement by the work that is left after each instance's own prefix hit, and KV that goes back for later hits."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched import placement
+from jaxserve.sched.journal import replay
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.placement import Fleet
@@ -15,6 +17,11 @@ from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.sim import Arrival, Latency, Options, Report, simulate
 from jaxserve.sched.slo import SLO
+
+from .harness import Job
+from .harness import simulate as serve
+from .test_cluster import JOB, ROLES, check_complete
+from .test_journal import perf, recorded
 
 EXACT = Coefficients(fixed=0.010, prefill=1e-4, decode=1e-4, quadratic=0.0, longest=1e-7, context=1e-7)
 DEVICE = Latency("test", kv_bytes_per_token=1000, kv_tokens=100_000, page_size=16, coefficients=EXACT)
@@ -99,3 +106,61 @@ def test_conversations_stay_where_their_prefix_is() -> None:
     assert hits(found["least_work"]) == 3 * TURN * (1 + 2 + 3)
     assert hits(found["round_robin"]) == 3 * TURN * (0 + 1 + 2)
     assert all(one.counters.prefix_queries == 3 * TURN * (1 + 2 + 3 + 4) for one in found.values())
+
+
+# giving back
+
+PD = (Role.PREFILL, Role.DECODE)
+GIVE = "least_work:give_back"
+
+
+def rounds(output: int, later: float = 10.0, **more: float | None) -> list[Job]:
+    """A prompt of 16 tokens, its answer, and a prompt of both and 4 more. The harness says 1 for every token."""
+    first = list(range(100, 116))
+    return [Job(first, output, **more), Job([*first, *[1] * (output - 1), 7, 7, 7, 7], 3, later)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("output", "cached", "without"), [(9, 24, 16), (10, 24, 16), (8, 20, 16), (2, 16, 16)])
+def test_the_next_round_finds_the_answer_of_the_last(output: int, cached: int, without: int) -> None:
+    """Pages of 4: the prompt fills 4, and the answer but for its last token, which nobody attends to, up to 2."""
+    assert serve(rounds(output), PD, placement=GIVE).requests[1].cached == cached
+    assert serve(rounds(output), PD).requests[1].cached == without
+
+
+def test_nothing_comes_back_of_what_was_cancelled_or_lost_on_the_way() -> None:
+    assert serve(rounds(9, cancel_at=0.004), PD, placement=GIVE).requests[1].cached == 16
+    sent = iter([False, True])  # the prompt arrives, the answer does not
+    assert serve(rounds(9), PD, placement=GIVE, loses=lambda: next(sent, False)).requests[1].cached == 16
+
+
+def test_nothing_comes_back_that_takes_pages_from_those_who_wait() -> None:
+    """The prefill instance holds 16 pages; a prompt of 15 waits when the first answer is done."""
+    jobs = [*rounds(9), Job(range(1000, 1060), 2, 0.0), Job(range(2000, 2060), 2, 0.0)]
+    found = serve(jobs, PD, placement=GIVE, pages=16, prefix_caching=True)
+    check_complete(found, jobs)
+
+
+@given(
+    jobs=st.lists(JOB, min_size=1, max_size=8),
+    roles=st.sampled_from([ROLES["2x1"], ROLES["4x1"]]),
+    pages=st.integers(9, 14),
+    every=st.integers(2, 9),
+)
+@settings(max_examples=80)
+def test_giving_back_loses_nothing(jobs, roles, pages, every) -> None:  # type: ignore[no-untyped-def]
+    """Small pools, cancelled requests and transfers that fail: all pages are free or findable at the end."""
+    count = [0]
+
+    def loses() -> bool:
+        count[0] += 1
+        return count[0] % every == 0 and count[0] < 40
+
+    found = serve(jobs, roles, placement=GIVE, pages=pages, rows=3, loses=loses)
+    assert [request.id for request in found.requests] == list(range(len(jobs)))
+
+
+@given(jobs=st.lists(JOB, min_size=1, max_size=8), every=st.sampled_from([5, 10_000]))
+@settings(max_examples=30)
+def test_what_comes_back_is_in_the_journal(jobs: list[Job], every: int) -> None:
+    text = recorded(jobs, "4x1", "distserve", every, GIVE)
+    assert replay(text.splitlines(), perf).differences == []
