@@ -15,7 +15,8 @@ from .oracle import Bound, Details, bound, goodput_bound
 from .simulate import Drawn, arrivals_of
 from .workload import Arrival
 
-STAYING = ("fewest_requests", "least_work", "next_replica", "prefill_budget", "round_robin")  # placements that never deflect
+# Placements that never deflect.
+STAYING = ("fewest_requests", "least_work", "next_replica", "prefill_budget", "round_robin")
 
 
 class Bounded(NamedTuple):
