@@ -89,6 +89,12 @@ def _take(pool: jax.Array, pages: jax.Array) -> jax.Array:
     return got.reshape(*pages.shape[:-1], pages.shape[-1] * size, heads, dim)
 
 
+def _missing(columns: int, pages: int) -> int:
+    """Columns that a block table lacks to be two chunks or more. Of one chunk XLA knows what every turn of the loop
+    reads: on CPU it moves the gather out of the loop and copies the whole pool for it, a second for 2 GiB."""
+    return max(2 * pages - columns, -columns % pages)
+
+
 def _begin(shape: tuple[int, ...], dim: int) -> _Running:
     zeros = jnp.zeros(shape, jnp.float32)
     return _Running(zeros + MASKED, zeros, jnp.zeros((*shape, dim), jnp.float32))
@@ -134,7 +140,7 @@ def _together(
     row_bytes = rows * size * kv_heads * dim * k_pool.dtype.itemsize
     pages = min(max(1, CHUNK_BYTES // row_bytes), max(1, 256 // size), tables.shape[1])  # per row and chunk
     span = pages * size  # C
-    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % pages)))
+    tables = jnp.pad(tables, ((0, 0), (0, _missing(tables.shape[1], pages))))
     spread = ((q * scale)[:, :, :, None] * own[None, :, None, :, None]).reshape(
         rows, -1, kv_heads * dim
     )  # [S, H, K * D]
@@ -210,7 +216,7 @@ def _block(
     block, kv_heads, group, dim = q.shape
     pages = min(max(1, KEY_BLOCK // k_pool.shape[1]), table.shape[0])
     span = pages * k_pool.shape[1]  # C
-    table = jnp.pad(table, (0, -table.shape[0] % pages))
+    table = jnp.pad(table, (0, _missing(table.shape[0], pages)))
     # [K, G * Q, D]: one matrix product per kv head.
     stacked = (q.transpose(1, 2, 0, 3).reshape(kv_heads, group * block, dim) * scale).astype(q.dtype)
     last = jnp.tile(position + jnp.arange(block), group)  # [G * Q], each query's own position

@@ -21,6 +21,7 @@ from pallas_kernels.layout import Ragged
 from .ragged import deal, make
 
 Floats = npt.NDArray[np.float32]
+Pools = list[tuple[jax.Array, jax.Array]]
 PAGE, POOL, DIM, SCALE = 4, 48, 8, 0.3
 # Around every boundary of a page, and of a chunk of pages.
 CONTEXTS = [1, PAGE - 1, PAGE, PAGE + 1, 31, 32, 33, 7]
@@ -175,3 +176,24 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         attend(values(3, 2, DIM), *pools(2), ragged, True)
     with pytest.raises(ValueError, match=r"impl='cuda' is unknown; there are: auto, xla"):
         attention(impl="cuda")
+
+
+@pytest.mark.parametrize("columns", [1, 5, 12, 16])
+def test_a_short_block_table_does_not_make_it_copy_the_pool(columns: int) -> None:
+    """Compiled memory tells: a table of one chunk once made XLA copy every pool at each decode step, for seconds."""
+    pool = jax.ShapeDtypeStruct((4096, 16, 2, 128), jnp.float32)
+    q, number = jax.ShapeDtypeStruct((1, 4, 128), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    ragged = Ragged(*(number,) * 6, block_tables=jax.ShapeDtypeStruct((1, columns), jnp.int32))
+
+    @partial(jax.jit, donate_argnums=1)
+    def step(q: jax.Array, pools: Pools, ragged: Ragged) -> tuple[jax.Array, Pools]:
+        outs = []
+        for k, v in pools:
+            new = q[:, :2]
+            k, v = attention_xla.write_kv(k, v, new, new, ragged)
+            q = attention_xla.paged_attention(q, k, v, ragged, scale=SCALE, decode=True)
+            outs.append((k, v))
+        return q, outs
+
+    memory = step.lower(q, [(pool, pool)] * 2, ragged).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2**22, "a pool has 2**26 bytes"
