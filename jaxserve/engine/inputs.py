@@ -81,7 +81,7 @@ class Limits:
         rows = (1, *_ladder(4, self.slots, 2)) if self.slots > 4 else _ladder(1, self.slots, 2)
         decode = [Bucket(n, n, self.width(n), True) for n in rows]
         most = max(self.tokens, self.slots)
-        mixed = [(n, min(n, self.slots)) for n in _ladder(min(32, most), most, 4)]
+        mixed = [(n, min(n, self.slots)) for n in _ladder(min(32, most), most, 2)]
         return *decode, *(Bucket(n, s, self.width(s), False) for n, s in mixed)
 
     def width(self, rows: int) -> int:
