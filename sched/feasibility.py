@@ -19,8 +19,10 @@ Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 def remaining_work(view: View, rows: Rows) -> Array:
-    """Seconds that each request's own remaining prompt tokens take, computed alone in chunks of `limits.tokens`."""
-    return view.perf.prefill_times(rows.remaining, rows.context, view.limits.tokens)
+    """Seconds that each request's own remaining prompt tokens take, computed alone in chunks of `limits.tokens`; what
+    a waiting one is expected to find in the prefix cache need not be computed."""
+    hit = np.minimum(rows.hit, rows.remaining - 1)  # the last known token is always computed
+    return view.perf.prefill_times(rows.remaining - hit, rows.context + hit, view.limits.tokens)
 
 
 def on_time_set(start: float, deadline: Array, work: Array, kept: Mask | None = None) -> Mask:

@@ -56,6 +56,10 @@ class Rows(Protocol):
         """1 where the request holds a slot and pages, 0 where it waits for them."""
 
     @property
+    def hit(self) -> Array:
+        """Of `remaining`, what a waiting request is expected to find in the prefix cache."""
+
+    @property
     def best_effort(self) -> Array:
         """1 where the request is served from what the others leave."""
 

@@ -74,6 +74,7 @@ class Request:
         "failures",
         "finish_reason",
         "first_token_at",
+        "hit",
         "id",
         "inflight",
         "key",
@@ -140,6 +141,7 @@ class Request:
         self.computed = 0
         self.scored = 0  # prompt positions whose log-probabilities are told
         self.cached = 0  # prompt tokens whose KV was found in the prefix cache at the first admission
+        self.hit = 0  # prompt tokens that its instance's prefix cache held when it came
         self.row = 0  # where it was last seen in its table
         self.inflight = 0  # submitted spans whose result is not back
         self.suspended = False  # its step was stopped at a segment boundary and has not gone on

@@ -82,8 +82,9 @@ class Scheduler:
 
     @property
     def prefill_backlog(self) -> int:
-        """Prompt tokens still to compute here."""
-        return int(self._roster.prefill.remaining.sum())
+        """Prompt tokens still to compute here, less what is expected to be in the prefix cache."""
+        rows = self._roster.prefill
+        return int((rows.remaining - rows.hit).sum())
 
     @property
     def decode_context(self) -> int:
@@ -129,6 +130,7 @@ class Scheduler:
         self._log("add", request=request)
         request.limit = min(request.limit, most - request.prompt_length)
         self._roster.requests[request.id] = request
+        request.hit = self.cached_tokens(request)
         self._roster.file(request)
 
     def cancel(self, id: int, reason: str, error: str | None = None) -> Delta | None:

@@ -11,7 +11,7 @@ from .perf.model import Array
 from .request import BEST_EFFORT, Request, State
 
 Key = tuple[bool, int, float, int]
-ARRIVAL, TTFT, TPOT, DEADLINE, REMAINING, CONTEXT, LENGTH, RUNNING, BEST, COLUMNS = range(10)
+ARRIVAL, TTFT, TPOT, DEADLINE, REMAINING, CONTEXT, LENGTH, RUNNING, HIT, BEST, COLUMNS = range(11)
 
 
 def key(request: Request) -> Key:
@@ -74,6 +74,10 @@ class Table:
         return self._column(RUNNING)
 
     @property
+    def hit(self) -> Array:
+        return self._column(HIT)
+
+    @property
     def best_effort(self) -> Array:
         return self._column(BEST)
 
@@ -96,6 +100,7 @@ class Table:
             request.computed,
             request.prompt_length,
             request.state is State.RUNNING,
+            request.hit if request.state is State.WAITING else 0,
             request.tier == BEST_EFFORT,
         )
 
@@ -108,13 +113,14 @@ class Table:
     def refresh(self, request: Request) -> None:
         """Take over what changes while a request runs."""
         row = self._row(request)
-        self._data[TPOT : RUNNING + 1, row] = (
+        self._data[TPOT : HIT + 1, row] = (
             request.slo.tpot_of(request.stage),
             request.deadline,
             request.remaining,
             request.computed,
             request.prompt_length,
             request.state is State.RUNNING,
+            request.hit if request.state is State.WAITING else 0,
         )
 
     def step(self, request: Request) -> None:
