@@ -181,19 +181,18 @@ def test_shapes_that_do_not_fit_are_named() -> None:
 @pytest.mark.parametrize("columns", [1, 5, 12, 16])
 def test_a_short_block_table_does_not_make_it_copy_the_pool(columns: int) -> None:
     """Compiled memory tells: a table of one chunk once made XLA copy every pool at each decode step, for seconds."""
-    pool = jax.ShapeDtypeStruct((4096, 16, 2, 128), jnp.float32)
-    q, number = jax.ShapeDtypeStruct((1, 4, 128), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.int32)
-    ragged = Ragged(*(number,) * 6, block_tables=jax.ShapeDtypeStruct((1, columns), jnp.int32))
+    pool, q = jnp.zeros((4096, 16, 2, 128)), jnp.zeros((1, 4, 128))
+    ragged = make([(1, 8)], [[0]], page=16, pool=4096, width=columns)
 
     @partial(jax.jit, donate_argnums=1)
     def step(q: jax.Array, pools: Pools, ragged: Ragged) -> tuple[jax.Array, Pools]:
-        outs = []
-        for k, v in pools:
-            new = q[:, :2]
-            k, v = attention_xla.write_kv(k, v, new, new, ragged)
+        filled = []
+        for pool in pools:
+            k, v = attention_xla.write_kv(*pool, q[:, :2], q[:, :2], ragged)
             q = attention_xla.paged_attention(q, k, v, ragged, scale=SCALE, decode=True)
-            outs.append((k, v))
-        return q, outs
+            filled.append((k, v))
+        return q, filled
 
     memory = step.lower(q, [(pool, pool)] * 2, ragged).compile().memory_analysis()
+    assert memory is not None
     assert memory.temp_size_in_bytes < 2**22, "a pool has 2**26 bytes"
