@@ -43,10 +43,10 @@ class Arrival:
     delay: float = 0.0
 
     def prompt(self, id: int) -> Sequence[int]:
-        """Token ids of the prompt, made when looked at. Without `hash_ids` no two requests share a token."""
+        """Token ids of the prompt, made when looked at. What no `hash_ids` name is shared with no other request."""
         if self.hash_ids:
             return BlockTokens(self.prompt_tokens, self.hash_ids, self.block, id)
-        return range(id * MAX_PROMPT, id * MAX_PROMPT + self.prompt_tokens)
+        return range(_own(id), _own(id) + self.prompt_tokens)
 
 
 class BlockTokens(Sequence[int]):
@@ -88,10 +88,15 @@ class BlockTokens(Sequence[int]):
             if ceil((number + 1) * self._block) <= start:  # rounding
                 number += 1
             first, end = ceil(number * self._block), min(ceil((number + 1) * self._block), stop)
-            name = self._hash_ids[number] if number < len(self._hash_ids) else -1 - self._id
-            base = name * MAX_PROMPT + start - (first if name >= 0 else 0)
+            named = number < len(self._hash_ids)
+            base = self._hash_ids[number] * MAX_PROMPT + start - first if named else _own(self._id) + start
             yield range(base, base + end - start)
             start = end
+
+
+def _own(id: int) -> int:
+    """The first of a request's own token ids: below 0, where no block has its tokens."""
+    return (-1 - id) * MAX_PROMPT
 
 
 def best_effort(arrivals: Sequence[Arrival], share: float, seed: int = 0) -> list[Arrival]:
@@ -122,6 +127,7 @@ def validate(arrivals: Sequence[Arrival]) -> None:
             ),
             (arrival.after is None or 0 <= arrival.after < place, f"after={arrival.after!r} must be an earlier place"),
             (0 <= arrival.delay < inf, f"delay={arrival.delay!r} must be 0 or more seconds"),
+            (min(arrival.hash_ids, default=0) >= 0, f"hash_ids={arrival.hash_ids!r} must be 0 or more"),
         ):
             if not ok:
                 raise InvalidValue(f"arrival {place}: {what}", "workload")

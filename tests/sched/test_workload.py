@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.request import BEST_EFFORT
+from jaxserve.sched.sim import Latency, simulate
 from jaxserve.sched.sim.scenarios import CODER, K128_WAVES, NAMED, REASONING, TOOLLLM
 from jaxserve.sched.sim.workload import (
     K32,
@@ -224,6 +226,19 @@ def test_prompts_of_two_requests_share_nothing() -> None:
     arrival = Arrival(0.0, 1000, 1)
     assert not set(arrival.prompt(1)) & set(arrival.prompt(2))
     assert len(arrival.prompt(3)) == 1000
+
+
+def test_no_block_has_the_tokens_of_a_request_without_names() -> None:
+    """In a trace that names the blocks of some of its requests only, nobody is given a prefix by accident."""
+    for id, name in ((7, 7), (0, 0), (3, 4)):
+        named = Arrival(0.0, 1000, 1, hash_ids=(name,)).prompt(12)
+        assert not set(Arrival(0.0, 1000, 1).prompt(id)) & set(named)
+        assert not set(Arrival(0.0, 1000, 1).prompt(11)) & set(named)
+    mixed = [Arrival(0.0, 1000, 2), Arrival(9.0, 1000, 2, hash_ids=(0, 1)), Arrival(18.0, 1000, 2, hash_ids=(0,))]
+    device = Latency(
+        "test", kv_bytes_per_token=1000, kv_tokens=100_000, coefficients=Coefficients(1e-3, 1e-4, 1e-5, 0, 0, 0)
+    )
+    assert simulate(mixed, "distserve", "1x1", device).counters.prefix_hits == 512
 
 
 @pytest.mark.parametrize("block", [512, 512 / 3, 64.0, 1500])
