@@ -5,6 +5,7 @@
     python benchmarks/reproduce/fairbatching.py table5      # gain over the better baseline by SLO
     python benchmarks/reproduce/fairbatching.py breakdown   # Figure 7: what each part brings
     python benchmarks/reproduce/fairbatching.py dp8         # Figure 8: eight instances behind a load balancer
+    python benchmarks/reproduce/fairbatching.py traces --trace burstgpt=FILE --trace azure=FILE
 
 Effective requests/s are the rate times the share of requests whose TTFT and worst mean time per token (the paper's max
 over k of (t_k - t_0)/k) keep their SLO; refused ones do not. A peak is the best of a few rates, which are given as
@@ -111,7 +112,7 @@ def table3(every: Map, args: argparse.Namespace) -> list[list[object]]:
         "overall": (1.09, 1.10, 1.32, 2.11),
     }
     jobs = [
-        Job(system, workload, rate, args.requests, model, SLOS[workload], trace=args.trace.get(workload, ""))
+        Job(system, workload, rate, args.requests, model, SLOS[workload])
         for model in (H20, A800)
         for workload in SLOS
         for system in MAIN.values()
@@ -139,6 +140,24 @@ def table3(every: Map, args: argparse.Namespace) -> list[list[object]]:
         ["over the better baseline", "paper", "-1 %", "0 %", "+20 %", "+90 %"],
     ]
     print_table("Table 3: peak effective requests/s", ["workload", "model", *MAIN], rows)
+    return rows
+
+
+def traces(every: Map, args: argparse.Namespace) -> list[list[object]]:
+    """Needs `--trace`: the columns of Table 3 on real arrivals and lengths, stretched to each rate."""
+    jobs = [
+        Job(system, workload, rate, args.requests, H20, SLOS[workload], trace=path)
+        for workload, path in args.trace.items()
+        for system in MAIN.values()
+        for rate in rates(workload, H20, SHARES[:3])
+    ]
+    found = every(jobs)
+    rows: list[list[object]] = []
+    for workload in args.trace:
+        for rate in rates(workload, H20, SHARES[:3]):
+            here = [r for r in found if (r.job.workload, r.job.rate) == (workload, rate)]
+            rows.append([workload, rate, *(r.effective() for r in here)])
+    print_table("Effective requests/s on traces, Qwen3-14B on H20", ["workload", "requests/s", *MAIN], rows)
     return rows
 
 
@@ -252,9 +271,9 @@ CLUSTERS = {
 
 def dp8(every: Map, args: argparse.Namespace) -> list[list[object]]:
     paper = {"qwen": (54.3, 34.9), "burstgpt": (45.3, 16.2), "azure": (38.3, 7.7)}
-    shares = (0.45, 0.6, 0.75)
+    shares = (0.5, 0.65)
     jobs = [
-        Job(system, workload, rate, 3 * args.requests, H20, SLOS[workload], 8, args.trace.get(workload, ""))
+        Job(system, workload, rate, 4 * args.requests, H20, SLOS[workload], 8)
         for workload in paper
         for system in CLUSTERS.values()
         for rate in rates(workload, H20, shares, 8)
@@ -277,7 +296,7 @@ def dp8(every: Map, args: argparse.Namespace) -> list[list[object]]:
     return rows
 
 
-TABLES = {one.__name__: one for one in (table3, table4, table5, breakdown, dp8)}
+TABLES = {one.__name__: one for one in (table3, table4, table5, breakdown, dp8, traces)}
 
 
 def main() -> int:
@@ -286,7 +305,11 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=400, help="of each simulation [%(default)s]")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes [all cores]")
     parser.add_argument(
-        "--trace", action="append", default=[], metavar="WORKLOAD=FILE", help="replay a trace instead of drawing"
+        "--trace",
+        action="append",
+        default=[],
+        metavar="WORKLOAD=FILE",
+        help="for traces: burstgpt or azure, and the file",
     )
     common.add_output(parser, "fairbatching")
     args = parser.parse_args()
