@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
-from .memory import Memory
+from .memory import Memory, Reservation
 from .perf.model import Load
 from .plan import Begin, Span
 from .policy import Decision, Limits
@@ -31,7 +32,7 @@ class Granter:
         self._limits = limits
         self._start = start
         self._busy = busy  # a step is running: nobody's pages can be taken now
-        self._kv_waiting = kv_waiting  # another instance's requests wait for pages here
+        self._yields = busy and kv_waiting  # best effort sits this step out: its pages are wanted when that has run
         self._admitting = True
         self._admitted: list[Request] = []
         self._dropped: list[Request] = []
@@ -41,10 +42,9 @@ class Granter:
         budget, most = self._limits.tokens, self._limits.rows
         prompts = min(self._limits.prompts, decision.prompts)
         requests = self._roster.requests
+        decision = self._best_effort_last(decision)
         spans: list[Span] = []
         prefill = quadratic = prefix = decode = longest = context = drafts = 0
-        if self._kv_waiting and not self._busy:
-            self._evict_best_effort()
         for position, grant in enumerate(decision.grants):
             if budget <= 0 or len(spans) >= most:
                 break
@@ -53,6 +53,8 @@ class Granter:
             request = requests[grant.request]
             if request.failures and spans:
                 continue  # it was in a step that raised, so it runs alone
+            if self._yields and request.tier == BEST_EFFORT:
+                continue
             decodes = request.generated > 0 and request.remaining == 1
             if not decodes and prompts == 0:
                 continue
@@ -80,6 +82,16 @@ class Granter:
         load = Load(prefill, decode, quadratic / 2, longest, context, prefix, drafts)
         return Granted(tuple(spans), load, tuple(self._admitted), tuple(self._dropped))
 
+    def _best_effort_last(self, decision: Decision) -> Decision:
+        """Whatever the policy says: who has a span in this step can no longer give way to those named after it."""
+        tables = (self._roster.prefill, self._roster.decode)
+        if not any(len(table) and table[-1].tier == BEST_EFFORT for table in tables):
+            return decision  # they are the last of each table
+        filed, requests = self._roster.runnable, self._roster.requests
+        last = [filed(grant.request) and requests[grant.request].tier == BEST_EFFORT for grant in decision.grants]
+        order = sorted(range(len(last)), key=last.__getitem__)
+        return replace(decision, grants=tuple(decision.grants[index] for index in order))
+
     def _draft(self, request: Request, wanted: int, budget: int) -> int:
         """Tokens to draft: a guess, so it takes no page that a row may need, and never costs a row its own token."""
         draft = min(wanted, self._limits.draft, request.limit - request.generated - 1, budget - 1)
@@ -91,7 +103,8 @@ class Granter:
         """The first that does not fit ends admission: smaller ones behind it would starve it."""
         roster = self._roster
         while self._admitting and not self._memory.admit(request, len(roster.decode)):
-            self._admitting = request.tier != BEST_EFFORT and not self._busy and self._evict_best_effort()
+            self._admitting = request.tier != BEST_EFFORT and self._evict_best_effort()
+            self._yields |= self._busy and request.tier != BEST_EFFORT and not self._admitting
         if self._admitting:
             request.state = State.RUNNING
             roster.file(request)
@@ -101,7 +114,10 @@ class Granter:
     def _room(self, request: Request, tokens: int, decision: Decision, position: int) -> bool:
         """Pages for `tokens` tokens, taken back from the end of the decision's order where none is left."""
         while not self._memory.grow(request, tokens):
+            if request.tier != BEST_EFFORT and self._evict_best_effort():
+                continue
             if self._busy:
+                self._yields |= request.tier != BEST_EFFORT
                 return False  # a victim may be in the running step: the next plan asks again
             victim = next(self._victims(decision, position), None)
             if victim is None:
@@ -110,37 +126,20 @@ class Granter:
         return True
 
     def _drop(self, victim: Request) -> None:
-        self._memory.vacate(victim)
-        victim.drops += 1
-        victim.state = State.WAITING
-        self._roster.file(victim)
+        drop(victim, self._roster, self._memory)
         self._dropped.append(victim)
 
     def _evict_best_effort(self) -> bool:
-        """Take the KV of the best-effort request that came last; its tokens stay. False where none holds any."""
-        victim = next(self._best_effort(), None)
+        """Take the KV of the best-effort request that came last; its tokens stay. False where none can give any."""
+        victim = evict_best_effort(self._roster, self._memory)
         if victim is not None:
-            self._drop(victim)
+            self._dropped.append(victim)
         return victim is not None
 
-    def _best_effort(self) -> Iterator[Request]:
-        """Best-effort requests that hold KV and have no span in this step, last first."""
-        for table in (self._roster.decode, self._roster.prefill):
-            for row in range(len(table) - 1, -1, -1):
-                request = table[row]
-                if request.tier != BEST_EFFORT:
-                    break  # they are the last of the table
-                if request.state is State.RUNNING and not request.inflight:
-                    yield request
-
     def _victims(self, decision: Decision, position: int) -> Iterator[Request]:
-        """Running requests that rank behind `position`, last first: best effort, those not granted, the granted.
-
-        Best effort takes from best effort alone.
-        """
+        """Running requests that rank behind `position`, last first: those not granted, then the granted. Best effort
+        takes from best effort alone."""
         tier = self._roster.requests[decision.grants[position].request].tier
-        if tier != BEST_EFFORT:
-            yield from self._best_effort()
         for request in self._behind(decision, position):
             if request.state is State.RUNNING and (tier != BEST_EFFORT or request.tier == BEST_EFFORT):
                 yield request
@@ -185,6 +184,37 @@ class Granter:
             request.scheduled_at = self._start
         self._roster.file(request)
         return span
+
+
+def drop(victim: Request, roster: Roster, memory: Memory) -> None:
+    """Take a request's KV; its tokens stay."""
+    memory.vacate(victim)
+    victim.drops += 1
+    victim.state = State.WAITING
+    roster.file(victim)
+
+
+def evict_best_effort(roster: Roster, memory: Memory) -> Request | None:
+    """Take the KV of the best-effort request that came last and is in no submitted step; None without one."""
+    for table in (roster.decode, roster.prefill):
+        for row in range(len(table) - 1, -1, -1):
+            request = table[row]
+            if request.tier != BEST_EFFORT:
+                break  # they are the last of the table
+            if request.state is State.RUNNING and not request.inflight:
+                drop(request, roster, memory)
+                return request
+    return None
+
+
+def reserve(request: Request, roster: Roster, memory: Memory, coming: int) -> tuple[Reservation | None, int]:
+    """Pages and a slot for a request on its way, beside `coming` others; how many of best effort gave theirs for it."""
+    dropped = 0
+    while (reservation := memory.reserve(request, len(roster.decode) + coming)) is None:
+        if request.tier == BEST_EFFORT or evict_best_effort(roster, memory) is None:
+            break
+        dropped += 1
+    return reservation, dropped
 
 
 def begin(request: Request) -> Begin:

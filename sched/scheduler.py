@@ -12,7 +12,7 @@ from .blocks import BlockManager
 from .counters import Counters, Drafts
 from .errors import InvalidValue
 from .flight import Flight, Settled, Submitted, task
-from .grant import Granter
+from .grant import Granter, reserve
 from .log import Log, no_log
 from .memory import Memory, Reservation, Returned
 from .perf.model import PerfModel
@@ -291,8 +291,8 @@ class Scheduler:
         self._log("reserve", id=request.id)
         if request.id in self._reservations or any(request.comes_back for request in self):
             return None  # an earlier move still ends here; those whose KV was dropped here come back first
-        headroom = len(self._roster.decode) + len(self._reservations)
-        reservation = self._memory.reserve(request, headroom)
+        reservation, dropped = reserve(request, self._roster, self._memory, len(self._reservations))
+        self.counters.preemptions += dropped
         if reservation is not None:
             self._reservations[request.id] = reservation
         return reservation

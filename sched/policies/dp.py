@@ -263,3 +263,8 @@ def best_effort_pages(view: View) -> float:
         return float(np.ceil(rows.context * rows.best_effort * rows.running / size).sum()) if len(rows) else 0.0
 
     return held(view.prefill) + held(view.decode)
+
+
+def best_effort_slots(view: View) -> int:
+    """Slots that best effort holds."""
+    return int(sum((rows.best_effort * rows.running).sum() for rows in (view.prefill, view.decode) if len(rows)))

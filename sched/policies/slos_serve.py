@@ -20,7 +20,7 @@ from ..feasibility import GRID, Mask, decode_load, largest_chunk, remaining_work
 from ..perf.model import Array, Load
 from ..policy import Decision, Grant, Order, Role, Rows, View
 from ..request import State
-from .dp import admitted, best_effort_pages, prompts_of, standing_of, terms_of, tier_of, tiers
+from .dp import admitted, best_effort_pages, best_effort_slots, prompts_of, standing_of, terms_of, tier_of, tiers
 from .speculation import NEVER, Pace, Supply, Terms, accepted
 
 BEHIND = 8.0  # tpots: a row later than that does not hurry the others any more
@@ -158,6 +158,8 @@ class _Step:
         self._lengths, self._gain = self._drafts(rows, terms)
         self._bound = self._hurry(rows, terms.margin)
         self._room: float = view.free_pages - len(rows)  # pages: one a row stays for its growth
+        prompts = view.prefill
+        self._slots = view.limits.rows - len(rows) - (int(prompts.running.sum()) if len(prompts) else 0)
         self._full = False  # somebody waits for pages
 
     def decision(self, mine: Order, declined: Order) -> Decision:
@@ -166,14 +168,16 @@ class _Step:
         best = rows.best_effort > 0 if len(rows) else np.zeros(0, dtype=bool)
         now = self._now(rows) & ~best
         self._decode(np.flatnonzero(now))
-        evictable = best_effort_pages(view)
-        self._room += evictable
+        pages, slots = best_effort_pages(view), best_effort_slots(view)
+        self._room, self._slots = self._room + pages, self._slots + slots
         self._prompts(mine)
-        self._room -= evictable
+        self._room, self._slots = self._room - pages, self._slots - slots
         self._decode_some(np.flatnonzero(~now & ~best))
         self._decode_some(np.flatnonzero(best))
         waiting = np.flatnonzero(view.prefill.best_effort > 0) if len(view.prefill) else declined
         self._prompts(np.concatenate([waiting, declined]))
+        if not self._certain:
+            self._fall_back(mine, declined)
         return Decision(tuple(self._grants), tuple(view.prefill[row].id for row in declined.tolist()))
 
     def _drafts(self, rows: Rows, terms: Terms) -> tuple[Array, Array]:
@@ -247,6 +251,15 @@ class _Step:
             drafts=max(load.drafts, drafts),
         )
 
+    def _fall_back(self, mine: Order, declined: Order) -> None:
+        """Those named may find no page or slot; whoever holds both then goes on."""
+        rows, named = self._view.prefill, {grant.request for grant in self._grants}
+        best = np.flatnonzero(rows.best_effort > 0) if len(rows) else declined
+        for row in (*mine.tolist(), *best.tolist(), *declined.tolist()):
+            request = rows[row]
+            if request.state is State.RUNNING and request.id not in named:
+                self._grants.append(Grant(request.id, min(request.remaining, GRID)))
+
     def _prompts(self, order: Order) -> None:
         """Chunks by their order, as long as the step has room. Who waits behind somebody who waits for pages waits."""
         rows, view = self._view.prefill, self._view
@@ -264,7 +277,8 @@ class _Step:
             self._grants.append(Grant(request.id, tokens))
             if waits:
                 self._room -= -(-request.remaining // view.limits.page_size)
-                self._full = self._room < 0
+                self._slots -= 1
+                self._full = self._room < 0 or self._slots < 0
                 if self._full:
                     continue
             self._certain = self._certain or not waits

@@ -359,3 +359,22 @@ def test_a_row_of_best_effort_gives_way_before_a_prompt_with_an_objective() -> N
     outcome = simulate(jobs, policy=lambda: Rows([0]), pages=14, rows=4, tokens=8)
     drops = [request.drops for request in outcome.requests]
     assert drops[2] >= 1 and drops[0] == drops[1] == 0
+
+
+def test_best_effort_gives_its_slot_to_a_prompt_that_comes_from_elsewhere() -> None:
+    """One slot where it decodes: best effort in it, taken back at every step and given again, came to no token."""
+    jobs = [Job(range(12), 40, tier=BEST_EFFORT), Job(range(100, 112), 5, 0.01)]
+    outcome = simulate(jobs, (Role.PREFILL, Role.DECODE), pages=16, rows=1, tokens=11)
+    first, second = outcome.requests
+    assert (len(first.output), len(second.output)) == (40, 5) and second.drops == 0
+    assert first.drops == 1 and first.finished_at > second.finished_at  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("lead", [0.0, 4e-4, 1.0])
+def test_best_effort_gives_way_also_where_steps_are_planned_ahead(lead: float) -> None:
+    """A step is always running then, and always one of best effort in it: it sits one out and gives its pages."""
+    jobs = [Job(range(16), 40, tier=BEST_EFFORT), Job(range(100, 116), 30), Job(range(200, 220), 5, 0.01)]
+    outcome = simulate(jobs, policy=lambda: Drafting([0]), pages=18, rows=4, tokens=64, lead=lead)
+    best, *standard = outcome.requests
+    assert best.drops >= 1 and not any(one.drops for one in standard)
+    assert standard[1].first_token_at is not None and standard[1].first_token_at < 0.01 + 8e-3
