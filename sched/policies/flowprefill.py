@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from ..errors import InvalidValue
@@ -151,17 +149,18 @@ class FlowPrefill:
     def _together(self, view: View, order: Order, work: Array, late: Mask) -> list[int]:
         """SLO-aware batching (Algorithm 1)."""
         rows, head = view.prefill, int(order[0])
-        tokens = int(rows.remaining[head])
+        size, context = rows.remaining - rows.hit, rows.context + rows.hit
+        tokens = int(size[head])
         if tokens >= self._batch or rows.best_effort[head]:
             return [head]
-        load = Load().add_chunk(tokens, int(rows.context[head]))
+        load = Load().add_chunk(tokens, int(context[head]))
         due = float(rows.deadline[head])
         chosen, seconds, guard = [head], view.perf.step_time(load), _Guard(view, work, late, head)
-        for row in self._candidates(rows, order, late, self._batch - tokens):
-            left = int(rows.remaining[row])
+        for row in self._candidates(rows, order, late, size < self._batch - tokens):
+            left = int(size[row])
             if tokens + left >= self._batch:
                 continue
-            joint = load.add_chunk(left, int(rows.context[row]))
+            joint = load.add_chunk(left, int(context[row]))
             longer = view.perf.step_time(joint)
             first = due if self._literal else min(due, float(rows.deadline[row]))
             if view.start + longer >= first or not (self._literal or guard.allows(row, seconds, longer)):
@@ -171,12 +170,12 @@ class FlowPrefill:
             due, load, seconds, tokens = first, joint, longer, tokens + left
         return chosen
 
-    def _candidates(self, rows: Rows, order: Order, late: Mask, room: int) -> Iterator[int]:
+    def _candidates(self, rows: Rows, order: Order, late: Mask, short: Mask) -> list[int]:
         others = order[1:]
-        short = rows.remaining[others] < room
         if not self._literal:
-            short &= ~late[others] & (rows.best_effort[others] == 0)
-        return iter(others[short][:CANDIDATES].tolist())
+            short = short & ~late & (rows.best_effort == 0)
+        chosen: list[int] = others[short[others]][:CANDIDATES].tolist()
+        return chosen
 
 
 class _Guard:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..feasibility import remaining_work
 from ..perf.model import Array, Load
 from ..perf.online import running_rate
 from ..policy import Order, View
@@ -53,8 +54,9 @@ class KairosPrefill(Ordered):
     def _durations(self, view: View) -> Array:
         rows = view.prefill
         if self._quadratic:
-            return view.perf.prefill_times(rows.remaining, rows.context, view.limits.tokens)
-        durations: Array = rows.remaining / (view.perf.prefill_rate if self._mu is None else self._mu.rate(view))
+            return remaining_work(view, rows)
+        rate = view.perf.prefill_rate if self._mu is None else self._mu.rate(view)
+        durations: Array = (rows.remaining - rows.hit) / rate
         return durations
 
 
