@@ -15,16 +15,20 @@ class Sarathi:
     first come first served, get chunks of what is left of `tokens`.
 
     tokens: budget of a step; 0, the default, is what a profile of the model would set: the most prompt tokens whose
-    step keeps the tightest tpot. A large one (8192) is how vLLM's present engine batches by default. On a prefill
-    instance, where nobody decodes, it is the limit of the step.
+    step alone takes `share` of the tightest tpot; the rest is for the contexts of those who decode, which a budget in
+    tokens does not see. A large one (8192) is how vLLM's present engine batches by default. On a prefill instance,
+    where nobody decodes, it is the limit of the step.
     """
 
-    def __init__(self, tokens: int = 0) -> None:
+    def __init__(self, tokens: int = 0, share: float = 0.9) -> None:
         if tokens < 0:
             raise InvalidValue(
                 f"sarathi {tokens=} must be at least 1, or 0 for what the step-time model says", "tokens"
             )
+        if not 0 < share <= 1:
+            raise InvalidValue(f"sarathi {share=} must be more than 0 and at most 1", "share")
         self._tokens = tokens
+        self._share = share
 
     def decide(self, view: View) -> Decision:
         if view.running is not None:
@@ -44,7 +48,7 @@ class Sarathi:
     def _budget(self, view: View) -> int:
         if view.role is Role.PREFILL:
             return view.limits.tokens
-        return self._tokens or stall_free_tokens(view)
+        return self._tokens or stall_free_tokens(view, self._share)
 
 
 def _tokens(load: Load) -> float:

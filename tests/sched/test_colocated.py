@@ -146,8 +146,10 @@ def test_sarathi_decodes_everything_and_fills_up_with_prompts() -> None:
 
 
 def test_sarathis_own_budget_is_what_the_tightest_tpot_allows() -> None:
-    assert step("sarathi", view([prompt(0, 3000)], [decoding(1, 9.0)])) == [(1, 1), (0, 399)]
-    assert step("sarathi", view([prompt(0, 3000)], [])) == [(0, 400)]  # it is a constant: idle or not
+    """45 ms of 50: 10 are fixed, 350 prompt tokens take the rest. It is a constant, whoever decodes."""
+    assert step("sarathi", view([prompt(0, 3000)], [decoding(1, 9.0)])) == [(1, 1), (0, 349)]
+    assert step("sarathi:share=1.0", view([prompt(0, 3000)], [])) == [(0, 400)]
+    assert step("sarathi", view([prompt(0, 3000)], [])) == [(0, 350)]
     assert step("sarathi", view([prompt(0, 9000)], [], role=Role.PREFILL)) == [(0, 8192)]
 
 
@@ -199,6 +201,7 @@ def test_requests_without_objectives_are_served() -> None:
         ("fairbatching:budget=many", "slo, tokens, fixed"),
         ("fairbatching:ontime", "on_time_set"),
         ("sarathi:tokens=-1", "at least 1, or 0"),
+        ("sarathi:share=1.5", "at most 1"),
         ("vllm:tokens=0", "at least 1"),
     ],
 )
