@@ -20,7 +20,7 @@ class Unified(LeastWork):
     all can. On a decode instance it has what steps of `share` of the tightest tpot leave.
     """
 
-    def __init__(self, margin: float = 0.3, share: float = 0.95, stretch: float = 2.0) -> None:
+    def __init__(self, margin: float = 0.3, share: float = 0.8, stretch: float = 1.5) -> None:
         self._margin = margin
         self._share = share
         self._stretch = stretch

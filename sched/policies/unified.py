@@ -30,9 +30,9 @@ class Unified:
 
     def __init__(
         self,
-        share: float = 0.95,
-        stretch: float = 2.0,
-        cushion: float = 1.0,
+        share: float = 0.8,
+        stretch: float = 1.5,
+        cushion: float = 0.75,
         keep: float = 0.0,
         ageing: float = 0.02,
         margin: float = 0.97,
