@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .memory import Memory, Reservation
 from .perf.model import Load
-from .plan import Begin, Span
+from .plan import Begin, Span, decoding
 from .policy import Decision, Limits
 from .request import BEST_EFFORT, Request, State
 from .roster import Roster
@@ -36,12 +36,13 @@ class Granter:
         self._admitting = True
         self._admitted: list[Request] = []
         self._dropped: list[Request] = []
+        self._stepped: list[Request] = []  # rows of the decode table that have not been told of their step
 
     def grant(self, decision: Decision) -> Granted:
         """Raises AssertionError where a policy grants a request that is not in its view."""
         budget, most = self._limits.tokens, self._limits.rows
         prompts = min(self._limits.prompts, decision.prompts)
-        requests = self._roster.requests
+        requests, size = self._roster.requests, self._memory.blocks.page_size
         decision = self._best_effort_last(decision)
         spans: list[Span] = []
         prefill = quadratic = prefix = decode = longest = context = drafts = 0
@@ -55,10 +56,20 @@ class Granter:
                 continue  # it was in a step that raised, so it runs alone
             if self._yields and request.tier == BEST_EFFORT:
                 continue
+            start = request.computed
+            if request.on_device and start < request.sent_pages * size and grant.draft == 0 < grant.tokens:
+                decode += 1
+                context += start
+                longest = max(longest, start)
+                spans.append(self._again(request, start))
+                budget -= 1
+                if request.failures:
+                    break
+                continue
             decodes = request.generated > 0 and request.remaining == 1
             if not decodes and prompts == 0:
                 continue
-            if request.state is State.WAITING and not self._admit(request):
+            if request.state is State.WAITING and not (self._admitting and self._admit(request)):
                 continue
             start = request.computed
             draft = self._draft(request, grant.draft, budget) if decodes else 0
@@ -79,6 +90,7 @@ class Granter:
             budget -= length
             if request.failures:
                 break
+        self._roster.step(self._stepped)
         load = Load(prefill, decode, quadratic / 2, longest, context, prefix, drafts)
         return Granted(tuple(spans), load, tuple(self._admitted), tuple(self._dropped))
 
@@ -153,6 +165,23 @@ class Granter:
         for grant in decision.grants[:position:-1]:
             yield self._roster.requests[grant.request]
 
+    def _again(self, request: Request, start: int) -> Span:
+        """`_span` for a row that decodes as in the step before, into a page that its slot has been told of."""
+        assert request.slot is not None
+        request.computed = start + 1
+        request.inflight += 1
+        request.pending += 1
+        request.budget += request.tpot
+        self._step(request)
+        return decoding(request.id, request.slot, start)
+
+    def _step(self, request: Request) -> None:
+        """It decodes on, or has all its tokens planned."""
+        if len(request.output) + request.pending < request.limit:
+            self._stepped.append(request)
+        else:
+            self._roster.unfile(request)
+
     def _span(self, request: Request, length: int, draft: int) -> Span:
         """Move the cursor, and say what the executor has to know."""
         start, pages, sent = request.computed, request.pages, request.sent_pages
@@ -175,9 +204,9 @@ class Granter:
         if samples:
             request.pending += 1 + draft
             request.drafting = draft
-            request.budget += (1 + draft) * request.slo.tpot_of(request.stage)
+            request.budget += (1 + draft) * request.tpot
             if request.on_device and not draft:  # as in the step before: it decodes
-                self._roster.step(request)
+                self._step(request)
                 return span
             request.on_device = True
         if request.scheduled_at is None:

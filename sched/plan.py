@@ -34,6 +34,11 @@ class Span(NamedTuple):
     begin: Begin | None = None  # set on the slot's first span
 
 
+def decoding(request: int, slot: int, start: int) -> Span:
+    """The span of a row that decodes as in the step before. Most spans are such: Span(...) takes twice as long."""
+    return tuple.__new__(Span, (request, slot, start, 1, (), (), 0, True, None))
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     step: int
@@ -82,6 +87,11 @@ class Delta(NamedTuple):
     finish_reason: str | None = None  # "stop" (EOS or stop id), "length", "abort", "error", "rejected", "refused"
     error: str | None = None
     stop_token: int | None = None  # the id that ended it, where finish_reason is "stop" by a token
+
+
+def news(request: int, tokens: tuple[int, ...]) -> Delta:
+    """Tokens, and nothing else to tell: most news are such, and Delta(...) takes twice as long."""
+    return tuple.__new__(Delta, (request, tokens, (), (), None, None, None))
 
 
 KvParcel = Any  # opaque outside the executors that make and take it

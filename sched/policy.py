@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -110,6 +110,12 @@ class Grant(NamedTuple):
     request: int
     tokens: int
     draft: int = 0
+
+
+def one_each(requests: Iterable[RequestView]) -> tuple[Grant, ...]:
+    """One token for each of some requests. Most grants are such: Grant(...) takes twice as long."""
+    new = tuple.__new__
+    return tuple([new(Grant, (request.id, 1, 0)) for request in requests])
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,9 +97,11 @@ class Request:
         "slot",
         "stage",
         "state",
+        "stops",
         "suspended",
         "tier",
         "token_times",
+        "tpot",
     )
 
     def __init__(
@@ -130,10 +132,12 @@ class Request:
         self.priority = priority
         self.tier = tier
         self.eos = eos
+        self.stops = frozenset(params.stop_token_ids) if params.ignore_eos else eos.union(params.stop_token_ids)
         self.end_thinking = end_thinking
         self.salt = salt
         self.limit = params.max_tokens or (1 << 30) if limit is None else limit  # most tokens it may generate
         self.stage = THINKING if slo.stages and end_thinking else ANSWER
+        self.tpot = slo.tpot_of(self.stage)  # seconds for a token of the stage that the next one belongs to
 
         self.state = State.WAITING
         self.output: list[int] = []
@@ -219,25 +223,26 @@ class Request:
             return tuple(self.output[start - n : end - n])
         return (*self.prompt[start:n], *self.output[: end - n])
 
-    def gain(self, token: int, at: float) -> None:
-        """A sampled token is back."""
+    def gain(self, token: int, at: float) -> str | None:
+        """A sampled token is back. Why the request ends with it, None where it goes on."""
+        output = self.output
         self.pending -= 1
-        self.output.append(token)
+        output.append(token)
         self.token_times.append(at)
         if self.first_token_at is None:
             self.first_token_at = at
-
-    def stops_at(self, token: int) -> bool:
-        """Whether this token, the last of the output, ends the request."""
-        if len(self.output) < self.params.min_tokens:
-            return False
-        return token in self.params.stop_token_ids or (token in self.eos and not self.params.ignore_eos)
+        if token in self.end_thinking:
+            self.switch_stage(ANSWER)
+        if token in self.stops and len(output) >= self.params.min_tokens:
+            return "stop"
+        return "length" if len(output) >= self.limit else None
 
     def switch_stage(self, stage: str) -> None:
         """Tokens from here on are of another stage, those still on the device and the next one due included."""
-        before = self.slo.tpot_of(self.stage)
+        before = self.tpot
         self.stage = stage
-        self.budget += (self.pending + 1) * (self.slo.tpot_of(stage) - before)
+        self.tpot = self.slo.tpot_of(stage)
+        self.budget += (self.pending + 1) * (self.tpot - before)
 
     def forget_cache(self) -> None:
         """The pool it had pages in is gone, and with it what was submitted; the tokens stay."""
@@ -245,5 +250,5 @@ class Request:
         self.inflight = self.computed = self.sent_pages = self.drafting = 0
         self.suspended = False
         self.on_device = False
-        self.budget -= self.pending * self.slo.tpot_of(self.stage)
+        self.budget -= self.pending * self.tpot
         self.pending = 0

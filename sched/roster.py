@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .policy import Role
 from .request import BEST_EFFORT, Request, State
 from .table import Table
@@ -36,12 +38,9 @@ class Roster:
             table.add(request)
             self._filed[request.id] = table
 
-    def step(self, request: Request) -> None:
-        """`file` for a row of `decode` that has been planned once more: it stays, or has all its tokens planned."""
-        if request.generated < request.limit:
-            self.decode.step(request)
-        else:
-            self.unfile(request)
+    def step(self, requests: Sequence[Request]) -> None:
+        """`file` for rows of `decode` that have been planned once more, and not yet for all their tokens."""
+        self.decode.step(requests)
 
     def unfile(self, request: Request) -> None:
         table = self._filed.pop(request.id, None)

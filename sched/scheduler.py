@@ -16,11 +16,10 @@ from .grant import Granter, reserve
 from .log import Log, no_log
 from .memory import Memory, Reservation, Returned
 from .perf.model import PerfModel
-from .plan import Delta, Span, StepPlan, StepResult, Suspended
+from .plan import Delta, Span, StepPlan, StepResult, Suspended, news
 from .policy import Decision, Limits, Policy, Role, Task, View
 from .request import Request, State
 from .roster import Roster
-from .slo import ANSWER
 
 
 class Scheduler:
@@ -224,11 +223,11 @@ class Scheduler:
         seconds = submitted.ran + result.finished - result.started
         self.perf.observe(submitted.load, seconds)
         self.counters.step(submitted.load, submitted.seconds, seconds)
-        prefills = self.role is Role.PREFILL
+        prefills, requests = self.role is Role.PREFILL, self._roster.requests
         deltas: list[Delta] = []
         advanced: list[tuple[Request, int]] = []
         for index, span in enumerate(submitted.plan.spans):
-            request = self._roster.requests[span.request]
+            request = requests[span.request]
             request.inflight -= 1
             request.failures = 0
             if request.state is State.FINISHED:
@@ -243,16 +242,16 @@ class Scheduler:
             end = span.start + span.length
             if span.draft:
                 end = self._verify(request, span, len(result.tokens[index]))
-            else:
+            elif self._prefix_caching:
                 self._memory.register(request, span.start, end)
             delta = self._gain(request, result, index, span.start)
             if delta is not None:
                 deltas.append(delta)
             if span.draft:
                 self._drafts.count(span.draft, end - span.start - 1, cut=request.state is State.FINISHED)
-            if span.draft and request.state is not State.FINISHED:
-                self._memory.register(request, span.start, end)
-                self._roster.file(request)
+                if request.state is not State.FINISHED:
+                    self._memory.register(request, span.start, end)
+                    self._roster.file(request)
             if prefills and request.state is not State.FINISHED:
                 advanced.append((request, end))
         return Settled(tuple(deltas), tuple(advanced))
@@ -351,14 +350,15 @@ class Scheduler:
         request.drafting = 0
         request.computed -= wrong
         request.pending -= wrong
-        request.budget -= wrong * request.slo.tpot_of(request.stage)
+        request.budget -= wrong * request.tpot
         self.counters.verified(span.draft, gained - 1)
         return span.start + gained
 
     def _gain(self, request: Request, result: StepResult, index: int, start: int) -> Delta | None:
         """Append the sampled tokens, up to the one that ends the request."""
-        tokens, logprobs = result.tokens[index], result.logprobs.get(index, ())
-        prompt_logprobs = result.prompt_logprobs.get(index, ())
+        tokens = result.tokens[index]
+        logprobs = result.logprobs.get(index, ()) if result.logprobs else ()
+        prompt_logprobs = result.prompt_logprobs.get(index, ()) if result.prompt_logprobs else ()
         if prompt_logprobs:  # what was told before its KV was dropped is not told again
             prompt_logprobs = prompt_logprobs[max(0, request.scored - start) :]
             request.scored = max(request.scored, start + len(result.prompt_logprobs[index]))
@@ -366,21 +366,18 @@ class Scheduler:
             return Delta(request.id, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
         reason = stop_token = None
         for count, token in enumerate(tokens, 1):
-            request.gain(token, result.finished)
-            if token in request.end_thinking:
-                request.switch_stage(ANSWER)
-            if request.stops_at(token):
-                reason, stop_token = "stop", token
-            elif len(request.output) >= request.limit:
-                reason = "length"
+            reason = request.gain(token, result.finished)
             if reason is not None:
                 tokens, logprobs = tokens[:count], logprobs[:count]
+                stop_token = token if reason == "stop" else None
                 break
         self.counters.generated_tokens += len(tokens)
         if reason is not None:
             self._finish(request, reason)
         elif len(request.output) == 1 or request.slo.stages:
             self._roster.file(request)  # its deadline has a new anchor
+        if reason is None and not logprobs and not prompt_logprobs:
+            return news(request.id, tokens)
         return Delta(request.id, tokens, logprobs, prompt_logprobs, reason, None, stop_token)
 
     def _condemn(self, request: Request, why: str) -> list[Delta]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from .perf.model import Array
 from .request import BEST_EFFORT, Request, State
+from .slo import deadline
 
 Key = tuple[bool, int, float, int]
 ARRIVAL, TTFT, TPOT, DEADLINE, REMAINING, CONTEXT, LENGTH, RUNNING, HIT, BEST, COLUMNS = range(11)
@@ -26,6 +27,7 @@ class Table:
         self._requests: list[Request] = []
         self._keys: list[Key] = []
         self._data = np.zeros((COLUMNS, capacity))
+        self._columns: dict[int, Array] = {}  # of `_data`, as long as rows do not come or go
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -37,8 +39,10 @@ class Table:
         return self._requests[row]
 
     def _column(self, index: int) -> Array:
-        column = self._data[index, : len(self._requests)]
-        column.flags.writeable = False
+        column = self._columns.get(index)
+        if column is None:
+            column = self._columns[index] = self._data[index, : len(self._requests)]
+            column.flags.writeable = False
         return column
 
     @property
@@ -85,6 +89,7 @@ class Table:
         place = key(request)
         row = bisect_left(self._keys, place)
         n = len(self._requests)
+        self._columns.clear()
         if n == self._data.shape[1]:
             self._data = np.concatenate([self._data, np.zeros_like(self._data)], axis=1)
         self._data[:, row + 1 : n + 1] = self._data[:, row:n]
@@ -94,7 +99,7 @@ class Table:
         self._data[:, row] = (
             request.arrival,
             slo.ttft,
-            slo.tpot_of(request.stage),
+            request.tpot,
             request.deadline,
             request.remaining,
             request.computed,
@@ -107,6 +112,7 @@ class Table:
     def remove(self, request: Request) -> None:
         row = self._row(request)
         n = len(self._requests)
+        self._columns.clear()
         self._data[:, row : n - 1] = self._data[:, row + 1 : n]
         del self._requests[row], self._keys[row]
 
@@ -114,7 +120,7 @@ class Table:
         """Take over what changes while a request runs."""
         row = self._row(request)
         self._data[TPOT : HIT + 1, row] = (
-            request.slo.tpot_of(request.stage),
+            request.tpot,
             request.deadline,
             request.remaining,
             request.computed,
@@ -123,11 +129,21 @@ class Table:
             request.hit if request.state is State.WAITING else 0,
         )
 
-    def step(self, request: Request) -> None:
-        """Take over what a decode step changes: the cheap part of `refresh`, for every row at every step."""
-        row, data = self._row(request), self._data
-        data[DEADLINE, row] = request.deadline
-        data[CONTEXT, row] = request.computed
+    def step(self, requests: Sequence[Request]) -> None:
+        """Take over what a decode step changes: the cheap part of `refresh`, for many rows at every step."""
+        own, count, rows, moved = self._requests, len(self._requests), [], 0
+        for request in requests:
+            row = request.row + moved  # most have moved as far as the one before
+            if not 0 <= row < count or own[row] is not request:
+                before = request.row
+                row = self._row(request)
+                moved = row - before
+            request.row = row
+            rows.append(row)
+        self._data[DEADLINE, rows] = [
+            deadline(one.slo, one.arrival, one.first_token_at, one.budget) for one in requests
+        ]
+        self._data[CONTEXT, rows] = [request.computed for request in requests]
 
     def _row(self, request: Request) -> int:
         row, requests = request.row, self._requests

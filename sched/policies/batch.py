@@ -9,7 +9,7 @@ import numpy as np
 
 from ..feasibility import tightest_tpot
 from ..perf.model import Load
-from ..policy import Grant, Order, View
+from ..policy import Grant, Order, View, one_each
 
 Cost = Callable[[Load], float]  # of a step: seconds, or tokens
 
@@ -98,7 +98,7 @@ class Batch:
         self.full = count < len(order) or self.full
         if count:
             rows = self._view.decode
-            self._grants += [Grant(rows[row].id, 1) for row in order[:count].tolist()]
+            self._grants += one_each(rows[row] for row in order[:count].tolist())
             self.load = joined(count)
             self._runs = True
 

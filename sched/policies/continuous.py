@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..policy import Decision, Grant, View
+from ..policy import Decision, View, one_each
 
 
 class Continuous:
     def decide(self, view: View) -> Decision:
-        return Decision(tuple(Grant(request.id, 1) for request in view.decode))
+        return Decision(one_each(view.decode))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..feasibility import GRID, decode_load, largest_chunk, tightest_tpot
-from ..policy import Decision, Grant, Policy, Role, View
+from ..policy import Decision, Grant, Policy, Role, View, one_each
 
 SHARE = 0.75  # of the tightest tpot: a request that joins waits for the running mixed step
 
@@ -29,7 +29,7 @@ class Halves:
         if view.role is Role.PREFILL:
             return replace(prompts, grants=prompts.grants + decode)
         if view.role is Role.DECODE and decode and prompts.grants:
-            decode = tuple(Grant(request.id, 1) for request in view.decode)
+            decode = one_each(view.decode)
             return replace(prompts, grants=decode + guests(view, prompts.grants))
         return replace(prompts, grants=decode + prompts.grants)
 
