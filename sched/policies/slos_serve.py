@@ -12,6 +12,7 @@ late a promise is void, and the request best effort.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf, log2
 
 import numpy as np
@@ -21,7 +22,7 @@ from ..perf.model import Array, Load
 from ..policy import Decision, Grant, Order, Role, Rows, View
 from ..request import State
 from .dp import admitted, best_effort_pages, best_effort_slots, prompts_of, standing_of, terms_of, tier_of, tiers
-from .speculation import NEVER, Pace, Supply, Terms, accepted
+from .speculation import NEVER, WINDOW, Pace, Supply, Terms
 
 BEHIND = 8.0  # tpots: a row later than that does not hurry the others any more
 
@@ -31,6 +32,7 @@ class SlosServe:
     where limits.draft allows. dynamic: steps as long as who decodes now allows; otherwise never longer than the
     tightest tpot seen allows. margin: share of every tpot kept back. block: share of the median ttft that a step
     without decoding rows may take. output: tokens that a request is taken to generate, for its memory alone.
+    caution: see speculation.counted_on; 0 is as published.
 
     Writer of what it promised, and of the tightest tpot seen: both follow from the views, in order.
     """
@@ -43,6 +45,7 @@ class SlosServe:
         margin: float = 0.05,
         block: float = 0.25,
         output: int = 256,
+        caution: float = 1.0,
     ) -> None:
         self._admit = admit
         self._spec = spec
@@ -50,6 +53,7 @@ class SlosServe:
         self._margin = margin
         self._block = block
         self._output = output
+        self._caution = caution
         self._promised: set[int] = set()
         self._tightest = inf
         self._paces: dict[tuple[float, ...], Pace] = {}
@@ -67,7 +71,8 @@ class SlosServe:
             self._tightest = min(self._tightest, tightest_tpot(view.prefill), tightest_tpot(view.decode))
             fixed = (1.0 - self._margin) * self._tightest
         draft = view.limits.draft if self._spec else 0
-        return terms_of(view, block=self._block, draft=draft, margin=self._margin, fixed=fixed)
+        terms = terms_of(view, block=self._block, draft=draft, margin=self._margin, fixed=fixed)
+        return replace(terms, caution=self._caution)
 
     # promises
 
@@ -153,6 +158,7 @@ class _Step:
         self._pace = pace
         self._grants: list[Grant] = []
         self._load = Load()
+        self._cautious = terms.caution > 0
         self._certain = False  # somebody is granted who cannot fail to run
         rows = view.decode
         self._lengths, self._gain = self._drafts(rows, terms)
@@ -188,17 +194,18 @@ class _Step:
         mine = np.flatnonzero(rows.best_effort == 0)
         tpot = rows.tpot[mine]
         lengths[mine] = np.array(self._pace.lengths)[tier_of(tpot, tiers(tpot))]
-        gains = np.array([0.0, *(accepted(terms.acceptance, length) for length in range(1, terms.draft + 2))])
+        gains = np.array([0.0, *terms.gains()])
         return lengths, gains[lengths.astype(np.intp)]
 
     def _hurry(self, rows: Rows, margin: float) -> float:
         """The pace's step, shorter where a row has fallen behind (the paper strengthens its SLO; here to half the
-        step at most)."""
+        step at most), or is too young to count on a mean over several drafts."""
         seconds = self._pace.seconds
         if not len(rows) or self._view.role is Role.PREFILL:
             return seconds
         slack, tpot = rows.deadline - self._view.start, np.minimum(rows.tpot, NEVER)
-        allowed = np.where(slack > -BEHIND * tpot, slack + (self._gain - 1.0) * tpot, inf)
+        even = np.minimum(1.0, (rows.context - rows.length + 1.0) / WINDOW) if self._cautious else 1.0
+        allowed = np.where(slack > -BEHIND * tpot, slack + (self._gain - 1.0) * even * tpot, inf)
         allowed = np.where(rows.best_effort > 0, inf, allowed)
         return min(seconds, max(0.5 * seconds, (1.0 - margin) * float(allowed.min())))
 

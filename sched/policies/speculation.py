@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import ceil
+from math import ceil, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from ..feasibility import largest_chunk
 from ..perf.model import Array, Load, PerfModel
 
 NEVER = 1e6  # seconds: the tpot of rows that were promised none
+WINDOW = 10  # tokens over which the paper takes a mean (section 6, SLOs)
 
 
 def accepted(acceptance: float, length: int) -> float:
@@ -26,6 +27,14 @@ def accepted(acceptance: float, length: int) -> float:
     if acceptance >= 1.0:
         return float(length)
     return (1.0 - acceptance**length) / (1.0 - acceptance)
+
+
+def counted_on(acceptance: float, length: int, caution: float) -> float:
+    """Tokens a step to count on: the mean less `caution` standard deviations of the mean over as many steps as WINDOW
+    tokens take. With 0, the paper's, every second short answer that depends on drafts is late."""
+    mean = accepted(acceptance, length)
+    squares = sum((2 * token + 1) * acceptance**token for token in range(length))
+    return max(1.0, mean - caution * sqrt(max(0.0, squares - mean * mean) * mean / WINDOW))
 
 
 def prompt_room(perf: PerfModel, load: Load, most: int, bound: float) -> int:
@@ -64,7 +73,8 @@ class Terms:
     perf: step times. tokens: most in a step. idle: seconds of a step in which nobody decodes; where rows draft, steps
     get no longer than that or the tpot that binds, so that newcomers need not wait for ever. acceptance, draft: chance
     that a drafted token is right, and most that a row may draft. margin: share of every tpot that is kept back.
-    fixed: seconds of a step whatever the rows, instead of the best (the paper's ablation of dynamic batch sizes).
+    caution: see counted_on. fixed: seconds of a step whatever the rows, instead of the best (the paper's ablation of
+    dynamic batch sizes).
     """
 
     perf: PerfModel
@@ -74,6 +84,11 @@ class Terms:
     draft: int = 0
     margin: float = 0.05
     fixed: float | None = None
+    caution: float = 1.0
+
+    def gains(self) -> list[float]:
+        """Tokens to count on in a step, by how many are verified: 1, 2 and so on."""
+        return [counted_on(self.acceptance, length, self.caution) for length in range(1, self.draft + 2)]
 
 
 class Supply:
@@ -89,7 +104,7 @@ class Supply:
         self._load = load
         self._rows = rows
         self._each = each
-        self._gains = [accepted(terms.acceptance, length) for length in range(1, terms.draft + 2)]
+        self._gains = terms.gains()
         pairs = product(range(len(self._tpot)), range(1, terms.draft + 2))
         self._choices = [self._choice(tier, length) for tier, length in pairs]
         bound = terms.idle if terms.fixed is None else terms.fixed
