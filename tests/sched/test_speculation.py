@@ -13,7 +13,7 @@ from jaxserve.sched.counters import Drafts
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load
 from jaxserve.sched.plan import StepPlan
-from jaxserve.sched.policies.speculation import Supply, Terms, accepted, prompt_room
+from jaxserve.sched.policies.speculation import Supply, Terms, accepted, counted_on, prompt_room
 from jaxserve.sched.policy import Decision, Grant, Role, View
 from jaxserve.sched.request import BEST_EFFORT, STANDARD, State
 from jaxserve.sched.sim.executor import EOS, FILLER
@@ -33,6 +33,18 @@ def test_another_drafted_token_gains_what_its_chance_is(acceptance: float, lengt
     """It counts only where all before it were right."""
     more = accepted(acceptance, length + 1) - accepted(acceptance, length)
     assert more == pytest.approx(acceptance**length, abs=1e-9)
+
+
+@given(st.floats(0, 0.99), st.integers(1, 10), st.floats(0, 3))
+def test_caution_never_counts_on_more(acceptance: float, length: int, caution: float) -> None:
+    assert counted_on(acceptance, length, 0.0) == pytest.approx(accepted(acceptance, length))
+    assert 1.0 <= counted_on(acceptance, length, caution) <= accepted(acceptance, length) + 1e-9
+    assert counted_on(acceptance, 1, caution) == 1.0 and counted_on(1.0, length, caution) == pytest.approx(length)
+
+
+def test_caution_by_hand() -> None:
+    """Two tokens at 0.5: 1 or 2, mean 1.5, deviation 0.5, over 10 / 1.5 steps: 0.19."""
+    assert counted_on(0.5, 2, 1.0) == pytest.approx(1.5 - 0.5 * (1.5 / 10) ** 0.5)
 
 
 def test_prompt_room_by_hand() -> None:
@@ -68,7 +80,7 @@ FLAT = Coefficients(fixed=20e-3, prefill=1e-4, decode=1e-4, quadratic=0, longest
 
 
 def supply(tpot: Sequence[float], draft: int, acceptance: float = 0.7, margin: float = 0.0) -> Supply:
-    terms = Terms(GeneralModel(FLAT, correct=False), 100_000, 10.0, acceptance, draft, margin)
+    terms = Terms(GeneralModel(FLAT, correct=False), 100_000, 10.0, acceptance, draft, margin, caution=0.0)
     return Supply(terms, tpot, Load(decode=1, longest=1, context=1), 1, 1.0)
 
 
