@@ -2,6 +2,8 @@
 
 A mixed instance is kept at so many running and waiting requests: about one ends in each step, and one arrives for
 it. `recompute` is a decision with nothing kept from earlier steps: every table of the instance is filled anew.
+Then what placing one request costs in a fleet of full instances, its redirects included, and what one run of the
+dynamic programme of SLOs-Serve costs.
 """
 
 from __future__ import annotations
@@ -9,16 +11,21 @@ from __future__ import annotations
 import argparse
 import gc
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import common
 import numpy as np
 
 from jaxserve.report.table import print_table
+from jaxserve.sched import placement as placements
 from jaxserve.sched import policies
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
+from jaxserve.sched.placement import PLACEMENTS, Fleet
 from jaxserve.sched.plan import StepPlan, StepResult
+from jaxserve.sched.policies.dp import admitted, prompts_of, standing_of, terms_of
 from jaxserve.sched.policy import Decision, Limits, Policy, Role, View
 from jaxserve.sched.request import Request
 from jaxserve.sched.roster import Roster
@@ -28,6 +35,23 @@ from jaxserve.sched.slo import SLO
 # About an 8B model on one large accelerator; the cost of deciding does not depend on them.
 COEFFICIENTS = Coefficients(fixed=5e-3, prefill=2e-5, decode=1e-5, quadratic=1e-10, longest=1e-8, context=1e-8)
 PAGE = 16
+VARIANTS = [
+    "fairbatching:anchor=arrival",
+    "fairbatching:budget=fixed",
+    "fairbatching:budget=tokens",
+    "fairbatching:on_time_set",
+    "flowprefill:batch=0",
+    "flowprefill:literal",
+    "kairos:literal",
+    "kairos:quadratic",
+    "kairos:verbatim",
+    "prefill=sedf,decode=kairos",
+    "sarathi:tokens=512",
+    "sedf:ageing=0.1",
+    "slos_serve:no_admit",
+    "slos_serve:no_dynamic",
+]
+PLACED = [*PLACEMENTS, "deflect:faster", "deflect:dropped"]
 
 
 @dataclass
@@ -108,45 +132,146 @@ class Steady:
         return time.process_time() - began
 
 
-def measure(name: str, running: int, waiting: int, steps: int) -> dict[str, object]:
-    """Milliseconds of CPU time over `steps` steps, after as many again to reach the steady state."""
-    steady = Steady(name, running, waiting)
-    for _ in range(max(steps, 3 * running)):
-        steady.step()
-    steady.policy.seconds.clear()
+def milliseconds(label: str, seconds: list[float]) -> dict[str, object]:
+    values = np.array(seconds) * 1e3
+    return {f"median_{label}_ms": float(np.median(values)), f"p99_{label}_ms": float(np.percentile(values, 99))}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the garbage collector, which the engine runs in idle gaps only."""
     gc.collect()
     gc.freeze()
     gc.disable()
-    plans = [spent for _ in range(steps) if (spent := steady.step()) is not None]
-    again = [steady.recompute() for _ in range(max(5, steps // 10))]
+    yield
     gc.enable()
     gc.unfreeze()
+
+
+def measure(name: str, running: int, waiting: int, steps: int) -> dict[str, object]:
+    """Milliseconds of CPU time over `steps` steps, after as many again to reach the steady state."""
+    steady = Steady(name, running, waiting)
+    for _ in range(max(steps, 2 * running)):
+        steady.step()
+    steady.policy.seconds.clear()
+    with quiet():
+        plans = [spent for _ in range(steps) if (spent := steady.step()) is not None]
+        again = [steady.recompute() for _ in range(max(5, steps // 10))]
     decode = steady.policy.view.decode if steady.policy.view else ()
     found: dict[str, object] = {"policy": name, "running": running, "waiting": waiting, "steps": len(plans)}
     found["decoding_in_last_view"] = len(decode)
     for label, seconds in (("decide", steady.policy.seconds), ("plan", plans), ("recompute", again)):
-        values = np.array(seconds) * 1e3
-        found[f"median_{label}_ms"] = float(np.median(values))
-        found[f"p99_{label}_ms"] = float(np.percentile(values, 99))
+        found |= milliseconds(label, seconds)
     return found
+
+
+class Full:
+    """Instances with so many residents each: prompts that wait, or rows that decode. Writer: who measures."""
+
+    def __init__(self, roles: list[Role], residents: int, seed: int = 0) -> None:
+        self.random = np.random.default_rng(seed)
+        self.count = 0
+        limits = Limits(tokens=8192, rows=2 * residents + 64, pages=residents * 1024, page_size=PAGE)
+        self.instances = [
+            Scheduler(policies.make("distserve"), GeneralModel(COEFFICIENTS), limits, role, prefix_caching=False)
+            for role in roles
+        ]
+        for one in self.instances:
+            for _ in range(residents):
+                request = self.request()
+                if one.role is Role.PREFILL:
+                    one.add(request)
+                else:
+                    self.decodes(request, one)
+
+    def request(self) -> Request:
+        prompt = int(np.exp(self.random.uniform(np.log(32), np.log(4096))))
+        slo = SLO(ttft=float(self.random.choice([0.5, 1, 2, 8])), tpot=float(self.random.choice([0.025, 0.05, 0.1])))
+        self.count += 1
+        arrival = float(self.random.uniform(0.0, 0.2))
+        return Request(self.count, range(prompt), SamplingParams(max_tokens=1000), slo, arrival, seed=self.count)
+
+    @staticmethod
+    def decodes(request: Request, one: Scheduler) -> None:
+        """As a request whose prompt another instance has computed."""
+        request.computed = request.prompt_length
+        request.output.append(7)
+        request.first_token_at = 0.2
+        request.token_times.append(0.2)
+        request.pages = list(range(one.blocks.count(request.computed)))
+        assert one.reserve(request) is not None
+        one.adopt(request)
+
+    def view(self, index: int) -> View:
+        return self.instances[index].view(0.2, 0.2)
+
+
+def place(name: str, instances: int, residents: int, requests: int) -> dict[str, object]:
+    """CPU time of placing a request: `prefill`, and `redirect` once it waits there."""
+    half = [Role.PREFILL] * (instances // 2)
+    full = Full([*half, *([Role.DECODE] * (instances - len(half)))], residents)
+    fleet, placement = Fleet(0.2, full.instances, lambda tokens: 1e-3 + 1e-7 * tokens), placements.make(name)
+    placement.redirect(fleet)
+    spent = []
+    with quiet():
+        for _ in range(requests):
+            request = full.request()
+            began = time.process_time()
+            index = placement.prefill(request, fleet)[0]
+            seconds = time.process_time() - began
+            full.instances[index].add(request)
+            began = time.process_time()
+            placement.redirect(fleet)
+            spent.append(seconds + time.process_time() - began)
+            full.instances[index].cancel(request.id, "abort")
+    row = {"placement": name, "instances": instances, "residents": residents, "requests": requests}
+    return row | milliseconds("request", spent)
+
+
+def promise(new: int, running: int, times: int) -> dict[str, object]:
+    """CPU time of the dynamic programme for `new` requests beside `running` rows of three tiers."""
+    full = Full([Role.MIXED], running)
+    for _ in range(new):
+        full.instances[0].add(full.request())
+    view, nobody = full.view(0), np.arange(0)
+    spent = []
+    with quiet():
+        for _ in range(times):
+            began = time.process_time()
+            terms = terms_of(view, block=0.25, draft=0, margin=0.05)
+            kept = admitted(standing_of(view, nobody, 256), prompts_of(view, np.arange(new), 256), terms)
+            spent.append(time.process_time() - began)
+    row = {"programme": "dp", "new": new, "running": running, "admitted": int(kept.sum())}
+    return row | milliseconds("admit", spent)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--policies", nargs="+", default=policies.names())
+    parser.add_argument("--policies", nargs="+", default=[*policies.names(), *VARIANTS])
     parser.add_argument("--sizes", nargs="+", default=["64+256", "512+4096"], metavar="RUNNING+WAITING")
     parser.add_argument("--steps", type=int, default=300)
     common.add_output(parser, "scheduler_cost")
+    parser.add_argument("--placements", nargs="*", default=PLACED)
+    parser.add_argument("--fleet", default="64x256", metavar="INSTANCESxRESIDENTS", help="half of them prefill")
+    parser.add_argument("--programme", default="10+200", metavar="NEW+RUNNING")
     args = parser.parse_args()
     rows = []
     for size in args.sizes:
         running, waiting = map(int, size.split("+"))
         rows += [measure(name, running, waiting, args.steps) for name in args.policies]
+    instances, residents = map(int, args.fleet.split("x"))
+    placed = [place(name, instances, residents, args.steps) for name in args.placements]
+    new, running = map(int, args.programme.split("+"))
+    programme = [promise(new, running, args.steps)]
     titles = ["policy", "running", "waiting", "decide", "p99", "plan incl. decide", "p99 ", "recompute", "p99  "]
     keys = ["policy", "running", "waiting"]
     keys += [f"{s}_{label}_ms" for label in ("decide", "plan", "recompute") for s in ("median", "p99")]
     print_table("CPU ms per step: median and 99th percentile", titles, [[row[key] for key in keys] for row in rows])
-    common.save(args, {"rows": rows})
+    for title, found in (("CPU ms per request placed", placed), ("CPU ms per decision on new requests", programme)):
+        if found:
+            names = [key.removesuffix("_ms").replace("_", " ") for key in found[0]]
+            print_table(title, names, [list(row.values()) for row in found])
+    common.save(args, {"rows": rows, "placements": placed, "programme": programme})
     return 0
 
 
