@@ -17,6 +17,7 @@ import numpy as np
 from ..feasibility import Mask, decode_load, largest_chunk, mixed_bound, on_time_set, remaining_work, tightest_tpot
 from ..perf.model import Array, Load
 from ..policy import Decision, Grant, Order, Role, Rows, Task, View
+from ..request import State
 
 CYCLE = 20.0  # seconds over which `ageing` is shared out
 LONG = 65536  # tokens: prompts that an on-time set by count drops first
@@ -68,13 +69,18 @@ class Unified:
         aged = view.now % CYCLE < self._ageing * CYCLE
         if view.suspended and (aged or not on_time):
             return Decision(resume=view.suspended[0].step)
+        count = on_time or len(order)
         if aged and on_time < len(order):
-            late = order[on_time:]
-            order, on_time = late[np.argsort(rows.arrival[late], kind="stable")], 0
-        named = order[: on_time or view.limits.rows]
+            late, count = order[on_time:], len(order) - on_time
+            order = np.concatenate([late[np.argsort(rows.arrival[late], kind="stable")], order[:on_time]])
+        count = min(count, view.limits.rows)
+        named = order[:count]
+        if not rows.running[named].any():  # those who hold pages go on where nobody of these gets any
+            behind = order[count:]
+            named = np.concatenate([named, behind[rows.running[behind] > 0]])
         left = rows.remaining[named].astype(int).tolist()
         grants = tuple(Grant(rows[row].id, tokens) for row, tokens in zip(named.tolist(), left, strict=True))
-        return Decision(grants + tuple(Grant(request.id, 1) for request in view.decode))
+        return Decision(grants + tuple(Grant(request.id, 1) for request in view.decode), prompts=max(1, count))
 
     def _order(self, view: View) -> tuple[int, Order, tuple[int, ...]]:
         """How many can be on time; all rows, these first; and the requests that cannot be on time any more."""
@@ -151,6 +157,8 @@ class Unified:
                 break
             load = more
             chosen.append(rows[row].id)
+        if not chosen and all(requests[grant.request].state is State.WAITING for grant in guests):
+            chosen.append(rows[0].id)  # they may get no pages
         return tuple(Grant(id, 1) for id in chosen) + guests
 
     def _bound(self, view: View) -> float:

@@ -86,6 +86,7 @@ class Shape:
     fails: Callable[[str, StepPlan], bool] = lambda name, plan: False
     loses: Callable[[], bool] = lambda: False  # whether the next transfer raises
     log: Callable[[str], Log] = lambda name: no_log
+    scheduler: Callable[..., Scheduler] = Scheduler
 
 
 def simulate(jobs: Sequence[Job], roles: Sequence[Role] = (Role.MIXED,), **shape: Any) -> Outcome:
@@ -157,7 +158,7 @@ def _instances(
             suspended=shape.suspended,
             draft=shape.draft,
         )
-        scheduler = Scheduler(
+        scheduler = shape.scheduler(
             policies.make(shape.policy) if isinstance(shape.policy, str) else shape.policy(),
             GeneralModel(shape.coefficients),
             limits,

@@ -15,6 +15,7 @@ from jaxserve.sched.sim.latency import Latency
 from jaxserve.sched.sim.options import Options
 from jaxserve.sched.slo import SLO
 
+from .test_orders import begun
 from .test_policies import decoding, prompt, view
 
 # a second per 1,000 prompt tokens, 10 ms a step; see test_policies.PERF
@@ -37,6 +38,17 @@ def test_what_cannot_be_on_time_any_more_becomes_best_effort_and_comes_last() ->
     late, able = prompt(0, 6000, slo=SLO(ttft=4.0)), prompt(1, 2000)
     decision = Unified(ageing=0.0).decide(view([late, able], [], limits=LIMITS))
     assert granted(decision) == [1] and decision.demote == (0,)
+
+
+def test_who_holds_pages_goes_on_where_those_on_time_may_get_none() -> None:
+    """Otherwise an instance whose pages are held by late prompts would stand still."""
+    late, able = begun(prompt(0, 6000, slo=SLO(ttft=4.0)), 100), prompt(1, 2000)
+    decision = Unified(ageing=0.0).decide(view([late, able], [], limits=LIMITS))
+    assert granted(decision) == [1, 0] and decision.prompts == 1  # they do not share a step
+    running = begun(prompt(2, 2000), 100)
+    assert granted(Unified(ageing=0.0).decide(view([late, able, running], [], limits=LIMITS))) == [1, 2]
+    aged = Unified(ageing=0.1).decide(view([prompt(3, 9000), begun(prompt(1, 2000), 100)], [], limits=LIMITS))
+    assert granted(aged) == [3, 1] and aged.prompts == 1
 
 
 def test_a_prompt_that_may_not_lose_its_place_stays_in_the_set() -> None:

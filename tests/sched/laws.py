@@ -1,0 +1,229 @@
+"""What must hold in every run, whoever decides: watched from inside, at every move of the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import pytest
+
+from jaxserve.sched import policies
+from jaxserve.sched.log import Log
+from jaxserve.sched.perf.model import Form, PerfModel
+from jaxserve.sched.plan import Span
+from jaxserve.sched.policy import Decision, Policy, Rows, Task, View
+from jaxserve.sched.request import Request, RequestView, State
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.sim import clock
+
+from .harness import Job, Outcome, simulate
+
+Record = tuple[float, str, str, Any]  # when, instance, kind, what
+
+
+def names_of(*protocols: type) -> frozenset[str]:
+    """What protocols of the seam offer."""
+    return frozenset(name for one in protocols for name in vars(one) if not name.startswith("_"))
+
+
+REQUEST = names_of(RequestView)
+ROWS = names_of(Rows)
+MODEL = names_of(Form, PerfModel) - {"observe"}  # to learn is the scheduler's
+
+
+class Sealed:
+    """Lets through what a protocol offers, and fails on everything else."""
+
+    __slots__ = ("_allowed", "_one")
+
+    def __init__(self, one: Any, allowed: frozenset[str]) -> None:
+        object.__setattr__(self, "_one", one)
+        object.__setattr__(self, "_allowed", allowed)
+
+    def __getattr__(self, name: str) -> Any:
+        assert name in self._allowed, f"a policy looks at {name!r} of {self._one!r}"
+        return getattr(self._one, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AssertionError(f"a policy writes {name!r} of {self._one!r}")
+
+
+class SealedRows(Sealed):
+    """Rows of sealed requests."""
+
+    __slots__ = ()
+
+    def __init__(self, rows: Rows) -> None:
+        super().__init__(rows, ROWS)
+
+    def __len__(self) -> int:
+        return len(self._one)
+
+    def __iter__(self) -> Iterator[Sealed]:
+        return (Sealed(one, REQUEST) for one in self._one)
+
+    def __getitem__(self, row: int) -> Sealed:
+        return Sealed(self._one[row], REQUEST)
+
+
+def sealed(view: View) -> Any:
+    """The same view, of which nothing can be seen but what the protocols offer."""
+
+    def task(one: Task) -> Any:
+        return one._replace(requests=tuple(Sealed(request, REQUEST) for request in one.requests))
+
+    changed: dict[str, Any] = {
+        "prefill": SealedRows(view.prefill),
+        "decode": SealedRows(view.decode),
+        "perf": Sealed(view.perf, MODEL),
+        "suspended": tuple(map(task, view.suspended)),
+        "running": None if view.running is None else task(view.running),
+    }
+    return replace(view, **changed)
+
+
+class Listening:
+    """A policy whose last words about what to run are kept. Writer of `named`."""
+
+    def __init__(self, policy: Policy, seal: bool) -> None:
+        self._policy = policy
+        self._seal = seal
+        self.named: list[int] = []
+
+    def decide(self, view: View) -> Decision:
+        decision = self._policy.decide(sealed(view) if self._seal else view)
+        if view.running is None:
+            self.named = [grant.request for grant in decision.grants]
+        return decision
+
+
+class Watch:
+    """Keeps what the instances of one run log, and checks whenever the clock moves what must hold at all times."""
+
+    def __init__(self, policy: str, *, seal: bool) -> None:
+        self.records: list[Record] = []
+        self._policy = policy
+        self._seal = seal
+        self._instances: list[Scheduler] = []
+        self._now = 0.0
+
+    def run(self, jobs: Sequence[Job], roles: Sequence[Any], **shape: Any) -> Outcome:
+        jump = clock.VirtualLoop._jump
+
+        def watched(loop: clock.VirtualLoop) -> None:
+            self.check(loop.now)
+            jump(loop)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(clock.VirtualLoop, "_jump", watched)
+            more = {"policy": self._make, "log": self._log, "scheduler": self._scheduler}
+            return simulate(jobs, roles, **{**shape, **more})
+
+    def _make(self) -> Listening:
+        return Listening(policies.make(self._policy), self._seal)
+
+    def _scheduler(self, *args: Any, **more: Any) -> Scheduler:
+        self._instances.append(Scheduler(*args, **more))
+        return self._instances[-1]
+
+    def _log(self, name: str) -> Log:
+        def log(kind: str, **fields: Any) -> None:
+            if kind in ("planned", "settle", "suspend", "adopt"):
+                what = next(iter(fields.values()))
+                self.records.append((clock.loop().now, name, kind, what))
+
+        return log
+
+    def check(self, now: float) -> None:
+        assert now >= self._now, "the clock ran backwards"
+        self._now = now
+        for one in self._instances:
+            one.check()
+            assert 0 <= one.blocks.held <= one.limits.pages and 0 <= one.running <= one.limits.rows
+            if not one.in_flight:
+                idle(one, now)
+
+
+def idle(one: Scheduler, now: float) -> None:
+    """An instance may stand still while time passes only where nobody in it can run: no step is suspended, nobody who
+    holds pages has the page that it needs, and of those without pages the first that the policy wants does not fit.
+
+    A policy that leaves rows out (shedding, delaying) may do so only beside others that run.
+    """
+    view = one.view(now, now)
+    assert not view.suspended, f"idle at {now} with suspended steps"
+    holders = [each for each in one if each.state is State.RUNNING and each.generated < each.limit]
+    stuck = [each for each in holders if len(each.pages) * one.limits.page_size <= each.computed]
+    assert not holders or (len(stuck) == len(holders) == 1 and not one.blocks.available), f"idle at {now}: {holders}"
+    waiting = {each.id: each for each in one if each.state is State.WAITING}
+    if waiting:
+        policy = one.policy
+        assert isinstance(policy, Listening)
+        first = next((waiting[id] for id in policy.named if id in waiting), None)
+        assert first is not None, f"idle at {now}: the policy wants none of {list(waiting.values())}"
+        assert not _fits(one, first), f"idle at {now}: {first} fits"
+
+
+def _fits(one: Scheduler, request: Request) -> bool:
+    """Whether it would get its pages, even without a prefix hit, and a slot."""
+    slots = one.limits.rows - one.running - len(one._reservations)
+    pages = one.blocks.count(request.known) + len(one.view(0.0, 0.0).decode)
+    return slots > 0 and pages <= one.blocks.available
+
+
+def spans_in_order(records: Sequence[Record]) -> dict[int, list[tuple[float, Span]]]:
+    """Each request's settled spans, with the times when they ended."""
+    plans = {(name, what.step): what for _, name, kind, what in records if kind == "planned"}
+    found: dict[int, list[tuple[float, Span]]] = {}
+    for _, name, kind, result in records:
+        if kind == "settle":
+            for span in plans[name, result.step].spans:
+                found.setdefault(span.request, []).append((result.finished, span))
+    return found
+
+
+def check_tokens(outcome: Outcome, records: Sequence[Record], page_size: int) -> None:
+    """No token before all before it are computed: spans follow each other, and only the last one of a prompt samples.
+    Whoever begins anew begins at a page that a cache may hold, or where another instance stopped."""
+    spans = spans_in_order(records)
+    for request in outcome.requests:
+        at, drafted = 0, 0
+        for place, (finished, span) in enumerate(spans.get(request.id, ())):
+            if span.begin is None:
+                assert at - drafted <= span.start <= at, f"{request}: {span} does not follow {at}"
+            else:
+                assert span.start % page_size == 0 or at - drafted <= span.start <= at
+            at, drafted = span.start + span.length, span.draft
+            assert not span.samples or at > request.prompt_length - 1
+            if span.samples and not any(one.samples for _, one in spans[request.id][:place]) and request.token_times:
+                assert request.token_times[0] >= finished
+        assert not request.output or at >= request.prompt_length
+
+
+def check_told(outcome: Outcome, jobs: Sequence[Job], refuses: bool) -> None:
+    """Each request is told once why it ended, in order, with exactly its tokens."""
+    assert [request.id for request in outcome.requests] == list(range(len(jobs)))
+    for request, job in zip(outcome.requests, jobs, strict=True):
+        deltas = outcome.deltas[request.id]
+        told = [token for delta in deltas for token in delta.tokens]
+        reasons = [delta.finish_reason for delta in deltas if delta.finish_reason]
+        assert told == request.output and reasons == [request.finish_reason]
+        assert request.token_times == sorted(request.token_times) and len(request.token_times) == len(told)
+        assert all(time > request.arrival for time in request.token_times)
+        if request.finish_reason == "refused":
+            assert refuses and not told
+        else:
+            assert request.finish_reason == ("stop" if job.output <= request.limit else "length")
+            assert len(told) == min(job.output, request.limit)
+
+
+def first_difference(one: Outcome, other: Outcome) -> float:
+    """When it first shows in either run that their requests have other output lengths. Seconds."""
+    shows = inf
+    for request, same in zip(one.requests, other.requests, strict=True):
+        last = min(len(request.output), len(same.output))
+        if last and len(request.output) != len(same.output):
+            shows = min(shows, request.token_times[last - 1], same.token_times[last - 1])
+    return shows

@@ -1,0 +1,232 @@
+"""Laws that hold for every policy, placement and admission, on every mesh, over random small workloads.
+
+The bare run draws a few workloads for each policy, with meshes, placements and admissions taken so that over all
+policies every pair of them meets; `-m full` runs the whole matrix.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations, product
+from math import inf
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.sched import policies
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.perf.model import GeneralModel
+from jaxserve.sched.policy import Decision, Limits, Role, View, in_order
+from jaxserve.sched.request import BEST_EFFORT, STANDARD, Request
+from jaxserve.sched.slo import SLO
+from jaxserve.sched.table import Table
+
+from .harness import COEFFICIENTS, Job, Outcome
+from .laws import REQUEST, Watch, check_tokens, check_told, first_difference, sealed
+
+VARIANTS = [
+    "fairbatching:anchor=arrival",
+    "fairbatching:budget=fixed",
+    "fairbatching:budget=fixed:24",
+    "fairbatching:budget=tokens",
+    "fairbatching:on_time_set",
+    "flowprefill:batch=0",
+    "flowprefill:literal",
+    "flowprefill:order=edf+no-preempt",
+    "kairos:greedy+margin=0.2",
+    "kairos:literal",
+    "kairos:no-pack+quadratic",
+    "kairos:verbatim",
+    "prefill=kairos:literal,decode=continuous",
+    "prefill=sedf,decode=kairos",
+    "sarathi:tokens=8",
+    "slos_serve:no-admit",
+    "slos_serve:no-dynamic+no-spec",
+    "unified:keep=0.5+ageing=0.5",
+    "unified:no-preempt",
+    "vllm:tokens=16",
+]
+POLICIES = [*policies.names(), *VARIANTS]
+P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
+MESHES = {"1": (M,), "1P1D": (P, D), "2P2D": (P, P, D, D), "2 mixed": (M, M), "1P2D": (P, D, D)}
+PLACEMENTS = [
+    "deflect:dropped",
+    "deflect:faster",
+    "deflect:slo",
+    "fewest_requests",
+    "least_work",
+    "least_work:give_back",
+    "next_replica",
+    "prefill_budget",
+    "round_robin",
+    "unified",
+]
+ADMISSIONS = ["none", "pab", "pab:refuse", "dp"]
+Case = tuple[str, str, str]  # mesh, placement, admission
+CASES: list[Case] = list(product(MESHES, PLACEMENTS, ADMISSIONS))
+
+
+def sample(policy: str, count: int = 4) -> list[Case]:
+    """A few cases; over all policies every pair of mesh, placement and admission."""
+    meshes = list(MESHES)
+    return [
+        (meshes[n % 5], PLACEMENTS[n // 5 % 10], ADMISSIONS[(n + n // 10) % 4])
+        for n in range(count * POLICIES.index(policy), count * (POLICIES.index(policy) + 1))
+    ]
+
+
+def test_the_sample_meets_every_pair() -> None:
+    cases = [case for policy in POLICIES for case in sample(policy)]
+    for one, other in combinations(range(3), 2):
+        assert {(case[one], case[other]) for case in cases} == {(case[one], case[other]) for case in CASES}
+
+
+SLOS = [SLO(ttft, tpot) for ttft, tpot in product((0.004, 0.02, 0.1, 8.0), (0.0015, 0.004, 0.05))] + [SLO(inf, inf)]
+JOB = st.builds(
+    lambda start, prompt, output, arrival, slo, tier: Job(
+        range(start, start + prompt), output, arrival, slo=SLO(inf, inf) if tier == BEST_EFFORT else slo, tier=tier
+    ),
+    start=st.sampled_from([0, 0, 1000, 2000]),  # equal starts share prefixes
+    prompt=st.integers(1, 60),
+    output=st.integers(1, 14),
+    arrival=st.floats(0, 0.03),
+    slo=st.sampled_from(SLOS),
+    tier=st.sampled_from([STANDARD, STANDARD, STANDARD, BEST_EFFORT]),
+)
+JOBS = st.lists(JOB, min_size=2, max_size=10)
+FIELDS: dict[str, list[Any]] = {
+    "pages": [20, 24, 40, 200],
+    "rows": [1, 3, 8],
+    "tokens": [4, 16, 48],
+    "prompts": [1, 1 << 30],
+    "preemptible": [True, False],
+    "suspended": [1, 3],
+    "lead": [0.0, 0.0, 0.0005],
+    "draft": [0, 0, 3],
+    "acceptance": [0.6],
+    "first_token": ["prefill", "decode"],
+    "prefix_caching": [True, False],
+}
+SHAPE = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in FIELDS.items()})
+
+
+def serve(policy: str, case: Case, jobs: list[Job], shape: dict[str, Any], *, seal: bool) -> tuple[Watch, Outcome]:
+    mesh, placement, admission = case
+    watch = Watch(policy, seal=seal)
+    return watch, watch.run(jobs, MESHES[mesh], placement=placement, admission=admission, **shape)
+
+
+def check(policy: str, case: Case, jobs: list[Job], shape: dict[str, Any]) -> None:
+    """All laws of one run; and of two that differ only in whether the policy is watched: equal histories."""
+    watch, outcome = serve(policy, case, jobs, shape, seal=False)
+    check_told(outcome, jobs, case[2].endswith(":refuse"))
+    check_tokens(outcome, watch.records, page_size=4)
+    again, same = serve(policy, case, jobs, shape, seal=True)
+    assert watch.records == again.records and outcome.ended == same.ended
+    assert [one.token_times for one in outcome.requests] == [one.token_times for one in same.requests]
+
+
+@settings(max_examples=40)
+@given(policy=st.sampled_from(POLICIES), case=st.sampled_from(CASES), jobs=JOBS, shape=SHAPE)
+def test_nothing_is_lost_and_nothing_stands_still(policy, case, jobs, shape) -> None:  # type: ignore[no-untyped-def]
+    check(policy, case, jobs, shape)
+
+
+def drawn(seed: object) -> tuple[list[Job], dict[str, Any]]:
+    """As JOBS and SHAPE, by a seed."""
+    draw = random.Random(str(seed))
+    jobs = []
+    for _ in range(draw.randint(4, 14)):
+        start, tier = draw.choice([0, 0, 1000, 2000]), draw.choice([STANDARD, STANDARD, STANDARD, BEST_EFFORT])
+        slo = SLO(inf, inf) if tier == BEST_EFFORT else draw.choice(SLOS)
+        prompt = range(start, start + draw.randint(1, 60))
+        jobs.append(Job(prompt, draw.randint(1, 14), draw.uniform(0, 0.03), slo=slo, tier=tier))
+    return jobs, {name: draw.choice(values) for name, values in FIELDS.items()}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_laws_hold_for_every_policy(policy: str) -> None:
+    for case in sample(policy):
+        check(policy, case, *drawn((policy, case)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_laws_hold_everywhere(policy: str) -> None:
+    for case in CASES:
+        jobs, shape = drawn((policy, case, "full"))
+        check(policy, case, jobs, shape)
+        check_blind(policy, case, jobs, permuted(jobs, shuffled(len(jobs))), shape)
+
+
+def permuted(jobs: list[Job], places: list[int]) -> list[Job]:
+    """The same requests with each other's hidden output lengths."""
+    return [
+        Job(job.prompt, jobs[place].output, job.arrival, job.slo, tier=job.tier)
+        for job, place in zip(jobs, places, strict=True)
+    ]
+
+
+def check_blind(policy: str, case: Case, jobs: list[Job], others: list[Job], shape: dict[str, Any]) -> float:
+    """Plans are equal until it shows that output lengths differ. Returns when that is."""
+    (watch, outcome), (other, same) = (serve(policy, case, each, shape, seal=False) for each in (jobs, others))
+    shows = first_difference(outcome, same)
+    mine, theirs = ([one for one in each.records if one[0] < shows] for each in (watch, other))
+    assert mine == theirs
+    return shows
+
+
+def shuffled(count: int) -> list[int]:
+    return random.Random(count).sample(range(count), count)
+
+
+@settings(max_examples=40)
+@given(policy=st.sampled_from(POLICIES), case=st.sampled_from(CASES), jobs=JOBS, shape=SHAPE, data=st.data())
+def test_no_policy_sees_an_output_length(policy, case, jobs, shape, data) -> None:  # type: ignore[no-untyped-def]
+    places = data.draw(st.permutations(range(len(jobs))))
+    check_blind(policy, case, jobs, permuted(jobs, places), shape)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_policy_knows_when_somebody_ends(policy: str) -> None:
+    case = sample(policy)[0]
+    jobs, shape = drawn((policy, "blind"))
+    assert check_blind(policy, case, jobs, permuted(jobs, shuffled(len(jobs))), shape) < inf
+
+
+class Lazy:
+    """Runs nothing before its time."""
+
+    def decide(self, view: View) -> Decision:
+        return Decision(in_order(view.prefill, np.arange(len(view.prefill)), view.limits) if view.now > 0.02 else ())
+
+
+def test_what_watches_sees_an_idle_instance_and_a_look_behind_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [Job(range(9), 1, arrival) for arrival in (0.0, 0.03)]
+    monkeypatch.setattr(policies, "make", lambda name: Lazy())
+    with pytest.raises(AssertionError, match=r"idle at .*wants none of"):
+        serve("lazy", ("1", "least_work", "none"), jobs, {}, seal=False)
+    table = Table()
+    table.add(Request(0, range(5), SamplingParams(max_tokens=3), SLO(), 0.0))
+    view = View(0.0, 0.0, Role.MIXED, table, Table(), Limits(pages=9), 9, 0, GeneralModel(COEFFICIENTS))
+    seen = sealed(view)
+    assert seen.prefill[0].remaining == seen.prefill.remaining[0] == 5
+    for look in (
+        lambda: seen.prefill[0].limit,
+        lambda: seen.prefill[0].params,
+        lambda: next(iter(seen.prefill)).output,
+        lambda: seen.prefill._requests,
+        lambda: seen.perf.observe,
+    ):
+        with pytest.raises(AssertionError, match="looks at"):
+            look()
+    with pytest.raises(AssertionError, match="writes 'tier'"):
+        seen.prefill[0].tier = BEST_EFFORT
+
+
+def test_the_protocol_has_no_output_length() -> None:
+    hidden = {"eos", "limit", "output", "params", "prompt", "seed", "token_times"}
+    assert not REQUEST & hidden and hidden < set(Request.__slots__)
