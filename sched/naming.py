@@ -85,10 +85,19 @@ def _value(default: Any, value: Any, owner: str, part: str, what: str) -> Any:
     try:
         if isinstance(value, bool) != (kind is bool):
             raise ValueError
-        return value if kind in (bool, str) else kind(float(value)) if kind is int else float(value)
+        return value if kind in (bool, str) else _number(value, kind)
     except (TypeError, ValueError, OverflowError):
-        wanted = "a flag without a value" if kind is bool else "text" if kind is str else "a number"
+        number = "a whole number" if kind is int else "a number"
+        wanted = "a flag without a value" if kind is bool else "text" if kind is str else number
         raise InvalidValue(f"{owner}: option {part!r} must be {wanted}", what) from None
+
+
+def _number(text: str, kind: type) -> int | float:
+    """Raises ValueError or OverflowError; nothing is rounded."""
+    number = float(text)
+    if number != number or (kind is int and number != int(number)):
+        raise ValueError
+    return int(number) if kind is int else number
 
 
 def _shown(parameter: inspect.Parameter) -> str:

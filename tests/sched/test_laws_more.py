@@ -1,0 +1,112 @@
+"""Laws of what is attained: nobody exceeds the clairvoyant bound, and wider SLOs never hurt who does not see them."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from math import inf
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.sched.perf.model import Coefficients
+from jaxserve.sched.request import BEST_EFFORT
+from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, Report, simulate
+from jaxserve.sched.sim.bounds import bounds
+from jaxserve.sched.sim.oracle import Details, bound
+from jaxserve.sched.sim.workload import scale_slo
+from jaxserve.sched.slo import SLO
+
+from .test_laws import ADMISSIONS, PLACEMENTS, POLICIES
+
+EXACT = Coefficients(1e-3, 1e-4, 1e-5, 1e-8, 1e-7, 1e-8)
+TINY = Latency("tiny", kv_bytes_per_token=1000, kv_tokens=400, page_size=4, coefficients=EXACT, link_bandwidth=1e9)
+MESHES = {"1": Mesh(1), "1P1D": Mesh(2), "2P2D": Mesh(4), "2 mixed": Mesh(2, colocated=True)}
+BLIND = ["distserve", "sjf", "vllm", "sarathi:tokens=16", "prefill=fcfs,decode=continuous"]  # to the SLO
+
+
+def drawn(seed: object, count: int = 24) -> list[Arrival]:
+    """Requests that come faster than they can be served on one instance, promised little time."""
+    draw, time, arrivals = random.Random(str(seed)), 0.0, []
+    for _ in range(count):
+        time += draw.expovariate(400.0)
+        slo = SLO(draw.choice([0.004, 0.01, 0.03, 0.1]), draw.choice([0.0013, 0.0016, 0.003, 0.02]))
+        tier = BEST_EFFORT if draw.random() < 0.1 else "standard"
+        slo = SLO(inf, inf) if tier == BEST_EFFORT else slo
+        arrivals.append(Arrival(time, draw.randint(1, 80), draw.randint(1, 20), slo, tier=tier))
+    return arrivals
+
+
+def check_bound(policy: str, mesh: str, placement: str, admission: str, **more: Any) -> None:
+    """The bound of these very servers: those that decode count for prompts only where some may come to them."""
+    arrivals = drawn((policy, mesh, placement, admission))
+    options = Options(placement=placement, admission=admission, tokens=64, rows=8, **more)
+    report = simulate(arrivals, policy, MESHES[mesh], TINY, options=options)
+    attained = sum(one.attained for one in report.measured if one.promised)
+    [found] = bounds(arrivals, MESHES[mesh], TINY, rates=[None], options=options)
+    assert attained <= found.bound.attained
+    prefill = sum(role.value == "prefill" for role in MESHES[mesh].roles)
+    stays = prefill and placement not in ("unified", "auto") and not placement.startswith("deflect")
+    kept = [one for one in arrivals if one.tier != BEST_EFFORT]
+    details = Details(rows=8, draft=options.draft, kv_tokens=400)
+    servers = prefill, MESHES[mesh].instances - prefill
+    same = bound(kept, EXACT, *servers, deflection=not stays, chunk=64, details=details)
+    assert found.bound == same
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_policy_exceeds_the_bound(policy: str) -> None:
+    turn = POLICIES.index(policy)
+    for n, mesh in enumerate(MESHES):
+        turn += 1
+        check_bound(policy, mesh, PLACEMENTS[turn % len(PLACEMENTS)], ADMISSIONS[(turn + n) % 4], draft=turn % 2 * 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_policy_exceeds_the_bound_anywhere(policy: str) -> None:
+    for mesh, placement, admission in product(MESHES, PLACEMENTS, ADMISSIONS):
+        check_bound(policy, mesh, placement, admission)
+
+
+def test_the_bound_can_be_reached() -> None:
+    """Otherwise not to exceed it would say nothing."""
+    arrivals = [Arrival(0.1 * n, 20, 5, SLO(0.01, 0.01)) for n in range(6)]
+    [found] = bounds(arrivals, "1x1", TINY, rates=[None])
+    assert simulate(arrivals, "distserve", "1x1", TINY).summary.attained == found.bound.share == 1.0
+    hard = [Arrival(0.0, 60, 1, SLO(0.015, inf)) for _ in range(4)]  # 7 ms each, one a step
+    [found] = bounds(hard, "1x1", TINY, rates=[None])
+    report = simulate(hard, "distserve", "1x1", TINY, options=Options(prompts=1))
+    assert found.bound.attained == sum(one.attained for one in report.measured) == 2
+
+
+@settings(max_examples=25)
+@given(
+    policy=st.sampled_from(BLIND),
+    mesh=st.sampled_from(sorted(MESHES)),
+    placement=st.sampled_from(["fewest_requests", "least_work", "round_robin"]),
+    seed=st.integers(0, 10_000),
+    ttft=st.floats(1.0, 20.0),
+    tpot=st.floats(1.0, 20.0),
+)
+def test_wider_slos_never_hurt_who_does_not_see_them(policy, mesh, placement, seed, ttft, tpot) -> None:  # type: ignore[no-untyped-def]
+    """With room for all KV. Whose KV was dropped on a decode instance comes back as a guest, in what the tightest tpot
+    leaves of a step: there even a policy that is blind has a step that is not."""
+
+    def run(arrivals: list[Arrival]) -> Report:
+        options = Options(placement=placement, tokens=64, rows=32, pages=2000)
+        return simulate(arrivals, policy, MESHES[mesh], TINY, options=options)
+
+    arrivals = drawn(seed)
+    tight, wide = run(arrivals), run(scale_slo(arrivals, ttft=ttft, tpot=tpot))
+    assert tight.counters.preemptions == 0
+    before, after = ({one.id: one for one in each.measured} for each in (tight, wide))
+    for id, one in before.items():
+        same = after[id]
+        assert (one.ttft, one.ended, one.largest_gap) == pytest.approx(
+            (same.ttft, same.ended, same.largest_gap), abs=0, nan_ok=True
+        )
+        assert one.attained <= same.attained
+    assert tight.summary.attained <= wide.summary.attained

@@ -1,0 +1,154 @@
+"""Things by name: options are read as what they are, and what is wrong is answered with what is allowed."""
+
+from __future__ import annotations
+
+import re
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.sched import admission, placement, policies
+from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.naming import build, shared
+
+
+def thing(
+    flag: bool = False, on: bool = True, count: int = 3, share: float = 0.5, word: str = "a", no_way: bool = False
+) -> dict[str, Any]:
+    return dict(locals())
+
+
+def other(count: int = 1, given: str = "") -> dict[str, Any]:
+    return dict(locals())
+
+
+TABLE = {"thing": "things:thing", "other": "things:other", "third": "things:thing:word=z"}
+DEFAULTS = thing()
+
+
+@pytest.fixture(autouse=True)
+def things(monkeypatch: pytest.MonkeyPatch) -> None:
+    package, module = ModuleType("shelf"), ModuleType("shelf.things")
+    package.__path__ = []
+    module.thing, module.other = thing, other  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "shelf", package)
+    monkeypatch.setitem(sys.modules, "shelf.things", module)
+
+
+def made(text: str, **given: Any) -> dict[str, Any]:
+    result: dict[str, Any] = build(TABLE, text, "toy", "shelf", **given)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("text", "changed"),
+    [
+        ("thing", {}),
+        ("  thing ", {}),
+        ("thing:", {}),
+        ("thing:flag", {"flag": True}),
+        ("thing:no-flag", {}),
+        ("thing:no-on", {"on": False}),
+        ("thing:no_on", {"on": False}),
+        ("thing:no-way", {"no_way": True}),  # its own name, not the opposite of `way`
+        ("thing:no-no-way", {}),
+        ("thing:count=7", {"count": 7}),
+        ("thing:count=-7", {"count": -7}),
+        ("thing:count=8e3", {"count": 8000}),
+        ("thing:share=1", {"share": 1.0}),
+        ("thing:share = 2.5e-1", {"share": 0.25}),
+        ("thing:word=b:7", {"word": "b:7"}),
+        ("thing:word=", {"word": ""}),
+        ("thing:flag+no-on+count=1+share=.5+word=x", {"flag": True, "on": False, "count": 1, "word": "x"}),
+        ("thing:count=1+count=2", {"count": 2}),
+        ("third", {"word": "z"}),
+        ("third:word=y+flag", {"word": "y", "flag": True}),
+    ],
+)
+def test_options_are_read_as_what_their_defaults_are(text: str, changed: dict[str, Any]) -> None:
+    found = made(text)
+    assert found == DEFAULTS | changed
+    assert {key: type(value) for key, value in found.items()} == {key: type(value) for key, value in DEFAULTS.items()}
+
+
+ALLOWED = "flag, no-on, count=3, share=0.5, word=a, no_way"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("thin", "unknown toy 'thin'; choose one of other, thing, third; did you mean 'thing'?"),
+        ("", "unknown toy ''; choose one of other, thing, third"),
+        ("thing:size=3", f"toy 'thing' has no option 'size=3'; its options: {ALLOWED}"),
+        ("thing:fast", f"toy 'thing' has no option 'fast'; its options: {ALLOWED}"),
+        ("thing:no-fast", f"toy 'thing' has no option 'no-fast'; its options: {ALLOWED}"),
+        ("thing:flag=1", "toy 'thing': option 'flag=1' must be a flag without a value"),
+        ("thing:count", "toy 'thing': option 'count' must be a whole number"),
+        ("thing:no-count", "toy 'thing': option 'no-count' must be a whole number"),
+        ("thing:count=many", "toy 'thing': option 'count=many' must be a whole number"),
+        ("thing:count=inf", "toy 'thing': option 'count=inf' must be a whole number"),
+        ("thing:count=7.5", "toy 'thing': option 'count=7.5' must be a whole number"),
+        ("thing:share=nan", "toy 'thing': option 'share=nan' must be a number"),
+        ("thing:share=half", "toy 'thing': option 'share=half' must be a number"),
+        ("thing:word", "toy 'thing': option 'word' must be text"),
+        ("other:given=x", "toy 'other' has no option 'given=x'; its options: count=1"),
+    ],
+)
+def test_an_error_names_the_value_and_what_is_allowed(text: str, message: str) -> None:
+    with pytest.raises(InvalidValue, match=re.escape(message)):
+        made(text, given="mine")
+
+
+def test_what_is_given_reaches_who_takes_it() -> None:
+    assert made("other:count=2", given="mine") == {"count": 2, "given": "mine"}
+    assert made("thing", given="mine") == DEFAULTS
+
+
+@given(count=st.integers(-(10**9), 10**9), share=st.floats(allow_nan=False, allow_infinity=False), flag=st.booleans())
+def test_what_is_written_is_what_is_read(count: int, share: float, flag: bool) -> None:
+    text = f"thing:count={count}+share={share!r}+{'flag' if flag else 'no-flag'}"
+    assert "e+" in text or made(text) == DEFAULTS | {"count": count, "share": share, "flag": flag}
+
+
+def test_options_meant_for_several_go_to_those_that_take_them() -> None:
+    tables, names = [TABLE, TABLE], ["thing", "other"]
+
+    def split(text: str) -> list[str]:
+        return shared(tables, names, text, "pair 'x'", "pair", "shelf")
+
+    assert split("flag+count=2") == ["thing:flag+count=2", "other:count=2"]
+    assert split("no-on") == ["thing:no-on", "other:"]
+    assert split("") == ["thing:", "other:"]
+    with pytest.raises(InvalidValue, match=re.escape("pair 'x' has no option 'size=1'; its options: flag, no-on, ")):
+        split("flag+size=1")
+
+
+@pytest.mark.parametrize(
+    ("make", "text", "message"),
+    [
+        (policies.make, "sarathi:tokens=few", "policy 'sarathi': option 'tokens=few' must be a whole number"),
+        (policies.make, "sarathi:tokens=-1", "at least 1, or 0"),
+        (policies.make, "kairos:verbos", "policy 'kairos' has no option 'verbos'"),
+        (policies.make, "fairbatching:anchor=last", "anchor='last' must be first or arrival"),
+        (policies.make, "fairbatching:budget=fixed:0", "budget='fixed:0' must be slo, tokens, fixed or fixed:N"),
+        (policies.make, "flowprefill:order=fifo", "order='fifo' must be one of sedf, deadline_edf, edf"),
+        (policies.make, "prefill=vllm,decode=kairos", "unknown prefill policy 'vllm'; choose one of deadline_edf, edf"),
+        (policies.make, "prefill=fcfs", "unknown policy 'prefill=fcfs'"),
+        (policies.make, "sjf:ageing=2", "ageing=2.0 must be a share"),
+        (placement.make, "deflect:sl", "placement 'deflect' has no option 'sl'; its options: faster, slo, dropped"),
+        (placement.make, "deflect:slo+faster", "one of faster, slo and dropped"),
+        (placement.make, "deflect:share=0", "share=0.0 must be more than 0"),
+        (placement.make, "roundrobin", "did you mean 'round_robin'?"),
+        (placement.make, "next_replica:limit=0", "limit=0 must be at least 1"),
+        (placement.make, "next_replica:admission=none", "has no option 'admission=none'; its options: limit=8"),
+        (admission.make, "pab:reject", "admission 'pab' has no option 'reject'; its options: refuse"),
+        (admission.make, "all", "unknown admission 'all'; choose one of dp, none, pab"),
+    ],
+)
+def test_policies_placements_and_admissions_say_what_they_take(make: Any, text: str, message: str) -> None:
+    with pytest.raises(InvalidValue, match=re.escape(message)):
+        make(text)
