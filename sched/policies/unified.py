@@ -17,7 +17,7 @@ import numpy as np
 from ..feasibility import Mask, decode_load, largest_chunk, mixed_bound, on_time_set, remaining_work, tightest_tpot
 from ..perf.model import Array, Load
 from ..policy import Decision, Grant, Order, Role, Rows, Task, View
-from ..request import State
+from ..request import BEST_EFFORT, State
 
 CYCLE = 20.0  # seconds over which `ageing` is shared out
 LONG = 65536  # tokens: prompts that an on-time set by count drops first
@@ -106,7 +106,7 @@ class Unified:
         """Somebody can be on time only if what runs, which cannot be, makes way."""
         if len(view.suspended) + 1 >= view.limits.suspended:
             return False
-        due = max((one.deadline for one in running.requests if one.tier != "best_effort"), default=-inf)
+        due = max((one.arrival + one.slo.ttft for one in running.requests if one.tier != BEST_EFFORT), default=-inf)
         if view.now + running.seconds <= due:
             return False
         return self._order(view)[0] > 0
@@ -168,11 +168,19 @@ class Unified:
         return max(bound, 1.5 * alone)
 
     def _guests(self, view: View, load: Load, order: Order, bound: float | None = None) -> tuple[Grant, ...]:
-        """Chunks of prompts, in an order of rows, beside a step of `load`."""
+        """Chunks of prompts, in an order of rows, beside a step of `load`; the first that waits and finds no slot or
+        no pages ends it: time set aside for it would be lost."""
         rows, cut = view.prefill, []
         bound = self._bound(view) if bound is None else bound
+        slots = view.limits.rows - len(view.decode) - int(rows.running.sum())
+        pages = view.free_pages
         for row in order.tolist():
             request = rows[row]
+            if request.state is State.WAITING:
+                slots -= 1
+                pages -= -(-request.remaining // view.limits.page_size)
+                if (slots < 0 or pages < 0) and not view.decode.best_effort.any():
+                    break
             tokens = largest_chunk(view.perf, load, request.context, request.remaining, bound)
             if not tokens:
                 break

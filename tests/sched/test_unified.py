@@ -119,3 +119,10 @@ def test_what_one_instance_must_drop_is_on_time_on_another(placement: str) -> No
     both = simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement=placement))
     assert round(alone.summary.ttft_attained * 12) == 8
     assert both.summary.ttft_attained > alone.summary.ttft_attained
+
+
+def test_rows_decode_where_the_prompt_that_waits_finds_no_slot() -> None:
+    """The row has slack to skip a step for the prompt; there is no second slot, so nothing would run at all."""
+    row = decoding(0, 1000, due=9.0)
+    at = view([prompt(1, 5000)], [row], role=Role.MIXED, limits=replace(LIMITS, rows=1))
+    assert granted(Unified().decide(at)) == [0]
