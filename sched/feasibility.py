@@ -56,7 +56,7 @@ def decode_load(rows: Rows) -> Load:
     if not count:
         return Load()
     context = rows.context
-    return Load(decode=count, longest=int(context.max()), context=int(context.sum()))
+    return Load(decode=count, longest=int(np.maximum.reduce(context)), context=int(np.add.reduce(context)))
 
 
 def largest_chunk(perf: PerfModel, load: Load, done: int, left: int, bound: float, grid: int = GRID) -> int:
@@ -79,8 +79,13 @@ def largest_chunk(perf: PerfModel, load: Load, done: int, left: int, bound: floa
 
 def tightest_tpot(rows: Rows) -> float:
     """Seconds: the least tpot of the rows that are not best effort; inf without one."""
-    tpot = rows.tpot[rows.best_effort == 0] if len(rows) else rows.tpot
-    return float(tpot.min()) if len(tpot) else inf
+    tpot = promised(rows, rows.tpot)
+    return float(np.minimum.reduce(tpot)) if len(tpot) else inf
+
+
+def promised(rows: Rows, column: Array) -> Array:
+    """A column without the rows of best effort, which are the last of a table."""
+    return column[rows.best_effort == 0] if len(rows) and rows.best_effort[-1] else column
 
 
 def mixed_bound(view: View, share: float = 0.75, stretch: float = 1.0, cushion: float = 0.0) -> float:
@@ -91,7 +96,7 @@ def mixed_bound(view: View, share: float = 0.75, stretch: float = 1.0, cushion: 
     tpot = tightest_tpot(rows)
     if not isfinite(tpot):
         return inf
-    slack = float((rows.deadline - view.start)[rows.best_effort == 0].min())
+    slack = float(np.minimum.reduce(promised(rows, rows.deadline))) - view.start
     return max(share * tpot, min(slack - cushion * tpot, stretch * tpot))
 
 

@@ -99,7 +99,7 @@ class Table:
         self._data[:, row] = (
             request.arrival,
             slo.ttft,
-            request.tpot,
+            request.slo.tpot_of(request.stage),
             request.deadline,
             request.remaining,
             request.computed,
@@ -120,7 +120,7 @@ class Table:
         """Take over what changes while a request runs."""
         row = self._row(request)
         self._data[TPOT : HIT + 1, row] = (
-            request.tpot,
+            request.slo.tpot_of(request.stage),
             request.deadline,
             request.remaining,
             request.computed,

@@ -7,19 +7,34 @@ of `share` of the tightest tpot (or tbt) leaves beside every resident; its KV mu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import inf
+from collections.abc import Iterator, Sequence
+from math import ceil, inf
+from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import InvalidValue
 from ..feasibility import decode_load, mixed_bound, on_time_set, remaining_work
+from ..perf.model import Load, PerfModel
 from ..request import Request, RequestView, State
 from ..scheduler import Scheduler
 from . import Fleet, Move
 from .least_work import LeastWork
 
 PROBES = 256, 2048  # tokens: a mixed step's time is close to linear in the chunk, so two of them tell the rest
+
+
+class Host(NamedTuple):
+    """What a decode instance would be to any prompt."""
+
+    where: int  # in fleet.instances
+    start: float
+    free: int  # tokens of KV
+    queue: float  # prompt tokens that are there already
+    bound: float  # seconds of a step with a chunk; inf where nobody decodes
+    load: Load  # of the rows that decode
+    perf: PerfModel
+    one: Scheduler
 
 
 class Deflect(LeastWork):
@@ -44,17 +59,18 @@ class Deflect(LeastWork):
         due = request.arrival + request.slo.ttft
         if not self._faster and through <= due:
             return usual
-        ends, best = self._decode_paths(request, fleet)
+        ends, best = min(self._decode_paths(request, self._hosts(fleet)))
         return [best, *usual] if ends < through and (self._faster or ends <= due) else usual
 
     def redirect(self, fleet: Fleet) -> Sequence[Move]:
         moves: list[Move] = []
         if self._dropped and fleet.decoders:
+            hosts = self._hosts(fleet)
             for index in fleet.entries:
-                moves += self._relieve(index, fleet, {move.target for move in moves})
+                moves += self._relieve(index, fleet, hosts, {move.target for move in moves})
         return moves
 
-    def _relieve(self, index: int, fleet: Fleet, taken: set[int]) -> list[Move]:
+    def _relieve(self, index: int, fleet: Fleet, hosts: Sequence[Host], taken: set[int]) -> list[Move]:
         """Prompts that wait here, could be on time alone, and cannot together with those that keep their place."""
         one = fleet.instances[index]
         view = one.view(fleet.now, max(fleet.now, one.ends))
@@ -65,9 +81,11 @@ class Deflect(LeastWork):
         moves = []
         for row in np.flatnonzero(lost).tolist():
             request = rows[row]
+            if len(taken) == len(hosts):
+                break
             if request.state is not State.WAITING or request.generated:
                 continue
-            ends, best = self._decode_paths(request, fleet)
+            ends, best = min(self._decode_paths(request, hosts))
             if best not in taken and ends - fleet.now <= 0.9 * (request.deadline - fleet.now):
                 taken.add(best)  # its queue is longer than this fleet shows: the next event sees it
                 moves.append(Move(request.id, index, best))
@@ -81,23 +99,32 @@ class Deflect(LeastWork):
         own = view.perf.prefill_times(np.array([float(new)]), np.array([0.0]), view.limits.tokens)
         return view.start + queue + float(own[0]) + fleet.transfer(request.prompt_length)
 
-    def _decode_paths(self, request: RequestView, fleet: Fleet) -> tuple[float, int]:
-        """The soonest predicted first token on a decode instance, and which."""
-        return min((self._decode_path(request, fleet.instances[index], fleet.now), index) for index in fleet.decoders)
+    def _hosts(self, fleet: Fleet) -> list[Host]:
+        """The decode instances: what does not depend on the request, worked out once for all that ask."""
+        return [self._host(index, fleet.instances[index], fleet.now) for index in fleet.decoders]
 
-    def _decode_path(self, request: RequestView, one: Scheduler, now: float) -> float:
-        if one.blocks.available * one.limits.page_size < request.prompt_length:
-            return inf
-        start = max(now, one.ends)
-        view = one.view(now, start)
+    def _host(self, index: int, one: Scheduler, now: float) -> Host:
+        view = one.view(now, max(now, one.ends))
         queue = float(view.prefill.remaining.sum()) if len(view.prefill) else 0.0
-        tokens = queue + request.prompt_length
-        bound = mixed_bound(view, self._share)
-        if bound == inf:
-            return start + float(view.perf.prefill_times(np.array([tokens]), np.array([0.0]), view.limits.tokens)[0])
-        load, context = decode_load(view.decode), request.prompt_length // 2
-        first, second = (view.perf.step_time(load.add_chunk(probe, context)) for probe in PROBES)
-        slope = (second - first) / (PROBES[1] - PROBES[0])
-        chunk = PROBES[0] + (bound - first) / slope if slope > 0 else float(view.limits.tokens)
-        chunk = min(chunk, float(view.limits.tokens))
-        return start + np.ceil(tokens / chunk) * bound if chunk >= 1 else inf
+        free = one.blocks.available * one.limits.page_size
+        return Host(
+            index, view.start, free, queue, mixed_bound(view, self._share), decode_load(view.decode), view.perf, one
+        )
+
+    @staticmethod
+    def _decode_paths(request: RequestView, hosts: Sequence[Host]) -> Iterator[tuple[float, int]]:
+        """The predicted first token on each decode instance, and which."""
+        length = request.prompt_length
+        context = length // 2
+        for index, start, free, queue, bound, load, perf, one in hosts:
+            tokens, most = queue + length, one.limits.tokens
+            if free < length:
+                yield inf, index
+            elif bound == inf:
+                yield start + float(perf.prefill_times(np.array([tokens]), np.array([0.0]), most)[0]), index
+            else:
+                first, second = (perf.step_time(load.add_chunk(probe, context)) for probe in PROBES)
+                slope = (second - first) / (PROBES[1] - PROBES[0])
+                chunk = PROBES[0] + (bound - first) / slope if slope > 0 else float(most)
+                chunk = min(chunk, float(most))
+                yield (start + ceil(tokens / chunk) * bound if chunk >= 1 else inf), index
