@@ -16,7 +16,7 @@ import numpy as np
 
 from ..feasibility import Mask, decode_load, largest_chunk, mixed_bound, on_time_set, remaining_work, tightest_tpot
 from ..perf.model import Array, Load
-from ..policy import Decision, Grant, Order, Role, Rows, Task, View
+from ..policy import Decision, Grant, Order, Role, Rows, Task, View, one_each
 from ..request import BEST_EFFORT, State
 
 CYCLE = 20.0  # seconds over which `ageing` is shared out
@@ -80,7 +80,7 @@ class Unified:
             named = np.concatenate([named, behind[rows.running[behind] > 0]])
         left = rows.remaining[named].astype(int).tolist()
         grants = tuple(Grant(rows[row].id, tokens) for row, tokens in zip(named.tolist(), left, strict=True))
-        return Decision(grants + tuple(Grant(request.id, 1) for request in view.decode), prompts=max(1, count))
+        return Decision(grants + one_each(view.decode), prompts=max(1, count))
 
     def _order(self, view: View) -> tuple[int, Order, tuple[int, ...]]:
         """How many can be on time; all rows, these first; and the requests that cannot be on time any more."""
@@ -119,7 +119,7 @@ class Unified:
         count, context = len(rows), rows.context
         limit = self._margin * tightest_tpot(rows)
         if view.kv_waiting or view.perf.step_time(decode_load(rows)) <= limit:
-            return tuple(Grant(request.id, 1) for request in rows)
+            return one_each(rows)
         order = np.argsort(context, kind="stable")
         sorted_: Array = context[order]
         seconds = view.perf.decode_times(np.arange(1.0, count + 1.0), sorted_, np.cumsum(sorted_))
@@ -128,7 +128,7 @@ class Unified:
         for row in order[fits:].tolist():
             last = rows[row].last_token_at
             if last is None or view.start - last >= self._patience * rows.tpot[row]:
-                return tuple(Grant(request.id, 1) for request in rows)
+                return one_each(rows)
         return tuple(Grant(rows[row].id, 1) for row in sorted(chosen))
 
     def _mixed(self, view: View, order: Order) -> tuple[Grant, ...]:
@@ -136,9 +136,10 @@ class Unified:
         rows, bound = view.decode, self._bound(view)
         tpot = np.where(np.isfinite(rows.tpot), rows.tpot, 0.05)
         urgent = (rows.best_effort == 0) & (rows.deadline - view.start < bound + (1.0 + self._cushion) * tpot)
-        for row in np.flatnonzero(~urgent).tolist():
+        spared = np.flatnonzero(~urgent)
+        for row, wait in zip(spared.tolist(), (self._patience * tpot[spared]).tolist(), strict=True):
             last = rows[row].last_token_at
-            urgent[row] = last is None or view.start - last >= self._patience * tpot[row]
+            urgent[row] = last is None or view.start - last >= wait
         context: Array = rows.context
         load = Load()
         if urgent.any():
@@ -146,7 +147,7 @@ class Unified:
                 decode=int(urgent.sum()), longest=int(context[urgent].max()), context=int(context[urgent].sum())
             )
         guests = self._guests(view, load, order, bound)
-        requests = {request.id: request for request in view.prefill}
+        requests = {request.id: request for request in (view.prefill[row] for row in order.tolist())}
         for grant in guests:
             load = load.add_chunk(grant.tokens, requests[grant.request].context)
         others = np.flatnonzero(~urgent)
