@@ -1,7 +1,8 @@
 """What deciding costs: CPU time of one step's `decide` and `plan`, by policy and by number of requests.
 
 A mixed instance is kept at so many running and waiting requests: about one ends in each step, and one arrives for
-it. `recompute` is a decision with nothing kept from earlier steps: every table of the instance is filled anew.
+it. `quiet` and `event` are the steps into which nobody, or somebody, has come since the one before. `recompute` is a
+decision with nothing kept from earlier steps: every table of the instance is filled anew.
 Then what placing one request costs in a fleet of full instances, its redirects included, and what one run of the
 dynamic programme of SLOs-Serve costs.
 """
@@ -80,6 +81,7 @@ class Steady:
         self.running = running
         self.now = 0.0
         self.count = 0
+        self.event = False  # somebody came before the last step
         pages = running * (4096 + 1024) // PAGE
         limits = Limits(tokens=8192, rows=running, pages=pages, page_size=PAGE)
         self.scheduler = Scheduler(self.policy, GeneralModel(COEFFICIENTS), limits, Role.MIXED, prefix_caching=False)
@@ -95,6 +97,7 @@ class Steady:
 
     def step(self) -> float | None:
         """One step with its arrivals; CPU seconds of `plan`, None where nothing could run."""
+        self.event = len(self.scheduler) < self.total
         while len(self.scheduler) < self.total:
             self.arrive()
         began = time.process_time()
@@ -133,12 +136,12 @@ class Steady:
 
 
 def milliseconds(label: str, seconds: list[float]) -> dict[str, object]:
-    values = np.array(seconds) * 1e3
+    values = np.array(seconds or [np.nan]) * 1e3
     return {f"median_{label}_ms": float(np.median(values)), f"p99_{label}_ms": float(np.percentile(values, 99))}
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Without the garbage collector, which the engine runs in idle gaps only."""
     gc.collect()
     gc.freeze()
@@ -154,13 +157,16 @@ def measure(name: str, running: int, waiting: int, steps: int) -> dict[str, obje
     for _ in range(max(steps, 2 * running)):
         steady.step()
     steady.policy.seconds.clear()
-    with quiet():
-        plans = [spent for _ in range(steps) if (spent := steady.step()) is not None]
+    with undisturbed():
+        timed = [(spent, steady.event) for _ in range(steps) if (spent := steady.step()) is not None]
         again = [steady.recompute() for _ in range(max(5, steps // 10))]
+    plans = [spent for spent, _ in timed]
+    quiet, events = ([spent for spent, event in timed if event is kind] for kind in (False, True))
     decode = steady.policy.view.decode if steady.policy.view else ()
     found: dict[str, object] = {"policy": name, "running": running, "waiting": waiting, "steps": len(plans)}
     found["decoding_in_last_view"] = len(decode)
-    for label, seconds in (("decide", steady.policy.seconds), ("plan", plans), ("recompute", again)):
+    named = {"decide": steady.policy.seconds, "plan": plans, "quiet": quiet, "event": events, "recompute": again}
+    for label, seconds in named.items():
         found |= milliseconds(label, seconds)
     return found
 
@@ -213,7 +219,7 @@ def place(name: str, instances: int, residents: int, requests: int) -> dict[str,
     fleet, placement = Fleet(0.2, full.instances, lambda tokens: 1e-3 + 1e-7 * tokens), placements.make(name)
     placement.redirect(fleet)
     spent = []
-    with quiet():
+    with undisturbed():
         for _ in range(requests):
             request = full.request()
             began = time.process_time()
@@ -235,7 +241,7 @@ def promise(new: int, running: int, times: int) -> dict[str, object]:
         full.instances[0].add(full.request())
     view, nobody = full.view(0), np.arange(0)
     spent = []
-    with quiet():
+    with undisturbed():
         for _ in range(times):
             began = time.process_time()
             terms = terms_of(view, block=0.25, draft=0, margin=0.05)
@@ -263,9 +269,11 @@ def main() -> int:
     placed = [place(name, instances, residents, args.steps) for name in args.placements]
     new, running = map(int, args.programme.split("+"))
     programme = [promise(new, running, args.steps)]
-    titles = ["policy", "running", "waiting", "decide", "p99", "plan incl. decide", "p99 ", "recompute", "p99  "]
+    titles = ["policy", "running", "waiting", "decide", "p99", "plan incl. decide", "p99 ", "quiet", "event"]
+    titles += ["recompute", "p99  "]
     keys = ["policy", "running", "waiting"]
-    keys += [f"{s}_{label}_ms" for label in ("decide", "plan", "recompute") for s in ("median", "p99")]
+    keys += [f"{s}_{label}_ms" for label in ("decide", "plan") for s in ("median", "p99")]
+    keys += ["median_quiet_ms", "median_event_ms", "median_recompute_ms", "p99_recompute_ms"]
     print_table("CPU ms per step: median and 99th percentile", titles, [[row[key] for key in keys] for row in rows])
     for title, found in (("CPU ms per request placed", placed), ("CPU ms per decision on new requests", programme)):
         if found:
