@@ -9,7 +9,7 @@ import numpy as np
 
 from ..feasibility import tightest_tpot
 from ..perf.model import Load
-from ..policy import Grant, Order, View, one_each
+from ..policy import Decision, Grant, Order, View, one_each
 
 Cost = Callable[[Load], float]  # of a step: seconds, or tokens
 
@@ -128,9 +128,19 @@ class Batch:
             return most
         return bisect_right(range(1, most + 1), self._bound, key=lambda tokens: cost(load.add_chunk(tokens, done)))
 
-    def grants(self, urgent: Order) -> tuple[Grant, ...]:
-        """What was put in. Where all of it must first find pages and a slot, the first of the decoding rows `urgent`
-        comes along, so that the instance never idles when it does not find them."""
-        if not self._runs and len(urgent):
-            return (*self._grants, Grant(self._view.decode[int(urgent[0])].id, 1))
-        return tuple(self._grants)
+    def decision(self, urgent: Order) -> Decision:
+        """What was put in. Where all of it must first find pages and a slot, somebody who has them comes along, so that
+        the instance never idles: the first of the decoding rows `urgent`, or else a prompt that has begun, which has
+        the place of one that gets none."""
+        grants, rows = tuple(self._grants), self._view.prefill
+        if self._runs:
+            return Decision(grants)
+        if len(urgent):
+            return Decision((*grants, Grant(self._view.decode[int(urgent[0])].id, 1)))
+        prompts = self._view.limits.prompts - self._prompts
+        for row in np.flatnonzero(rows.running > 0)[:1].tolist():
+            request = rows[row]
+            self.load = Load()
+            tokens = self._chunk(min(request.remaining, self._most), request.context)
+            grants = (*grants, Grant(request.id, max(1, tokens)))
+        return Decision(grants, prompts=max(1, prompts))

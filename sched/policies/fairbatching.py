@@ -68,7 +68,7 @@ class FairBatching:
         batch.decode(by_slack[max(urgent, served) :])
         batch.prompts(ready[last])
         batch.prompts(later)
-        return Decision(batch.grants(by_slack))
+        return batch.decision(by_slack)
 
     def _slack(self, view: View) -> Array:
         """Seconds that each decoding row can wait; best effort for ever."""

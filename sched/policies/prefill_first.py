@@ -35,7 +35,7 @@ class PrefillFirst:
             batch.decode(everybody, always=True)
             batch.prompts(ready[last], whole=True)
             batch.prompts(later, whole=True)
-        return Decision(batch.grants(everybody if _unsure(view) else everybody[:0]))
+        return batch.decision(everybody if _unsure(view) else everybody[:0])
 
 
 def _unsure(view: View) -> bool:

@@ -43,7 +43,7 @@ class Sarathi:
         batch.decode(np.flatnonzero(best), always=True)
         batch.prompts(ready[last])
         batch.prompts(later)
-        return Decision(batch.grants(np.arange(len(decode))))
+        return batch.decision(np.arange(len(decode)))
 
     def _budget(self, view: View) -> int:
         if view.role is Role.PREFILL:

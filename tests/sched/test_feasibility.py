@@ -1,0 +1,168 @@
+"""What can still be on time: held to brute force, and to sums by hand."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+from math import inf
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.sched.feasibility import (
+    GRID,
+    decode_load,
+    guest_speed,
+    largest_chunk,
+    mixed_bound,
+    on_time_set,
+    remaining_work,
+    tightest_tpot,
+)
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load
+from jaxserve.sched.policy import Limits, Role, View
+from jaxserve.sched.request import BEST_EFFORT, Request, State
+from jaxserve.sched.slo import SLO
+
+from .test_orders import begun
+from .test_policies import decoding, prompt
+from .test_policies import view as view_of
+
+# 10 ms a step, 1 ms a prompt token, 1 ms a row, 1 us a token of the longest context, 0.1 us of any other
+PERF = GeneralModel(Coefficients(0.010, 1e-3, 1e-3, 0.0, 1e-6, 1e-7), correct=False)
+
+
+def view(prefill: list[Request], decode: list[Request], **more: Any) -> View:
+    return view_of(prefill, decode, **{"perf": PERF, "role": Role.DECODE, **more})
+
+
+JOBS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20), st.booleans()), max_size=8)  # work, deadline, kept
+
+
+def on_time(start: float, jobs: list[tuple[int, int, bool]], chosen: tuple[int, ...]) -> bool:
+    """Whether one server finishes these in time, by deadline, which is the best order."""
+    at = start
+    for work, due, _ in sorted((jobs[index] for index in chosen), key=lambda job: job[1]):
+        at += work
+        if at > due:
+            return False
+    return True
+
+
+def solve(start: float, jobs: list[tuple[int, int, bool]], *, kept: bool = False) -> tuple[int, ...]:
+    work, due, stays = (np.array(column) for column in zip(*jobs, strict=True)) if jobs else (np.zeros(0),) * 3
+    mask = on_time_set(start, due.astype(float), work.astype(float), stays.astype(bool) if kept else None)
+    return tuple(np.flatnonzero(mask).tolist())
+
+
+@given(jobs=JOBS, start=st.integers(0, 5))
+@settings(max_examples=200)
+def test_no_larger_set_is_on_time(jobs: list[tuple[int, int, bool]], start: int) -> None:
+    chosen = solve(start, jobs)
+    assert on_time(start, jobs, chosen)
+    larger = combinations(range(len(jobs)), len(chosen) + 1)
+    assert not any(on_time(start, jobs, each) for each in larger)
+
+
+@given(jobs=JOBS, start=st.integers(0, 5))
+@settings(max_examples=200)
+def test_whoever_is_kept_stays_while_the_kept_alone_are_on_time(jobs: list[tuple[int, int, bool]], start: int) -> None:
+    chosen = solve(start, jobs, kept=True)
+    assert on_time(start, jobs, chosen)
+    stay = tuple(index for index, (work, due, kept) in enumerate(jobs) if kept and start + work <= due)
+    if on_time(start, jobs, stay):
+        assert set(stay) <= set(chosen)
+        rest = [index for index in range(len(jobs)) if index not in stay]
+        more = combinations(rest, len(chosen) - len(stay) + 1)
+        assert not any(on_time(start, jobs, (*stay, *each)) for each in more)
+
+
+@given(jobs=JOBS)
+def test_a_job_more_loses_at_most_nobody(jobs: list[tuple[int, int, bool]]) -> None:
+    """The largest set never shrinks when somebody comes, and grows by one at most."""
+    for count in range(len(jobs)):
+        before, after = len(solve(0, jobs[:count])), len(solve(0, jobs[: count + 1]))
+        assert before <= after <= before + 1
+
+
+def test_the_one_with_the_most_work_leaves_and_of_equals_the_later() -> None:
+    assert solve(0, [(3, 4, False), (5, 8, False), (2, 7, False)]) == (0, 2)
+    assert solve(0, [(4, 6, False), (4, 6, False)]) == (0,)
+    assert solve(1, [(4, 4, False)]) == () and solve(0, [(4, 4, False)]) == (0,)  # to end at the deadline is in time
+    assert solve(0, [(0, 0, False)]) == (0,)
+
+
+@given(
+    rows=st.lists(st.integers(1, 3000), max_size=5),
+    done=st.integers(0, 3000),
+    left=st.integers(0, 1000),
+    bound=st.floats(0.0, 1.2),
+    grid=st.sampled_from([1, 7, GRID]),
+    quadratic=st.sampled_from([0.0, 1e-7]),
+)
+@settings(max_examples=200)
+def test_the_largest_chunk_is_the_largest_that_fits(rows, done, left, bound, grid, quadratic) -> None:  # type: ignore[no-untyped-def]
+    perf = GeneralModel(Coefficients(0.010, 1e-3, 1e-3, quadratic, 1e-6, 1e-7), correct=False)
+    load = Load(decode=len(rows), longest=max(rows, default=0), context=sum(rows))
+    multiples = [*range(grid, left, grid), *([left] if left else [])]  # and all that is left
+    fit = [tokens for tokens in multiples if perf.step_time(load.add_chunk(tokens, done)) <= bound]
+    assert largest_chunk(perf, load, done, left, bound, grid) == max(fit, default=0)
+
+
+def test_the_largest_chunk_by_hand() -> None:
+    """Two rows take 10 + 2 + 1 + 0.05 ms, so 136.95 of 150 ms are left for tokens of 1 ms."""
+    load = Load(decode=2, longest=1000, context=1500)
+    assert largest_chunk(PERF, load, 0, 1000, 0.150) == 128
+    assert largest_chunk(PERF, load, 0, 1000, 0.150, grid=1) == 136
+    assert largest_chunk(PERF, load, 0, 136, 0.150) == 136  # all that is left may be any number
+    assert largest_chunk(PERF, load, 0, 137, 0.150) == 128
+    assert largest_chunk(PERF, load, 0, 1000, 0.077) == 0 == largest_chunk(PERF, load, 0, 0, 9.0)
+
+
+def test_own_work_counts_steps_of_the_limit_and_what_is_left() -> None:
+    at = view([prompt(0, 100), begun(prompt(1, 100, 1.0), 60)], [], limits=Limits(30, 256, 1000, 16))
+    assert remaining_work(at, at.prefill).tolist() == pytest.approx([0.100 + 4 * 0.010, 0.040 + 2 * 0.010])
+
+
+def test_the_decode_load_is_a_token_of_each_row() -> None:
+    at = view([], [decoding(0, 501, 1.0), decoding(1, 1001, 1.0)])
+    assert decode_load(at.decode) == Load(decode=2, longest=1000, context=1500)
+    assert decode_load(at.prefill) == Load()
+
+
+def row(id: int, due: float, tpot: float, tier: str = "standard") -> Request:
+    one = Request(id, range(1000), SamplingParams(max_tokens=1000), SLO(tpot=tpot), 0.0, tier=tier)
+    one.state, one.computed, one.output = State.RUNNING, 1000, [1]
+    one.first_token_at, one.token_times, one.budget = 0.0, [0.0], due
+    return one
+
+
+def test_the_tightest_tpot_is_of_those_to_whom_one_was_promised() -> None:
+    rows = view([], [row(0, 9.0, 0.05), row(1, 9.0, 0.03), row(2, 9.0, 0.01, BEST_EFFORT)]).decode
+    assert tightest_tpot(rows) == 0.03
+    assert tightest_tpot(view([], [row(2, 9.0, 0.01, BEST_EFFORT)]).decode) == tightest_tpot(view([], []).decode) == inf
+
+
+def test_the_mixed_bound_by_hand() -> None:
+    """Rows of 100 and 80 ms a token, due 90 and 130 ms after the step can begin: the slack is 90."""
+    at = view([], [row(0, 5.09, 0.1), row(1, 5.13, 0.08), row(2, 0.0, 0.01, BEST_EFFORT)], now=4.9, start=5.0)
+    assert mixed_bound(at) == pytest.approx(0.080)  # a whole tpot: everybody is ahead by more than that
+    assert mixed_bound(at, stretch=2.0) == pytest.approx(0.090)  # as far as the slack goes
+    assert mixed_bound(at, stretch=2.0, cushion=0.25) == pytest.approx(0.070)
+    assert mixed_bound(at, stretch=2.0, cushion=1.0) == pytest.approx(0.75 * 0.080)  # never less than the share
+    assert mixed_bound(at, share=0.95, cushion=1.0) == pytest.approx(0.95 * 0.080)
+    late = view([], [row(0, -5.0, 0.1)])
+    assert mixed_bound(late) == pytest.approx(0.075)
+    assert mixed_bound(view([], [])) == mixed_bound(view([], [row(2, 0.0, 0.01, BEST_EFFORT)])) == inf
+
+
+def test_guests_have_what_decoding_leaves() -> None:
+    """A step of one row takes 10 + 1 + 1 ms of 80."""
+    at = view([], [row(0, 9.0, 0.1)])
+    assert guest_speed(at, 0.080) == pytest.approx(1 - 0.012 / 0.080)
+    assert guest_speed(at, 0.012) == pytest.approx(0.0, abs=1e-12) and guest_speed(at, 0.001) == 0.0
+    assert guest_speed(at, inf) == guest_speed(view([], []), 0.080) == 1.0
+    assert all(one <= more for one, more in pairwise(guest_speed(at, 0.01 * n) for n in range(1, 9)))

@@ -1,0 +1,240 @@
+"""Each placement's choice between a few schedulers made by hand, and moves that lose nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.sched import placement
+from jaxserve.sched.admission.none import Everybody
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.perf.model import Coefficients, GeneralModel
+from jaxserve.sched.placement import Fleet, Move
+from jaxserve.sched.plan import StepResult
+from jaxserve.sched.policies.sarathi import Sarathi
+from jaxserve.sched.policy import Limits, Role
+from jaxserve.sched.request import BEST_EFFORT, Request, State
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.slo import SLO
+
+from .harness import Job
+from .harness import simulate as serve
+
+# 10 ms a step, 1 ms a prompt token, 1 ms a row
+PERF = Coefficients(0.010, 1e-3, 1e-3, 0.0, 0.0, 0.0)
+P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
+ROLES = (P, P, D, D)
+
+
+def instance(role: Role, pages: int = 6000) -> Scheduler:
+    return Scheduler(Sarathi(), GeneralModel(PERF, correct=False), Limits(8192, 256, pages, 16), role)
+
+
+def request(id: int, tokens: int, ttft: float = 8.0, tier: str = "standard", tpot: float = 0.05) -> Request:
+    slo = SLO(inf, inf) if tier == BEST_EFFORT else SLO(ttft, tpot)
+    return Request(id, range(100_000 * id, 100_000 * id + tokens), SamplingParams(), slo, 0.0, tier=tier)
+
+
+def fleet(instances: Sequence[Scheduler], transfer: float = 0.0) -> Fleet:
+    return Fleet(0.0, instances, lambda tokens: transfer * tokens)
+
+
+def decodes(one: Scheduler, id: int, context: int, tpot: float = 0.05) -> None:
+    """A row that decodes there, its prompt done at time 0."""
+    row = request(id, context, tpot=tpot)
+    row.params = SamplingParams(max_tokens=1000)
+    row.limit = 1000
+    one.add(row)
+    while not row.output:
+        plan = one.plan(0.0, 0.0)
+        assert plan is not None
+        one.settle(StepResult(plan.step, 0.0, 0.0, tuple((7,) if span.samples else () for span in plan.spans)))
+
+
+def test_a_fleet_knows_who_takes_prompts_and_who_decodes() -> None:
+    mixed = fleet([instance(role) for role in (P, D, M)])
+    assert (mixed.entries, mixed.decoders) == ([0, 2], [1])
+
+
+@pytest.mark.parametrize("name", ["least_work", "unified", "deflect", "fewest_requests", "prefill_budget"])
+def test_where_nothing_is_there_the_first_instance_is_as_good_as_any(name: str) -> None:
+    assert placement.make(name).prefill(request(0, 100), fleet([instance(role) for role in ROLES])) == [0, 1]
+
+
+def test_decodes_go_where_the_least_context_is() -> None:
+    instances = [instance(role) for role in (P, D, D, D)]
+    decodes(instances[1], 100, 500)
+    decodes(instances[3], 101, 100)
+    for name in ("least_work", "unified", "deflect", "prefill_budget", "next_replica"):
+        assert placement.make(name).decode(request(0, 50), fleet(instances)) == [2, 3, 1]
+
+
+def test_a_reservation_counts_as_context() -> None:
+    instances = [instance(role) for role in (P, D, D)]
+    coming = request(0, 160)
+    instances[0].add(coming)
+    assert instances[0].plan(0.0, 0.0) is not None
+    assert instances[1].reserve(coming) is not None
+    assert placement.make("least_work").decode(request(1, 50), fleet(instances)) == [2, 1]
+
+
+def test_round_robin_takes_turns_on_both_sides() -> None:
+    turns, all_ = placement.make("round_robin"), fleet([instance(role) for role in (P, P, P, D, D)])
+    assert [turns.prefill(request(id, 9), all_) for id in range(4)] == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
+    assert [turns.decode(request(id, 9), all_) for id in range(3)] == [[3, 4], [4, 3], [3, 4]]
+
+
+def test_least_work_counts_tokens_then_contexts() -> None:
+    instances = [instance(M), instance(M), instance(M)]
+    instances[0].add(request(10, 300))
+    decodes(instances[1], 11, 40)
+    assert placement.make("least_work").prefill(request(0, 100), fleet(instances)) == [2, 1, 0]
+
+
+def test_fewest_requests_counts_requests_whatever_their_length() -> None:
+    instances = [instance(P), instance(P)]
+    instances[0].add(request(10, 3))
+    instances[0].add(request(11, 3))
+    instances[1].add(request(12, 5000))
+    assert placement.make("fewest_requests").prefill(request(0, 100), fleet(instances)) == [1, 0]
+
+
+class Asked(Everybody):
+    """Says no on some instances, and remembers where it was asked."""
+
+    def __init__(self, refuses: Sequence[Scheduler]) -> None:
+        self.refuses = refuses
+        self.asked: list[Scheduler] = []
+
+    def admits(self, request: Request, scheduler: Scheduler, now: float) -> bool:
+        self.asked.append(scheduler)
+        return not any(scheduler is one for one in self.refuses)
+
+
+def next_replica(name: str, admission: Asked) -> placement.Placement:
+    made = placement.make(name, admission)
+    made._asked = admission  # type: ignore[attr-defined]  # Everybody would be replaced by the programme
+    return made
+
+
+def test_next_replica_asks_in_turn_until_one_can_and_its_limit() -> None:
+    instances = [instance(M) for _ in range(4)]
+    asked = Asked(instances[:2])
+    route = next_replica("next_replica", asked)
+    assert route.prefill(request(0, 9), fleet(instances))[0] == 2 and asked.asked == instances[:3]
+    assert route.prefill(request(1, 9), fleet(instances))[0] == 2  # the turn is 1, and its instance cannot
+    assert route.prefill(request(2, 9), fleet(instances))[0] == 2
+    assert route.prefill(request(3, 9), fleet(instances)) == [3, 0, 1, 2]
+    asked = Asked(instances)
+    limited = next_replica("next_replica:limit=2", asked)
+    assert limited.prefill(request(4, 9), fleet(instances)) == [0, 1, 2, 3] and asked.asked == instances[:2]
+    assert limited.prefill(request(5, 9, tier=BEST_EFFORT), fleet(instances))[0] == 1 and len(asked.asked) == 2
+
+
+def busy(role: Role, *tokens: int, due: float = 8.0) -> Scheduler:
+    one = instance(role)
+    for id, length in enumerate(tokens, 50):
+        one.add(request(id, length, due))
+    return one
+
+
+def test_deflect_where_faster_and_only_where_the_slo_asks_for_it() -> None:
+    """Through the prefill instance 4 + 1 s and two steps; on the idle decode instance 1 s and a step."""
+    faster, slo = placement.make("deflect:faster"), placement.make("deflect:slo")
+    instances = [busy(P, 4000), instance(D)]
+    assert faster.prefill(request(0, 1000, ttft=8.0), fleet(instances)) == [1, 0]
+    assert slo.prefill(request(0, 1000, ttft=8.0), fleet(instances)) == [0]
+    assert slo.prefill(request(0, 1000, ttft=5.1), fleet(instances)) == [0]
+    assert slo.prefill(request(0, 1000, ttft=4.9), fleet(instances)) == [1, 0]
+    assert slo.prefill(request(0, 1000, ttft=0.9), fleet(instances)) == [0]  # the decode path would miss it too
+    assert placement.make("deflect").prefill(request(0, 1000, ttft=4.9), fleet(instances)) == [1, 0]  # slo
+
+
+def test_the_transfer_counts_on_the_way_through_a_prefill_instance() -> None:
+    instances, one = [instance(P), instance(D)], request(0, 1000, ttft=8.0)
+    faster = placement.make("deflect:faster")
+    assert faster.prefill(one, fleet(instances)) == [0]
+    assert faster.prefill(one, fleet(instances, transfer=1e-3)) == [1, 0]
+
+
+def test_residents_leave_a_guest_less_and_a_full_pool_nothing() -> None:
+    """A row of 50 ms that is due in 50 allows 39 tokens a step: 1,000 tokens take 26 of these, 1.3 s."""
+    faster = placement.make("deflect:faster")
+    host, full, one = instance(D), instance(D, pages=62), request(0, 1000, ttft=8.0)
+    decodes(host, 20, 100)
+    assert faster.prefill(one, fleet([busy(P, 270), host])) == [0]  # 1.29 s
+    assert faster.prefill(one, fleet([busy(P, 290), host])) == [1, 0]  # 1.31
+    assert faster.prefill(one, fleet([busy(P, 500), full])) == [0]
+    assert faster.prefill(one, fleet([busy(P, 500), full, host])) == [2, 0]
+
+
+def test_deflect_dropped_moves_who_lost_its_place_and_could_be_on_time_elsewhere() -> None:
+    """1.0 + 0.5 + 0.5 s of work due in 1.8: the longest loses its place, and an idle decode instance can take it."""
+    dropped, instances = placement.make("deflect:dropped"), [busy(P, 1000, 500, 500, due=1.8), instance(D)]
+    assert dropped.prefill(request(0, 1000), fleet(instances)) == [0]
+    assert dropped.redirect(fleet(instances)) == [Move(50, 0, 1)]
+    assert not dropped.redirect(fleet([busy(P, 1000, 500, due=1.8), instance(D)]))  # nobody is lost
+    assert not dropped.redirect(fleet([busy(P, 1700, 500, due=1.8), instance(D)]))  # 1.71 is more than 0.9 of 1.8
+    assert not dropped.redirect(fleet([busy(P, 3000, 500, due=1.8), instance(D)]))  # hopeless anywhere
+    assert not placement.make("deflect:slo").redirect(fleet(instances))
+
+
+def test_unified_moves_the_longest_that_another_instance_can_do_in_time() -> None:
+    """1.2 + 0.9 + 0.3 s of work due in 2: one of them must go, and has 0.3 of the time on another."""
+    unified = placement.make("unified:margin=0.7")
+    instances = [busy(P, 1200, 900, 300, due=2.0), instance(P), instance(D)]
+    assert unified.redirect(fleet(instances)) == [Move(50, 0, 1)]
+    assert not unified.redirect(fleet(instances))  # nothing has come or gone since
+    tight = placement.make("unified:margin=0.5")
+    assert tight.redirect(fleet([busy(P, 1200, 900, 300, due=2.0), instance(P)])) == [Move(51, 0, 1)]
+    assert not placement.make("unified:margin=0.1").redirect(fleet([busy(P, 1200, 900, 300, due=2.0), instance(P)]))
+    assert not placement.make("unified").redirect(fleet([busy(P, 500, 500, due=2.0), instance(P)]))
+
+
+@pytest.mark.parametrize("name", ["deflect:dropped", "unified:margin=1.0"])
+def test_who_has_begun_or_has_a_token_never_moves(name: str) -> None:
+    one = busy(P, 1000, 1000, 1000, due=2.5)
+    plan = one.plan(0.0, 0.0)
+    assert plan is not None and {span.request for span in plan.spans} == {50, 51, 52}
+    one.settle(StepResult(plan.step, 0.0, 0.0, tuple(() if not span.samples else (7,) for span in plan.spans)))
+    for id, length in ((60, 1000), (61, 1200), (62, 1300)):
+        one.add(request(id, length, 2.5))
+    moves = placement.make(name).redirect(fleet([one, instance(D)]))
+    assert moves and {move.request for move in moves} <= {60, 61, 62}
+
+
+@given(
+    prompts=st.lists(
+        st.tuples(st.integers(1, 60), st.floats(0, 0.02), st.sampled_from([0.003, 0.01, 1.0])), max_size=12
+    ),
+    name=st.sampled_from(["deflect:dropped", "unified:margin=1.0", "unified"]),
+    roles=st.sampled_from([(P, D), (P, P, D, D), (M, M)]),
+)
+@settings(max_examples=30)
+def test_moves_are_of_waiting_requests_and_lose_nothing(prompts, name, roles) -> None:  # type: ignore[no-untyped-def]
+    moved: list[int] = []
+
+    class Recorded(type(placement.make(name))):  # type: ignore[misc]
+        def redirect(self, fleet: Fleet) -> Sequence[Move]:
+            moves = super().redirect(fleet)
+            for move in moves:
+                [one] = [each for each in fleet.instances[move.source] if each.id == move.request]
+                assert one.state is State.WAITING and not one.computed and not one.output and move.source != move.target
+            assert len({move.request for move in moves}) == len(moves)
+            moved.extend(move.request for move in moves)
+            return list(moves)
+
+    made = placement.make(name)
+    made.__class__ = Recorded
+    jobs = [
+        Job(range(1000 * id, 1000 * id + length), 5, arrival, SLO(ttft, 0.01))
+        for id, (length, arrival, ttft) in enumerate(prompts)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placement, "make", lambda *names: made)
+        outcome = serve(jobs, roles, policy="sedf", pages=40)
+    assert [len(one.output) for one in outcome.requests] == [5] * len(jobs)
