@@ -1,0 +1,87 @@
+"""A row that decodes as in the step before has a short way through a plan: nobody can tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.sched.grant import Granter
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.plan import Delta, Span, StepPlan, decoding, news
+from jaxserve.sched.policy import Grant, one_each
+from jaxserve.sched.request import BEST_EFFORT, STANDARD, Request
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.slo import SLO
+
+from .harness import Job, Outcome, simulate
+from .test_cluster import ROLES
+
+JOB = st.builds(
+    lambda prompt, output, arrival, tpot, tier: Job(
+        range(prompt), output, arrival, SLO(ttft=0.1, tpot=tpot), tier=tier
+    ),
+    prompt=st.integers(1, 20),
+    output=st.integers(1, 14),
+    arrival=st.floats(0, 0.05),
+    tpot=st.sampled_from([0.001, 0.02, 0.3]),
+    tier=st.sampled_from([STANDARD, STANDARD, BEST_EFFORT]),
+)
+
+
+class Checked(Scheduler):
+    """After every plan the columns say what the requests do."""
+
+    def plan(self, now: float, start: float) -> StepPlan | None:
+        plan = super().plan(now, start)
+        for table in (self._roster.prefill, self._roster.decode):
+            requests = list(table)
+            assert np.array_equal(table.deadline, [one.deadline for one in requests])
+            assert np.array_equal(table.context, [one.computed for one in requests])
+            assert np.array_equal(table.remaining, [one.remaining for one in requests])
+        return plan
+
+
+def history(outcome: Outcome) -> list[Any]:
+    return [outcome.plans, outcome.deltas, [one.token_times for one in outcome.requests], outcome.counters]
+
+
+@given(
+    jobs=st.lists(JOB, min_size=1, max_size=8),
+    roles=st.sampled_from(list(ROLES.values())),
+    policy=st.sampled_from(["distserve", "kairos", "fairbatching", "slos_serve", "unified"]),
+    pages=st.integers(9, 20),
+    rows=st.integers(1, 6),
+    draft=st.sampled_from([0, 2]),
+    lead=st.sampled_from([0.0, 0.0005]),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_short_way_ends_where_the_long_one_does(**case: Any) -> None:
+    short = simulate(**case, tokens=16, acceptance=0.5, scheduler=Checked)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Granter, "_again", lambda self, request, start: self._span(request, 1, 0))
+        long = simulate(**case, tokens=16, acceptance=0.5, scheduler=Checked)
+    assert history(short) == history(long)
+
+
+def test_most_rows_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tokens but the first, which its prompt's chunk samples, and those that begin a page."""
+    taken: list[tuple[int, int]] = []
+    again = Granter._again
+
+    def noted(self: Granter, request: Request, start: int) -> Span:
+        taken.append((request.id, start))
+        return again(self, request, start)
+
+    monkeypatch.setattr(Granter, "_again", noted)
+    simulate([Job(range(5), 9)], page_size=4)
+    assert taken == [(0, start) for start in range(5, 13) if start not in (8, 12)]
+
+
+def test_values_made_quickly_are_those_made_by_name() -> None:
+    assert decoding(3, 2, 17) == Span(3, 2, 17, 1, samples=True)
+    assert news(3, (7, 8)) == Delta(3, (7, 8))
+    assert one_each(Request(id, (1,), SamplingParams(), SLO(), 0.0) for id in (4, 2)) == (Grant(4, 1), Grant(2, 1))
