@@ -129,7 +129,7 @@ def check(policy: str, case: Case, jobs: list[Job], shape: dict[str, Any]) -> No
     assert [one.token_times for one in outcome.requests] == [one.token_times for one in same.requests]
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(policy=st.sampled_from(POLICIES), case=st.sampled_from(CASES), jobs=JOBS, shape=SHAPE)
 def test_nothing_is_lost_and_nothing_stands_still(policy, case, jobs, shape) -> None:  # type: ignore[no-untyped-def]
     check(policy, case, jobs, shape)
@@ -183,7 +183,7 @@ def shuffled(count: int) -> list[int]:
     return random.Random(count).sample(range(count), count)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(policy=st.sampled_from(POLICIES), case=st.sampled_from(CASES), jobs=JOBS, shape=SHAPE, data=st.data())
 def test_no_policy_sees_an_output_length(policy, case, jobs, shape, data) -> None:  # type: ignore[no-untyped-def]
     places = data.draw(st.permutations(range(len(jobs))))
