@@ -1,13 +1,13 @@
 """SLOs-Serve's tables in the simulator (arXiv 2504.08784): capacity, what each part brings, one to four replicas.
 
     python benchmarks/reproduce/slos_serve.py              # all tables, some minutes on two cores
-    python benchmarks/reproduce/slos_serve.py capacity     # Figures 1 and 9: six scenarios, four systems
+    python benchmarks/reproduce/slos_serve.py capacity     # Figures 1 and 9: the scenarios, four systems
     python benchmarks/reproduce/slos_serve.py ablation     # Figure 14: parts taken away one after another
     python benchmarks/reproduce/slos_serve.py replicas     # Figure 13: one to four replicas
     python benchmarks/reproduce/slos_serve.py burst        # Figure 11: a burst served by promises and best effort
 
 Capacity is the highest rate per GPU at which 90 % of requests keep their TTFT and the mean time per token over every
-ten tokens (of all tokens in `reasoning`, whose stages differ). Models, devices and lengths: docs/reproduction.
+ten tokens. Models, devices and lengths: docs/reproduction.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +30,6 @@ from jaxserve.sched.sim import Latency, Mesh, Options, goodput_search, simulate
 from jaxserve.sched.sim.scenarios import NAMED
 
 OPT = load_yaml(preset("latency", "opt-7b-a100-40g"), Latency)
-assert OPT.derived is not None
-# DeepSeek-R1-Distill-Qwen-1.5B on the same device, from its config: 28 layers, 12 heads of 128, 2 of them KV heads.
-REASONER = replace(
-    OPT,
-    name="r1-qwen-1.5b-a100-40g",
-    derived=replace(
-        OPT.derived, parameters=1.31e9, weights=3.1e9, attention=4 * 28 * 12 * 128, kv=28 * 2 * 2 * 128 * 2, draft=0.0
-    ),
-    kv_bytes_per_token=28 * 2 * 2 * 128 * 2,
-    kv_tokens=1_000_000,
-    layers=28,
-)
 DRAFT, ACCEPTANCE = 4, 0.7  # assumed: the paper says neither
 TOLERANCE = 0.1
 
@@ -53,12 +41,12 @@ class Scenario:
     name: str
     requests: int
     start: float
-    latency: Latency = OPT
     draft: int = DRAFT
+    kv: float = 1.0  # times the KV pool of the preset
 
     @property
     def workload(self) -> Any:
-        return NAMED[f"slos-serve-{self.name}"]
+        return NAMED[f"slos-serve-{self.name.partition(',')[0]}"]
 
 
 SCENARIOS = (
@@ -67,7 +55,7 @@ SCENARIOS = (
     Scenario("summarizer", 120, 2.0),
     Scenario("mixed", 150, 2.5),
     Scenario("toolllm", 200, 2.0, draft=0),
-    Scenario("reasoning", 30, 1.0, REASONER, draft=0),
+    Scenario("chatbot, 3x KV", 120, 4.0, kv=3.0),
 )
 
 
@@ -102,25 +90,20 @@ def kept(summary: Summary) -> float:
     return summary.window_attained
 
 
-def mean_kept(summary: Summary) -> float:
-    return summary.attained
-
-
-def capacity_of(case: tuple[System, Scenario]) -> float:
-    """Requests per second and GPU."""
-    system, scenario = case
+def capacity_of(case: tuple[System, Scenario, int]) -> float:
+    """Requests per second and GPU, by so many requests."""
+    system, scenario, requests = case
     gpus = system.mesh.instances
-    options = Options(
-        draft=scenario.draft if system.spec else 0, acceptance=ACCEPTANCE, perf="general", **system.options
-    )
+    draft = scenario.draft if system.spec else 0
+    options = Options(draft=draft, acceptance=ACCEPTANCE, kv_scale=scenario.kv, **system.options)
     found = goodput_search(
         scenario.workload,
         [system.policy],
         system.mesh,
-        scenario.latency,
-        num_requests=scenario.requests * gpus,
+        OPT,
+        num_requests=requests,
         options=options,
-        value=mean_kept if scenario.name == "reasoning" else kept,
+        value=kept,
         tolerance=TOLERANCE,
         start=scenario.start * gpus,
     )
@@ -133,9 +116,12 @@ def parallel(make: Callable[[Any], Any], of: Sequence[Any]) -> list[Any]:
         return list(pool.map(make, of))
 
 
-def rows(systems: Sequence[System], scenarios: Sequence[Scenario]) -> list[list[float]]:
-    """[systems][scenarios] capacities."""
-    flat = parallel(capacity_of, [(system, scenario) for system in systems for scenario in scenarios])
+def rows(systems: Sequence[System], scenarios: Sequence[Scenario], requests: int = 0) -> list[list[float]]:
+    """[systems][scenarios] capacities, by as many requests a GPU as the scenario says, or by `requests` in all."""
+    flat = parallel(
+        capacity_of,
+        [(one, two, requests or two.requests * one.mesh.instances) for one in systems for two in scenarios],
+    )
     width = len(scenarios)
     return [flat[at : at + width] for at in range(0, len(flat), width)]
 
@@ -168,7 +154,7 @@ def replicas() -> None:
         )
         for count, place in ((1, "round_robin"), (2, "next_replica"), (4, "next_replica"), (4, "round_robin"))
     ]
-    found = rows(systems, scenarios)
+    found = rows(systems, scenarios, 400)
     shown = [
         [system.label, *(f"{one * system.mesh.instances / base:.2f}" for one, base in zip(row, found[0], strict=True))]
         for system, row in zip(systems, found, strict=True)
@@ -193,7 +179,7 @@ def _burst(case: tuple[System, Scenario, float]) -> list[object]:
     system, scenario, rate = case
     options = Options(draft=scenario.draft if system.spec else 0, acceptance=ACCEPTANCE)
     report = simulate(
-        scenario.workload, system.policy, system.mesh, scenario.latency, 0,
+        scenario.workload, system.policy, system.mesh, OPT, 0,
         qps=rate, num_requests=scenario.requests, options=options,
     )  # fmt: skip
     inside = sorted(one.ttft for one in report.measured if one.ttft_attained and one.window_attained)
