@@ -90,19 +90,19 @@ def largest_set(
     with np.errstate(invalid="ignore"):
         gained = np.where(gaps[:, None] > 0, gaps[:, None] * speed, np.where(np.isinf(speed), -np.inf, 0.0))
     took: list[np.ndarray] = []
-    for step, row in enumerate(order.tolist()):
-        left += gained[step][:, None]
-        if forced[row]:
-            left -= prompts.tokens[row]
-            left[left < min(0.0, left[0, 0]) - EASE] = -np.inf
-            continue
+    cost, first = prompts.tokens[order], 0
+    for step in np.flatnonzero(~forced[order]).tolist():
+        row, tokens = int(order[step]), float(cost[step])
+        left = _past(left, gained[first:step], cost[first:step]) + gained[step][:, None]
+        first = step + 1
         stride, pages = strides[tier[row]], int(need[row])
         with_it = np.full_like(left, -np.inf)
         if pages <= room:
-            with_it[stride:, pages:] = left[:-stride, : room + 1 - pages] - prompts.tokens[row]
+            with_it[stride:, pages:] = left[:-stride, : room + 1 - pages] - tokens
         with_it[(with_it < -EASE) | (taken[:, tier[row]] == 0)[:, None]] = -np.inf
         took.append(with_it > left)
         left = np.maximum(left, with_it)
+    left = _past(left, gained[first:], cost[first:])
     lasting = rate(base[-1] + taken) >= 0
     lasting[0] = True
     size = np.where(np.isfinite(left) & lasting[:, None], taken.sum(axis=1)[:, None], -1)
@@ -115,6 +115,19 @@ def largest_set(
             cell -= strides[tier[row]]
             used -= int(need[row])
     return chosen
+
+
+def _past(left: Array, gained: Array, cost: Array) -> Array:
+    """What is left [cells, room] behind prompts that are forced in, in a row, all of which gain and cost. Added up one
+    after the other, so that sums are those of a loop over them."""
+    if not len(cost):
+        return left
+    steps = np.empty((1 + 2 * len(cost), *left.shape))
+    steps[0], steps[1::2], steps[2::2] = left, gained[:, :, None], -cost[:, None, None]
+    after = np.add.accumulate(steps, axis=0)[2::2]
+    late = after < np.minimum(0.0, after[:, :1, :1]) - EASE
+    result: Array = np.where(late.any(axis=0), -np.inf, after[-1])
+    return result
 
 
 def _units(pages: Array, new: Order, free: float) -> tuple[Order, int]:
