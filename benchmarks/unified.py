@@ -1,7 +1,7 @@
 """`unified` beside the five papers as published, as repaired, and the clairvoyant bound: goodput at 90 % attained.
 
     python benchmarks/unified.py                         # all workloads on 1P+1D: a table, JSON and a plot (slow)
-    python benchmarks/unified.py --workload K128 --mesh 2x4 --systems published,unified
+    python benchmarks/unified.py --workload K128 --mesh 2x4 --systems "published;unified"
 
 A system is a policy with its placement and mesh: colocated ones have all instances mixed. For every workload the
 highest rate (requests/s) at which 90 % of 1,000 requests attain both objectives is searched to 3 %; traces are
@@ -125,7 +125,7 @@ def run(case: Case) -> tuple[Case, float, float]:
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
-    wanted = args.systems.split(",")
+    wanted = args.systems.split(";")
     for name in args.workload or WORKLOADS:
         for mesh in args.mesh or ["2x4"]:
             yield Case(name, mesh, "bound", args.requests, args.seeds)
@@ -138,7 +138,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help="may be repeated [all]")
     parser.add_argument("--mesh", action="append", metavar="RxT", help="may be repeated, as in 2x4 (1P+1D) [2x4]")
-    parser.add_argument("--systems", default="all", help="all, or kinds and names with commas: published,unified")
+    parser.add_argument("--systems", default="all", help="all, or kinds and names with semicolons: published;unified")
     parser.add_argument("--requests", type=int, default=1000, metavar="N")
     parser.add_argument("--seeds", type=int, default=1, metavar="N")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N")

@@ -11,7 +11,7 @@ from math import inf, isinf
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 
 from jaxserve.bench import load, result
 from jaxserve.bench.client import Sender, Target, open_sender
@@ -116,18 +116,17 @@ async def discover(target: Target, vocabulary: Sequence[int]) -> tuple[Target, S
     Raises InvalidValue where the server cannot be reached.
     """
     headers = {"Authorization": f"Bearer {target.api_key}", **target.headers}
-    async with httpx.AsyncClient(headers=headers, timeout=30.0) as http:
+    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=30.0)) as http:
         try:
             if not target.model:
-                answer = await http.get(target.base_url + "/v1/models")
-                answer.raise_for_status()
-                target = replace(target, model=str(answer.json()["data"][0]["id"]))
+                async with http.get(target.base_url + "/v1/models", raise_for_status=True) as answer:
+                    target = replace(target, model=str((await answer.json())["data"][0]["id"]))
             if not vocabulary:
                 body = {"model": target.model, "prompt": SAMPLE, "add_special_tokens": False}
-                answer = await http.post(target.base_url + "/tokenize", json=body)
-                found = answer.json().get("tokens") if answer.status_code == 200 else None
+                async with http.post(target.base_url + "/tokenize", json=body) as answer:
+                    found = (await answer.json()).get("tokens") if answer.status == 200 else None
                 vocabulary = sorted(set(found)) if found else FALLBACK
-        except (httpx.HTTPError, ValueError, LookupError) as error:
+        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError) as error:
             problem = f"{type(error).__name__}: {error}"
             raise InvalidValue(f"no OpenAI-compatible server answers at {target.base_url} ({problem})") from error
     return target, vocabulary

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = ["azure_replay", "host_gap", "scheduler_cost", "startup", "throughput", "vs_sglang_jax"]
+SCRIPTS = ["azure_replay", "host_gap", "scheduler_cost", "startup", "throughput", "unified", "vs_sglang_jax"]
 
 
 def run(repo: Path, script: str, *flags: str) -> str:
