@@ -13,6 +13,7 @@ import numpy as np
 
 from .perf.model import Array, Load, PerfModel
 from .policy import Rows, View
+from .request import BEST_EFFORT
 
 GRID = 64  # tokens: chunks that share a step with decoding rows are multiples of it
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -88,16 +89,22 @@ def promised(rows: Rows, column: Array) -> Array:
     return column[rows.best_effort == 0] if len(rows) and rows.best_effort[-1] else column
 
 
-def mixed_bound(view: View, share: float = 0.75, stretch: float = 1.0, cushion: float = 0.0) -> float:
+def tightest_tbt(rows: Rows) -> float:
+    """Seconds: the least tbt that a row was promised; inf without one."""
+    return min((one.slo.tbt for one in rows if one.slo.tbt is not None and one.tier != BEST_EFFORT), default=inf)
+
+
+def mixed_bound(view: View, share: float = 0.75, stretch: float = 1.0, cushion: float = 0.0, gap: float = inf) -> float:
     """Seconds that a step may take which decodes the rows here and computes prompts beside: `share` of the tightest
     tpot, since a request that joins waits for the running step; up to `stretch` of it while every row is ahead of its
-    deadline by more than that and `cushion` tpot."""
+    deadline by more than that and `cushion` tpot; at most `gap` of the tightest tbt."""
     rows = view.decode
     tpot = tightest_tpot(rows)
     if not isfinite(tpot):
         return inf
     slack = float(np.minimum.reduce(promised(rows, rows.deadline))) - view.start
-    return max(share * tpot, min(slack - cushion * tpot, stretch * tpot))
+    bound = max(share * tpot, min(slack - cushion * tpot, stretch * tpot))
+    return min(bound, gap * tightest_tbt(rows)) if isfinite(gap) else bound
 
 
 def guest_speed(view: View, bound: float) -> float:

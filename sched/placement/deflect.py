@@ -108,7 +108,14 @@ class Deflect(LeastWork):
         queue = float(view.prefill.remaining.sum()) if len(view.prefill) else 0.0
         free = one.blocks.available * one.limits.page_size
         return Host(
-            index, view.start, free, queue, mixed_bound(view, self._share), decode_load(view.decode), view.perf, one
+            index,
+            view.start,
+            free,
+            queue,
+            mixed_bound(view, self._share, self._share),
+            decode_load(view.decode),
+            view.perf,
+            one,
         )
 
     @staticmethod

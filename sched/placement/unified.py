@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..feasibility import guest_speed, mixed_bound, on_time_set, remaining_work
+from ..policies.unified import GAP
 from ..policy import Role
 from ..request import State
 from ..scheduler import Scheduler
@@ -74,7 +75,7 @@ class Unified(LeastWork):
         view = one.view(fleet.now, max(fleet.now, one.ends))
         speed = 1.0
         if one.role is Role.DECODE:
-            speed = guest_speed(view, mixed_bound(view, self._share, self._stretch))
+            speed = guest_speed(view, mixed_bound(view, self._share, self._stretch, gap=GAP))
         work = remaining_work(view, view.prefill)
         waiting = float(work[view.prefill.best_effort == 0].sum())
         return view.start + (waiting / speed if speed > 0.05 else np.inf), speed

@@ -17,9 +17,10 @@ import numpy as np
 from ..feasibility import Mask, decode_load, largest_chunk, mixed_bound, on_time_set, remaining_work, tightest_tpot
 from ..perf.model import Array, Load
 from ..policy import Decision, Grant, Order, Role, Rows, Task, View, one_each
-from ..request import BEST_EFFORT, State
+from ..request import BEST_EFFORT, RequestView, State
 
 CYCLE = 20.0  # seconds over which `ageing` is shared out
+GAP = 0.45  # of the tbt: who joins waits for the running step and for its own
 LONG = 65536  # tokens: prompts that an on-time set by count drops first
 
 
@@ -126,8 +127,7 @@ class Unified:
         fits = max(1, int(np.searchsorted(seconds, limit, side="right")))
         chosen = set(order[:fits].tolist())
         for row in order[fits:].tolist():
-            last = rows[row].last_token_at
-            if last is None or view.start - last >= self._patience * rows.tpot[row]:
+            if _waited(view, rows[row], self._patience * rows.tpot[row], limit):
                 return one_each(rows)
         return tuple(Grant(rows[row].id, 1) for row in sorted(chosen))
 
@@ -138,8 +138,7 @@ class Unified:
         urgent = (rows.best_effort == 0) & (rows.deadline - view.start < bound + (1.0 + self._cushion) * tpot)
         spared = np.flatnonzero(~urgent)
         for row, wait in zip(spared.tolist(), (self._patience * tpot[spared]).tolist(), strict=True):
-            last = rows[row].last_token_at
-            urgent[row] = last is None or view.start - last >= wait
+            urgent[row] = _waited(view, rows[row], wait, bound)
         context: Array = rows.context
         load = Load()
         if urgent.any():
@@ -164,7 +163,7 @@ class Unified:
 
     def _bound(self, view: View) -> float:
         """Where prompts are no guests (mixed instances) decoding that is too slow by itself must not shut them out."""
-        bound = mixed_bound(view, self._share, self._stretch, self._cushion)
+        bound = mixed_bound(view, self._share, self._stretch, self._cushion, GAP)
         alone = view.perf.step_time(decode_load(view.decode)) if view.role is Role.MIXED else 0.0
         return max(bound, 1.5 * alone)
 
@@ -188,6 +187,14 @@ class Unified:
             cut.append(Grant(request.id, tokens))
             load = load.add_chunk(tokens, request.context)
         return tuple(cut)
+
+
+def _waited(view: View, request: RequestView, most: float, seconds: float) -> bool:
+    """Whether a row cannot skip a step of so many seconds: it has waited as long as it may, or else breaks its tbt."""
+    last = request.last_token_at
+    if last is None or view.start - last >= most:
+        return True
+    return request.slo.tbt is not None and view.start + 2.0 * seconds - last > request.slo.tbt
 
 
 def _draw(id: int) -> float:

@@ -126,3 +126,13 @@ def test_rows_decode_where_the_prompt_that_waits_finds_no_slot() -> None:
     row = decoding(0, 1000, due=9.0)
     at = view([prompt(1, 5000)], [row], role=Role.MIXED, limits=replace(LIMITS, rows=1))
     assert granted(Unified().decide(at)) == [0]
+
+
+def test_a_promised_gap_is_kept_beside_guests() -> None:
+    """With a TBT of 60 ms nobody skips a step, and a step takes 27 ms at most: 16 tokens beside a row of 11 ms."""
+    row = decoding(0, 1000, due=9.0, last=-0.02)
+    row.slo = SLO(tpot=0.05, tbt=0.06)
+    at = view([prompt(1, 16)], [row], role=Role.DECODE, limits=LIMITS, start=0.0)
+    assert granted(Unified().decide(at)) == [0, 1]
+    larger = view([prompt(1, 63)], [row], role=Role.DECODE, limits=LIMITS, start=0.0)
+    assert granted(Unified().decide(larger)) == [0]
