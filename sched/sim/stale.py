@@ -12,7 +12,7 @@ from ..policy import Rows, View
 from ..request import Request, RequestView, State
 from ..scheduler import Scheduler
 
-COLUMNS = ("arrival", "ttft", "tpot", "deadline", "remaining", "context", "length", "running", "best_effort")
+COLUMNS = ("arrival", "ttft", "tpot", "deadline", "remaining", "context", "length", "running", "hit", "best_effort")
 OFTEN = 4  # pictures taken in the age that they will have
 
 
