@@ -81,8 +81,8 @@ class Limits:
         rows = (1, *_ladder(4, self.slots, 2)) if self.slots > 4 else _ladder(1, self.slots, 2)
         decode = [Bucket(n, n, self.width(n), True) for n in rows]
         most = max(self.tokens, self.slots)
-        mixed = [(n, min(n, self.slots)) for n in _ladder(min(32, most), most, 2)]
-        return *decode, *(Bucket(n, s, self.width(s), False) for n, s in mixed)
+        mixed = sorted({n for n in (64, *_ladder(128, most, 4)) if n <= most})  # short prompts are the ones that wait
+        return *decode, *(Bucket(n, min(n, self.slots), self.width(min(n, self.slots)), False) for n in mixed)
 
     def width(self, rows: int) -> int:
         return next(width for width in self.widths if width >= rows)
