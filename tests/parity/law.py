@@ -90,13 +90,14 @@ class Setup:
         policy: str = "distserve",
         watch: Callable[[StepPlan], None] | None = None,
         journal: Journal | None = None,
+        place: str = "auto",
     ) -> tuple[list[Request], Cluster]:
         """Serve the requests, each at its time, and return them finished, in order, with the cluster they were in."""
         for executor in self.executors:
             executor.fault = watch
-        return asyncio.run(self._run(asks, policy, journal))
+        return asyncio.run(self._run(asks, policy, journal, place))
 
-    def _cluster(self, policy: str, over: list[Request], journal: Journal | None) -> Cluster:
+    def _cluster(self, policy: str, over: list[Request], journal: Journal | None, place: str) -> Cluster:
         coefficients = {"model": "general", "coefficients": {name: getattr(PERF, name) for name in PERF.__slots__}}
         limits = Limits(self.tokens, ROWS, self.executors[0].pages, PAGE)
         instances = []
@@ -108,11 +109,13 @@ class Setup:
                 )
             scheduler = Scheduler(policies.make(policy), GeneralModel(PERF), limits, role, log=log)
             instances.append(Instance(executor.name, scheduler, executor))
-        return Cluster(instances, placement.make("least_work"), finished=over.append)
+        return Cluster(instances, placement.make(policies.placement(policy, place)), finished=over.append)
 
-    async def _run(self, asks: Sequence[Ask], policy: str, journal: Journal | None) -> tuple[list[Request], Cluster]:
+    async def _run(
+        self, asks: Sequence[Ask], policy: str, journal: Journal | None, place: str
+    ) -> tuple[list[Request], Cluster]:
         over: list[Request] = []
-        cluster = self._cluster(policy, over, journal)
+        cluster = self._cluster(policy, over, journal, place)
         machine = asyncio.ensure_future(cluster.run())
         await asyncio.sleep(0)
         for id, ask in enumerate(asks):

@@ -17,7 +17,7 @@ from jaxserve.sched.request import Request
 
 from .law import LENGTH, PAGE, SPEC, Ask, Setup, compare
 
-POLICIES = ("distserve", "kairos")
+POLICIES = ("distserve", "kairos", "unified")
 MESHES = ("1x1", "2x1", "4x2", "2x4")
 CHUNKS = (16, 64, 256)
 ROOMY, TIGHT = 200, LENGTH // PAGE + 2  # pages: for everybody, and for little more than the longest request
@@ -69,7 +69,7 @@ def sample() -> list[tuple[str, int, int, str, int]]:
     picked = []
     for m, mesh in enumerate(MESHES):
         for c, chunk in enumerate(CHUNKS):
-            picked.append((mesh, chunk, (ROOMY, TIGHT)[(m + c) % 2], POLICIES[(m + c // 2) % 2], 1 + c % 2))
+            picked.append((mesh, chunk, (ROOMY, TIGHT)[(m + c) % 2], POLICIES[(m + c) % 3], 1 + c % 2))
     return picked
 
 
@@ -113,6 +113,15 @@ def test_no_schedule_changes_the_tokens(case: tuple[str, int, int, str, int]) ->
 @pytest.mark.parametrize("case", [case for case in CASES if case not in sample()], ids=str)
 def test_no_schedule_changes_the_tokens_anywhere(case: tuple[str, int, int, str, int]) -> None:
     check(case)
+
+
+@pytest.mark.parametrize("policy", ["distserve", "unified"])
+def test_a_prompt_that_a_decode_instance_computes_keeps_its_tokens(policy: str) -> None:
+    requests = asks(1)
+    served, cluster = setup("2x1", 64, ROOMY).run(requests, policy, place="deflect:faster")
+    STOPPED[f"deflected {policy}"] = [compare(requests, served, alone(1)), len(requests)]
+    prompts = {core.name: core.scheduler.counters.prompt_tokens for core in cluster.cores}
+    assert all(prompts.values()), f"nothing was deflected: {prompts}"
 
 
 def test_close_calls_are_rare() -> None:
