@@ -100,4 +100,5 @@ class Core:
             await asyncio.wait([ahead])
             ahead.exception()  # it ran on buffers that are gone
         self.scheduler.ends = self.executor.now()
+        self.executor.rebuild()
         self._listener.recovered(self, self.scheduler.recover())

@@ -22,4 +22,4 @@ class QueueFull(JaxserveError):
 
 
 class StepFailed(JaxserveError):
-    """A step raised on the device. Its executor has rebuilt its pool: every page of the instance is lost."""
+    """A step raised on the device, or what was asked needs the KV pool that was lost with it."""

@@ -31,7 +31,11 @@ class Executor(Protocol):
 
     def submit(self, plan: StepPlan) -> Step:
         """Start a step behind those already submitted; returns at once. The future raises StepFailed when the
-        step raised, after which the KV pool is new and empty."""
+        step raised; those behind it raise too, and the KV pool is gone until `rebuild`."""
+
+    def rebuild(self) -> None:
+        """Make the pool anew, empty. Called in the turn of the event loop in which the scheduler forgets what the old
+        one held: pages of the one must never be filled in the other. Transfers that have begun before it fail."""
 
     def preempt(self, step: Step) -> None:
         """Stop a preemptible step at its next segment boundary; the step then yields Suspended."""

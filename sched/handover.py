@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from .core import Core
+from .errors import StepFailed
 from .giveback import Returns
 from .memory import Reservation
 from .placement import Fleet, Placement
@@ -143,7 +144,7 @@ class Mover:
             parcel = handover.source.executor.export_kv(request.pages[handover.moved : ready])
             await target.executor.import_kv(parcel, reservation.pages[handover.moved : ready])
         except Exception as error:
-            handover.failures += 1
+            handover.failures += not isinstance(error, StepFailed)  # which tells of a pool that is gone, not of the way
             handover.task = None
             if handover.failures >= ATTEMPTS and self._going.get(request.id) is handover:
                 self._failed(request, f"moving its KV failed {ATTEMPTS} times: {error}")

@@ -58,6 +58,7 @@ class JaxExecutor:
         self._slots = SlotTable(self._limits)
         self._sizes = piece_sizes(self._limits.row_pages)
         self._life = 0
+        self._lost = False  # the pool is gone: a step raised, and nobody has said to rebuild it yet
         self._flying: dict[Step, StepPlan] = {}
         self._dirty: set[int] = set()  # pages that may hold NaN
         self._finished = 0.0
@@ -90,6 +91,7 @@ class JaxExecutor:
         step: Step = loop.create_future()
         if plan.resume is not None:
             raise InvalidValue(f"{plan.resume=}: steps of this executor run to their end, none is suspended")
+        self._check_pool()
         if not self._waiter.is_alive():
             self._waiter.start()
         dispatched = self.now()
@@ -176,21 +178,29 @@ class JaxExecutor:
             self._dirty -= dirty
 
     def _fail(self, life: int, error: BaseException) -> None:
-        """The device raised: every step in flight fails, and the instance starts anew, empty."""
+        """The device raised: every step in flight fails, and what the instance holds is not to be trusted."""
         if life != self._life:
             return
         log.error("%s: a step raised; the KV pool is rebuilt", self.name, exc_info=error)
         self._life += 1
-        self.rebuilds += 1
+        self._lost = True
         flying, self._flying = self._flying, {}
-        self._dirty.clear()
-        self._slots = SlotTable(self._limits)
-        self._state.rebuild()
         for step, plan in flying.items():
             if not step.done():
                 failure = StepFailed(f"step {plan.step} of instance {self.name}: {type(error).__name__}: {error}")
                 failure.__cause__ = error
                 step.set_exception(failure)
+
+    def rebuild(self) -> None:
+        self.rebuilds += 1
+        self._dirty.clear()
+        self._slots = SlotTable(self._limits)
+        self._state.rebuild()
+        self._lost = False
+
+    def _check_pool(self) -> None:
+        if self._lost:
+            raise StepFailed(f"instance {self.name} lost its KV pool; it takes nothing before it is rebuilt")
 
     def preempt(self, step: Step) -> None:
         """A step has no boundary before its end, where it stops anyway."""
@@ -202,6 +212,7 @@ class JaxExecutor:
     # pages
 
     def export_kv(self, pages: Sequence[int]) -> Parcel:
+        self._check_pool()
         pieces = []
         for size, mine in cut(pages, self._sizes):
             pieces.append((len(mine), self._state.export(padded(mine, size, self._limits.pages))))
@@ -212,6 +223,7 @@ class JaxExecutor:
         hold up every step behind it."""
         if parcel.pages != len(pages):
             raise JaxserveError(f"a parcel of {parcel.pages} pages cannot go into {len(pages)} pages")
+        self._check_pool()
         loop, life = asyncio.get_running_loop(), self._life
         arrived = []
         for _, piece in parcel.pieces:

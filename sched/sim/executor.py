@@ -155,6 +155,9 @@ class SimExecutor:
             self._queue.append(job)
         return future
 
+    def rebuild(self) -> None:
+        self._suspended.clear()  # what they had computed is gone with the pool
+
     def preempt(self, step: Step) -> None:
         job = self._running if self._running is not None and self._running.future is step else None
         if job is None:
@@ -186,7 +189,6 @@ class SimExecutor:
             self._watch(job.plan, result)
         if not job.future.done():
             if failed:
-                self._suspended.clear()  # what they had computed is gone with the pool
                 job.future.set_exception(StepFailed(f"step {job.plan.step} was made to fail"))
             else:
                 job.future.set_result(result)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.engine.executor import JaxExecutor
+from jaxserve.engine.executor import LEAST_LEAD, MOST_LEAD, JaxExecutor
 from jaxserve.engine.warmup import compile_counter
 from jaxserve.sched.errors import StepFailed
 from jaxserve.sched.params import SamplingParams
@@ -168,6 +168,7 @@ def test_a_step_that_raises_fails_all_in_flight_and_the_executor_lives_on(
     executor.fault = fault
     run(scenario(Job(PROMPTS[0], slot=1)))
     executor.fault = None
+    executor.rebuild()
     assert executor.rebuilds == before + 1
     assert alone(executor, Job(PROMPTS[1], slot=1), NEW) == reference[1]
 
@@ -179,7 +180,32 @@ def test_an_error_before_the_device_fails_the_step_too(executor: JaxExecutor, re
             await executor.submit(StepPlan(0, (job.span(),)))
 
     run(scenario())
+    executor.rebuild()
     assert alone(executor, Job(PROMPTS[1], slot=1), NEW) == reference[1]
+
+
+def test_no_page_crosses_the_loss_of_a_pool(pair: list[JaxExecutor]) -> None:
+    """Pages were set aside in the pool that is gone: filled in the new one, they would be somebody else's."""
+    source, target = pair
+
+    async def scenario() -> None:
+        pages = list(range(4))
+        parcel = source.export_kv(pages)
+        begun = asyncio.ensure_future(target.import_kv(parcel, pages))
+        await asyncio.sleep(0)
+        target._fail(target._life, RuntimeError("on purpose"))
+        with pytest.raises(StepFailed, match="takes nothing before it is rebuilt"):
+            await target.import_kv(parcel, pages)
+        with pytest.raises(StepFailed, match="takes nothing before it is rebuilt"):
+            target.export_kv(pages)
+        with pytest.raises(StepFailed, match="takes nothing before it is rebuilt"):
+            target.submit(StepPlan(0, (Job(PROMPTS[0]).span(),)))
+        target.rebuild()
+        with pytest.raises(StepFailed, match="lost its KV pool while 4 pages were on their way"):
+            await begun
+        await target.import_kv(parcel, pages)
+
+    run(scenario())
 
 
 def test_a_row_that_is_not_finite_fails_alone(tiny: Path, reference: list[list[int]]) -> None:
@@ -219,6 +245,7 @@ def test_nothing_compiles_after_warm_up(pair: list[JaxExecutor]) -> None:
         pages = range(rng.randint(1, ROW_PAGES))
         run(pair[1].import_kv(pair[0].export_kv(pages), pages))
     pair[0]._fail(pair[0]._life, RuntimeError("on purpose"))
+    pair[0].rebuild()
     alone(pair[0], Job(PROMPTS[0]), 4)
     assert counter.compilations_total + counter.cache_loads_total == before
 
@@ -234,7 +261,7 @@ def test_times_are_monotone_and_steps_do_not_overlap(executor: JaxExecutor) -> N
             last = result.finished
 
     run(scenario())
-    assert 1e-3 <= executor.lead <= 5e-3
+    assert LEAST_LEAD <= executor.lead <= MOST_LEAD
     assert (executor.page_size, executor.pages >= ROW_PAGES) == (PAGE, True)
 
 

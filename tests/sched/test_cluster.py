@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.sched.errors import StepFailed
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import StepPlan
 from jaxserve.sched.policy import Role
@@ -132,6 +133,19 @@ def test_a_link_that_stays_down_fails_its_requests_and_leaks_nothing() -> None:
     outcome = simulate(jobs, PD, loses=lambda: True)
     assert [request.finish_reason for request in outcome.requests] == ["stop", "error", "error", "error"]
     assert "failed 3 times" in (outcome.requests[1].error or "")
+
+
+def test_pools_that_are_lost_are_no_fault_of_the_link() -> None:
+    """Between the loss and the rebuilding every transfer fails at once, more often than a link may."""
+    left = iter(range(7))
+
+    def loses() -> bool:
+        if next(left, None) is not None:
+            raise StepFailed("injected: the pool is gone")
+        return False
+
+    outcome = simulate([Job(range(10), 8)], PD, loses=loses)
+    assert next(left, None) is None and outcome.requests[0].finish_reason == "stop"
 
 
 def test_shared_prefix_is_computed_once() -> None:
