@@ -10,6 +10,15 @@ from typing import NamedTuple
 
 import jax
 
+MASKED = -1e30  # score of what is not to be seen; finite, so that a masked tile does not make NaN of exp(-inf + inf)
+
+
+class Scales(NamedTuple):
+    """What quantised pools (fp8, int8) are multiplied by: a stored key is key / scale, of its kv head."""
+
+    k: jax.Array  # [K] float32
+    v: jax.Array  # [K] float32
+
 
 class Ragged(NamedTuple):
     """Rows of different lengths, flattened. Padding tokens come last; padding rows have length 0."""
