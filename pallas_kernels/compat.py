@@ -1,0 +1,95 @@
+"""What differs between jax 0.10.2 and 0.12 in Pallas for Hopper, in one place. No device is touched.
+
+jax renames, deprecates and adds to `pallas.mosaic_gpu` with every release. Kernels import these names instead:
+
+| name          | 0.10.2                         | 0.11 and later                    |
+|---------------|--------------------------------|-----------------------------------|
+| `kernel`      | semantics must be asked for    | Warpgroup semantics by default    |
+| `load`        | index is a positional argument | index is part of the ref          |
+| `transpose`   | `transpose_ref`                | `ref.T`; the other is deprecated  |
+| `HAS_MMA`     | no warp-level mma              | `plgpu.mma`                       |
+| interpreter   | private, no race detection     | public, with it                   |
+
+`plgpu` here is jax's module without its types, which differ too: kernels take it from this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as _plgpu
+
+plgpu: Any = _plgpu
+
+VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
+HAS_MMA = hasattr(plgpu, "mma")
+DETECTS_RACES = hasattr(plgpu, "InterpretGPUParams")  # its interpreter also knows wgmma, layouts and transposed refs
+
+
+def kernel(
+    body: Callable[..., None],
+    *,
+    out: Any,
+    scratch: Any,
+    grid: Sequence[tuple[str, int]],
+    threads: tuple[str, int],
+    interpret: Any = None,
+    fast_math: bool = True,
+) -> Callable[..., Any]:
+    """`plgpu.kernel` over named grid axes; `threads` = (name, count) of warpgroups; `interpret` as in interpret.py."""
+    options: dict[str, Any] = {} if interpret is None else {"interpret": interpret}
+    made: Callable[..., Any] = plgpu.kernel(
+        body,
+        out_type=out,
+        scratch_types=scratch,
+        grid=tuple(size for _, size in grid),
+        grid_names=tuple(name for name, _ in grid),
+        num_threads=threads[1],
+        thread_name=threads[0],
+        compiler_params=plgpu.CompilerParams(
+            approx_math=fast_math, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
+        **options,
+    )
+    return made
+
+
+def load(ref: Any, layout: Any = None, *, optimized: bool = True) -> jax.Array:
+    """Read all of `ref` (index it with `.at` first) into registers of `layout`."""
+    if VERSION < (0, 11):
+        early: jax.Array = plgpu.load(ref, (), layout=layout, optimized=optimized)
+        return early
+    loaded: jax.Array = plgpu.load(ref, layout=layout, optimized=optimized)
+    return loaded
+
+
+def transpose(ref: Any) -> Any:
+    """A rank-2 ref seen with its axes swapped; no data moves."""
+    return plgpu.transpose_ref(ref, (1, 0)) if VERSION < (0, 11) else ref.T
+
+
+def interpreter_params(detect_races: bool) -> Any:
+    """What `plgpu.kernel(interpret=)` takes to run on the host, threads, barriers and TMA included."""
+    if DETECTS_RACES:
+        return plgpu.InterpretGPUParams(detect_races=detect_races)
+    if detect_races:
+        raise NotImplementedError(f"race detection needs jax 0.11 or later; this is {jax.__version__}")
+    from jax._src.pallas.mosaic_gpu.interpret import params
+
+    return params.InterpretGPUParams(num_tma_threads_per_device=5)
+
+
+def races_found() -> bool:
+    """Whether the last interpreted kernel that detected races had one."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    return bool(interpret_pallas_call.get_races().races_found)
+
+
+def reset_interpreter() -> None:
+    """After an exception inside an interpreted kernel: forget its threads and buffers."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
