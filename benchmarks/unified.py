@@ -14,10 +14,11 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from common import origin
@@ -73,12 +74,32 @@ class Case(NamedTuple):
     seeds: int
 
 
-def workload(name: str, count: int) -> tuple[Any, dict[str, float]]:
-    """What to serve, and the coefficients of the step-time model that differ."""
-    if name == "K128 beta=40ns":
-        return NAMED["K128"], {"context": 40e-9}
+class Served(NamedTuple):
+    """What to serve, and what differs from the preset and the options."""
+
+    load: Any  # a workload to draw, or arrivals
+    coefficients: Mapping[str, float] = MappingProxyType({})
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+# K128 where something is not as the schedulers, or the papers, would have it.
+VARIATIONS = {
+    "K128 beta=0": Served(NAMED["K128"], {"context": 0.0}),
+    "K128 beta=40ns": Served(NAMED["K128"], {"context": 40e-9}),
+    "K128 alpha=beta=15ns": Served(NAMED["K128"], {"longest": 15e-9}),
+    "K128 predicted +20%": Served(NAMED["K128"], {}, {"prediction_error": 0.2}),
+    "K128 predicted -20%": Served(NAMED["K128"], {}, {"prediction_error": -0.2}),
+    "K128 noise 0.2": Served(NAMED["K128"], {}, {"noise": 0.2}),
+    "K128 bursty": Served(NAMED["K128-bursty"]),
+    "K128 half the KV": Served(NAMED["K128"], {}, {"kv_scale": 0.5}),
+}
+
+
+def workload(name: str, count: int) -> Served:
+    if name in VARIATIONS:
+        return VARIATIONS[name]
     if name in NAMED:
-        return NAMED[name], {}
+        return Served(NAMED[name])
     file, slo, spread = {
         "mooncake-conversation": ("mooncake/conversation_trace.head40min.jsonl.gz", SLO(8.0, 0.05), 3.0),
         "mooncake-arxiv": ("mooncake/arxiv_mooncake_trace.head1000.jsonl", SLO(8.0, 0.05), 3.0),
@@ -86,36 +107,36 @@ def workload(name: str, count: int) -> tuple[Any, dict[str, float]]:
         "azure-code": ("azure/AzureLLMInferenceTrace_code.head38min.csv", SLO(2.0, 0.05), 0.0),
     }[name]
     arrivals: Sequence[Arrival] = load_trace(TRACES / file, slo=slo, num_prompts=count, spread=spread)
-    return arrivals, {}
+    return Served(arrivals)
 
 
 WORKLOADS = (
-    "K128", "K128 beta=40ns", "K100", "K32", "mooncake-conversation", "mooncake-arxiv", "azure-conversation",
-    "azure-code", "flowprefill-llama3-70b", "slos-serve-mixed", "slos-serve-reasoning",
+    "K128", "K100", "K32", "mooncake-conversation", "mooncake-arxiv", "azure-conversation",
+    "azure-code", "flowprefill-llama3-70b", "slos-serve-mixed", "slos-serve-reasoning", *VARIATIONS,
 )  # fmt: skip
 
 
 def run(case: Case) -> tuple[Case, float, float]:
     """Goodput of one cell in requests/s, and what was attained there."""
-    served, coefficients = workload(case.workload, case.requests)
+    load, coefficients, options = workload(case.workload, case.requests)
     latency = load_yaml(preset("latency", "minimax-m2.5-h200-tp4"), Latency)
     if coefficients:
         latency = latency.with_coefficients(coefficients)
     mesh = Mesh.parse(case.mesh)
     if case.system == "bound":
-        arrivals = served if isinstance(served, Sequence) else served.draw(case.requests, 1.0, 0)
+        arrivals = load if isinstance(load, Sequence) else load.draw(case.requests, 1.0, 0)
         half = mesh.instances // 2
         rate = goodput_bound(arrivals, latency.solve(), half, half, deflection=True, chunk=Options().tokens)
         return case, rate, GOAL
     system = SYSTEMS[case.system]
     found = goodput_search(
-        served,
+        load,
         [system.policy],
         replace(mesh, colocated=system.colocated),
         latency,
         seeds=range(case.seeds),
         num_requests=case.requests,
-        options=Options(placement=system.placement, boundary=system.boundary),
+        options=Options(placement=system.placement, boundary=system.boundary, **options),
         goal=GOAL,
         tolerance=0.03,
         start=4.0,
@@ -136,7 +157,13 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", action="append", choices=WORKLOADS, help="may be repeated [all]")
+    parser.add_argument(
+        "--workload",
+        action="append",
+        choices=WORKLOADS,
+        metavar="NAME",
+        help="may be repeated [all]: " + ", ".join(WORKLOADS).replace("%", "%%"),
+    )
     parser.add_argument("--mesh", action="append", metavar="RxT", help="may be repeated, as in 2x4 (1P+1D) [2x4]")
     parser.add_argument("--systems", default="all", help="all, or kinds and names with semicolons: published;unified")
     parser.add_argument("--requests", type=int, default=1000, metavar="N")
