@@ -12,11 +12,10 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh
 
 from pallas_kernels import attention_xla
-from pallas_kernels.dispatch import attention
 from pallas_kernels.layout import Ragged
+from pallas_kernels.xla import rows as rows_of
 
 from .ragged import deal, make
 
@@ -93,8 +92,8 @@ def test_any_step_equals_the_dense_twin(rows: list[tuple[int, int]], seed: int) 
 
 
 def test_a_prompt_longer_than_a_query_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_xla, "QUERY_BLOCK", 16)
-    monkeypatch.setattr(attention_xla, "KEY_BLOCK", 8)
+    monkeypatch.setattr(rows_of, "QUERY_BLOCK", 16)
+    monkeypatch.setattr(rows_of, "KEY_BLOCK", 8)
     jax.clear_caches()
     check([(50, 70), (17, 17), (1, 20)], 2, 2, tokens=71, width=32)  # 71: a last block reaches beyond the tokens
     jax.clear_caches()
@@ -148,17 +147,6 @@ def test_write_puts_tokens_in_their_pages_and_drops_padding() -> None:
         np.testing.assert_array_equal(pool, want)
 
 
-@pytest.mark.parametrize("decode", [True, False])
-def test_split_heads_compute_the_same(decode: bool) -> None:
-    rows = [(1, 6), (1, 7), (1, 8)]
-    ragged = make(rows, deal(rows, page=PAGE, pool=POOL), page=PAGE, pool=POOL)
-    args = values(3, 8, DIM), values(3, 4, DIM), values(3, 4, DIM), pools(4), ragged
-    mesh = Mesh(np.array(jax.devices()[:4]), ("tp",))
-    one, other = (jax.jit(partial(attention(m, decode=decode), scale=SCALE))(*args) for m in (None, mesh))
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6, rtol=0)
-
-
 def test_reads_of_lower_precision_sum_in_float32() -> None:
     rows = [(1, 30), (5, 20)]
     ragged = make(rows, deal(rows, page=PAGE, pool=POOL), page=PAGE, pool=POOL)
@@ -174,8 +162,6 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         attention_xla.paged_attention(jnp.zeros((2, 3, DIM)), *map(jnp.asarray, pools(2)), ragged, scale=1.0)
     with pytest.raises(ValueError, match="there are 3 tokens and 2 rows"):
         attend(values(3, 2, DIM), *pools(2), ragged, True)
-    with pytest.raises(ValueError, match=r"impl='cuda' is unknown; there are: auto, xla"):
-        attention(impl="cuda")
 
 
 @pytest.mark.parametrize("columns", [1, 5, 12, 16])

@@ -1,0 +1,82 @@
+"""Online softmax over chunks of pages: what one token per row and rows of many tokens have in common.
+
+Letters as in `attention_xla`. Every state is float32, and a chunk in which a query sees nothing leaves it as it is,
+bit for bit: what a row gets does not hang on how far the rows beside it reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.layout import MASKED
+
+Parts = tuple[jax.Array, ...]  # mixed values, and the lse where it is asked for
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How scores are bent and limited, and what comes out."""
+
+    window: int | None = None  # a query sees this many keys at most, its own included
+    softcap: float | None = None
+    v_scale: jax.Array | None = None  # [K] float32, what a quantised pool's values are multiplied by
+    lse: bool = False
+
+    def begin(self, position: jax.Array) -> jax.Array:
+        """First key that a query at `position` sees."""
+        return jnp.zeros_like(position) if self.window is None else jnp.maximum(position + 1 - self.window, 0)
+
+
+class Running(NamedTuple):
+    """Highest score, sum of weights and weighted values so far."""
+
+    peak: jax.Array  # [..., rows]
+    total: jax.Array  # [..., rows]
+    mixed: jax.Array  # [..., rows, D]
+
+
+def begin(shape: tuple[int, ...], dim: int) -> Running:
+    zeros = jnp.zeros(shape, jnp.float32)
+    return Running(zeros + MASKED, zeros, jnp.zeros((*shape, dim), jnp.float32))
+
+
+def absorb(
+    state: Running, score: jax.Array, seen: jax.Array, mix: Callable[[jax.Array], jax.Array], softcap: float | None
+) -> Running:
+    """The state with one more chunk: score [..., rows, C], seen broadcast to it, `mix` weights -> [..., rows, D]."""
+    if softcap is not None:
+        score = softcap * jnp.tanh(score / softcap)
+    score = jnp.where(seen, score, MASKED)
+    peak = jnp.maximum(state.peak, jnp.max(score, axis=-1))
+    # Masked weights are set to zero, not left to exp: where nothing was seen yet the peak itself is MASKED.
+    weight = jnp.where(seen, jnp.exp(score - peak[..., None]), 0.0)
+    fade = jnp.exp(state.peak - peak)
+    return Running(peak, state.total * fade + jnp.sum(weight, axis=-1), state.mixed * fade[..., None] + mix(weight))
+
+
+def mean(state: Running) -> jax.Array:
+    """Weighted mean of the values; zeros where nothing was attended to."""
+    return state.mixed / jnp.maximum(state.total, 1e-30)[..., None]
+
+
+def lse(state: Running) -> jax.Array:
+    """Log of the sum of exp(score); MASKED where nothing was attended to (a total is 1 at least otherwise)."""
+    return jnp.where(state.total > 0, state.peak + jnp.log(jnp.maximum(state.total, 1e-30)), MASKED)
+
+
+def take(pool: jax.Array, pages: jax.Array) -> jax.Array:
+    """Whole pages [..., c] of the pool as keys [..., c * B, K, D]. One gather of long contiguous slices."""
+    _, size, heads, dim = pool.shape
+    got = jnp.take(pool, pages, axis=0, mode="clip")  # [..., c, B, K, D]
+    return got.reshape(*pages.shape[:-1], pages.shape[-1] * size, heads, dim)
+
+
+def missing(columns: int, pages: int) -> int:
+    """Columns that a block table lacks to be two chunks or more. Of one chunk XLA knows what every turn of the loop
+    reads: on CPU it moves the gather out of the loop and copies the whole pool for it, a second for 2 GiB."""
+    return max(2 * pages - columns, -columns % pages)

@@ -1,0 +1,100 @@
+"""Rows of any length: single tokens batched over rows, longer rows in query blocks. Letters as in `attention_xla`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.layout import MASKED, Ragged
+from pallas_kernels.xla.common import Parts, Rule, Running, absorb, begin, lse, mean, missing, take
+from pallas_kernels.xla.single import single
+
+QUERY_BLOCK = 64  # tokens of one row computed together
+KEY_BLOCK = 128  # tokens of keys read together for a query block
+
+
+def many(q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, ragged: Ragged, rule: Rule, queries: int | None) -> Parts:
+    """Rows of any length, q [T, K, G, D]; no row is longer than `queries`, where that is given."""
+    tokens, rows = q.shape[0], ragged.starts.shape[0]
+    alone = ragged.lengths == 1  # [S]
+    first = jnp.clip(ragged.starts, 0, tokens - 1)
+    contexts = jnp.where(alone, ragged.contexts, 0)
+    ones = single(q[first], k_pool, v_pool, contexts, ragged.block_tables, rule)  # [S, ...] each
+    place = jnp.where(alone, first, tokens)
+    block = min(QUERY_BLOCK, tokens, queries or tokens)
+    # A block may reach beyond the end of its row, hence of the tokens: padded here, masked where it is stored.
+    padded = jnp.pad(q, ((0, block), (0, 0), (0, 0), (0, 0)))
+    out = tuple(
+        jnp.full((tokens + block, *part.shape[1:]), empty, part.dtype).at[place].set(part, mode="drop")
+        for part, empty in zip(ones, (0, MASKED), strict=False)
+    )
+
+    def row(r: jax.Array, out: Parts) -> Parts:
+        start, length, table = ragged.starts[r], ragged.lengths[r], ragged.block_tables[r]
+        offset = ragged.contexts[r] - length  # position of the row's first token
+
+        def one(b: jax.Array, out: Parts) -> Parts:
+            at = start + b * block
+            here = lax.dynamic_slice_in_dim(padded, at, block)  # [Q, K, G, D]
+            mine = b * block + jnp.arange(block) < length
+            fresh = _block(here, k_pool, v_pool, table, offset + b * block, ragged.contexts[r], rule)
+            return tuple(_stored(old, new, at, mine) for old, new in zip(out, fresh, strict=True))
+
+        blocks = jnp.where(length > 1, (length + block - 1) // block, 0)
+        filled: Parts = lax.fori_loop(0, blocks, one, out)
+        return filled
+
+    whole: Parts = lax.fori_loop(0, rows, row, out)
+    return tuple(part[:tokens] for part in whole)
+
+
+def _stored(old: jax.Array, new: jax.Array, at: jax.Array, mine: jax.Array) -> jax.Array:
+    """old [T, ...] with those tokens of new [Q, ...] in it, from `at` on, that are the row's own."""
+    before = lax.dynamic_slice_in_dim(old, at, new.shape[0])
+    kept = jnp.where(mine.reshape(-1, *(1,) * (new.ndim - 1)), new, before)
+    return lax.dynamic_update_slice_in_dim(old, kept, at, axis=0)
+
+
+def _block(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    table: jax.Array,
+    position: jax.Array,
+    context: jax.Array,
+    rule: Rule,
+) -> Parts:
+    """A query block [Q, K, G, D] of one row, first token at `position`, over the row's keys so far."""
+    block, kv_heads, group, dim = q.shape
+    pages = min(max(1, KEY_BLOCK // k_pool.shape[1]), table.shape[0])
+    span = pages * k_pool.shape[1]  # C
+    table = jnp.pad(table, (0, missing(table.shape[0], pages)))
+    stacked = q.transpose(1, 2, 0, 3).reshape(kv_heads, group * block, dim)  # one matrix product per kv head
+    last = jnp.tile(position + jnp.arange(block), group)[:, None]  # [G * Q, 1], each query's own position
+    lowest = rule.begin(position)
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    def body(i: jax.Array, state: Running) -> Running:
+        ids = lax.dynamic_slice_in_dim(table, i * pages, pages)
+        k, v = take(k_pool, ids).astype(q.dtype), take(v_pool, ids).astype(q.dtype)  # [C, K, D]
+        key = i * span + jnp.arange(span)  # [C] positions
+        seen, real = key[None, :] <= last, key < context  # [G * Q, C], [C]
+        if rule.window is not None:
+            seen &= key[None, :] >= rule.begin(last)
+            real &= key >= lowest
+        v = jnp.where(real[:, None, None], v, jnp.zeros_like(v))  # as in `single`
+        score = product("kqd,ckd->kqc", stacked, k)  # [K, G * Q, C]
+        return absorb(
+            state, score, seen[None], lambda weight: product("kqc,ckd->kqd", weight.astype(q.dtype), v), rule.softcap
+        )
+
+    reach = jnp.minimum(position + block, context)
+    state = lax.fori_loop(lowest // span, (reach + span - 1) // span, body, begin((kv_heads, group * block), dim))
+    mixed = mean(state)
+    if rule.v_scale is not None:
+        mixed = mixed * rule.v_scale[:, None, None]
+    out = mixed.reshape(kv_heads, group, block, dim).transpose(2, 0, 1, 3).astype(q.dtype)
+    return (out, lse(state).reshape(kv_heads, group, block).transpose(2, 0, 1)) if rule.lse else (out,)

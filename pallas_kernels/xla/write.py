@@ -1,0 +1,56 @@
+"""Keys and values into their pages, turned and quantised on the way, in plain XLA.
+
+    pool[write[t]] = rotate(x[t])              in the dtype of the pool
+    pool[write[t]] = rotate(x[t]) / scale[k]   where `scales` are given (fp8 e4m3, int8), cut off at the largest value
+
+The twin of `hopper.kv_write`, with the same numbers: turned in float32, rounded to the dtype of x, then quantised.
+Letters: T tokens, N pages in the pool, B page size, H query heads, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.layout import Ragged, Scales
+from pallas_kernels.rope import Turn, rotate
+
+LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}  # what a quantised value may be at most, by the dtype of the pool
+
+
+def rope_and_write_xla(
+    q: jax.Array,  # [T, H, D]
+    k: jax.Array,  # [T, K, D]
+    v: jax.Array,  # [T, K, D]
+    turn: Turn | None,
+    k_pool: jax.Array,  # [N, B, K, D]
+    v_pool: jax.Array,  # [N, B, K, D]
+    ragged: Ragged,
+    *,
+    scales: Scales | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Turned queries and the pools with this step's keys and values; padding tokens are dropped."""
+    return rotate(q, turn), *write_kv(k_pool, v_pool, rotate(k, turn), v, ragged, scales)
+
+
+def write_kv(
+    k_pool: jax.Array, v_pool: jax.Array, k: jax.Array, v: jax.Array, ragged: Ragged, scales: Scales | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Put k, v [T, K, D] at `ragged.write` of the pools [N, B, K, D]; padding tokens are dropped."""
+    if scales is not None:
+        k, v = quantised(k, scales.k, k_pool.dtype), quantised(v, scales.v, v_pool.dtype)
+    return _scatter(k_pool, k, ragged.write), _scatter(v_pool, v, ragged.write)
+
+
+def quantised(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """x [T, K, D] / scale [K] in `dtype`, rounded to even, cut off at what the dtype can hold (never NaN)."""
+    largest = LARGEST[jnp.dtype(dtype).name]
+    small = jnp.clip(x.astype(jnp.float32) / scale[None, :, None], -largest, largest)
+    return (jnp.round(small) if jnp.issubdtype(dtype, jnp.integer) else small).astype(dtype)
+
+
+def _scatter(pool: jax.Array, new: jax.Array, where: jax.Array) -> jax.Array:
+    # In the pool's own shape: for one kv head per shard, XLA on CPU gives the result of a reshape another layout and
+    # copies the whole pool back, twice per layer (80 ms a step for a pool of 128 MiB).
+    size = pool.shape[1]
+    return pool.at[where // size, where % size].set(new.astype(pool.dtype), mode="drop", unique_indices=True)
