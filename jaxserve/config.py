@@ -104,6 +104,10 @@ class ServeConfig:
         "two. auto: disaggregated from two instances on.",
     )  # fmt: skip
     share_devices: bool = flag(False, "devices", "Let instances share a device when there are fewer than R*T.")
+    attention_backend: Literal["auto", "mosaic_gpu", "tpu", "xla"] = flag(
+        "auto", "devices", "Kernels that attend. auto: the first that can run, of mosaic_gpu and xla on a GPU, tpu and "
+        "xla on a TPU, xla on CPU. One that is named runs or is an error.",
+    )  # fmt: skip
 
     # scheduling
     policy: str = flag(
@@ -218,6 +222,7 @@ class ServeConfig:
             ("dtype", ("auto", "float32", "bfloat16")),
             ("load_format", ("auto", "safetensors", "orbax", "dummy")),
             ("mode", ("auto", "disaggregated", "colocated")),
+            ("attention_backend", ("auto", "mosaic_gpu", "tpu", "xla")),
             ("first_token", ("prefill", "decode")),
             ("log_level", ("debug", "info", "warning", "error")),
         )

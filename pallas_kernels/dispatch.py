@@ -1,71 +1,125 @@
-"""Choose an attention implementation for a mesh, and keep it local to each shard's heads."""
+"""Which attention an engine runs: chosen once at its start, told with its reasons, local to each shard's heads.
+
+`resolve` picks a backend, `attention` makes its object for the programs of one bucket. An object plans once per step
+(`plan`, inside the jitted step) and every layer is handed that work, together with what to rotate, write and attend to.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import attention_xla
+from pallas_kernels.backends import mosaic_gpu, tpu, xla
+from pallas_kernels.backends.base import Attention, Backend, Pool, Spec
 from pallas_kernels.layout import Ragged
+from pallas_kernels.rope import Turn
 
-Pool = tuple[jax.Array, jax.Array]  # keys and values of one layer, each [N, B, K, D]
+__all__ = ["Attention", "Choice", "Pool", "Spec", "Unsupported", "attention", "resolve"]
 
-IMPLEMENTATIONS = ("xla",)
-
-
-class Attention(Protocol):
-    """Write this step's keys and values, then attend."""
-
-    def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, pool: Pool, ragged: Ragged, *, scale: float
-    ) -> tuple[jax.Array, Pool]:
-        """q [T, H, D], k and v [T, K, D] -> mixed values [T, H, D] and the pool with k, v in it."""
+BACKENDS: Mapping[str, Backend] = {"mosaic_gpu": mosaic_gpu, "tpu": tpu, "xla": xla}
+ORDER: Mapping[str, tuple[str, ...]] = {"gpu": ("mosaic_gpu", "xla"), "tpu": ("tpu", "xla")}  # elsewhere: xla
 
 
-def attention(mesh: Mesh | AbstractMesh | None = None, *, impl: str = "auto", decode: bool = False) -> Attention:
-    """The attention of one instance's programs.
+class Unsupported(ValueError):
+    """A backend that was asked for by name cannot run here."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was resolved, and why not what comes before it."""
+
+    backend: str
+    spec: Spec
+    refusals: tuple[tuple[str, str], ...] = ()  # (backend, reason), in the order they were asked
+
+    def __str__(self) -> str:
+        return self.backend + (" (interpreted)" if self.spec.interpret and self.backend != "xla" else "")
+
+
+def resolve(spec: Spec, name: str = "auto") -> Choice:
+    """The first backend of the platform's order that supports `spec`. One that is named is taken or refused.
+
+    Raises Unsupported with the reason and what there is instead.
+    """
+    if name != "auto":
+        return _named(spec, name)
+    refusals: list[tuple[str, str]] = []
+    for candidate in ORDER.get(spec.platform, ("xla",)):
+        reason = BACKENDS[candidate].supports(spec)
+        if reason is None:
+            return Choice(candidate, spec, tuple(refusals))
+        refusals.append((candidate, reason))
+    raise Unsupported("no attention backend can run here: " + "; ".join(f"{one}: {why}" for one, why in refusals))
+
+
+def _named(spec: Spec, name: str) -> Choice:
+    if name not in BACKENDS:
+        raise Unsupported(f"attention backend {name!r} is unknown; there are: auto, {', '.join(BACKENDS)}")
+    reason = BACKENDS[name].supports(spec)
+    if reason is not None:
+        able = [other for other, backend in BACKENDS.items() if backend.supports(spec) is None]
+        raise Unsupported(f"attention backend {name!r} cannot run here: {reason}; allowed: auto, {', '.join(able)}")
+    return Choice(name, spec)
+
+
+def attention(
+    mesh: Mesh | AbstractMesh | None = None, choice: Choice | None = None, *, decode: bool = False
+) -> Attention:
+    """The attention of one bucket's program.
 
     `mesh` with an axis `tp`: heads are split over it and every shard attends to its own pool; None: one device.
-    `decode`: every program row is exactly one token (see `attention_xla.paged_attention`).
+    `choice` None: XLA. `decode`: every program row is exactly one token, T = S, lengths 0 or 1.
     """
-    if impl not in ("auto", *IMPLEMENTATIONS):
-        raise ValueError(f"attention {impl=} is unknown; there are: auto, {', '.join(IMPLEMENTATIONS)}")
-    local = partial(_xla, decode=decode)
+    local = xla.make(None, decode) if choice is None else BACKENDS[choice.backend].make(choice.spec, decode)
     if mesh is None or mesh.shape["tp"] == 1:
         return local
-    return partial(_sharded, local=local, mesh=mesh)
+    return _Sharded(local, mesh)
 
 
-def _xla(
-    q: jax.Array, k: jax.Array, v: jax.Array, pool: Pool, ragged: Ragged, *, scale: float, decode: bool
-) -> tuple[jax.Array, Pool]:
-    pool = attention_xla.write_kv(*pool, k, v, ragged)
-    return attention_xla.paged_attention(q, *pool, ragged, scale=scale, decode=decode), pool
+class _Layer(Protocol):
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, turn: Turn | None, pool: Pool, work: Any
+    ) -> tuple[jax.Array, Pool]: ...
 
 
-def _sharded(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    pool: Pool,
-    ragged: Ragged,
-    *,
-    scale: float,
-    local: Attention,
-    mesh: Mesh | AbstractMesh,
-) -> tuple[jax.Array, Pool]:
-    heads, pages = P(None, "tp"), P(None, None, "tp")
-    # Replication is not checked: the loops over pages have trip counts that depend on replicated arrays only.
-    run = jax.shard_map(
-        partial(local, scale=scale),
-        mesh=mesh,
-        in_specs=(heads, heads, heads, (pages, pages), P()),
-        out_specs=(heads, (pages, pages)),
-        check_vma=False,
-    )
-    mixed, pool = run(q, k, v, pool, ragged)
-    return mixed, pool
+@dataclass(frozen=True)
+class _Sharded:
+    """Each shard's heads by themselves; the work is the same on all of them."""
+
+    local: Attention
+    mesh: Mesh | AbstractMesh
+
+    def plan(self, ragged: Ragged) -> Any:
+        return self.local.plan(ragged)
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        turn: Turn | None,
+        pool: Pool,
+        work: Any,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> tuple[jax.Array, Pool]:
+        heads, pages = P(None, "tp"), P(None, None, "tp")
+        layer: _Layer = partial(self.local, scale=scale, window=window, softcap=softcap)
+        # Replication is not checked: the loops over pages have trip counts that depend on replicated arrays only.
+        run = jax.shard_map(
+            layer,
+            mesh=self.mesh,
+            in_specs=(heads, heads, heads, P(), (pages, pages), P()),
+            out_specs=(heads, (pages, pages)),
+            check_vma=False,
+        )
+        mixed, pool = run(q, k, v, turn, pool, work)
+        return mixed, pool

@@ -131,6 +131,7 @@ def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
             kv_cache_memory=config.kv_cache_memory,
             gpu_memory_utilization=config.gpu_memory_utilization,
             share_devices=config.share_devices,
+            attention_backend=config.attention_backend,
         ),
         progress,
     )
@@ -138,8 +139,8 @@ def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
     points = profile.measured(executors[0], limits, length)
     compile_counter().warm()
     seconds = time.perf_counter() - began
-    log.info("ready in %.1f s; %s", seconds, policies_line(config, mesh))
     info = _info(config, spec, mesh, executors, length, seconds, end_thinking(path))
+    log.info("ready in %.1f s; %s, attention %s", seconds, policies_line(config, mesh), info.attention)
     return Machine(config, mesh, executors, limits, points, info)
 
 
@@ -172,4 +173,5 @@ def _info(
         eos=frozenset(spec.eos),
         end_thinking=thinks,
         startup_seconds=seconds,
+        attention=executors[0].state.programs.attention,
     )

@@ -22,6 +22,8 @@ from jaxserve.engine.warmup import Progress, idle_batch, use_persistent_cache, w
 from jaxserve.models import registry, weights
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.errors import InvalidValue
+from pallas_kernels import dispatch
+from pallas_kernels.dispatch import Choice
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,8 @@ class ExecutorConfig:
     kv_cache_memory: int | None = None  # bytes of all pools together; None: see `kv`
     gpu_memory_utilization: float = 0.9
     share_devices: bool = False
+    attention_backend: str = "auto"  # see `dispatch.resolve`
+    interpret: bool = False  # tests only: run an accelerator's kernels in jax's interpreters on a CPU
     persistent_cache: bool = True
     cache_folder: Path | None = None  # None: see `warmup.use_persistent_cache`
     warm: bool = True
@@ -76,8 +80,9 @@ def build_executors(config: ExecutorConfig, progress: Progress | None = None) ->
     auto = "float32" if platform == "cpu" else "bfloat16"
     dtype = jnp.dtype(auto if config.dtype == "auto" else config.dtype)
     trees = config.load(spec, dtype, meshes)
-    limits = _limits(config, spec, dtype, meshes, trees[0])
-    programs = Programs(spec, meshes[0], limits)
+    choice = resolve_attention(config, spec, dtype, meshes[0])
+    limits = _limits(config, spec, dtype, meshes, trees[0], choice)
+    programs = Programs(spec, meshes[0], limits, choice)
     states = [DeviceState(programs, mesh, tree, dtype) for mesh, tree in zip(meshes, trees, strict=True)]
     if config.warm:
         warm_up(states, progress)
@@ -85,7 +90,34 @@ def build_executors(config: ExecutorConfig, progress: Progress | None = None) ->
     return [JaxExecutor(f"{role.value}-{i}", state) for i, (role, state) in enumerate(zip(roles, states, strict=True))]
 
 
-def _limits(config: ExecutorConfig, spec: ModelSpec, dtype: Any, meshes: Sequence[Mesh], tree: Tree) -> Limits:
+def resolve_attention(config: ExecutorConfig, spec: ModelSpec, dtype: Any, mesh: Mesh) -> Choice:
+    """The attention backend of all instances. `spec` is that of `for_tp`; raises InvalidValue as `resolve` does."""
+    device = mesh.devices.flat[0]
+    asked = dispatch.Spec(
+        platform=device.platform,
+        dtype=str(dtype),
+        heads=spec.heads // config.mesh.tp,
+        kv_heads=spec.pool_heads // config.mesh.tp,
+        head_dim=spec.head_dim,
+        page=config.page_size,
+        device=device.device_kind,
+        capability=str(getattr(device, "compute_capability", "")),
+        cores=int(getattr(device, "core_count", 0) or dispatch.Spec.cores),
+        interpret=config.interpret,
+    )
+    try:
+        choice = dispatch.resolve(asked, config.attention_backend)
+    except dispatch.Unsupported as error:
+        raise InvalidValue(str(error), "attention_backend") from error
+    for backend, reason in choice.refusals:
+        log.warning("attention backend %s refused: %s", backend, reason)
+    log.info("attention backend: %s", choice)
+    return choice
+
+
+def _limits(
+    config: ExecutorConfig, spec: ModelSpec, dtype: Any, meshes: Sequence[Mesh], tree: Tree, choice: Choice
+) -> Limits:
     limits = Limits(
         slots=config.max_num_seqs,
         tokens=config.max_num_batched_tokens,
@@ -103,17 +135,19 @@ def _limits(config: ExecutorConfig, spec: ModelSpec, dtype: Any, meshes: Sequenc
             meshes[0],
             utilization=config.gpu_memory_utilization,
             weights=sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree)),
-            temporaries=temporaries(spec, meshes[0], limits, tree, dtype),
+            temporaries=temporaries(spec, meshes[0], limits, tree, dtype, choice),
             sharing=sum(meshes[0].devices.flat[0] in mesh.devices.flat for mesh in meshes),
         )
     pages = kv.fit_pages(spec, config.page_size, dtype, pool_bytes=size, max_model_len=config.max_model_len, name=name)
     return replace(limits, pages=pages)
 
 
-def temporaries(spec: ModelSpec, mesh: Mesh, limits: Limits, tree: Tree, dtype: Any) -> int:
+def temporaries(
+    spec: ModelSpec, mesh: Mesh, limits: Limits, tree: Tree, dtype: Any, choice: Choice | None = None
+) -> int:
     """Bytes per device that the largest step needs beside weights and pool: measured on compiled programs, which do
     not depend on the size of the pool, and token counts."""
-    programs, slots = Programs(spec, mesh, limits), SlotTable(limits)
+    programs, slots = Programs(spec, mesh, limits, choice), SlotTable(limits)
     whole = NamedSharding(mesh, PartitionSpec())
 
     def described(shape: tuple[int, ...], kind: Any, sharding: Any = whole) -> jax.ShapeDtypeStruct:

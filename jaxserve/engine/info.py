@@ -32,6 +32,7 @@ class EngineInfo:
     eos: frozenset[int]
     end_thinking: frozenset[int]
     startup_seconds: float
+    attention: str = "xla"  # the attention backend that was resolved
 
 
 @dataclass(frozen=True, slots=True)

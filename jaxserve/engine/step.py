@@ -22,7 +22,7 @@ from jaxserve.engine.inputs import FROM_CARRY, Bucket, Layout, Limits
 from jaxserve.engine.sampling import Adjust, Column, Rows, draw_full, draw_plain, logprobs_of
 from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
-from pallas_kernels.dispatch import Attention, Pool, attention
+from pallas_kernels.dispatch import Attention, Choice, Pool, attention
 from pallas_kernels.layout import Ragged
 
 SCORED = 64  # W
@@ -37,9 +37,11 @@ class Programs:
     What they return lies where it lay as an argument: a sharding that only looks different compiles again.
     """
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, limits: Limits) -> None:
+    def __init__(self, spec: ModelSpec, mesh: Mesh, limits: Limits, choice: Choice | None = None) -> None:
+        """`choice`: the attention backend that was resolved; None: XLA."""
         self.spec = spec
         self.limits = limits
+        self.attention = "xla" if choice is None else str(choice)
         shape = mesh.abstract_mesh  # without devices, so that what is traced serves every instance
         whole = NamedSharding(shape, PartitionSpec())
         pool = NamedSharding(shape, registry.pool_spec(spec))
@@ -48,7 +50,7 @@ class Programs:
         self.step: dict[Bucket, Program] = {}
         self.block: dict[int, Program] = {}
         for bucket in limits.buckets:
-            kernel = attention(cast(Mesh, shape), decode=bucket.decode)
+            kernel = attention(cast(Mesh, shape), choice, decode=bucket.decode)
             program = partial(_step, spec=spec, limits=limits, bucket=bucket, kernel=kernel)
             self.step[bucket] = _jit(program, f"step_{bucket.tokens}_{bucket.rows}", (whole, pools, whole), (1,))
             self.block.setdefault(bucket.tokens, _jit(_block, f"block_{bucket.tokens}", whole))

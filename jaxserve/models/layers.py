@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from jaxserve.models.spec import ModelSpec, Rope
 from pallas_kernels.dispatch import Attention as Kernel
 from pallas_kernels.dispatch import Pool
-from pallas_kernels.layout import Ragged
+from pallas_kernels.rope import Turn
 
 M = TypeVar("M", bound=nnx.Module)
 Array = npt.NDArray[Any]
@@ -118,7 +118,7 @@ def _like(weight: jax.Array, x: jax.Array) -> jax.Array:
     return weight.reshape((1,) * (x.ndim - weight.ndim) + weight.shape)
 
 
-def angles(rope: Rope, dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def angles(rope: Rope, dim: int, positions: jax.Array) -> Turn:
     """cos and sin of each token's turns, [T, 1, D / 2] float32; computed once for all layers."""
     turn = positions.astype(jnp.float32)[:, None, None] * rope.frequencies(dim)[None, None, :]  # [T, 1, D/2]
     both = jnp.concatenate([jnp.cos(turn), jnp.sin(turn)], axis=-1) * rope.scale  # [T, 1, D]
@@ -126,13 +126,6 @@ def angles(rope: Rope, dim: int, positions: jax.Array) -> tuple[jax.Array, jax.A
     # not survive there). The result of a product is kept, and one with the identity is exact.
     both = jnp.einsum("tod,de->toe", both, jnp.eye(dim, dtype=jnp.float32), precision="highest")
     return both[..., : dim // 2], both[..., dim // 2 :]
-
-
-def rotate(x: jax.Array, turn: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turn the pairs (i, i + D/2) of x [T, heads, D]."""
-    cos, sin = turn
-    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -172,7 +165,7 @@ class Attention(nnx.Module):
         return np.moveaxis(packed, -1, 0) if rest else packed
 
     def __call__(
-        self, x: jax.Array, turn: tuple[jax.Array, jax.Array], pool: Pool, ragged: Ragged, kernel: Kernel
+        self, x: jax.Array, turn: Turn, pool: Pool, work: Any, kernel: Kernel
     ) -> tuple[jax.Array, Pool]:  # x [T, E] -> [T, E]
         spec, tokens, d = self.spec, x.shape[0], self.spec.head_dim
         qkv = jnp.einsum("te,ekp->tkp", x, self.qkv[...])  # [T, K, (G + 2) * D]
@@ -183,7 +176,7 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q = rms_norm(q, self.q_norm[...], spec.norm_eps)
             k = rms_norm(k, self.k_norm[...], spec.norm_eps)
-        mixed, pool = kernel(rotate(q, turn), rotate(k, turn), v, pool, ragged, scale=d**-0.5)  # [T, H, D]
+        mixed, pool = kernel(q, k, v, turn, pool, work, scale=d**-0.5)  # [T, H, D]
         out = mixed.reshape(tokens, spec.heads * d) @ self.out[...]
         return (out if self.out_bias is None else out + _like(self.out_bias[...], out)), pool
 
@@ -220,10 +213,10 @@ class Block(nnx.Module):
         self.mlp = Mlp(spec, prefix + "mlp.")
 
     def __call__(
-        self, x: jax.Array, turn: tuple[jax.Array, jax.Array], pool: Pool, ragged: Ragged, kernel: Kernel
+        self, x: jax.Array, turn: Turn, pool: Pool, work: Any, kernel: Kernel
     ) -> tuple[jax.Array, Pool]:  # x [T, E] -> [T, E]
         with jax.named_scope("attention"):
-            mixed, pool = self.attention(rms_norm(x, self.attention_norm[...], self.eps), turn, pool, ragged, kernel)
+            mixed, pool = self.attention(rms_norm(x, self.attention_norm[...], self.eps), turn, pool, work, kernel)
             x = x + mixed
         with jax.named_scope("mlp"):
             return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps)), pool

@@ -25,6 +25,7 @@ from jaxserve.models.spec import Config, ModelSpec, architecture
 from jaxserve.sched.errors import InvalidValue
 from pallas_kernels.dispatch import Attention, Pool
 from pallas_kernels.layout import Ragged
+from pallas_kernels.rope import Turn
 
 FAMILIES = {
     "LlamaForCausalLM": "jaxserve.models.llama",
@@ -118,17 +119,20 @@ def layer(
     layer_weights: Tree,
     pool: Pool,
     x: jax.Array,
-    turn: tuple[jax.Array, jax.Array],
-    ragged: Ragged,
+    turn: Turn,
+    work: Any,
     *,
     attention: Attention,
 ) -> tuple[jax.Array, Pool]:
-    """One layer, x [T, E] -> [T, E]. The same program serves every layer: only the leaves differ."""
+    """One layer, x [T, E] -> [T, E]. The same program serves every layer: only the leaves differ.
+
+    work: what `attention.plan` made of the step, for all layers.
+    """
     block: Block = decoder(spec).layers[0]
-    return bind(block, layer_weights)(x, turn, pool, ragged, attention)
+    return bind(block, layer_weights)(x, turn, pool, work, attention)
 
 
-def turns(spec: ModelSpec, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def turns(spec: ModelSpec, positions: jax.Array) -> Turn:
     """cos and sin for `layer`, each [T, 1, D / 2] float32."""
     return angles(spec.rope, spec.head_dim, positions)
 
@@ -138,11 +142,13 @@ def forward(
 ) -> tuple[jax.Array, list[Pool]]:
     """tokens [T] int32 -> hidden [T, E] after the final norm, and the pools with this step's keys and values.
 
-    pools: per layer (k, v), each [N, B, K, D]. attention: `pallas_kernels.dispatch.attention(mesh, decode=...)`.
+    pools: per layer (k, v), each [N, B, K, D]. attention: `dispatch.attention(mesh, choice, decode=...)`.
     """
     x, turn, filled = embed(spec, weights, tokens), turns(spec, ragged.positions), []
+    with jax.named_scope("plan"):
+        work = attention.plan(ragged)
     for leaves, pool in zip(weights["layers"], pools, strict=True):
-        x, pool = layer(spec, leaves, pool, x, turn, ragged, attention=attention)
+        x, pool = layer(spec, leaves, pool, x, turn, work, attention=attention)
         filled.append(pool)
     return final_norm(spec, weights, x), filled
 

@@ -179,7 +179,7 @@ async def _announce(
         (one.name, one.role, " ".join(map(str, one.devices)), one.pages, one.pages * one.page_size)
         for one in info.instances
     ]
-    title = f"{config.names[0]}, context {info.max_model_len}, policy {info.policy}"
+    title = f"{config.names[0]}, context {info.max_model_len}, policy {info.policy}, attention {info.attention}"
     print_table(title, ("instance", "role", "devices", "pages", "tokens of KV"), rows)
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)

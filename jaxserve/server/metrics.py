@@ -168,6 +168,10 @@ class EngineCollector(Collector):
         for one in self._engine.info.instances:
             info.add_metric([self._model, one.name, str(one.page_size), str(one.pages)], 1.0)
         yield info
+        text = "The kernels that attend, as a label."
+        yield self._family(
+            GaugeMetricFamily, "attention_backend_info", text, [((self._engine.info.attention,), 1.0)], "backend"
+        )
 
     def _totals(self, stats: Any) -> Iterator[Metric]:
         counters = stats.counters

@@ -29,6 +29,7 @@ NAMES = [
     "prefix_cache_hits_total",
     "request_success_total",
     "cache_config_info",
+    "attention_backend_info",
     "slo_attainment",
     "slo_violations_total",
     "request_slack_seconds",

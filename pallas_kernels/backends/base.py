@@ -1,0 +1,68 @@
+"""What a backend is: a module with `supports` and `make`, and what is asked of it.
+
+Letters: T tokens, S rows, N pages in the pool, B page size, H query heads, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+
+from pallas_kernels.layout import Ragged
+from pallas_kernels.rope import Turn
+
+Pool = tuple[jax.Array, jax.Array]  # keys and values of one layer, each [N, B, K, D]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What an engine asks of its attention. Heads are those of one shard."""
+
+    platform: str  # as jax names it: cpu, gpu, tpu
+    dtype: str  # of activations and pools
+    heads: int  # H
+    kv_heads: int  # K
+    head_dim: int  # D
+    page: int  # B
+    device: str = ""  # kind, as in "NVIDIA H200"
+    capability: str = ""  # of a GPU, as in "9.0"
+    cores: int = 132  # streaming multiprocessors of a GPU
+    interpret: bool = False  # tests only: kernels of any platform, run by jax's interpreters on a CPU
+
+
+class Attention(Protocol):
+    """One bucket's attention on one shard."""
+
+    def plan(self, ragged: Ragged) -> Any:
+        """What all layers of a step share: a pytree, made inside the jitted step."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        turn: Turn | None,
+        pool: Pool,
+        work: Any,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> tuple[jax.Array, Pool]:
+        """Rotate q [T, H, D] and k [T, K, D] by `turn`, write k and v [T, K, D] to the pool, attend.
+
+        Returns the mixed values [T, H, D] and the pool with k and v in it. `window`: keys that a query sees, itself
+        included. `softcap`: a score s becomes softcap * tanh(s / softcap).
+        """
+
+
+class Backend(Protocol):
+    """A family of kernels."""
+
+    def supports(self, spec: Spec) -> str | None:
+        """None, or why it cannot run what `spec` says."""
+
+    def make(self, spec: Spec | None, decode: bool) -> Attention:
+        """The attention of a bucket; `decode`: every program row is exactly one token."""
