@@ -1,0 +1,280 @@
+"""What one turn of the grid does in the TPU kernels: fetch pages, attend to them tile by tile, store (see kernel.py).
+
+Letters: B page size, K kv heads, D head dim, C keys of a tile, R rows of a stream's products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import tpu as _pltpu
+
+from pallas_kernels.layout import MASKED
+from pallas_kernels.tpu.config import Config, Shape
+
+pltpu: Any = _pltpu  # without its types, which change between versions
+Ref = Any
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is static."""
+
+    config: Config
+    shape: Shape
+    width: int  # P
+    scale: float
+    window: int | None
+    softcap: float | None
+    scaled: bool  # scores are multiplied by an array, not by `scale`
+    dtype: Any  # of the products
+
+    @property
+    def pages(self) -> int:
+        """Of a tile."""
+        return self.config.tile(self.shape.page)
+
+    @property
+    def keys(self) -> int:
+        """C"""
+        return self.pages * self.shape.page
+
+    @property
+    def streams(self) -> int:
+        return self.config.streams(self.shape)
+
+    @property
+    def heads(self) -> int:
+        """Kv heads whose keys take turns in what one product reads."""
+        return self.shape.kv_heads if self.config.mixed else 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Scalars: see plan.py. `tables` is flat, [S * P]."""
+
+    count: Ref
+    rows: Ref
+    firsts: Ref
+    ends: Ref
+    tables: Ref
+
+    def span(self, job: Job, item: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """First tile of an item, and one beyond its last."""
+        stop = (self.ends[item] + job.keys - 1) // job.keys
+        if job.window is None:
+            return jnp.int32(0), stop
+        return jnp.maximum(self.firsts[item] - job.window + 1, 0) // job.keys, stop
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The pools in HBM [N, B * K, D] and their two slots in VMEM [2, pages, B * K, D]."""
+
+    job: Job
+    plan: Plan
+    pools: Sequence[Ref]  # k, v
+    slots: Sequence[Ref]
+    arrived: Ref  # semaphores [2 slots, 2 pools]
+
+    def start(self, item: jax.Array, tile: jax.Array, slot: jax.Array) -> None:
+        """Fetch the pages of a tile that hold keys of the item."""
+        base = self.plan.rows[item] * self.job.width + tile * self.job.pages
+
+        def one(page: jax.Array, _: None) -> None:
+            for copy in self._copies(self.plan.tables[base + page], page, slot):
+                copy.start()
+
+        lax.fori_loop(0, self._held(item, tile), one, None)
+
+    def wait(self, item: jax.Array, tile: jax.Array, slot: jax.Array) -> None:
+        def one(page: jax.Array, _: None) -> None:
+            # Any page will do: what is waited for is as many bytes as a page has.
+            for copy in self._copies(jnp.int32(0), page, slot):
+                copy.wait()
+
+        lax.fori_loop(0, self._held(item, tile), one, None)
+
+    def _held(self, item: jax.Array, tile: jax.Array) -> jax.Array:
+        left = self.plan.ends[item] - tile * self.job.keys
+        return jnp.minimum((left + self.job.shape.page - 1) // self.job.shape.page, self.job.pages)
+
+    def _copies(self, page: jax.Array, at: jax.Array, slot: jax.Array) -> list[Any]:
+        return [
+            pltpu.make_async_copy(pool.at[page], slots.at[slot, at], self.arrived.at[slot, one])
+            for one, (pool, slots) in enumerate(zip(self.pools, self.slots, strict=True))
+        ]
+
+
+def body(job: Job, *refs: Ref) -> None:
+    """One item. `refs` in the order of `kernel._run`: scalars, inputs, outputs, scratch."""
+    plan, rest = Plan(*refs[:5]), list(refs[5:])
+    q, tokens, kv_heads = rest[:3]
+    del rest[:3]
+    factors = rest.pop(0) if job.scaled else None
+    k_pool, v_pool, out, lse, k_slots, v_slots = rest[:6]
+    wide = rest[6:-5]
+    peak, total, mixed, arrived, turn = rest[-5:]
+    pages = Pages(job, plan, (k_pool, v_pool), (k_slots, v_slots), arrived)
+    state = State(peak, total, mixed)
+    item = pl.program_id(0)
+
+    def step(tile: jax.Array, slot: jax.Array) -> jax.Array:
+        _fetch_next(pages, item, tile, 1 - slot)
+        pages.wait(item, tile, slot)
+        _attend(job, plan, state, q, Rows(tokens, kv_heads, factors), (k_slots, v_slots), wide, item, tile, slot)
+        return 1 - slot
+
+    @pl.when(item < plan.count[0])
+    def _() -> None:
+        begin, stop = plan.span(job, item)
+
+        @pl.when(item == 0)
+        def _() -> None:
+            turn[0] = 0
+            pages.start(item, begin, jnp.int32(0))
+
+        peak[...] = jnp.full(peak.shape, MASKED, jnp.float32)
+        total[...] = jnp.zeros(total.shape, jnp.float32)
+        mixed[...] = jnp.zeros(mixed.shape, jnp.float32)
+        turn[0] = lax.fori_loop(begin, stop, step, turn[0])
+        for stream in range(job.streams):
+            out[0, stream] = (mixed[stream] / total[stream]).astype(out.dtype)
+            told = peak[stream] + jnp.log(total[stream])  # [R, 1]
+            lse[0, stream] = told.T
+
+
+def _fetch_next(pages: Pages, item: jax.Array, tile: jax.Array, slot: jax.Array) -> None:
+    """The item's next tile or, after its last, the next item's first."""
+    _, stop = pages.plan.span(pages.job, item)
+    last = tile + 1 == stop
+    another = item + 1 < pages.plan.count[0]
+
+    @pl.when(jnp.logical_not(last))
+    def _() -> None:
+        pages.start(item, tile + 1, slot)
+
+    @pl.when(last & another)
+    def _() -> None:
+        begin, _ = pages.plan.span(pages.job, item + 1)
+        pages.start(item + 1, begin, slot)
+
+
+@dataclass(frozen=True)
+class State:
+    """Online softmax of each stream: peak and total [streams, R, 1], mixed [streams, R, D], all float32."""
+
+    peak: Ref
+    total: Ref
+    mixed: Ref
+
+    def add(self, stream: int, score: jax.Array, v: jax.Array, precision: Any) -> None:
+        """score [R, keys], v [keys, D]. Where a row has seen nothing yet its weights are of masked scores; the first
+        real score wipes them out, and every row that counts has one: its own key."""
+        peak = jnp.maximum(self.peak[stream], jnp.max(score, axis=1, keepdims=True))
+        weight = jnp.exp(score - peak)
+        fade = jnp.exp(self.peak[stream] - peak)
+        self.peak[stream] = peak
+        self.total[stream] = self.total[stream] * fade + jnp.sum(weight, axis=1, keepdims=True)
+        new = jnp.dot(weight.astype(v.dtype), v, preferred_element_type=jnp.float32, precision=precision)
+        self.mixed[stream] = self.mixed[stream] * fade + new
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Of each row of a stream: its token in the item, its kv head [R, 1], what its scores are multiplied by."""
+
+    tokens: Ref
+    kv_heads: Ref
+    factors: Ref | None  # [streams, R, 1]
+
+
+def _attend(
+    job: Job,
+    plan: Plan,
+    state: State,
+    q: Ref,
+    rows: Rows,
+    slots: Sequence[Ref],
+    wide: Sequence[Ref],
+    item: jax.Array,
+    tile: jax.Array,
+    slot: jax.Array,
+) -> None:
+    """One tile, masked only where some token of the item does not see some key of it."""
+    first, end, begin = plan.firsts[item], plan.ends[item], tile * job.keys
+    edge = begin + job.keys > first + 1
+    if job.window is not None:
+        edge = edge | (begin <= end - 1 - job.window)
+
+    def compute(masked: bool) -> None:
+        k_of, v_of = (_keys(job, ref[slot], spread) for ref, spread in zip(slots, wide or (None, None), strict=True))
+        for stream in range(job.streams):
+            k, v = k_of(stream).astype(job.dtype), v_of(stream)
+            score = _scores(job, q[0, stream], k, None if rows.factors is None else rows.factors[stream])
+            if masked:
+                # What a page held before may be NaN, which a weight of zero would let through.
+                held = begin + _key(job, (v.shape[0], 1), 0) < end
+                v = jnp.where(held, v.astype(jnp.float32), 0.0)
+            seen = _seen(job, rows, score.shape, first, begin, masked)
+            if seen is not None:
+                score = jnp.where(seen, score, MASKED)
+            state.add(stream, score, v.astype(job.dtype), _precision(job))
+
+    @pl.when(edge)
+    def _() -> None:
+        compute(True)
+
+    @pl.when(jnp.logical_not(edge))
+    def _() -> None:
+        compute(False)
+
+
+def _keys(job: Job, tile: jax.Array, spread: Ref | None) -> Callable[[int], jax.Array]:
+    """A tile's keys or values [pages, B * K, D] by stream."""
+    flat = (job.keys * job.shape.kv_heads, job.shape.dim)
+    if job.streams == 1 or spread is None:
+        whole = tile.astype(job.dtype).reshape(flat)
+        return lambda stream: whole
+    # Rows are read with a stride only as 32 bits.
+    spread[...] = tile.astype(jnp.float32).reshape(flat)
+    return lambda stream: spread[pl.ds(stream, job.keys, stride=job.shape.kv_heads), :]
+
+
+def _scores(job: Job, q: jax.Array, k: jax.Array, factors: jax.Array | None) -> jax.Array:
+    """[R, keys] float32"""
+    dims = (((1,), (1,)), ((), ()))
+    score = lax.dot_general(q, k, dims, precision=_precision(job), preferred_element_type=jnp.float32)
+    score = score * (job.scale if factors is None else factors)
+    return score if job.softcap is None else job.softcap * jnp.tanh(score / job.softcap)
+
+
+def _precision(job: Job) -> Any:
+    return lax.Precision.HIGHEST if job.dtype == jnp.float32 else None
+
+
+def _key(job: Job, shape: tuple[int, int], axis: int) -> jax.Array:
+    """Which key of the tile lies along `axis`; K is a power of two."""
+    return lax.broadcasted_iota(jnp.int32, shape, axis) >> (job.heads.bit_length() - 1)
+
+
+def _seen(
+    job: Job, rows: Rows, shape: tuple[int, int], first: jax.Array, begin: jax.Array, masked: bool
+) -> jax.Array | None:
+    """Which scores count; None: all."""
+    seen = None
+    if job.heads > 1:
+        seen = (lax.broadcasted_iota(jnp.int32, shape, 1) & (job.heads - 1)) == rows.kv_heads[...]
+    if masked:
+        behind = first + rows.tokens[...] - (begin + _key(job, shape, 1))  # [R, keys]
+        causal = behind >= 0
+        if job.window is not None:
+            causal = causal & (behind < job.window)
+        seen = causal if seen is None else seen & causal
+    return seen
