@@ -9,7 +9,7 @@ import jax
 from pallas_kernels import attention_xla
 from pallas_kernels.backends.base import Pool, Spec
 from pallas_kernels.layout import Ragged
-from pallas_kernels.rope import Turn, rotate
+from pallas_kernels.rope import Turn
 
 
 def supports(spec: Spec) -> str | None:
@@ -43,6 +43,8 @@ class XlaAttention:
         window: int | None = None,
         softcap: float | None = None,
     ) -> tuple[jax.Array, Pool]:
-        pool = attention_xla.write_kv(*pool, rotate(k, turn), v, work)
-        mixed = attention_xla.paged_attention(rotate(q, turn), *pool, work, scale=scale, decode=self.decode)
-        return mixed, pool
+        q, k_pool, v_pool = attention_xla.rope_and_write_xla(q, k, v, turn, *pool, work)
+        mixed = attention_xla.paged_attention(
+            q, k_pool, v_pool, work, scale=scale, decode=self.decode, window=window, softcap=softcap
+        )
+        return mixed, (k_pool, v_pool)
