@@ -1,0 +1,303 @@
+"""Decode attention over pages on Hopper: 1 to 16 query tokens a row. Bound by memory: what counts is the stream of KV.
+
+    out[t, h] = sum_j softmax_j(cap(scale * q[t, h] . k[j, h // G])) v[j, h // G]   over the keys j that t sees
+
+The G query heads of a kv head, and the row's query tokens, are packed into the M rows of one product, so every key is
+read once. Rows are split over the keys by the plan (plan/decode.py), partial results are float32 and are put together
+by combine.py. Floor: bytes of K and V over the bandwidth; arithmetic stays below it up to M = 64.
+
+Letters: T tokens, S rows, P pages per row, N pages in the pool, B page size, H query heads, K kv heads, G = H / K,
+D head dim, Q most query tokens of a row, M rows of the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import compat
+from pallas_kernels.aot.cases import Case, shapes
+from pallas_kernels.hopper.combine import combine
+from pallas_kernels.hopper.decode_body import Shape, body
+from pallas_kernels.hopper.spec import CORES, SMEM, Spec
+from pallas_kernels.interpret import Interpret
+from pallas_kernels.layout import MASKED, Ragged, Scales
+from pallas_kernels.plan.decode import DecodeWork, plan_decode
+
+WGMMA_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one shape is computed. `plan` makes the work that `paged_decode` of the same config wants."""
+
+    warps: bool = False  # products of warps, of 16 rows and up (jax >= 0.11); else of a warpgroup, of 64 rows
+    queries: int = 1  # Q
+    tile: int = 64  # tokens of keys at a time
+    stages: int = 4  # tiles on the way
+    consumers: int = 2  # warpgroups that compute
+    workers: int = CORES // 8  # blocks per kv head and block of query tokens
+    p_in_smem: bool = True  # weights reach the second product through shared memory; see `validate`
+
+    def plan(self, ragged: Ragged, *, page: int, window: int | None = None) -> DecodeWork:
+        """Once per step; all layers of one window share it."""
+        return plan_decode(ragged, page=page, queries=self.queries, tile=self.tile, workers=self.workers, window=window)
+
+    def validate(self, spec: Spec) -> None:
+        """Raises ValueError, naming the value, where this config cannot compute the spec."""
+        if spec.heads % spec.kv_heads or spec.group > WGMMA_ROWS:
+            raise ValueError(f"{spec.heads=} must be a multiple of {spec.kv_heads=}, at most {WGMMA_ROWS} times it")
+        if spec.dim % 64 or not 64 <= spec.dim <= 256:
+            raise ValueError(f"{spec.dim=} must be 64, 128, 192 or 256")
+        if spec.page % 8 or not 8 <= spec.page <= 256:
+            raise ValueError(f"{spec.page=} must be a multiple of 8 up to 256")
+        if self.tile % 64 or (self.tile % spec.page and spec.page % self.tile):
+            raise ValueError(f"{self.tile=} must be a multiple of 64, and a multiple or a divisor of {spec.page=}")
+        if self.stages % self.consumers or self.stages < self.consumers:
+            raise ValueError(f"{self.stages=} must be a multiple of {self.consumers=}: a slot has one consumer")
+        if not 1 <= self.queries <= 16:
+            raise ValueError(f"{self.queries=} must be between 1 and 16")
+        if self.warps and not compat.HAS_MMA:
+            raise ValueError(f"{self.warps=} needs jax 0.11 or later; this is {jax.__version__}")
+        if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+            raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
+        if not spec.quantised and jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
+            raise ValueError(f"{spec.kv_dtype=} must be float8_e4m3fn, int8 or {spec.dtype=}")
+        if (size := self.smem_bytes(spec)) > SMEM:
+            raise ValueError(f"{self} needs {size} bytes of shared memory for {spec}; a block has {SMEM}")
+
+    def block(self, spec: Spec) -> int:
+        """Query tokens that one block takes."""
+        return min(self.queries, WGMMA_ROWS // spec.group)
+
+    def blocks(self, spec: Spec) -> int:
+        return -(-self.queries // self.block(spec))
+
+    def rows(self, spec: Spec) -> int:
+        """M"""
+        used = self.block(spec) * spec.group
+        return next(m for m in (16, 32, 64) if used <= m) if self.warps else WGMMA_ROWS
+
+    def smem_bytes(self, spec: Spec) -> int:
+        """Shared memory of a block, barriers and alignment included."""
+        wide = 2  # bytes of what the products take
+        ring = 2 * self.stages * self.tile * spec.dim * (1 if spec.quantised else wide)
+        weights = self.consumers * self.rows(spec) * self.tile * wide if self.warps or self.p_in_smem else 0
+        widened = self.consumers * self.tile * spec.dim * wide if spec.quantised else 0
+        return ring + 2 * self.rows(spec) * spec.dim * wide + weights + widened + 4096
+
+
+def heuristic(spec: Spec, *, warps: bool | None = None) -> Config:
+    """A config for the spec that is expected to be good; `warps` None chooses by the rows of the product."""
+    packed = spec.queries * spec.group
+    warps = compat.HAS_MMA and packed <= 32 if warps is None else warps
+    config = Config(warps=warps, queries=spec.queries, tile=max(64, min(spec.page, 64)))
+    blocks = config.blocks(spec)
+    config = replace(config, workers=max(1, spec.cores // (spec.kv_heads * blocks)))
+    for stages in (8, 6, 4, 2):
+        deep = replace(config, stages=stages)
+        if deep.smem_bytes(spec) <= SMEM:
+            return deep
+    return replace(config, stages=2, consumers=1)
+
+
+def candidates(spec: Spec) -> Iterator[Config]:
+    """Configs worth timing for the spec, the heuristic first; the compile gate drops those that spill."""
+    best = heuristic(spec)
+    seen = {best}
+    yield best
+    for warps in (True, False) if compat.HAS_MMA else (False,):
+        for consumers in (1, 2):
+            for tile in (64, 128):
+                for stages in (2, 3, 4, 6, 8):
+                    for share in (1, 2):  # blocks on a core at a time
+                        config = replace(
+                            best,
+                            warps=warps,
+                            consumers=consumers,
+                            tile=tile,
+                            stages=stages,
+                            workers=best.workers * share,
+                        )
+                        try:
+                            config.validate(spec)
+                        except ValueError:
+                            continue
+                        if share * config.smem_bytes(spec) <= SMEM and config not in seen:
+                            seen.add(config)
+                            yield config
+
+
+def paged_decode(
+    q: jax.Array,  # [T, H, D]
+    k_pool: jax.Array,  # [N, B, K, D]
+    v_pool: jax.Array,  # [N, B, K, D]
+    ragged: Ragged,
+    work: DecodeWork,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    scales: Scales | None = None,
+    config: Config,
+    interpret: Interpret = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Mixed values [T, H, D] in the dtype of q and lse [T, H]; zeros and MASKED for tokens of rows not in `work`.
+
+    `work` is `config.plan(ragged, page=B, window=window)`. Pools must hold finite numbers everywhere, also where
+    nothing was written: what a masked key holds is multiplied by zero.
+    """
+    rows, (_, page, kv_heads, dim) = ragged.lengths.shape[0], k_pool.shape
+    spec = Spec(rows, q.shape[1], kv_heads, dim, page, config.queries, q.dtype, k_pool.dtype)
+    config.validate(spec)
+    if spec.quantised != (scales is not None):
+        raise ValueError(f"pools of {k_pool.dtype} and {scales=} do not fit: 8-bit pools have scales, others none")
+    if work.workers != config.workers or work.row.shape[0] != config.workers + rows:
+        raise ValueError(f"the work is of {work.workers} workers and {config.workers=}; plan with this config")
+    shape = _shape(spec, config, scale, window, softcap, interpret)
+    blocks, parts = config.blocks(spec), work.row.shape[0] * config.consumers
+    run = compat.kernel(
+        body(shape),
+        out=(
+            jax.ShapeDtypeStruct((parts, kv_heads, blocks, shape.rows, dim), jnp.float32),
+            jax.ShapeDtypeStruct((parts, kv_heads, blocks, shape.rows), jnp.float32),
+        ),
+        scratch=shape.scratch(),
+        # Heads last, which is fastest: blocks that read neighbouring bytes of the same pages run side by side.
+        grid=(("worker", config.workers), ("block", blocks), ("head", kv_heads)),
+        threads=("role", config.consumers + 1),
+        interpret=interpret,
+    )
+    planned = work.table, work.row, work.first, work.tiles, work.cuts, ragged.lengths, ragged.contexts
+    mixed, weight = run(_pack(q, ragged, shape, kv_heads, blocks), k_pool, v_pool, *planned, *(scales or ()))
+    out, lse = combine(
+        mixed.reshape(parts, kv_heads * blocks, shape.rows, dim),
+        weight.reshape(parts, kv_heads * blocks, shape.rows),
+        work.begins * config.consumers,
+        work.splits * config.consumers,
+        used=shape.block * shape.group,
+        dtype=q.dtype,
+        interpret=interpret,
+    )
+    return _unpack(out, lse, ragged, work, shape, kv_heads)
+
+
+def _pack(q: jax.Array, ragged: Ragged, shape: Shape, kv_heads: int, blocks: int) -> jax.Array:
+    """q [T, H, D] by rows, as the products want it: [S, K, blocks, packed, D], query token major, G minor."""
+    token = ragged.starts[:, None] + jnp.arange(blocks * shape.block)
+    got = jnp.take(q, token, axis=0, mode="clip").astype(shape.dtype)  # [S, blocks * block, H, D]
+    split = got.reshape(-1, blocks, shape.block, kv_heads, shape.group, shape.dim)
+    split = split.transpose(0, 3, 1, 2, 4, 5).reshape(-1, kv_heads, blocks, shape.block * shape.group, shape.dim)
+    return jnp.pad(split, ((0, 0), (0, 0), (0, 0), (0, shape.packed - split.shape[3]), (0, 0)))
+
+
+def _unpack(
+    out: jax.Array, lse: jax.Array, ragged: Ragged, work: DecodeWork, shape: Shape, kv_heads: int
+) -> tuple[jax.Array, jax.Array]:
+    """By tokens again: out [S, K * blocks, U, D] -> [T, H, D], lse -> [T, H]; zeros and MASKED where not in `work`."""
+    rows = out.shape[0]
+    row = jnp.minimum(ragged.rows, rows - 1)  # [T]
+    mine = (ragged.rows < rows) & (work.splits[row] > 0)
+    token = jnp.where(mine, jnp.arange(len(row)) - ragged.starts[row], 0)
+
+    def take(x: jax.Array) -> jax.Array:
+        used = x[:, :, : shape.block * shape.group].reshape(rows, kv_heads, -1, shape.block, shape.group, *x.shape[3:])
+        return jnp.moveaxis(used, 1, 3)[row, token // shape.block, token % shape.block].reshape(
+            len(row), -1, *x.shape[3:]
+        )
+
+    return jnp.where(mine[:, None, None], take(out), 0), jnp.where(mine[:, None], take(lse), MASKED)
+
+
+def _shape(
+    spec: Spec, config: Config, scale: float, window: int | None, softcap: float | None, interpret: Interpret
+) -> Shape:
+    rows, block = config.rows(spec), config.block(spec)
+    return Shape(
+        rows=rows,
+        packed=min(rows, -(-block * spec.group // 8) * 8),
+        group=spec.group,
+        block=block,
+        dim=spec.dim,
+        page=spec.page,
+        tile=config.tile,
+        stages=config.stages,
+        consumers=config.consumers,
+        dtype=jnp.dtype(spec.compute_dtype),
+        kv_dtype=jnp.dtype(spec.kv_dtype),
+        warps=config.warps,
+        p_in_smem=config.p_in_smem,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        scaled=spec.quantised,
+        interpret=interpret,
+    )
+
+
+MODELS = {"8b": (32, 8, 128), "8b-tp4": (8, 2, 128)}  # H, K, D of a shard of Llama 3
+
+
+def cases() -> list[Case]:
+    """Every config in use, for the compile gate: pages, dtypes, query tokens and head dims of what is served."""
+    found: list[Case] = []
+    for model, (heads, kv_heads, dim) in MODELS.items():
+        spec = Spec(64, heads, kv_heads, dim, 64)
+        for page in (16, 64, 128):
+            found += _both(model, replace(spec, page=page))
+        for queries in (4, 16):
+            found += _both(model, replace(spec, queries=queries))
+        found += _both(model, replace(spec, dtype=jnp.float16, kv_dtype=jnp.float16))
+        for stored in (jnp.float8_e4m3fn, jnp.int8):
+            found += _both(model, replace(spec, kv_dtype=stored))
+    for dim in (64, 256):
+        found += _both(f"d{dim}", Spec(64, 16, 4, dim, 64))
+    found += _both("softcap window", Spec(64, 16, 8, 128, 64), window=4096, softcap=50.0)
+    return found
+
+
+def _both(name: str, spec: Spec, **options: Any) -> Iterator[Case]:
+    """One spec with products of warps and of warpgroups."""
+    for warps in (False, True):
+        if warps and spec.queries * spec.group > 32:
+            continue
+        stored = "" if spec.kv_dtype == spec.dtype else f" {jnp.dtype(spec.kv_dtype).name}"
+        yield Case(
+            name=f"decode {name} {'mma' if warps else 'wgmma'} {jnp.dtype(spec.dtype).name}{stored}"
+            f" page{spec.page} q{spec.queries}",
+            program=partial(_step, spec=spec, config=heuristic(spec, warps=warps), **options),
+            arguments=_arguments(spec),
+            needs=frozenset({"mma" if warps else "wgmma", "tma"}),
+            least_jax=(0, 11) if warps else (0, 10),
+        )
+
+
+def _arguments(spec: Spec) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """q, the pools, their scales, and the fields of `Ragged`; a context of up to 32768 tokens, 4096 pages."""
+    tokens, pool = spec.rows * spec.queries, (4096, spec.page, spec.kv_heads, spec.dim)
+    rows = [((spec.rows,), jnp.int32)] * 3
+    scales = [((spec.kv_heads,), jnp.float32)] * 2 if spec.quantised else []
+    return shapes(
+        ((tokens, spec.heads, spec.dim), spec.dtype),
+        (pool, spec.kv_dtype),
+        (pool, spec.kv_dtype),
+        *[((tokens,), jnp.int32)] * 3,
+        *rows,
+        ((spec.rows, 32768 // spec.page), jnp.int32),
+        *scales,
+    )
+
+
+def _step(
+    q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, *rest: jax.Array, spec: Spec, config: Config, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Plan and attend, as one layer of a step does."""
+    fields = len(Ragged._fields)
+    ragged, scales = Ragged(*rest[:fields]), Scales(*rest[fields:]) if spec.quantised else None
+    work = config.plan(ragged, page=spec.page, window=options.get("window"))
+    return paged_decode(q, k_pool, v_pool, ragged, work, scale=spec.dim**-0.5, scales=scales, config=config, **options)
