@@ -113,8 +113,15 @@ def unpack(packed: jax.Array, carry: jax.Array, bucket: Bucket, limits: Limits) 
 
 
 def _logits(weights: Tree, rows: jax.Array, *, spec: ModelSpec, whole: NamedSharding) -> jax.Array:
-    """[G, V], whole on every device: drawing from a split vocabulary would talk to the others at every turn."""
-    logits: jax.Array = lax.with_sharding_constraint(registry.logits(spec, weights, rows), whole)
+    """[G, V], whole on every device: drawing from a split vocabulary would talk to the others at every turn.
+
+    Each device first computes its share of the vocabulary. Asked for the whole alone, XLA gathers the head instead,
+    a gigabyte and more at every step.
+    """
+    split = spec.vocab % whole.mesh.shape["tp"] == 0  # as `Info.partition` has the head
+    share = NamedSharding(whole.mesh, PartitionSpec(None, "tp" if split else None))
+    logits: jax.Array = lax.with_sharding_constraint(registry.logits(spec, weights, rows), share)
+    logits = lax.with_sharding_constraint(logits, whole)
     return logits
 
 
