@@ -1,0 +1,119 @@
+"""Reading a compiled module's text: which instructions copy what is too large to be copied, what lies in place.
+
+A copy is an instruction that only moves data (or a fusion of such), as large as an argument that is held: a weight,
+found by following it from the entry's parameters; a pool, found by its shape, which steps hand on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+LINE = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
+ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+CALLS = re.compile(r"calls=%([\w.\-]+)")
+ALIAS = re.compile(r"\{[\d,\s]*\}: \((\d+), \{[\d,\s]*\}")
+
+RENAMES = {"bitcast", "get-tuple-element", "opt-barrier", "copy-done", "async-done"}
+MOVES = {"copy", "copy-start", "transpose", "convert", "concatenate", "pad", "reverse", "reshape"}
+MOVES |= {"all-gather", "all-gather-start", "all-to-all", "collective-permute", "collective-permute-start"}
+WRAPPERS = {"fusion", "async-start"}  # what they do stands in a computation of its own
+HARMLESS = RENAMES | {"parameter", "constant", "tuple", "broadcast"}
+BITS = {"pred": 8, "bf16": 16, "s4": 4, "u4": 4}
+Array = tuple[str, tuple[int, ...]]  # dtype and dimensions
+
+
+@dataclass(frozen=True)
+class Instruction:
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    calls: str | None
+
+    @property
+    def array(self) -> Array | None:
+        """Its value; of a tuple the first array."""
+        found = ARRAY.search(self.shape)
+        return None if found is None else (found[1], tuple(int(size) for size in found[2].split(",") if size))
+
+
+def size(array: Array) -> int:
+    """Bytes."""
+    kind, dims = array
+    digits = re.search(r"\d+", kind)
+    bits = BITS.get(kind) or (int(digits[0]) if digits else 8)
+    return prod(dims) * bits // 8
+
+
+def _instruction(line: str) -> Instruction | None:
+    found = LINE.match(line)
+    if found is None:
+        return None
+    name, shape, opcode, rest = found.groups()
+    calls = CALLS.search(rest)
+    operands = tuple(re.findall(r"%([\w.\-]+)", rest.split(")", 1)[0]))
+    return Instruction(name, shape, opcode, operands, calls[1] if calls else None)
+
+
+def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
+    """The instructions of every computation by its name, and the name of the entry."""
+    found: dict[str, list[Instruction]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        head = HEAD.match(line) if not line.startswith(" ") else None
+        if head is not None:
+            current = found.setdefault(head[2], [])
+            entry = head[2] if head[1] else entry
+        elif current is not None and (instruction := _instruction(line)) is not None:
+            current.append(instruction)
+    return found, entry
+
+
+def copies(text: str, held: int) -> list[str]:
+    """What copies an argument of more than `held` bytes, each in words."""
+    code, entry = computations(text)
+    parameters = [one.array for one in code[entry] if one.opcode == "parameter"]
+    large = {array for array in parameters if array is not None and size(array) > held}
+    inside = {one.calls for body in code.values() for one in body if one.opcode in WRAPPERS}
+    bodies = {name: body for name, body in code.items() if name not in inside}
+    return [told for name, body in bodies.items() for told in _copies(body, code, large, held, name == entry)]
+
+
+def _copies(
+    body: list[Instruction], code: dict[str, list[Instruction]], large: set[Array], held: int, top: bool
+) -> Iterator[str]:
+    known: dict[str, Instruction] = {}
+    weights: set[str] = set()
+    for one in body:
+        known[one.name] = one
+        if top and one.opcode == "parameter" and one.array in large:
+            weights.add(one.name)
+        if one.opcode in RENAMES and weights.intersection(one.operands):
+            weights.add(one.name)
+        array = one.array
+        if array is None or size(array) <= held or not _moves(one, code) or "S(1)" in one.shape:
+            continue  # S(1): a TPU fetches a weight into its fast memory ahead of use, which is no copy
+        if any(name in weights or (name in known and known[name].array in large) for name in one.operands):
+            yield f"{one.opcode} {one.name} of {array[0]}{list(array[1])}, {size(array) / 1e9:.2f} GB"
+
+
+def _moves(one: Instruction, code: dict[str, list[Instruction]]) -> bool:
+    """Whether it does nothing but move data."""
+    if one.opcode in WRAPPERS and one.calls in code:
+        inner = {each.opcode for each in code[one.calls]}
+        return inner <= MOVES | HARMLESS and bool(inner & MOVES)
+    return one.opcode in MOVES
+
+
+def aliased(text: str) -> int:
+    """Arguments that an output lies on."""
+    head = text.split("\n", 1)[0]
+    begin = head.find("input_output_alias={")
+    if begin < 0:
+        return 0
+    end = head.find(" }", begin)
+    return len({found[1] for found in ALIAS.finditer(head[begin:end])})

@@ -1,0 +1,118 @@
+"""The devices that the gate compiles for, described to XLA in words: none of them is needed, nor a driver.
+
+GPU: jaxlib's CUDA plugin runs the whole pipeline, `ptxas` included, from a target description. TPU: libtpu.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+# The versions of driver and runtime matter: below CUDA 12.3 XLA leaves kernels of other compilers out of its command
+# buffers, and cuts them around each; without them it believes that they are below.
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  registers_per_block_limit: 65536 registers_per_core_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 device_memory_size: 150000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98
+  cuda_compute_capability { major: 9 minor: 0 }
+  driver_version: "13.0.0" runtime_version: "13.0.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 }
+device_description_str: "NVIDIA H200"
+"""
+PLUGIN = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm", "absl-py")
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of device."""
+
+    name: str
+    kind: str  # what its devices call themselves
+    platform: str  # as jax names it for topologies: cuda, tpu
+    topology: str
+    memory: int  # bytes of one device
+    packages: tuple[str, ...]  # what compiles for it
+    advice: str  # how to get them
+
+    def missing(self) -> str | None:
+        """Why nothing can be compiled for it here, or None."""
+        absent = [name for name in self.packages if not _version(name)]
+        if absent:
+            return f"{self.name}: {', '.join(absent)} not installed; {self.advice}"
+        return None
+
+    def compiler(self) -> str:
+        """What wrote the machine code, which the figures depend on."""
+        name = "nvidia-cuda-nvcc" if self.platform == "cuda" else "libtpu"
+        return f"{name} {_version(name)}"
+
+    def devices(self) -> list[Any]:
+        """Devices to put in a mesh; programs on it can be compiled, not run."""
+        from jax.experimental import topologies
+
+        if self.platform == "tpu":
+            return list(topologies.get_topology_desc(platform="tpu", topology_name=self.topology).devices)
+        made = topologies.get_topology_desc(platform="cuda", topology=self.topology, target_config=H200)
+        return list(made.devices)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _gpu(name: str, kind: str, memory: int) -> Target:
+    jax = (_version("jax") or "").rsplit(".", 1)[0]
+    plugin = [f"{package}~={jax}.0" if package.startswith("jax-") else package for package in PLUGIN[:-1]]
+    # Without their dependencies: those are the libraries to run on a GPU, some 4 GB, and nothing runs here.
+    advice = f"pip install absl-py && pip install --no-deps {' '.join(plugin)}"
+    return Target(name, kind, "cuda", "1x1x8", memory, PLUGIN, advice)
+
+
+def _tpu(name: str, kind: str, topology: str, memory: int) -> Target:
+    return Target(name, kind, "tpu", topology, memory, ("libtpu",), 'pip install "jax[tpu]" for the libtpu of this jax')
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        _gpu("h200", "NVIDIA H200", 141 * GB),
+        _tpu("tpu:v5e", "TPU v5 lite", "v5e:2x2", 16 * GB),
+        _tpu("tpu:v6e", "TPU v6 lite", "v6e:2x2", 32 * GB),
+    )
+}
+
+
+def memory_of(kind: str) -> int:
+    """Bytes of a device of that kind."""
+    return next(target.memory for target in TARGETS.values() if target.kind == kind)
+
+
+def prepare(target: Target) -> None:
+    """Set the environment of this process; before jax is imported."""
+    if target.platform == "cuda":
+        os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # there is no driver to check
+    else:
+        os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # this is no TPU machine: nobody to ask
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # what is loaded leaves no report
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # its threads would not survive a fork
+
+
+def dump_into(folder: Path, target: Target) -> None:
+    """Have XLA write its reports there. It reads its flags once, at the first compilation of a process."""
+    flags = [f"--xla_dump_to={folder}", "--xla_dump_emitter_re=thunk"]
+    if target.platform == "cuda":
+        flags.append("--xla_gpu_fail_ptx_compilation_on_register_spilling=true")  # of XLA's own kernels
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
