@@ -29,6 +29,7 @@ class Spec:
     device: str = ""  # kind, as in "NVIDIA H200"
     capability: str = ""  # of a GPU, as in "9.0"
     cores: int = 132  # streaming multiprocessors of a GPU
+    windows: tuple[int | None, ...] = (None,)  # of the model's layers; None: a layer that sees everything
     interpret: bool = False  # tests only: kernels of any platform, run by jax's interpreters on a CPU
 
 

@@ -1,13 +1,167 @@
-"""placeholder"""
+"""Attention on NVIDIA Hopper by the kernels of `hopper/`: rope and write, then decode and prefill, merged by token.
+
+Rows of few tokens are decode's, longer ones are prefill's: a row is in exactly one of the two plans.
+"""
 
 from __future__ import annotations
 
-from pallas_kernels.backends.base import Attention, Spec
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import tuned
+from pallas_kernels.backends.base import Pool, Spec
+from pallas_kernels.layout import Ragged
+from pallas_kernels.rope import Turn
+
+QUERIES = 16  # tokens of the longest row that decode takes
+PAGES = (16, 32, 64, 128, 256)
+
+
+class Work(NamedTuple):
+    """What a step's layers share."""
+
+    ragged: Ragged
+    decode: tuple[Any, ...]  # a DecodeWork for each window
+    prefill: tuple[Any, ...]  # a PrefillWork for each window; none where every row is one token
 
 
 def supports(spec: Spec) -> str | None:
-    return "it is not written yet"
+    """None, or why its kernels cannot run what `spec` says."""
+    if spec.interpret:
+        return _interpreter() or _refused(spec)
+    if spec.platform != "gpu":
+        return f"it is for GPUs; this is {spec.platform}"
+    if not spec.capability.startswith("9."):
+        found = spec.capability or "unknown"
+        return f"it is for Hopper (compute capability 9.0); that of {spec.device or 'this device'} is {found}"
+    return _refused(spec)
 
 
-def make(spec: Spec | None, decode: bool) -> Attention:
-    raise NotImplementedError
+def make(spec: Spec | None, decode: bool) -> MosaicAttention:
+    """The attention of a bucket; `decode`: every program row is one token, so that nothing is prefill's."""
+    assert spec is not None, "the kernels are made for shapes"
+    return MosaicAttention(spec, decode)
+
+
+def _interpreter() -> str | None:
+    from pallas_kernels.compat import DETECTS_RACES
+
+    return None if DETECTS_RACES else f"its interpreter needs jax 0.11 or later; this is {jax.__version__}"
+
+
+def _refused(spec: Spec) -> str | None:
+    """Every shape of step must have its configs: an engine that can decode and not prefill is none."""
+    if spec.page not in PAGES:
+        return f"pages of {spec.page} tokens; it reads pages of {', '.join(map(str, PAGES))}"
+    try:
+        for queries in (1, QUERIES):
+            decode, wanted = _decode(spec, queries)
+            decode.validate(wanted)
+        prefill, wanted = _prefill(spec)
+        prefill.validate(wanted)
+    except ValueError as reason:
+        return str(reason)
+    return None
+
+
+def _shape(spec: Spec, queries: int) -> Any:
+    from pallas_kernels.hopper.spec import Spec as Wanted
+
+    # Rows are not known before the step is: configs must not depend on them.
+    return Wanted(
+        rows=1,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        dim=spec.head_dim,
+        page=spec.page,
+        queries=queries,
+        dtype=jnp.dtype(spec.dtype),
+        kv_dtype=jnp.dtype(spec.dtype),
+        cores=spec.cores,
+    )
+
+
+def _config(op: str, module: ModuleType, spec: Spec, queries: int) -> tuple[Any, Any]:
+    """The measured config, or else the heuristic one, and what it was chosen for."""
+    wanted = _shape(spec, queries)
+    measured = None if spec.interpret else tuned.best(op, wanted, spec.device, module.Config)
+    return measured or module.heuristic(wanted), wanted
+
+
+def _decode(spec: Spec, queries: int) -> tuple[Any, Any]:
+    from pallas_kernels.hopper import decode
+
+    return _config("decode", decode, spec, queries)
+
+
+def _prefill(spec: Spec) -> tuple[Any, Any]:
+    from pallas_kernels.hopper import prefill
+
+    config, wanted = _config("prefill", prefill, spec, 1)
+    return replace(config, above=QUERIES), wanted
+
+
+@dataclass(frozen=True)
+class MosaicAttention:
+    spec: Spec
+    decode: bool
+
+    @property
+    def _interpret(self) -> Any:
+        from pallas_kernels.interpret import interpreter
+
+        return interpreter() if self.spec.interpret else None
+
+    @property
+    def _queries(self) -> int:
+        return 1 if self.decode else QUERIES
+
+    def plan(self, ragged: Ragged) -> Work:
+        """Layers of one window share a plan."""
+
+        def each(config: Any) -> tuple[Any, ...]:
+            return tuple(config.plan(ragged, page=self.spec.page, window=window) for window in self.spec.windows)
+
+        prefill = () if self.decode else each(_prefill(self.spec)[0])
+        return Work(ragged, each(_decode(self.spec, self._queries)[0]), prefill)
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        turn: Turn | None,
+        pool: Pool,
+        work: Work,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> tuple[jax.Array, Pool]:
+        from pallas_kernels.hopper.decode import paged_decode
+
+        q, pool = self._write(q, k, v, turn, pool, work.ragged)
+        rest = {"scale": scale, "window": window, "softcap": softcap, "interpret": self._interpret}
+        at = self.spec.windows.index(window)
+        config, _ = _decode(self.spec, self._queries)
+        mixed, _ = paged_decode(q, *pool, work.ragged, work.decode[at], config=config, **rest)
+        if self.decode:
+            return mixed, pool
+        from pallas_kernels.hopper.prefill import paged_prefill
+
+        config, _ = _prefill(self.spec)
+        mine = work.prefill[at]
+        longer, _ = paged_prefill(q, *pool, work.ragged, mine, config=config, clean=False, **rest)
+        return jnp.where((mine.place >= 0)[:, None, None], longer, mixed), pool
+
+    def _write(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, turn: Turn | None, pool: Pool, ragged: Ragged
+    ) -> tuple[jax.Array, Pool]:
+        from pallas_kernels.attention_xla import rope_and_write_xla
+
+        q, k_pool, v_pool = rope_and_write_xla(q, k, v, turn, *pool, ragged)
+        return q, (k_pool, v_pool)

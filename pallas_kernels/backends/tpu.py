@@ -1,13 +1,86 @@
-"""placeholder"""
+"""Attention on TPU by the kernels of `tpu/`: rope and write by XLA, then decode and prefill, merged by token.
+
+Rows of few tokens are decode's, longer ones are prefill's: a row is in exactly one of the two plans. Windows need no
+plans of their own: an item skips what its window hides.
+"""
 
 from __future__ import annotations
 
-from pallas_kernels.backends.base import Attention, Spec
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention_xla import rope_and_write_xla
+from pallas_kernels.backends.base import Pool, Spec
+from pallas_kernels.layout import Ragged
+from pallas_kernels.rope import Turn
+
+QUERIES = 16  # tokens of the longest row that decode takes
+
+
+class Work(NamedTuple):
+    """What a step's layers share."""
+
+    ragged: Ragged
+    decode: Any  # tpu.plan.Work
+    prefill: Any  # the same; None where every row is one token
 
 
 def supports(spec: Spec) -> str | None:
-    return "it is not written yet"
+    """None, or why its kernels cannot run what `spec` says."""
+    from pallas_kernels.tpu import config
+
+    return config.supports(spec)
 
 
-def make(spec: Spec | None, decode: bool) -> Attention:
-    raise NotImplementedError
+def make(spec: Spec | None, decode: bool) -> TpuAttention:
+    """The attention of a bucket; `decode`: every program row is one token, so that nothing is prefill's."""
+    assert spec is not None, "the kernels are made for shapes"
+    return TpuAttention(spec, decode)
+
+
+@dataclass(frozen=True)
+class TpuAttention:
+    spec: Spec
+    decode: bool
+
+    def _configs(self) -> tuple[Any, Any]:
+        from pallas_kernels.tpu import config, decode, prefill
+
+        shape = config.shape_of(self.spec)
+        return decode.heuristic(shape, 1 if self.decode else QUERIES), prefill.heuristic(shape)
+
+    def plan(self, ragged: Ragged) -> Work:
+        from pallas_kernels.tpu.plan import plan_decode, plan_prefill
+
+        decode, prefill = self._configs()
+        longer = None if self.decode else plan_prefill(ragged, queries=prefill.queries, above=decode.queries)
+        return Work(ragged, plan_decode(ragged, queries=decode.queries), longer)
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        turn: Turn | None,
+        pool: Pool,
+        work: Work,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> tuple[jax.Array, Pool]:
+        from pallas_kernels.tpu.kernel import paged_attention
+
+        q, k_pool, v_pool = rope_and_write_xla(q, k, v, turn, *pool, work.ragged)
+        rest: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        rest["interpret"] = True if self.spec.interpret else None
+        decode, prefill = self._configs()
+        mixed, _ = paged_attention(q, k_pool, v_pool, work.ragged, work.decode, config=decode, **rest)
+        if work.prefill is not None:
+            longer, _ = paged_attention(q, k_pool, v_pool, work.ragged, work.prefill, config=prefill, **rest)
+            mine = work.ragged.lengths[jnp.minimum(work.ragged.rows, len(work.ragged.lengths) - 1)] > decode.queries
+            mixed = jnp.where(mine[:, None, None], longer, mixed)
+        return mixed, (k_pool, v_pool)
