@@ -38,7 +38,7 @@ class Job:
     @property
     def pages(self) -> int:
         """Of a tile."""
-        return self.config.tile(self.shape.page)
+        return self.config.pages(self.shape)
 
     @property
     def keys(self) -> int:
@@ -132,22 +132,18 @@ def body(job: Job, *refs: Ref) -> None:
         return 1 - slot
 
     @pl.when(item < plan.count[0])
-    def _() -> None:
+    def run() -> None:
         begin, stop = plan.span(job, item)
 
         @pl.when(item == 0)
-        def _() -> None:
+        def first() -> None:
             turn[0] = 0
             pages.start(item, begin, jnp.int32(0))
 
-        peak[...] = jnp.full(peak.shape, MASKED, jnp.float32)
-        total[...] = jnp.zeros(total.shape, jnp.float32)
-        mixed[...] = jnp.zeros(mixed.shape, jnp.float32)
+        state.clear()
         turn[0] = lax.fori_loop(begin, stop, step, turn[0])
         for stream in range(job.streams):
-            out[0, stream] = (mixed[stream] / total[stream]).astype(out.dtype)
-            told = peak[stream] + jnp.log(total[stream])  # [R, 1]
-            lse[0, stream] = told.T
+            out[0, stream], lse[0, stream] = state.result(stream, out.dtype)
 
 
 def _fetch_next(pages: Pages, item: jax.Array, tile: jax.Array, slot: jax.Array) -> None:
@@ -157,11 +153,11 @@ def _fetch_next(pages: Pages, item: jax.Array, tile: jax.Array, slot: jax.Array)
     another = item + 1 < pages.plan.count[0]
 
     @pl.when(jnp.logical_not(last))
-    def _() -> None:
+    def same() -> None:
         pages.start(item, tile + 1, slot)
 
     @pl.when(last & another)
-    def _() -> None:
+    def following() -> None:
         begin, _ = pages.plan.span(pages.job, item + 1)
         pages.start(item + 1, begin, slot)
 
@@ -173,6 +169,16 @@ class State:
     peak: Ref
     total: Ref
     mixed: Ref
+
+    def clear(self) -> None:
+        self.peak[...] = jnp.full(self.peak.shape, MASKED, jnp.float32)
+        self.total[...] = jnp.zeros(self.total.shape, jnp.float32)
+        self.mixed[...] = jnp.zeros(self.mixed.shape, jnp.float32)
+
+    def result(self, stream: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """Weighted mean of the values [R, D], and lse [1, R]."""
+        mean = self.mixed[stream] / self.total[stream]
+        return mean.astype(dtype), (self.peak[stream] + jnp.log(self.total[stream])).T
 
     def add(self, stream: int, score: jax.Array, v: jax.Array, precision: Any) -> None:
         """score [R, keys], v [keys, D]. Where a row has seen nothing yet its weights are of masked scores; the first
@@ -215,24 +221,30 @@ def _attend(
 
     def compute(masked: bool) -> None:
         k_of, v_of = (_keys(job, ref[slot], spread) for ref, spread in zip(slots, wide or (None, None), strict=True))
+
+        def scored(stream: int) -> jax.Array:
+            score = _scores(job, q[0, stream], k_of(stream), rows.factors, stream)
+            seen = _seen(job, rows, score.shape, first, begin, masked)
+            return score if seen is None else jnp.where(seen, score, MASKED)
+
+        score = scored(0)
         for stream in range(job.streams):
-            k, v = k_of(stream).astype(job.dtype), v_of(stream)
-            score = _scores(job, q[0, stream], k, None if rows.factors is None else rows.factors[stream])
+            # The next stream's scores are asked for first: the matrix unit has work while this one's are weighed.
+            ahead = scored(stream + 1) if stream + 1 < job.streams else score
+            v = v_of(stream)
             if masked:
                 # What a page held before may be NaN, which a weight of zero would let through.
                 held = begin + _key(job, (v.shape[0], 1), 0) < end
                 v = jnp.where(held, v.astype(jnp.float32), 0.0)
-            seen = _seen(job, rows, score.shape, first, begin, masked)
-            if seen is not None:
-                score = jnp.where(seen, score, MASKED)
             state.add(stream, score, v.astype(job.dtype), _precision(job))
+            score = ahead
 
     @pl.when(edge)
-    def _() -> None:
+    def some() -> None:
         compute(True)
 
     @pl.when(jnp.logical_not(edge))
-    def _() -> None:
+    def all_() -> None:
         compute(False)
 
 
@@ -247,11 +259,12 @@ def _keys(job: Job, tile: jax.Array, spread: Ref | None) -> Callable[[int], jax.
     return lambda stream: spread[pl.ds(stream, job.keys, stride=job.shape.kv_heads), :]
 
 
-def _scores(job: Job, q: jax.Array, k: jax.Array, factors: jax.Array | None) -> jax.Array:
+def _scores(job: Job, q: jax.Array, k: jax.Array, factors: Ref | None, stream: int) -> jax.Array:
     """[R, keys] float32"""
     dims = (((1,), (1,)), ((), ()))
+    k = k.astype(job.dtype)
     score = lax.dot_general(q, k, dims, precision=_precision(job), preferred_element_type=jnp.float32)
-    score = score * (job.scale if factors is None else factors)
+    score = score * (job.scale if factors is None else factors[stream])
     return score if job.softcap is None else job.softcap * jnp.tanh(score / job.softcap)
 
 
@@ -259,13 +272,13 @@ def _precision(job: Job) -> Any:
     return lax.Precision.HIGHEST if job.dtype == jnp.float32 else None
 
 
-def _key(job: Job, shape: tuple[int, int], axis: int) -> jax.Array:
+def _key(job: Job, shape: tuple[int, ...], axis: int) -> jax.Array:
     """Which key of the tile lies along `axis`; K is a power of two."""
     return lax.broadcasted_iota(jnp.int32, shape, axis) >> (job.heads.bit_length() - 1)
 
 
 def _seen(
-    job: Job, rows: Rows, shape: tuple[int, int], first: jax.Array, begin: jax.Array, masked: bool
+    job: Job, rows: Rows, shape: tuple[int, ...], first: jax.Array, begin: jax.Array, masked: bool
 ) -> jax.Array | None:
     """Which scores count; None: all."""
     seen = None

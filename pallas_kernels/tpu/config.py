@@ -1,4 +1,4 @@
-"""How the TPU kernels cut their work, and what vector memory that takes.
+"""How the TPU kernels cut their work, what vector memory that takes, and what they can run at all.
 
 Letters: B page size, H query heads, K kv heads, D head dim, Q tokens of an item, C keys of a tile, R rows of a
 stream's products (see kernel.py).
@@ -7,35 +7,45 @@ stream's products (see kernel.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels.backends.base import Spec
 
 SMEM = 2**20  # bytes of scalar memory of a core, v5e and v6e
 VMEM = 128 * 2**20  # bytes of vector memory
+LANES = 128
+# Rows [C * K] of a tile. Keys and values of 128 bf16 are then 1 MiB: at 819 GB/s as long under way as the scalar core
+# takes to ask for them some ten times over.
+TILE_ROWS = 2048
+MIXED_ROWS = 128  # of queries; up to so many, the compiler's schedule of a mixed tile is shorter than of one apart
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a Config is checked against and its memory follows from. Bytes are of one element."""
+    """What a config is checked against and its memory follows from. Heads are those of one shard."""
 
     heads: int  # H
     kv_heads: int  # K
     dim: int  # D
     page: int  # B
-    bytes: int = 2  # of q
+    bytes: int = 2  # of an element of q
     pool_bytes: int = 2
 
 
 @dataclass(frozen=True)
 class Config:
-    """How the work is cut."""
+    """`mixed` and apart: see kernel.py."""
 
     queries: int = 1  # Q
     keys: int = 256  # C, rounded up to whole pages
     mixed: bool = True
-    vmem: int = 64 * 2**20  # bytes the compiler may use; a kernel that needs more does not compile
+    vmem: int = 96 * 2**20  # bytes the compiler may use; a kernel that needs more does not compile
 
-    def tile(self, page: int) -> int:
-        """Pages of a tile."""
-        return -(-self.keys // page)
+    def pages(self, shape: Shape) -> int:
+        """Of a tile."""
+        return -(-self.keys // shape.page)
 
     def streams(self, shape: Shape) -> int:
         return 1 if self.mixed else shape.kv_heads
@@ -45,21 +55,56 @@ class Config:
         return self.queries * shape.heads // self.streams(shape)
 
     def validate(self, shape: Shape) -> None:
+        """Raises ValueError with the field and what is allowed."""
         if self.queries < 1 or self.keys < 1:
-            raise ValueError(f"{self.queries=} and {self.keys=} must be positive")
+            raise ValueError(f"{self.queries=} and {self.keys=} must be at least 1")
         if self.vmem > VMEM:
-            raise ValueError(f"{self.vmem=} is more than the {VMEM} bytes of a core")
-        if self.vmem_bytes(shape) > self.vmem:
-            raise ValueError(f"{self} needs {self.vmem_bytes(shape)} bytes of VMEM for {shape}; {self.vmem=}")
+            raise ValueError(f"{self.vmem=} must be at most {VMEM}, what a core has")
+        if (needed := self.vmem_bytes(shape)) > self.vmem:
+            raise ValueError(f"{self} needs {needed} bytes of VMEM for {shape}, {self.vmem=} are allowed")
 
     def vmem_bytes(self, shape: Shape) -> int:
-        """Buffers, and the scores of one stream with their weights; the compiler adds what it spills."""
-        keys = self.tile(shape.page) * shape.page  # C
-        lanes = -(-shape.dim // 128) * 128
-        pages = 2 * 2 * keys * shape.kv_heads * lanes * shape.pool_bytes
-        wide = 0 if self.mixed else 2 * keys * shape.kv_heads * lanes * 4
-        queries = self.streams(shape) * self.rows(shape)
-        blocks = 2 * queries * (lanes * (shape.bytes + 4) + 128 * 4)  # q, out and lse come and go in two slots
-        state = queries * (lanes + 2 * 128) * 4
+        """Buffers, and a stream's scores and weights. The compiler adds what it spills, and has the last word."""
+        keys, lanes = self.pages(shape) * shape.page, -(-shape.dim // LANES) * LANES
+        tile = keys * shape.kv_heads * lanes  # elements of keys, or of values
+        fetched = 2 * 2 * tile * shape.pool_bytes  # two pools, two slots
+        spread = 0 if self.mixed else 2 * tile * 4
+        rows = self.streams(shape) * self.rows(shape)
+        blocks = 2 * rows * (lanes * (shape.bytes + 4) + LANES * 4)  # q, out and lse, two slots each
+        state = rows * (lanes + 2 * LANES) * 4
         scores = 2 * self.rows(shape) * keys * (shape.kv_heads if self.mixed else 1) * 4
-        return pages + wide + blocks + state + scores
+        return fetched + spread + blocks + state + scores
+
+
+def shape_of(spec: Spec, pool_dtype: Any = None) -> Shape:
+    """`pool_dtype` where it is not that of the activations."""
+    own = jnp.dtype(spec.dtype)
+    stored = own if pool_dtype is None else jnp.dtype(pool_dtype)
+    return Shape(spec.heads, spec.kv_heads, spec.head_dim, spec.page, own.itemsize, stored.itemsize)
+
+
+def supports(spec: Spec) -> str | None:
+    """None, or why decode and prefill cannot run it. Libtpu, not this page, knows whether a config fits VMEM."""
+    if spec.platform != "tpu" and not spec.interpret:
+        return f"it is for TPUs; this is {spec.platform}"
+    if spec.dtype not in ("bfloat16", "float32"):
+        return f"{spec.dtype} is not computed on a TPU; bfloat16 and float32 are"
+    if spec.heads % spec.kv_heads or spec.kv_heads & (spec.kv_heads - 1):
+        return f"{spec.kv_heads} kv heads of {spec.heads} heads a shard: a power of two is needed, and whole groups"
+    if spec.interpret:
+        return None
+    # A page is read as [B * K, D]. Other pools do not lie so in memory, and would be copied whole at each layer.
+    if spec.page % 16:
+        return f"pages of {spec.page} tokens: a multiple of 16 is needed"
+    if spec.head_dim % LANES or (spec.head_dim > LANES and spec.kv_heads % 8):
+        return (
+            f"head dim {spec.head_dim} with {spec.kv_heads} kv heads a shard: it must be 128, or with a multiple of 8"
+            " kv heads a multiple of 128"
+        )
+    return None
+
+
+def tile_keys(shape: Shape) -> int:
+    """C of a tile of `TILE_ROWS` rows, of as many bytes for other types; at least a page."""
+    rows = TILE_ROWS * 2 // max(shape.pool_bytes, 2) * LANES // max(shape.dim, LANES)
+    return max(rows // shape.kv_heads, shape.page)

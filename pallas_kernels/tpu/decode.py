@@ -1,52 +1,42 @@
-"""Decode paged attention for TPU: rows of 1 .. Q tokens, each an item of its own. See kernel.py for how.
+"""Decode paged attention for TPU: rows of 1 .. Q tokens, an item each (see kernel.py for how).
 
-    paged_decode(q, k_pool, v_pool, ragged, work, scale=...) -> out [T, H, D], lse [T, H]
-
-with the letters and the contract of `tests/kernels/reference.py`: causal among a row's own tokens, too. It reads the
-keys and values of its rows once, which is the floor. Tokens that are not in `work` give zeros and MASKED.
+Keys and values of a row are read once, all its queries together; that is the floor. Tokens of longer rows, which are
+not in the plan, give zeros and MASKED.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-import jax
-
-from pallas_kernels.backends.base import Spec
-from pallas_kernels.layout import Ragged, Scales
-from pallas_kernels.tpu.config import Config, Shape
-from pallas_kernels.tpu.kernel import attend
+from pallas_kernels.aot.cases import Case
+from pallas_kernels.tpu.cases import MODELS, Layer
+from pallas_kernels.tpu.config import MIXED_ROWS, Config, Shape, supports, tile_keys
+from pallas_kernels.tpu.kernel import paged_attention
 from pallas_kernels.tpu.plan import Work, plan_decode
 
-__all__ = ["Config", "paged_decode", "plan_decode"]
-MIXED_ROWS = 128  # rows of queries up to which a product with the keys of all heads costs no more than its loads
+__all__ = ["Config", "Work", "cases", "heuristic", "paged_decode", "plan_decode", "supports"]
+
+paged_decode = paged_attention  # with work of plan_decode(ragged, queries=config.queries)
 
 
-def paged_decode(
-    q: jax.Array,  # [T, H, D]
-    k_pool: jax.Array,  # [N, B, K, D]
-    v_pool: jax.Array,  # [N, B, K, D]
-    ragged: Ragged,
-    work: Work,  # plan_decode(ragged, queries=config.queries)
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    scales: Scales | None = None,
-    config: Config,
-    interpret: Any = None,
-) -> tuple[jax.Array, jax.Array]:
-    """`interpret`: None compiles, True or `pltpu.InterpretParams(...)` runs it on the host."""
-    return attend(
-        q,
-        k_pool,
-        v_pool,
-        ragged.block_tables,
-        work,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        scales=scales,
-        config=config,
-        interpret=interpret,
-    )
+def heuristic(shape: Shape, queries: int = 1) -> Config:
+    """For rows of up to `queries` tokens."""
+    return Config(queries, tile_keys(shape), mixed=queries * shape.heads <= MIXED_ROWS)
+
+
+def cases() -> list[Case]:
+    """For the compile gate: pages, pools and query tokens of what is served."""
+    found: list[Case] = []
+    for model in MODELS:
+        found += [_case(model, page) for page in (16, 64, 256)]
+        found += [_case(model, 64, queries, usual=queries == 16) for queries in (4, 16)]
+        found += [_case(model, 64, 1, "int8"), _case(model, 64, 1, "float8_e4m3fn", usual=False)]
+        found += [_case(model, 64, 16, stored, usual=False) for stored in ("int8", "float8_e4m3fn")]
+    layer = Layer("decode", "8b", 64, 64, 64, note=" q1 window softcap")
+    found.append(layer.case(heuristic(layer.shape), partial(plan_decode, queries=1), window=4096, softcap=50.0))
+    return found
+
+
+def _case(model: str, page: int, queries: int = 1, stored: str = "bfloat16", usual: bool = True) -> Case:
+    layer = Layer("decode", model, page, 64 * queries, 64, stored, f" q{queries}", usual)
+    return layer.case(heuristic(layer.shape, queries), partial(plan_decode, queries=queries))

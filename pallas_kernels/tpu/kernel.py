@@ -28,36 +28,45 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.layout import MASKED, Scales
+from pallas_kernels.layout import MASKED, Ragged, Scales
 from pallas_kernels.tpu.body import Job, body, pltpu
 from pallas_kernels.tpu.config import SMEM, Config, Shape
 from pallas_kernels.tpu.plan import Work
 
-def attend(
+
+def paged_attention(
     q: jax.Array,  # [T, H, D]
     k_pool: jax.Array,  # [N, B, K, D]
-    v_pool: jax.Array,
-    tables: jax.Array,  # [S, P]
-    work: Work,
+    v_pool: jax.Array,  # [N, B, K, D]
+    ragged: Ragged,
+    work: Work,  # of this step, cut into items of config.queries tokens
     *,
     scale: float,
-    window: int | None,
-    softcap: float | None,
-    scales: Scales | None,
+    window: int | None = None,
+    softcap: float | None = None,
+    scales: Scales | None = None,
     config: Config,
-    interpret: Any,
+    interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Mixed values [T, H, D] in the dtype of q and lse [T, H] float32; zeros and MASKED for tokens not in `work`."""
-    shape = _shape(q, k_pool, v_pool, tables)
+    """out [T, H, D] in the dtype of q, and lse [T, H] float32; zeros and MASKED for tokens not in `work`.
+
+        out[t, h] = sum_j softmax_j(cap(scale * q[t, h] . k[j, h // G])) v[j, h // G],  lse[t, h] = log sum_j exp(...)
+
+    over the keys j of t's own row with p - window < j <= p, where p is t's position; cap(x) = softcap * tanh(x /
+    softcap). A step writes first: its own keys and values are read from the pages. `interpret`: None compiles for a
+    TPU; True, or a `pltpu.InterpretParams`, runs it on the host.
+    """
+    shape = _shape(q, k_pool, v_pool, ragged.block_tables)
     config.validate(shape)
-    job = Job(config, shape, tables.shape[1], scale, window, softcap, scales is not None, q.dtype)
-    out, lse = _run(job, _pack(job, q, work), _constants(job, scales), k_pool, v_pool, tables, work, interpret)
+    job = Job(config, shape, ragged.block_tables.shape[1], scale, window, softcap, scales is not None, q.dtype)
+    packed, constants = _pack(job, q, work), _constants(job, scales)
+    out, lse = _run(job, packed, constants, k_pool, v_pool, ragged.block_tables, work, interpret)
     out, lse = _unpack(job, out), _unpack(job, lse[..., None])[..., 0]  # [I * Q, H, D], [I * Q, H]
-    taken = (work.slots < out.shape[0])[:, None]  # [T, 1]
     at = jnp.minimum(work.slots, out.shape[0] - 1)
+    taken = (work.slots < out.shape[0])[:, None]  # [T, 1]
     mixed = out[at]  # [T, H, D]
     if scales is not None:
-        mixed = mixed * jnp.repeat(scales.v, shape.heads // shape.kv_heads)[:, None]
+        mixed = mixed * jnp.repeat(scales.v, shape.heads // shape.kv_heads)[None, :, None]
     # Selected, not multiplied: an item that never ran left whatever was there.
     return jnp.where(taken[..., None], mixed, 0).astype(q.dtype), jnp.where(taken, lse[at], MASKED)
 
@@ -75,7 +84,7 @@ def _shape(q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, tables: jax.Array
 
 def _pack(job: Job, q: jax.Array, work: Work) -> jax.Array:
     """[T, H, D] -> [I, streams, R, D], rows of a stream in the order (token, head)."""
-    here = work.tokens[:, None] + jnp.arange(job.config.queries)  # [I, Q]
+    here = work.tokens[:, None] + jnp.arange(job.config.queries)[None]  # [I, Q]
     taken = q[jnp.minimum(here, q.shape[0] - 1)]  # [I, Q, H, D]
     streams, dim = job.streams, job.shape.dim
     split = taken.reshape(*here.shape, streams, -1, dim)
@@ -145,9 +154,7 @@ def _run(
                 pltpu.SMEM((1,), jnp.int32),
             ],
         ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=job.config.vmem
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=job.config.vmem),
         interpret=pltpu.InterpretParams() if interpret is True else interpret or False,
         name=f"paged_attention_q{job.config.queries}",
     )

@@ -1,0 +1,80 @@
+"""What the compile gate compiles of the TPU kernels: a layer's plan and attention, at the shapes that are served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.aot.cases import Case, shapes
+from pallas_kernels.layout import Ragged, Scales
+from pallas_kernels.tpu.config import SMEM, Config, Shape
+from pallas_kernels.tpu.kernel import paged_attention
+from pallas_kernels.tpu.plan import Work
+
+MODELS = {"8b": (32, 8), "8b-tp4": (8, 2)}  # H, K of a shard of Llama 3
+DIM = 128
+POOL, CONTEXT = 2**18, 32768  # tokens of a layer's pool, and of the longest row where its table fits scalar memory
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One case."""
+
+    kind: str  # decode or prefill
+    model: str
+    page: int
+    tokens: int
+    rows: int
+    stored: str = "bfloat16"  # dtype of the pools
+    note: str = ""
+    usual: bool = True
+
+    @property
+    def shape(self) -> Shape:
+        heads, kv_heads = MODELS[self.model]
+        return Shape(heads, kv_heads, DIM, self.page, pool_bytes=jnp.dtype(self.stored).itemsize)
+
+    def case(self, config: Config, plan: Callable[[Ragged], Work], **options: Any) -> Case:
+        quantised = "" if self.stored == "bfloat16" else f" {self.stored}"
+        return Case(
+            name=f"tpu {self.kind} {self.model}{quantised} page{self.page}{self.note}",
+            program=partial(_run, plan=plan, config=config, **options),
+            arguments=self._arguments(),
+            usual=self.usual,
+        )
+
+    def _arguments(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """q, the pools, the fields of `Ragged`, and scales where pools are quantised."""
+        shape = self.shape
+        pool = (POOL // self.page, self.page, shape.kv_heads, DIM)
+        width = min(CONTEXT // self.page, SMEM // 8 // self.rows)
+        scales = [] if self.stored == "bfloat16" else [((shape.kv_heads,), jnp.float32)] * 2
+        return shapes(
+            ((self.tokens, shape.heads, DIM), jnp.bfloat16),
+            *[(pool, self.stored)] * 2,
+            *[((self.tokens,), jnp.int32)] * 3,
+            *[((self.rows,), jnp.int32)] * 3,
+            ((self.rows, width), jnp.int32),
+            *scales,
+        )
+
+
+def _run(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    *rest: jax.Array,
+    plan: Callable[[Ragged], Work],
+    config: Config,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    fields = len(Ragged._fields)
+    ragged, scales = Ragged(*rest[:fields]), Scales(*rest[fields:]) if len(rest) > fields else None
+    return paged_attention(
+        q, k_pool, v_pool, ragged, plan(ragged), scale=DIM**-0.5, scales=scales, config=config, **options
+    )
