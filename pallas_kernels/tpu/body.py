@@ -59,7 +59,7 @@ class Job:
 class Plan:
     """Scalars: see plan.py. `tables` is flat, [S * P]."""
 
-    count: Ref
+    items: Ref
     rows: Ref
     firsts: Ref
     ends: Ref
@@ -131,7 +131,7 @@ def body(job: Job, *refs: Ref) -> None:
         _attend(job, plan, state, q, Rows(tokens, kv_heads, factors), (k_slots, v_slots), wide, item, tile, slot)
         return 1 - slot
 
-    @pl.when(item < plan.count[0])
+    @pl.when(item < plan.items[0])
     def run() -> None:
         begin, stop = plan.span(job, item)
 
@@ -150,7 +150,7 @@ def _fetch_next(pages: Pages, item: jax.Array, tile: jax.Array, slot: jax.Array)
     """The item's next tile or, after its last, the next item's first."""
     _, stop = pages.plan.span(pages.job, item)
     last = tile + 1 == stop
-    another = item + 1 < pages.plan.count[0]
+    another = item + 1 < pages.plan.items[0]
 
     @pl.when(jnp.logical_not(last))
     def same() -> None:

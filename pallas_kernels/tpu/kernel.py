@@ -136,7 +136,7 @@ def _run(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             # One turn at least: an empty step leaves in it at once.
-            grid=(jnp.maximum(work.count[0], 1),),
+            grid=(jnp.maximum(work.items[0], 1),),
             in_specs=[
                 block((1, streams, rows, dim)),
                 *(pl.BlockSpec(x.shape, lambda *_, rank=x.ndim: (0,) * rank) for x in constants),
@@ -159,5 +159,5 @@ def _run(
         name=f"paged_attention_q{job.config.queries}",
     )
     pools = (pool.reshape(-1, page_rows, dim) for pool in (k_pool, v_pool))
-    out, lse = run(work.count, work.rows, work.firsts, work.ends, tables.reshape(-1), q, *constants, *pools)
+    out, lse = run(work.items, work.rows, work.firsts, work.ends, tables.reshape(-1), q, *constants, *pools)
     return out, lse[:, :, 0]

@@ -17,9 +17,9 @@ from pallas_kernels.layout import Ragged
 
 
 class Work(NamedTuple):
-    """Items come in order of their tokens; those from `count` on are padding and never run."""
+    """Items come in order of their tokens; those from `items` on are padding and never run."""
 
-    count: jax.Array  # [1] int32
+    items: jax.Array  # [1] int32, how many there are
     rows: jax.Array  # [I] int32, row of the item
     firsts: jax.Array  # [I] int32, position of its first token
     ends: jax.Array  # [I] int32, one beyond the position of its last token

@@ -110,7 +110,7 @@ def test_the_plan_places_every_token_of_its_rows_once() -> None:
     rows = [(3, 9), (1, 1), (0, 0), (5, 5), (2, 12)]
     ragged = make(rows, deal(rows, page=4, pool=POOL), page=4, pool=POOL, tokens=14, padded_rows=7)
     work = jax.tree.map(np.asarray, jax.jit(partial(plan_decode, queries=3))(ragged))
-    count = int(work.count[0])
+    count = int(work.items[0])
     assert count == 3 and list(work.rows[:count]) == [0, 1, 4]
     assert list(work.firsts[:count]) == [6, 0, 10] and list(work.ends[:count]) == [9, 1, 12]
     assert list(work.slots) == [0, 1, 2, 3, *[21] * 5, 6, 7, *[21] * 3], "the row of 5 is prefill's, 3 are padding"

@@ -78,7 +78,7 @@ def test_every_token_of_its_rows_is_in_one_item(rows: list[tuple[int, int]], cut
     ragged = make(steps, deal(steps, page=4, pool=64), page=4, pool=64, tokens=80, padded_rows=8, width=8)
     work = jax.tree.map(np.asarray, plan(ragged, queries=queries, above=above))
     bound = most_items(80, 8, queries=queries, above=above)
-    count, mine = int(work.count[0]), ragged.lengths > above
+    count, mine = int(work.items[0]), ragged.lengths > above
     assert count == sum(-(-length // queries) for length in ragged.lengths[mine]) <= bound == len(work.rows)
     for token, row in enumerate(ragged.rows):
         if row == 8 or not mine[row]:
