@@ -52,7 +52,7 @@ def combine(
         def step(p: Any, carry: list[_Sum]) -> list[_Sum]:
             added = []
             for at, old in zip(first, carry, strict=True):
-                vector = compat.load(mixed.at[begin + p, pair, pl.ds(at * dim, width)], optimized=False)
+                vector = mixed[begin + p, pair, pl.ds(at * dim, width)]
                 added.append(old.add(vector, [weight[begin + p, pair, at + i] for i in range(share)], dim))
             return added
 

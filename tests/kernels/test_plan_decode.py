@@ -1,0 +1,141 @@
+"""The worklist of decode: all that must be read is, once, in equal shares."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.layout import Ragged
+from pallas_kernels.plan.decode import DecodeWork, plan_decode
+
+from .ragged import deal, make
+
+PAGE, QUERIES, ROWS = 16, 4, 8
+
+lengths = st.sampled_from([0, 1, 1, 1, 2, QUERIES, QUERIES + 1, 40])
+pasts = st.sampled_from([0, 1, PAGE - 2, PAGE - 1, PAGE, 3 * PAGE, 100, 700])
+steps = st.lists(st.tuples(lengths, pasts), min_size=1, max_size=ROWS)
+
+
+class Cut(NamedTuple):
+    """How the line is cut: few of them, since each is a program to compile."""
+
+    workers: int
+    tile: int = 16
+    extra: int = 1
+    window: int | None = None
+
+
+cuts = st.sampled_from([Cut(1), Cut(3, extra=0), Cut(9), Cut(8, 64, 2), Cut(5, 8, 0, 1), Cut(9, 16, 1, 40)])
+
+
+@lru_cache
+def program(cut: Cut) -> Callable[[Ragged], DecodeWork]:
+    return jax.jit(partial(plan_decode, page=PAGE, queries=QUERIES, **cut._asdict()))
+
+
+def plan(rows: list[tuple[int, int]], cut: Cut) -> DecodeWork:
+    """Of rows (length, context)."""
+    ragged = make(rows, deal(rows, page=PAGE, pool=512), page=PAGE, pool=512, padded_rows=ROWS, tokens=400, width=48)
+    return DecodeWork(*map(np.asarray, program(cut)(ragged)))
+
+
+def contexts(steps: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [(length, past + length if length else 0) for length, past in steps]
+
+
+def read(work: DecodeWork) -> list[list[tuple[int, int]]]:
+    """(row, tile) in the order in which each worker reads them."""
+    return [
+        [
+            (int(work.row[item]), tile)
+            for item in range(work.cuts[worker], work.cuts[worker + 1])
+            for tile in range(work.first[item], work.first[item] + work.tiles[item])
+        ]
+        for worker in range(work.workers)
+    ]
+
+
+def seen(rows: list[tuple[int, int]], cut: Cut) -> set[tuple[int, int]]:
+    """(row, tile) that decode must read."""
+    return {
+        (row, key // cut.tile)
+        for row, (length, context) in enumerate(rows)
+        if 1 <= length <= QUERIES
+        for key in range(0 if cut.window is None else max(0, context - length + 1 - cut.window), context)
+    }
+
+
+@given(steps, cuts)
+@settings(max_examples=60, deadline=None)
+def test_every_tile_that_a_token_sees_is_read_once(steps: list[tuple[int, int]], cut: Cut) -> None:
+    rows = contexts(steps)
+    found = Counter(one for share in read(plan(rows, cut)) for one in share)
+    assert set(found) == seen(rows, cut)
+    assert all(times == 1 for times in found.values())
+
+
+@given(steps, cuts)
+@settings(max_examples=40, deadline=None)
+def test_no_worker_has_more_than_an_equal_share(steps: list[tuple[int, int]], cut: Cut) -> None:
+    rows = contexts(steps)
+    shares = read(plan(rows, cut))
+    tiles = Counter(row for row, _ in seen(rows, cut))
+    units = sum(count + cut.extra for count in tiles.values())
+    assert max(map(len, shares)) <= -(-units // cut.workers)
+    if not cut.extra:
+        busy = [len(share) for share in shares if share]
+        assert len(set(busy[:-1])) <= 1, "all but the last that has work have the same"
+
+
+@given(steps, cuts)
+@settings(max_examples=40, deadline=None)
+def test_items_are_few_dense_and_found_from_their_rows(steps: list[tuple[int, int]], cut: Cut) -> None:
+    work = plan(contexts(steps), cut)
+    assert work.row.shape == (cut.workers + ROWS,)
+    used = int(work.cuts[-1])
+    assert work.cuts[0] == 0 and used == work.splits.sum()
+    assert np.all(np.diff(work.cuts) >= 0)
+    assert np.all(work.tiles[:used] > 0), "no item is empty"
+    assert not np.any(work.tiles[used:]), "and none lies beyond the last"
+    for row in range(ROWS):
+        mine = np.flatnonzero((work.row == row) & (work.tiles > 0))
+        np.testing.assert_array_equal(mine, work.begins[row] + np.arange(work.splits[row]))
+
+
+def test_a_long_row_is_shared_and_short_ones_are_not_split() -> None:
+    work = plan([(1, 640), (1, 16), (1, 3), (1, 700)], Cut(3, extra=0))
+    assert [len(share) for share in read(work)] == [29, 29, 28]
+    assert list(work.splits) == [2, 1, 1, 2, 0, 0, 0, 0]
+
+
+def test_rows_longer_than_decode_takes_are_left_out() -> None:
+    work = plan([(QUERIES + 1, 100), (QUERIES, 100), (0, 0)], Cut(9))
+    assert [row for row in range(ROWS) if work.splits[row]] == [1]
+
+
+def test_a_step_without_rows_has_no_work() -> None:
+    work = plan([(0, 0)], Cut(9))
+    assert not work.cuts.any() and not work.splits.any() and not work.tiles.any()
+
+
+def test_tables_hold_whole_tiles_of_pages() -> None:
+    ragged = make([(1, 33)], [[3, 1, 2]], page=PAGE, pool=8)
+    work = plan_decode(ragged, page=PAGE, queries=1, tile=64, workers=2)
+    np.testing.assert_array_equal(work.table, [[3, 1, 2, 0]])
+
+
+def test_what_does_not_fit_is_named() -> None:
+    ragged = make([(1, 1)], [[1]], page=PAGE, pool=4)
+    with pytest.raises(ValueError, match="tile=24 must be a multiple or a divisor of page=16"):
+        plan_decode(ragged, page=PAGE, queries=1, tile=24, workers=2)
+    with pytest.raises(ValueError, match="workers=0"):
+        plan_decode(ragged, page=PAGE, queries=1, tile=16, workers=0)
