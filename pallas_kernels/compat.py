@@ -5,6 +5,7 @@ jax renames, deprecates and adds to `pallas.mosaic_gpu` with every release. Kern
 | name          | 0.10.2                         | 0.11 and later                    |
 |---------------|--------------------------------|-----------------------------------|
 | `kernel`      | semantics must be asked for    | Warpgroup semantics by default    |
+| `in_place`    | `run_state` over a `core_map`  | `kernel` takes `jax.new_ref`      |
 | `load`        | index is a positional argument | index is part of the ref          |
 | `transpose`   | `transpose_ref`                | `ref.T`; the other is deprecated  |
 | `HAS_MMA`     | no warp-level mma              | `plgpu.mma`                       |
@@ -19,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as _plgpu
 
 plgpu: Any = _plgpu
@@ -54,6 +56,35 @@ def kernel(
         **options,
     )
     return made
+
+
+def in_place(
+    body: Callable[..., None],
+    *,
+    changed: Sequence[jax.Array],
+    read: Sequence[jax.Array],
+    grid: Sequence[tuple[str, int]],
+    interpret: Any = None,
+) -> tuple[jax.Array, ...]:
+    """Run `body(*refs of changed, *refs of read)` on one warpgroup a block; gives what `changed` holds afterwards.
+
+    Where the arrays of `changed` are donated, or used nowhere else, the results lie where they lay: nothing is copied.
+    """
+    made: dict[str, Any] = {"grid": tuple(size for _, size in grid), "grid_names": tuple(name for name, _ in grid)}
+    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+    if VERSION < (0, 11):  # its `kernel` takes no refs
+
+        def run(refs: tuple[Any, ...]) -> None:
+            mesh = plgpu.Mesh(**made, num_threads=1, thread_name="warpgroup")
+            pl.core_map(mesh, compiler_params=params, interpret=interpret)(lambda: body(*refs))
+
+        after: tuple[jax.Array, ...] = pl.run_state(run)((*changed, *read))[: len(changed)]
+        return after
+    options: dict[str, Any] = {} if interpret is None else {"interpret": interpret}
+    refs = [jax.new_ref(array) for array in changed]
+    made |= {"num_threads": 1, "thread_name": "warpgroup", "compiler_params": params}
+    plgpu.kernel(body, out_type=(), **made, **options)(*refs, *read)
+    return tuple(jax.freeze(ref) for ref in refs)
 
 
 def load(ref: Any, layout: Any = None, *, optimized: bool = True) -> jax.Array:
