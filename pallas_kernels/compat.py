@@ -16,7 +16,8 @@ jax renames, deprecates and adds to `pallas.mosaic_gpu` with every release. Kern
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -112,11 +113,26 @@ def interpreter_params(detect_races: bool) -> Any:
     return params.InterpretGPUParams(num_tma_threads_per_device=5)
 
 
-def races_found() -> bool:
-    """Whether the last interpreted kernel that detected races had one."""
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+@contextmanager
+def watched_kernels() -> Iterator[list[Any]]:
+    """What the interpreter notes about races, one entry for each kernel that it runs within.
 
-    return bool(interpret_pallas_call.get_races().races_found)
+    jax itself keeps that of the last kernel only, and most operations here are two or more.
+    """
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    callbacks: Any = gpu_callbacks  # its types differ, too
+    original, notes = callbacks.GPURaceDetectionState, []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        notes.append(original(*args, **kwargs))
+        return notes[-1]
+
+    callbacks.GPURaceDetectionState = noted
+    try:
+        yield notes
+    finally:
+        callbacks.GPURaceDetectionState = original
 
 
 def reset_interpreter() -> None:

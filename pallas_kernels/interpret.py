@@ -10,6 +10,8 @@ Letters here: M rows of the product, C what is summed over, N columns.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -23,7 +25,7 @@ Interpret = Any  # None, or what `interpreter` gives; hashable, so it may be a s
 
 
 def interpreter(*, detect_races: bool = False) -> Interpret:
-    """The `interpret` argument that runs a kernel on the host. Races need jax 0.11; ask `races_found()` afterwards."""
+    """The `interpret` argument that runs a kernel on the host. Races need jax 0.11; see `watch_races`."""
     return compat.interpreter_params(detect_races)
 
 
@@ -31,9 +33,25 @@ def is_interpreting(interpret: Interpret) -> bool:
     return interpret is not None
 
 
-def races_found() -> bool:
-    """Whether the last kernel run with `interpreter(detect_races=True)` had unordered accesses to one address."""
-    return compat.races_found()
+class Races:
+    """Whether kernels run with `interpreter(detect_races=True)` had unordered accesses to one address."""
+
+    def __init__(self) -> None:
+        self.kernels: list[Any] = []
+
+    def found(self) -> bool:
+        if not self.kernels:
+            raise RuntimeError("no kernel has been run to its end yet: wait for its results, inside `watch_races`")
+        return any(kernel.races_found for kernel in self.kernels)
+
+
+@contextmanager
+def watch_races() -> Iterator[Races]:
+    """Of all kernels that run within, to be asked once their results are there (`block_until_ready`)."""
+    races = Races()
+    with compat.watched_kernels() as kernels:
+        races.kernels = kernels
+        yield races
 
 
 def cast(x: jax.Array, layout: Any, interpret: Interpret) -> jax.Array:

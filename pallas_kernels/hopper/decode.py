@@ -189,7 +189,7 @@ def paged_decode(
 
 def _pack(q: jax.Array, ragged: Ragged, shape: Shape, kv_heads: int, blocks: int) -> jax.Array:
     """q [T, H, D] by rows, as the products want it: [S, K, blocks, packed, D], query token major, G minor."""
-    token = ragged.starts[:, None] + jnp.arange(blocks * shape.block)
+    token = ragged.starts[:, None] + jnp.arange(blocks * shape.block)[None]
     got = jnp.take(q, token, axis=0, mode="clip").astype(shape.dtype)  # [S, blocks * block, H, D]
     split = got.reshape(-1, blocks, shape.block, kv_heads, shape.group, shape.dim)
     split = split.transpose(0, 3, 1, 2, 4, 5).reshape(-1, kv_heads, blocks, shape.block * shape.group, shape.dim)

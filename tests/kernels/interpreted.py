@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from pallas_kernels import compat
-from pallas_kernels.interpret import Interpret, interpreter, races_found
+from pallas_kernels.interpret import Interpret, interpreter, watch_races
 
 needs_interpreter = pytest.mark.skipif(
     not compat.DETECTS_RACES,
@@ -19,10 +19,14 @@ needs_interpreter = pytest.mark.skipif(
 
 @contextmanager
 def without_races() -> Iterator[Interpret]:
-    """The `interpret` argument of kernels. Where this jax can tell, no two accesses of the last of them raced."""
+    """The `interpret` argument of kernels; wait for their results within. None of them raced, where jax can tell."""
     try:
-        yield interpreter(detect_races=compat.DETECTS_RACES)
+        if not compat.DETECTS_RACES:
+            yield interpreter()
+            return
+        with watch_races() as races:
+            yield interpreter(detect_races=True)
     except BaseException:
         compat.reset_interpreter()  # or the next kernel finds the threads of this one
         raise
-    assert not (compat.DETECTS_RACES and races_found())
+    assert not races.found(), "races"

@@ -13,7 +13,7 @@ from jax import lax
 
 from pallas_kernels import compat
 from pallas_kernels.compat import plgpu
-from pallas_kernels.interpret import cast, interpreter, races_found, wgmma
+from pallas_kernels.interpret import cast, interpreter, watch_races, wgmma
 
 from .interpreted import needs_interpreter
 
@@ -83,16 +83,18 @@ def tiles() -> jax.Array:
 @needs_interpreter
 def test_a_kernel_that_waits_and_fences_is_right_and_has_no_races(tiles: jax.Array) -> None:
     x = np.asarray(tiles, np.float32)
-    np.testing.assert_array_equal(chain(tiles), sum((one + 1) @ one.T for one in x))
-    assert not races_found()
+    with watch_races() as races:
+        np.testing.assert_array_equal(chain(tiles), sum((one + 1) @ one.T for one in x))
+    assert not races.found()
 
 
 @needs_interpreter
 def test_a_missing_wait_for_a_slot_is_caught(tiles: jax.Array) -> None:
     """As a race, or because an arrival that nobody waited for is followed by another."""
     try:
-        chain(tiles, waits=False).block_until_ready()
-        assert races_found()
+        with watch_races() as races:
+            chain(tiles, waits=False).block_until_ready()
+        assert races.found()
     except Exception as error:
         assert "phase" in str(error), error
     finally:
@@ -100,9 +102,17 @@ def test_a_missing_wait_for_a_slot_is_caught(tiles: jax.Array) -> None:
 
 
 @needs_interpreter
-def test_a_missing_fence_is_caught(tiles: jax.Array) -> None:
-    chain(tiles, fences=False).block_until_ready()
-    assert races_found()
+def test_a_missing_fence_is_caught_also_if_a_clean_kernel_follows(tiles: jax.Array) -> None:
+    with watch_races() as races:
+        chain(tiles, fences=False).block_until_ready()
+        chain(tiles).block_until_ready()
+    assert races.found()
+
+
+@needs_interpreter
+def test_a_kernel_that_has_not_run_is_not_taken_for_clean() -> None:
+    with watch_races() as races, pytest.raises(RuntimeError, match="no kernel has been run"):
+        races.found()
 
 
 @pytest.mark.skipif(compat.DETECTS_RACES, reason="this jax detects races")

@@ -1,0 +1,215 @@
+"""Decode attention for Hopper, run on the host, against float64; races looked for where the interpreter can."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import compat
+from pallas_kernels.hopper import decode
+from pallas_kernels.hopper.decode import Config, candidates, heuristic, paged_decode
+from pallas_kernels.hopper.spec import SMEM, Spec
+from pallas_kernels.layout import MASKED, Ragged, Scales
+
+from .interpreted import needs_interpreter, without_races
+from .ragged import deal, make
+from .reference import attention, error, quantised
+
+LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, of the whole output
+POOL, SCALE = 24, 0.15
+SMALL = Config(workers=2, stages=2)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Random values for rows of (tokens, context)."""
+
+    rows: tuple[tuple[int, int], ...]
+    heads: int = 2
+    kv_heads: int = 1
+    dim: int = 64
+    page: int = 64
+    dtype: Any = jnp.bfloat16
+    stored: Any = None  # dtype of the pools
+    window: int | None = None
+    softcap: float | None = None
+    tables: tuple[tuple[int, ...], ...] | None = None
+    padded: int = 0  # rows, and tokens
+
+    def ragged(self) -> Ragged:
+        tables = self.tables or deal(self.rows, page=self.page, pool=POOL)
+        tokens = sum(length for length, _ in self.rows) + self.padded
+        rows = len(self.rows) + self.padded
+        return make(self.rows, tables, page=self.page, pool=POOL, tokens=tokens, padded_rows=rows)
+
+    def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array, Scales | None]:
+        random = np.random.default_rng(7)
+        tokens = sum(length for length, _ in self.rows) + self.padded
+        q = jnp.asarray(random.standard_normal((tokens, self.heads, self.dim)), self.dtype)
+        k, v = random.standard_normal((2, POOL, self.page, self.kv_heads, self.dim)).astype(np.float32)
+        if self.stored is None:
+            return q, jnp.asarray(k, self.dtype), jnp.asarray(v, self.dtype), None
+        scales = Scales(*(np.float32(each) * (1 + np.arange(self.kv_heads, dtype=np.float32)) for each in (0.03, 0.02)))
+        k, v = (jnp.asarray(quantised(x, by, self.stored)) for x, by in zip((k, v), scales, strict=True))
+        return q, k, v, Scales(*map(jnp.asarray, scales))
+
+
+def check(problem: Problem, config: Config) -> None:
+    ragged, (q, k, v, scales) = problem.ragged(), problem.arrays()
+    options: dict[str, Any] = {"scale": SCALE, "window": problem.window, "softcap": problem.softcap, "scales": scales}
+    work = config.plan(ragged, page=problem.page, window=problem.window)
+    with without_races() as interpret:
+        out, lse = paged_decode(q, k, v, ragged, work, config=config, interpret=interpret, **options)
+        out.block_until_ready()
+    want, sums = attention(q, k, v, ragged, **options)
+    lengths = np.append(ragged.lengths, 0)[ragged.rows]  # [T], of each token's row
+    others = (lengths < 1) | (lengths > config.queries)
+    want[others], sums[others] = 0, MASKED
+    assert out.dtype == problem.dtype
+    assert error(out, want) < LARGEST_ERROR[jnp.dtype(problem.dtype).name]
+    np.testing.assert_allclose(lse, sums, atol=2e-3 if scales else 1e-4, rtol=1e-6)
+    assert not np.any(np.asarray(out)[others])
+
+
+EDGES = ((1, 1), (1, 63), (1, 64), (0, 0), (1, 65), (1, 200))  # around a page and a tile, and several tiles
+BODIES = [False, pytest.param(True, marks=needs_interpreter)]
+
+
+@pytest.mark.slow
+def test_a_row_split_among_workers() -> None:
+    check(Problem(((1, 70),)), SMALL)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("warps", [False, True])
+def test_queries_of_rows_around_pages_and_tiles(warps: bool) -> None:
+    check(Problem(EDGES, heads=4, padded=1), replace(SMALL, warps=warps, consumers=1))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("warps", BODIES)
+@pytest.mark.parametrize("page", [16, 32, 64, 128, 256])
+def test_pages(page: int, warps: bool) -> None:
+    rows = ((1, page - 1), (1, page), (1, min(page + 1, 200)), (1, 130))
+    check(Problem(rows, heads=4, kv_heads=2, page=page), replace(SMALL, warps=warps, stages=4))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("warps", BODIES)
+@pytest.mark.parametrize("group", [1, 4, 5, 8, 16])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_groups(group: int, dim: int, warps: bool) -> None:
+    check(Problem(((1, 20), (1, 130)), heads=2 * group, kv_heads=2, dim=dim), replace(SMALL, warps=warps))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("warps", BODIES)
+@pytest.mark.parametrize("queries", [1, 2, 3, 4, 8])
+def test_several_query_tokens_are_causal_among_them(queries: int, warps: bool) -> None:
+    rows = ((queries, 66), (queries, queries), (1, 40), (queries + 1, 40))  # the last one is prefill's
+    check(Problem(rows, heads=4), replace(SMALL, warps=warps, queries=queries))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("queries", "group"), [(16, 1), (16, 4), (16, 5), (9, 8), (16, 16), (2, 64)])
+def test_more_query_rows_than_one_block_takes(queries: int, group: int) -> None:
+    check(Problem(((queries, 80), (1, 5)), heads=group), replace(SMALL, queries=queries))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("warps", BODIES)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("stored", [None, jnp.float8_e4m3fn, jnp.int8])
+def test_dtypes(dtype: Any, stored: Any, warps: bool) -> None:
+    check(Problem(((1, 20), (1, 130)), heads=4, kv_heads=2, dtype=dtype, stored=stored), replace(SMALL, warps=warps))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("warps", BODIES)
+@pytest.mark.parametrize(("window", "softcap"), [(1, None), (30, None), (64, 5.0), (None, 1.0), (1000, 5.0)])
+def test_windows_and_soft_caps(window: int | None, softcap: float | None, warps: bool) -> None:
+    problem = Problem(((1, 200), (3, 70), (2, 2)), heads=4, window=window, softcap=softcap)
+    check(problem, replace(SMALL, warps=warps, queries=3))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("warps", BODIES)
+def test_rows_may_share_pages(warps: bool) -> None:
+    check(Problem(((1, 70), (1, 90), (1, 128)), tables=((5, 9), (5, 3), (5, 9))), replace(SMALL, warps=warps))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("warps", BODIES)
+@pytest.mark.parametrize(("workers", "stages", "consumers", "tile"), [(1, 1, 1, 64), (3, 3, 1, 64), (1, 4, 2, 128)])
+def test_configs(workers: int, stages: int, consumers: int, tile: int, warps: bool) -> None:
+    config = Config(warps=warps, workers=workers, stages=stages, consumers=consumers, tile=tile)
+    check(Problem(((1, 200), (1, 300), (1, 3)), page=16 if tile == 64 else 64), config)
+
+
+@pytest.mark.full
+def test_weights_that_stay_in_registers() -> None:
+    check(Problem(((1, 20), (1, 130))), replace(SMALL, p_in_smem=False))
+
+
+@needs_interpreter
+def test_a_barrier_left_out_of_the_kernel_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test of the tests: consumers that do not say when a slot was read lose to the producer."""
+    monkeypatch.setattr("pallas_kernels.hopper.decode_body.fence", lambda interpret: None)
+    monkeypatch.setattr(decode.compat.plgpu, "commit_smem", lambda: None)
+    problem = Problem(((1, 200),))
+    with pytest.raises(AssertionError, match="races"):
+        check(problem, replace(SMALL, warps=True, workers=1, consumers=1, stages=1))
+
+
+def test_configs_that_cannot_be_are_named() -> None:
+    spec = Spec(rows=8, heads=32, kv_heads=8, dim=128, page=64)
+    for config, why in (
+        (replace(SMALL, tile=96), "tile=96"),
+        (replace(SMALL, stages=3), "stages=3"),
+        (replace(SMALL, queries=17), "queries=17"),
+        (replace(SMALL, stages=16), "bytes of shared memory"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            config.validate(spec)
+    for wrong, why in (
+        (replace(spec, dim=80), "dim=80"),
+        (replace(spec, page=12), "page=12"),
+        (replace(spec, heads=33), "heads=33"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            SMALL.validate(wrong)
+    if not compat.HAS_MMA:
+        with pytest.raises(ValueError, match=r"needs jax 0\.11"):
+            replace(SMALL, warps=True).validate(spec)
+
+
+@pytest.mark.parametrize("queries", [1, 4, 16])
+@pytest.mark.parametrize("page", [16, 64, 256])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (8, 2, 128), (16, 1, 256), (12, 12, 64)])
+def test_the_heuristic_and_all_candidates_are_valid(
+    heads: int, kv_heads: int, dim: int, page: int, queries: int
+) -> None:
+    for stored in (jnp.bfloat16, jnp.float8_e4m3fn):
+        spec = Spec(64, heads, kv_heads, dim, page, queries, jnp.bfloat16, stored)
+        best = heuristic(spec)
+        best.validate(spec)
+        assert best.smem_bytes(spec) <= SMEM
+        found = list(candidates(spec))
+        assert found[0] == best and len(set(found)) == len(found) > 3
+        for config in found:
+            config.validate(spec)
+
+
+def test_arguments_that_do_not_fit_are_named() -> None:
+    problem = Problem(((1, 3),))
+    ragged, (q, k, v, _) = problem.ragged(), problem.arrays()
+    work = SMALL.plan(ragged, page=problem.page)
+    with pytest.raises(ValueError, match="8-bit pools have scales"):
+        paged_decode(q, k, v, ragged, work, scale=1.0, scales=Scales(jnp.ones(1), jnp.ones(1)), config=SMALL)
+    with pytest.raises(ValueError, match="plan with this config"):
+        paged_decode(q, k, v, ragged, work, scale=1.0, config=replace(SMALL, workers=3))
