@@ -96,14 +96,16 @@ def heuristic(spec: Spec, *, warps: bool | None = None) -> Config:
     """A config for the spec that is expected to be good; `warps` None chooses by the rows of the product."""
     packed = spec.queries * spec.group
     warps = compat.HAS_MMA and packed <= 32 if warps is None else warps
-    config = Config(warps=warps, queries=spec.queries, tile=max(64, min(spec.page, 64)))
+    # The values mixed so far are in registers, 128 of a thread for D = 256: more than three warpgroups a block leave it.
+    consumers = 1 if spec.dim > 128 else 2
+    config = Config(warps=warps, queries=spec.queries, consumers=consumers)
     blocks = config.blocks(spec)
     config = replace(config, workers=max(1, spec.cores // (spec.kv_heads * blocks)))
     for stages in (8, 6, 4, 2):
         deep = replace(config, stages=stages)
         if deep.smem_bytes(spec) <= SMEM:
             return deep
-    return replace(config, stages=2, consumers=1)
+    return replace(config, stages=1, consumers=1)
 
 
 def candidates(spec: Spec) -> Iterator[Config]:

@@ -144,7 +144,7 @@ def _registers(shape: Shape, *, consumer: bool) -> None:
     if shape.warps:  # these blocks need so few that two of them share a core; there are none to move
         return
     if consumer:
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(248 if shape.consumers == 1 else 232, action="increase")
     else:
         plgpu.set_max_registers(40, action="decrease")
 
