@@ -1,0 +1,171 @@
+"""Rope and the writing of keys and values: the XLA twin against float64, and the Hopper kernel against the twin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.hopper.kv_write import Config, candidates, heuristic, rope_and_write
+from pallas_kernels.hopper.spec import Spec
+from pallas_kernels.layout import Ragged, Scales
+from pallas_kernels.xla.write import rope_and_write_xla
+
+from . import reference
+from .interpreted import needs_interpreter, without_races
+from .ragged import deal, make
+
+PAGE, POOL = 16, 8
+ROWS = [(1, 17), (3, 16), (1, 1), (2, 33)]  # around the ends of a page
+TOKENS = 8  # one of them padding
+QUANTISED = [jnp.float8_e4m3fn, jnp.int8]
+FIT = 2.0**-6  # with it normal values of int8 just fit, some are cut off; a power of two, so that no tie is near
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one layer of one step writes."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    turn: tuple[jax.Array, jax.Array]
+    pools: tuple[jax.Array, jax.Array]
+    ragged: Ragged
+    scales: Scales | None
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return self.q, self.k, self.v, self.turn, *self.pools, self.ragged
+
+
+def step(heads: int, kv_heads: int, dim: int, dtype: Any = jnp.bfloat16, stored: Any = None) -> Step:
+    random = np.random.default_rng(heads)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(random.standard_normal(shape), dtype)
+
+    ragged = make(ROWS, deal(ROWS, page=PAGE, pool=POOL), page=PAGE, pool=POOL, tokens=TOKENS, padded_rows=6)
+    angle = random.uniform(0, 7, (TOKENS, 1, dim // 2)).astype(np.float32)
+    pools = tuple(normal(POOL, PAGE, kv_heads, dim).astype(stored or dtype) for _ in range(2))
+    scale = jnp.asarray([FIT, 2 * FIT] * kv_heads, jnp.float32)[:kv_heads]
+    return Step(
+        normal(TOKENS, heads, dim),
+        normal(TOKENS, kv_heads, dim),
+        normal(TOKENS, kv_heads, dim),
+        (jnp.cos(angle), jnp.sin(angle)),
+        (pools[0], pools[1]),
+        ragged,
+        None if stored is None else Scales(scale, scale / 2),
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda x: jnp.dtype(x).name)
+def test_the_twin_turns_and_writes_as_float64_does(dtype: Any) -> None:
+    case = step(4, 2, 8, dtype)
+    q, *pools = jax.jit(rope_and_write_xla)(*case.arguments)
+    few = {2: 4e-3, 4: 1e-6}[jnp.dtype(dtype).itemsize]
+    assert reference.error(q, reference.rotate(case.q, case.turn)) < few
+    keys = reference.rotate(case.k, case.turn).astype(dtype)
+    for got, before, new in zip(pools, case.pools, (keys, case.v), strict=True):
+        want = reference.written(before, new, case.ragged.write)
+        assert got.dtype == before.dtype
+        assert reference.error(got, want) < few
+        changed = np.any(np.asarray(got) != np.asarray(before), axis=(2, 3))
+        assert np.count_nonzero(changed) == TOKENS - 1, "the padding token is dropped"
+
+
+@pytest.mark.parametrize("stored", QUANTISED, ids=lambda x: jnp.dtype(x).name)
+def test_the_twin_quantises_what_it_writes(stored: Any) -> None:
+    case = step(4, 2, 8, stored=stored)
+    assert case.scales is not None
+    arguments = case.q, case.k, case.v, None, *case.pools, case.ragged
+    _, k_pool, v_pool = jax.jit(rope_and_write_xla)(*arguments, scales=case.scales)
+    pairs = ((k_pool, case.pools[0], case.k, case.scales.k), (v_pool, case.pools[1], case.v, case.scales.v))
+    for got, before, new, scale in pairs:
+        want = reference.written(before, reference.quantised(new, scale, stored), case.ragged.write)
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+    assert np.all(np.isfinite(np.asarray(k_pool, np.float32))), "a value that does not fit is cut off"
+
+
+def test_the_twin_writes_in_place() -> None:
+    pool = jax.ShapeDtypeStruct((4096, PAGE, 2, 8), jnp.float32)
+    case = step(4, 2, 8, jnp.float32)
+    program = jax.jit(rope_and_write_xla, donate_argnums=(4, 5))
+    memory = program.lower(case.q, case.k, case.v, case.turn, pool, pool, case.ragged).compile().memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes >= 2 * 4 * 4096 * PAGE * 16
+    assert memory.temp_size_in_bytes < 2**16
+
+
+SHAPES = [(4, 2, 64), (8, 1, 64), (8, 8, 64), (28, 4, 128), (4, 2, 256)]  # H, K, D
+BARE = [(4, 2, 64), (8, 1, 128)]
+
+
+def same_as_the_twin(case: Step, *, turned: bool = True, config: Config | None = None) -> None:
+    arguments = list(case.arguments)
+    if not turned:
+        arguments[3] = None
+    with without_races() as interpret:
+        got = rope_and_write(*arguments, scales=case.scales, config=config, interpret=interpret)
+        got = [np.asarray(part, np.float32) for part in got]
+    want = rope_and_write_xla(*arguments, scales=case.scales)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, np.asarray(other, np.float32))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("shape", BARE, ids=str)
+def test_the_kernel_writes_what_the_twin_writes(shape: tuple[int, int, int]) -> None:
+    same_as_the_twin(step(*shape), config=Config(2))
+
+
+@needs_interpreter
+@pytest.mark.full
+@pytest.mark.parametrize("tokens", [1, 3, 8])  # a block of 3 does not divide 8 tokens: it takes fewer
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda x: jnp.dtype(x).name)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_kernel_writes_what_the_twin_writes_in_every_shape(
+    shape: tuple[int, int, int], dtype: Any, turned: bool, tokens: int
+) -> None:
+    same_as_the_twin(step(*shape, dtype), turned=turned, config=Config(tokens))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("stored", QUANTISED, ids=lambda x: jnp.dtype(x).name)
+def test_the_kernel_quantises_as_the_twin_does(stored: Any) -> None:
+    same_as_the_twin(step(4, 2, 64, stored=stored))
+
+
+@pytest.mark.parametrize(
+    ("spec", "config", "reason"),
+    [
+        (Spec(1, 4, 2, 96, 64), Config(), "spec.dim=96 must be 64, 128 or 256"),
+        (Spec(1, 4, 2, 64, 64, dtype=jnp.float32), Config(), "must be bfloat16 or float16"),
+        (Spec(1, 4, 2, 64, 64, kv_dtype=jnp.uint8), Config(), "must be one of float8_e4m3fn, int8"),
+        (Spec(1, 4, 2, 64, 64), Config(17), "self.tokens=17 must be 1 to 16"),
+    ],
+    ids=["dim", "dtype", "stored", "tokens"],
+)
+def test_what_the_kernel_cannot_do_is_refused_by_name(spec: Spec, config: Config, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        config.validate(spec)
+
+
+def test_scales_and_the_dtype_of_the_pools_go_together() -> None:
+    case = step(4, 2, 64, stored=jnp.int8)
+    with pytest.raises(ValueError, match="pools of int8 and keys of bfloat16 need scales"):
+        rope_and_write(*case.arguments)
+
+
+def test_configs_are_valid_for_what_they_are_chosen_for() -> None:
+    spec = Spec(1, 32, 8, 128, 64)
+    for tokens in (1, 7, 256, 8192):
+        for config in (heuristic(tokens), *candidates(tokens)):
+            config.validate(spec)
+            assert config.tokens <= tokens
