@@ -28,7 +28,6 @@ class Job:
 
     config: Config
     shape: Shape
-    width: int  # P
     scale: float
     window: int | None
     softcap: float | None
@@ -57,13 +56,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """Scalars: see plan.py. `tables` is flat, [S * P]."""
+    """Scalars: see plan.py."""
 
     items: Ref
     rows: Ref
     firsts: Ref
     ends: Ref
-    tables: Ref
 
     def span(self, job: Job, item: jax.Array) -> tuple[jax.Array, jax.Array]:
         """First tile of an item, and one beyond its last."""
@@ -75,20 +73,21 @@ class Plan:
 
 @dataclass(frozen=True)
 class Pages:
-    """The pools in HBM [N, B * K, D] and their two slots in VMEM [2, pages, B * K, D]."""
+    """The pools in HBM [N, B * K, D] and their two slots in VMEM [2, pages, B * K, D]. Of the block tables scalar
+    memory holds two rows, the item's and the next item's, each [1, 1, P]: it is too small for the tables of a step."""
 
     job: Job
     plan: Plan
+    tables: Sequence[Ref]
     pools: Sequence[Ref]  # k, v
     slots: Sequence[Ref]
     arrived: Ref  # semaphores [2 slots, 2 pools]
 
-    def start(self, item: jax.Array, tile: jax.Array, slot: jax.Array) -> None:
-        """Fetch the pages of a tile that hold keys of the item."""
-        base = self.plan.rows[item] * self.job.width + tile * self.job.pages
+    def start(self, ahead: int, item: jax.Array, tile: jax.Array, slot: jax.Array) -> None:
+        """Fetch the pages of a tile that hold keys of `item`, which is this one or, `ahead` = 1, the next."""
 
         def one(page: jax.Array, _: None) -> None:
-            for copy in self._copies(self.plan.tables[base + page], page, slot):
+            for copy in self._copies(self.tables[ahead][0, 0, tile * self.job.pages + page], page, slot):
                 copy.start()
 
         lax.fori_loop(0, self._held(item, tile), one, None)
@@ -114,14 +113,14 @@ class Pages:
 
 def body(job: Job, *refs: Ref) -> None:
     """One item. `refs` in the order of `kernel._run`: scalars, inputs, outputs, scratch."""
-    plan, rest = Plan(*refs[:5]), list(refs[5:])
-    q, tokens, kv_heads = rest[:3]
-    del rest[:3]
+    plan, rest = Plan(*refs[:4]), list(refs[4:])
+    q, here, there, tokens, kv_heads = rest[:5]
+    del rest[:5]
     factors = rest.pop(0) if job.scaled else None
     k_pool, v_pool, out, lse, k_slots, v_slots = rest[:6]
     wide = rest[6:-5]
     peak, total, mixed, arrived, turn = rest[-5:]
-    pages = Pages(job, plan, (k_pool, v_pool), (k_slots, v_slots), arrived)
+    pages = Pages(job, plan, (here, there), (k_pool, v_pool), (k_slots, v_slots), arrived)
     state = State(peak, total, mixed)
     item = pl.program_id(0)
 
@@ -138,7 +137,7 @@ def body(job: Job, *refs: Ref) -> None:
         @pl.when(item == 0)
         def first() -> None:
             turn[0] = 0
-            pages.start(item, begin, jnp.int32(0))
+            pages.start(0, item, begin, jnp.int32(0))
 
         state.clear()
         turn[0] = lax.fori_loop(begin, stop, step, turn[0])
@@ -154,12 +153,12 @@ def _fetch_next(pages: Pages, item: jax.Array, tile: jax.Array, slot: jax.Array)
 
     @pl.when(jnp.logical_not(last))
     def same() -> None:
-        pages.start(item, tile + 1, slot)
+        pages.start(0, item, tile + 1, slot)
 
     @pl.when(last & another)
     def following() -> None:
         begin, _ = pages.plan.span(pages.job, item + 1)
-        pages.start(item + 1, begin, slot)
+        pages.start(1, item + 1, begin, slot)
 
 
 @dataclass(frozen=True)

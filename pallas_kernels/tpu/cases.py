@@ -11,14 +11,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.aot.cases import Case, shapes
+from pallas_kernels.backends import tpu
+from pallas_kernels.backends.base import Attention, Spec
 from pallas_kernels.layout import Ragged, Scales
-from pallas_kernels.tpu.config import SMEM, Config, Shape
+from pallas_kernels.tpu.config import Config, Shape
 from pallas_kernels.tpu.kernel import paged_attention
 from pallas_kernels.tpu.plan import Work
 
 MODELS = {"8b": (32, 8), "8b-tp4": (8, 2)}  # H, K of a shard of Llama 3
 DIM = 128
-POOL, CONTEXT = 2**18, 32768  # tokens of a layer's pool, and of the longest row where its table fits scalar memory
+POOL, CONTEXT = 2**19, 2**17  # tokens of a layer's pool, and of the longest row
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,40 @@ class Layer:
         """q, the pools, the fields of `Ragged`, and scales where pools are quantised."""
         shape = self.shape
         pool = (POOL // self.page, self.page, shape.kv_heads, DIM)
-        width = min(CONTEXT // self.page, SMEM // 8 // self.rows)
         scales = [] if self.stored == "bfloat16" else [((shape.kv_heads,), jnp.float32)] * 2
         return shapes(
             ((self.tokens, shape.heads, DIM), jnp.bfloat16),
             *[(pool, self.stored)] * 2,
-            *[((self.tokens,), jnp.int32)] * 3,
-            *[((self.rows,), jnp.int32)] * 3,
-            ((self.rows, width), jnp.int32),
+            *_step(self.tokens, self.rows, self.page),
             *scales,
         )
+
+
+def in_place(model: str, page: int, tokens: int, rows: int, scratch: int) -> Case:
+    """A layer's attention as an engine calls it, writing to its donated pools first: none of them may be copied."""
+    heads, kv_heads = MODELS[model]
+    decode = tokens == rows
+    layer = tpu.make(Spec("tpu", "bfloat16", heads, kv_heads, DIM, page), decode)
+    new, pool = ((tokens, kv_heads, DIM), jnp.bfloat16), ((POOL // page, page, kv_heads, DIM), jnp.bfloat16)
+    return Case(
+        name=f"tpu layer {model} page{page} {'decode' if decode else 'mixed'}",
+        program=partial(_write_and_run, layer=layer),
+        arguments=shapes(((tokens, heads, DIM), jnp.bfloat16), new, new, pool, pool, *_step(tokens, rows, page)),
+        donate=(3, 4),
+        scratch=scratch,
+    )
+
+
+def _step(tokens: int, rows: int, page: int) -> list[tuple[tuple[int, ...], Any]]:
+    """The fields of `Ragged`."""
+    return [*[((tokens,), jnp.int32)] * 3, *[((rows,), jnp.int32)] * 3, ((rows, CONTEXT // page), jnp.int32)]
+
+
+def _write_and_run(
+    q: jax.Array, k: jax.Array, v: jax.Array, k_pool: jax.Array, v_pool: jax.Array, *rest: jax.Array, layer: Attention
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    mixed, pool = layer(q, k, v, None, (k_pool, v_pool), layer.plan(Ragged(*rest)), scale=DIM**-0.5)
+    return mixed, *pool
 
 
 def _run(

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.backends.base import Spec
 
-SMEM = 2**20  # bytes of scalar memory of a core, v5e and v6e
-VMEM = 128 * 2**20  # bytes of vector memory
+VMEM = 128 * 2**20  # bytes of vector memory of a core, v5e and v6e
 LANES = 128
 # Rows [C * K] of a tile. Keys and values of 128 bf16 are then 1 MiB: at 819 GB/s as long under way as the scalar core
 # takes to ask for them some ten times over.
@@ -91,16 +90,21 @@ def supports(spec: Spec) -> str | None:
         return f"{spec.dtype} is not computed on a TPU; bfloat16 and float32 are"
     if spec.heads % spec.kv_heads or spec.kv_heads & (spec.kv_heads - 1):
         return f"{spec.kv_heads} kv heads of {spec.heads} heads a shard: a power of two is needed, and whole groups"
-    if spec.interpret:
-        return None
-    # A page is read as [B * K, D]. Other pools do not lie so in memory, and would be copied whole at each layer.
-    if spec.page % 16:
-        return f"pages of {spec.page} tokens: a multiple of 16 is needed"
-    if spec.head_dim % LANES or (spec.head_dim > LANES and spec.kv_heads % 8):
+    return None if spec.interpret else free_view(shape_of(spec))
+
+
+def free_view(shape: Shape) -> str | None:
+    """None, or why a pool [N, B, K, D] does not lie in memory as its pages are read, [B * K, D]: it would be copied
+    whole at each layer. As XLA lays out arrays by default, seen in what it compiles for v5e and v6e."""
+    if shape.page % 16:
+        return f"pages of {shape.page} tokens: a multiple of 16 is needed"
+    if shape.dim % LANES or (shape.dim > LANES and shape.kv_heads % 8):
         return (
-            f"head dim {spec.head_dim} with {spec.kv_heads} kv heads a shard: it must be 128, or with a multiple of 8"
-            " kv heads a multiple of 128"
+            f"head dim {shape.dim} with {shape.kv_heads} kv heads a shard: it must be 128, or a multiple of 128 with a"
+            " multiple of 8 kv heads"
         )
+    if shape.pool_bytes == 1 and shape.kv_heads == 2:
+        return "pools of one byte an element with 2 kv heads a shard: 1, or a multiple of 4, is needed"
     return None
 
 

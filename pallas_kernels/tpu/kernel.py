@@ -30,7 +30,7 @@ import numpy as np
 
 from pallas_kernels.layout import MASKED, Ragged, Scales
 from pallas_kernels.tpu.body import Job, body, pltpu
-from pallas_kernels.tpu.config import SMEM, Config, Shape
+from pallas_kernels.tpu.config import Config, Shape, free_view
 from pallas_kernels.tpu.plan import Work
 
 
@@ -56,9 +56,11 @@ def paged_attention(
     softcap). A step writes first: its own keys and values are read from the pages. `interpret`: None compiles for a
     TPU; True, or a `pltpu.InterpretParams`, runs it on the host.
     """
-    shape = _shape(q, k_pool, v_pool, ragged.block_tables)
+    shape = _shape(q, k_pool, v_pool)
+    if not interpret and (reason := free_view(shape)) is not None:
+        raise ValueError(reason)
     config.validate(shape)
-    job = Job(config, shape, ragged.block_tables.shape[1], scale, window, softcap, scales is not None, q.dtype)
+    job = Job(config, shape, scale, window, softcap, scales is not None, q.dtype)
     packed, constants = _pack(job, q, work), _constants(job, scales)
     out, lse = _run(job, packed, constants, k_pool, v_pool, ragged.block_tables, work, interpret)
     out, lse = _unpack(job, out), _unpack(job, lse[..., None])[..., 0]  # [I * Q, H, D], [I * Q, H]
@@ -71,13 +73,11 @@ def paged_attention(
     return jnp.where(taken[..., None], mixed, 0).astype(q.dtype), jnp.where(taken, lse[at], MASKED)
 
 
-def _shape(q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, tables: jax.Array) -> Shape:
+def _shape(q: jax.Array, k_pool: jax.Array, v_pool: jax.Array) -> Shape:
     if q.ndim != 3 or k_pool.ndim != 4 or k_pool.shape != v_pool.shape or k_pool.dtype != v_pool.dtype:
         raise ValueError(f"q [T, H, D] is {q.shape}; pools [N, B, K, D] are {k_pool.shape} and {v_pool.shape}")
     if q.shape[2] != k_pool.shape[3] or q.shape[1] % k_pool.shape[2]:
         raise ValueError(f"{q.shape[1:]=} (H, D) must fit {k_pool.shape[2:]=} (K, D): equal D, H a multiple of K")
-    if 4 * tables.size > SMEM * 3 // 4:
-        raise ValueError(f"block tables {tables.shape} must have at most {SMEM * 3 // 16} entries: use larger pages")
     _, page, kv_heads, dim = k_pool.shape
     return Shape(q.shape[1], kv_heads, dim, page, q.dtype.itemsize, k_pool.dtype.itemsize)
 
@@ -123,10 +123,18 @@ def _run(
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
     items, streams, rows, dim = q.shape
+    tables = tables[:, None]  # [S, 1, P]: one row can be fetched by itself
     page_rows = job.shape.page * job.shape.kv_heads  # B * K
     block = partial(pl.BlockSpec, index_map=lambda i, *_: (i, 0, 0, 0))
     slots = pltpu.VMEM((2, job.pages, page_rows, dim), k_pool.dtype)
     wide = () if job.config.mixed else (pltpu.VMEM((job.keys * job.shape.kv_heads, dim), jnp.float32),) * 2
+
+    def here(i: Any, items: Any, row: Any, *_: Any) -> tuple[Any, int, int]:
+        return row[i], 0, 0
+
+    def there(i: Any, items: Any, row: Any, *_: Any) -> tuple[Any, int, int]:
+        return row[jnp.minimum(i + 1, jnp.maximum(items[0] - 1, 0))], 0, 0
+
     run = pl.pallas_call(
         partial(body, job),
         out_shape=(
@@ -134,11 +142,13 @@ def _run(
             jax.ShapeDtypeStruct((items, streams, 1, rows), jnp.float32),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=5,
+            num_scalar_prefetch=4,
             # One turn at least: an empty step leaves in it at once.
             grid=(jnp.maximum(work.items[0], 1),),
             in_specs=[
                 block((1, streams, rows, dim)),
+                pl.BlockSpec((1, *tables.shape[1:]), here, memory_space=pltpu.SMEM),
+                pl.BlockSpec((1, *tables.shape[1:]), there, memory_space=pltpu.SMEM),
                 *(pl.BlockSpec(x.shape, lambda *_, rank=x.ndim: (0,) * rank) for x in constants),
                 *(pl.BlockSpec(memory_space=pl.ANY),) * 2,
             ],
@@ -159,5 +169,5 @@ def _run(
         name=f"paged_attention_q{job.config.queries}",
     )
     pools = (pool.reshape(-1, page_rows, dim) for pool in (k_pool, v_pool))
-    out, lse = run(work.items, work.rows, work.firsts, work.ends, tables.reshape(-1), q, *constants, *pools)
+    out, lse = run(work.items, work.rows, work.firsts, work.ends, q, tables, tables, *constants, *pools)
     return out, lse[:, :, 0]

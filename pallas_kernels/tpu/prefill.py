@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from pallas_kernels.aot.cases import Case
-from pallas_kernels.tpu.cases import MODELS, Layer
+from pallas_kernels.tpu.cases import MODELS, Layer, in_place
 from pallas_kernels.tpu.config import Config, Shape, supports, tile_keys
 from pallas_kernels.tpu.kernel import paged_attention
 from pallas_kernels.tpu.plan import Work, plan_prefill
@@ -35,7 +35,8 @@ def cases() -> list[Case]:
     found: list[Case] = []
     for model in MODELS:
         found += [_case(model, page, usual=page != 64) for page in (16, 64, 256)]
-        found += [_case(model, 64, "int8"), _case(model, 64, "float8_e4m3fn", usual=False)]
+    found += [_case("8b", 64, "int8"), _case("8b", 64, "float8_e4m3fn", usual=False)]
+    found.append(in_place("8b-tp4", 64, 2048, 64, 2**26))
     layer = Layer("prefill", "8b", 64, 2048, 16, note=" window softcap", usual=False)
     config = heuristic(layer.shape)
     plan = partial(plan_prefill, queries=config.queries, above=16)

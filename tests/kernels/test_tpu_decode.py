@@ -124,10 +124,6 @@ def test_a_config_that_does_not_fit_says_so() -> None:
         Config(512, 4096).validate(shape)
     with pytest.raises(ValueError, match=r"self\.queries=0 and self\.keys=256 must be at least 1"):
         Config(0).validate(shape)
-    with pytest.raises(ValueError, match="use larger pages"):
-        given = step(SINGLE, 1, 1)
-        tables = np.zeros((len(SINGLE) + 2, 2**18), np.int32)
-        run(dataclasses.replace(given, ragged=given.ragged._replace(block_tables=tables)), Options(Config()))
 
 
 def test_the_gate_is_offered_what_is_served() -> None:
@@ -145,7 +141,7 @@ def test_the_gate_is_offered_what_is_served() -> None:
         ({"platform": "cpu", "interpret": True}, None),
         ({"dtype": "float16"}, "float16 is not computed"),
         ({"kv_heads": 5, "heads": 40}, "a power of two"),
-        ({"head_dim": 64}, "it must be 128"),
+        ({"head_dim": 64}, "head dim 64 with 8 kv heads a shard: it must be 128"),
         ({"head_dim": 256, "kv_heads": 2}, "it must be 128"),
         ({"page": 8}, "a multiple of 16"),
     ],
