@@ -6,14 +6,15 @@ tokens. What takes longer than linear time looks only at requests that could be 
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
+from itertools import count, repeat
 from math import inf, isfinite
+from typing import Any, cast
 
 import numpy as np
 
 from .perf.model import Array, Load, PerfModel
 from .policy import Rows, View
-from .request import BEST_EFFORT
 
 GRID = 64  # tokens: chunks that share a step with decoding rows are multiples of it
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -34,20 +35,34 @@ def on_time_set(start: float, deadline: Array, work: Array, kept: Mask | None = 
     """
     chosen: Mask = np.zeros(len(deadline), dtype=bool)
     alone = np.flatnonzero(start + work <= deadline)
+    if not len(alone):
+        return chosen
     order = alone[np.argsort(deadline[alone], kind="stable")]
-    stays = np.zeros(len(order), dtype=bool) if kept is None else kept[order]
-    heap: list[tuple[float, int]] = []  # (-work, -row): the most work on top, of equals the later row
-    at = start
-    columns = order.tolist(), deadline[order].tolist(), work[order].tolist(), stays.tolist()
-    for row, due, seconds, stay in zip(*columns, strict=True):
-        at += seconds
-        chosen[row] = True
+    chosen[order] = True
+    due, seconds = deadline[order], work[order]
+    ends = np.add.accumulate(np.concatenate(([start], seconds)))
+    late = ends[1:] > due
+    first = int(late.argmax())
+    if not late[first]:
+        return chosen
+    latest = alone[::-1]
+    most = latest[np.argsort(-work[latest], kind="stable")]  # the most work first, of equals the later row
+    rank = np.empty(len(deadline), dtype=np.intp)
+    rank[most] = np.arange(len(most))
+    ranks, weights, stays = rank[order].tolist(), work[most].tolist(), [] if kept is None else kept[order].tolist()
+    heap = [one for one, stay in zip(ranks[:first], stays, strict=False) if not stay] if stays else ranks[:first]
+    heapify(heap)
+    at, dropped = float(ends[first]), []
+    limits = due[first:].tolist()
+    for one, limit, stay in zip(ranks[first:], limits, stays[first:] or repeat(False), strict=False):
+        at += weights[one]
         if not stay:
-            heappush(heap, (-seconds, -row))
-        while at > due:
-            most, dropped = heappop(heap) if heap else (-seconds, -row)
-            at += most
-            chosen[-dropped] = False
+            heappush(heap, one)
+        while at > limit:
+            leaves = heappop(heap) if heap else one
+            at -= weights[leaves]
+            dropped.append(leaves)
+    chosen[most[dropped]] = False
     return chosen
 
 
@@ -64,18 +79,39 @@ def largest_chunk(perf: PerfModel, load: Load, done: int, left: int, bound: floa
     """The most tokens (a multiple of `grid`, or all that is left) of a prompt with `done` tokens computed that can
     join a step of `load` without its predicted time exceeding `bound` seconds; 0 where none can."""
 
-    def fits(tokens: int) -> bool:
-        return perf.step_time(load.add_chunk(tokens, done)) <= bound
+    def seconds(tokens: int) -> float:
+        return perf.step_time(load.add_chunk(tokens, done))
 
-    if left < 1 or not fits(min(grid, left)):
+    if left < 1:
         return 0
-    if fits(left):
+    short = seconds(min(grid, left))
+    if short > bound:
+        return 0
+    long = seconds(left)
+    if long <= bound:
         return left
     low, high = 1, -(-left // grid)  # in grid steps: low fits, high does not
-    while high - low > 1:
+    for turn in count():
+        if high - low <= 1:
+            break
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * grid) else (low, middle)
+        if turn % 3 < 2:  # where the line between them is: next to it, as times are nearly linear in the tokens
+            share = (bound - short) / (long - short)
+            middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
+        between = seconds(middle * grid)
+        if between <= bound:
+            low, short = middle, between
+        else:
+            high, long = middle, between
     return low * grid
+
+
+def chunk_times(perf: PerfModel, load: Load, tokens: int, context: Array) -> Array:
+    """Predicted seconds of a step of `load` with `tokens` new tokens of a prompt after `context` computed ones,
+    elementwise."""
+    seconds: Any = perf.step_time(load.add_chunk(tokens, cast(Any, context)))
+    result: Array = np.broadcast_to(seconds, context.shape)
+    return result
 
 
 def tightest_tpot(rows: Rows) -> float:
@@ -91,7 +127,8 @@ def promised(rows: Rows, column: Array) -> Array:
 
 def tightest_tbt(rows: Rows) -> float:
     """Seconds: the least tbt that a row was promised; inf without one."""
-    return min((one.slo.tbt for one in rows if one.slo.tbt is not None and one.tier != BEST_EFFORT), default=inf)
+    tbt = promised(rows, rows.tbt)
+    return float(np.minimum.reduce(tbt)) if len(tbt) else inf
 
 
 def mixed_bound(view: View, share: float = 0.75, stretch: float = 1.0, cushion: float = 0.0, gap: float = inf) -> float:

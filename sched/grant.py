@@ -42,25 +42,26 @@ class Granter:
         """Raises AssertionError where a policy grants a request that is not in its view."""
         budget, most = self._limits.tokens, self._limits.rows
         prompts = min(self._limits.prompts, decision.prompts)
-        requests, size = self._roster.requests, self._memory.blocks.page_size
+        requests, runnable, size = self._roster.requests, self._roster.runnable, self._memory.blocks.page_size
         decision = self._best_effort_last(decision)
         spans: list[Span] = []
         prefill = quadratic = prefix = decode = longest = context = drafts = 0
-        for position, grant in enumerate(decision.grants):
+        for position, (id, tokens, wanted) in enumerate(decision.grants):
             if budget <= 0 or len(spans) >= most:
                 break
-            if not self._roster.runnable(grant.request):
-                raise AssertionError(f"the policy granted request {grant.request}, which is not in its view")
-            request = requests[grant.request]
+            if not runnable(id):
+                raise AssertionError(f"the policy granted request {id}, which is not in its view")
+            request = requests[id]
             if request.failures and spans:
                 continue  # it was in a step that raised, so it runs alone
             if self._yields and request.tier == BEST_EFFORT:
                 continue
             start = request.computed
-            if request.on_device and start < request.sent_pages * size and grant.draft == 0 < grant.tokens:
+            if request.on_device and start < request.sent_pages * size and wanted == 0 < tokens:
                 decode += 1
                 context += start
-                longest = max(longest, start)
+                if start > longest:
+                    longest = start
                 spans.append(self._again(request, start))
                 budget -= 1
                 if request.failures:
@@ -72,8 +73,8 @@ class Granter:
             if request.state is State.WAITING and not (self._admitting and self._admit(request)):
                 continue
             start = request.computed
-            draft = self._draft(request, grant.draft, budget) if decodes else 0
-            length = min(grant.tokens, request.remaining, budget - draft) + draft
+            draft = self._draft(request, wanted, budget) if decodes else 0
+            length = min(tokens, request.remaining, budget - draft) + draft
             if length <= draft or not self._room(request, start + length, decision, position):
                 continue
             if decodes:
@@ -167,13 +168,17 @@ class Granter:
 
     def _again(self, request: Request, start: int) -> Span:
         """`_span` for a row that decodes as in the step before, into a page that its slot has been told of."""
-        assert request.slot is not None
         request.computed = start + 1
         request.inflight += 1
         request.pending += 1
         request.budget += request.tpot
-        self._step(request)
-        return decoding(request.id, request.slot, start)
+        if len(request.output) + request.pending < request.limit:
+            self._stepped.append(request)
+        else:
+            self._roster.unfile(request)
+        slot = request.slot
+        assert slot is not None
+        return decoding(request.id, slot, start)
 
     def _step(self, request: Request) -> None:
         """It decodes on, or has all its tokens planned."""

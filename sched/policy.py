@@ -28,12 +28,28 @@ class Rows(Protocol):
     def __iter__(self) -> Iterator[RequestView]: ...
     def __getitem__(self, row: int) -> RequestView: ...
     @property
+    def version(self) -> int:
+        """The rows and their columns (`last` aside) are what they were as long as this is."""
+
+    @property
     def arrival(self) -> Array: ...
     @property
     def ttft(self) -> Array: ...
     @property
+    def tbt(self) -> Array:
+        """inf where none was promised."""
+
+    @property
     def tpot(self) -> Array:
         """tpot of the stage that the next token belongs to."""
+
+    @property
+    def tightest(self) -> Array:
+        """The least tpot of that stage and those still to come."""
+
+    @property
+    def last(self) -> Array:
+        """When the last token came out; nan before the first."""
 
     @property
     def deadline(self) -> Array:
@@ -136,6 +152,12 @@ class Decision:
     prompts: int = 1 << 30
 
 
+def whole(rows: Rows, order: Order) -> tuple[Grant, ...]:
+    """All that is left of each request, in an order of rows."""
+    new, left = tuple.__new__, rows.remaining[order].astype(int).tolist()
+    return tuple([new(Grant, (rows[row].id, tokens, 0)) for row, tokens in zip(order.tolist(), left, strict=True)])
+
+
 def in_order(rows: Rows, order: Order, limits: Limits) -> tuple[Grant, ...]:
     """Grants of all that is left of each request, in an order of rows.
 
@@ -144,8 +166,7 @@ def in_order(rows: Rows, order: Order, limits: Limits) -> tuple[Grant, ...]:
     """
     if len(order) > limits.rows:
         order = order[(rows.running[order] > 0) | (np.arange(len(order)) < limits.rows)]
-    left = rows.remaining[order].astype(int).tolist()
-    return tuple(Grant(rows[row].id, tokens) for row, tokens in zip(order.tolist(), left, strict=True))
+    return whole(rows, order)
 
 
 class Policy(Protocol):

@@ -92,6 +92,11 @@ class Scheduler:
         return int(self._roster.decode.context.sum()) + coming
 
     @property
+    def version(self) -> tuple[int, int]:
+        """The tables of `view` are what they were as long as this is."""
+        return self._roster.prefill.version, self._roster.decode.version
+
+    @property
     def in_flight(self) -> int:
         """Steps that the executor has."""
         return len(self._flight)
@@ -165,20 +170,10 @@ class Scheduler:
 
     def view(self, now: float, start: float, running: Task | None = None) -> View:
         """What a policy sees of this instance."""
-        return View(
-            now=now,
-            start=start,
-            role=self.role,
-            prefill=self._roster.prefill,
-            decode=self._roster.decode,
-            limits=self.limits,
-            free_pages=self._memory.blocks.available,
-            kv_waiting=self.kv_waiting,
-            perf=self.perf,
-            suspended=self._flight.tasks(self._roster.requests),
-            running=running,
-            acceptance=self._drafts.acceptance,
-        )
+        tables, free = (self._roster.prefill, self._roster.decode), self._memory.blocks.available
+        tasks, known = self._flight.tasks(self._roster.requests), self._drafts.acceptance
+        limits, waiting = self.limits, self.kv_waiting
+        return View(now, start, self.role, *tables, limits, free, waiting, self.perf, tasks, running, known)
 
     def _resume(self, step: int) -> StepPlan:
         if step not in self._flight.suspended:

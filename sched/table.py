@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from math import inf, nan
 
 import numpy as np
 
 from .perf.model import Array
 from .request import BEST_EFFORT, Request, State
-from .slo import deadline
+from .slo import ANSWER
 
 Key = tuple[bool, int, float, int]
-ARRIVAL, TTFT, TPOT, DEADLINE, REMAINING, CONTEXT, LENGTH, RUNNING, HIT, BEST, COLUMNS = range(11)
+ARRIVAL, TTFT, TBT, TPOT, TIGHTEST, DEADLINE, REMAINING, CONTEXT, LENGTH, RUNNING, HIT, BEST, COLUMNS = range(13)
 
 
 def key(request: Request) -> Key:
     """The order of service among equals: best effort last, then vLLM's priority (lower first), arrival, id."""
     return (request.tier == BEST_EFFORT, request.priority, request.arrival, request.id)
+
+
+def tightest(request: Request, tpot: float) -> float:
+    """The least tpot of the stages that a request, now at one of `tpot`, has still to go through."""
+    return min(tpot, request.slo.tpot_of(ANSWER)) if request.slo.stages else tpot
 
 
 class Table:
@@ -28,6 +34,7 @@ class Table:
         self._keys: list[Key] = []
         self._data = np.zeros((COLUMNS, capacity))
         self._columns: dict[int, Array] = {}  # of `_data`, as long as rows do not come or go
+        self.version = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -54,8 +61,16 @@ class Table:
         return self._column(TTFT)
 
     @property
+    def tbt(self) -> Array:
+        return self._column(TBT)
+
+    @property
     def tpot(self) -> Array:
         return self._column(TPOT)
+
+    @property
+    def tightest(self) -> Array:
+        return self._column(TIGHTEST)
 
     @property
     def deadline(self) -> Array:
@@ -85,21 +100,29 @@ class Table:
     def best_effort(self) -> Array:
         return self._column(BEST)
 
+    @property
+    def last(self) -> Array:
+        """Not kept: results change it at every step, and few policies look."""
+        return np.array([one.token_times[-1] if one.token_times else nan for one in self._requests], dtype=float)
+
     def add(self, request: Request) -> None:
         place = key(request)
         row = bisect_left(self._keys, place)
         n = len(self._requests)
+        self.version += 1
         self._columns.clear()
         if n == self._data.shape[1]:
             self._data = np.concatenate([self._data, np.zeros_like(self._data)], axis=1)
         self._data[:, row + 1 : n + 1] = self._data[:, row:n]
         self._requests.insert(row, request)
         self._keys.insert(row, place)
-        slo = request.slo
+        slo, tpot = request.slo, request.slo.tpot_of(request.stage)
         self._data[:, row] = (
             request.arrival,
             slo.ttft,
-            request.slo.tpot_of(request.stage),
+            inf if slo.tbt is None else slo.tbt,
+            tpot,
+            tightest(request, tpot),
             request.deadline,
             request.remaining,
             request.computed,
@@ -112,15 +135,18 @@ class Table:
     def remove(self, request: Request) -> None:
         row = self._row(request)
         n = len(self._requests)
+        self.version += 1
         self._columns.clear()
         self._data[:, row : n - 1] = self._data[:, row + 1 : n]
         del self._requests[row], self._keys[row]
 
     def refresh(self, request: Request) -> None:
         """Take over what changes while a request runs."""
-        row = self._row(request)
+        row, tpot = self._row(request), request.slo.tpot_of(request.stage)
+        self.version += 1
         self._data[TPOT : HIT + 1, row] = (
-            request.slo.tpot_of(request.stage),
+            tpot,
+            tightest(request, tpot),
             request.deadline,
             request.remaining,
             request.computed,
@@ -140,8 +166,9 @@ class Table:
                 moved = row - before
             request.row = row
             rows.append(row)
+        self.version += 1
         self._data[DEADLINE, rows] = [
-            deadline(one.slo, one.arrival, one.first_token_at, one.budget) for one in requests
+            one.first_token_at + one.budget if one.first_token_at is not None else one.deadline for one in requests
         ]
         self._data[CONTEXT, rows] = [request.computed for request in requests]
 

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..policies.dp import Prompts, Standing, admitted, blocks, demand, standing_of, terms_of, tightest
+from ..policies.dp import Prompts, Standing, admitted, blocks, demand, standing_of, terms_of
 from ..policies.speculation import NEVER
 from ..policy import Role, View
 from ..request import Request
 from ..scheduler import Scheduler
+from ..table import tightest
 
 
 class ByDP:

@@ -46,6 +46,7 @@ class LinearModel:
         self._normal = np.zeros((3, 3))
         self._pulled = np.zeros(3)
         self._known = 0
+        self.version = 0
         self._forgetting = forgetting
         self._learn = learn
         chunk = a + 8192 * b
@@ -98,6 +99,7 @@ class LinearModel:
     def observe(self, load: Load, seconds: float) -> None:
         if not 0 < seconds < float("inf"):
             return
+        self.version += 1
         if load.prefill and not load.decode:
             self._prefill_rate = running_rate(self._prefill_rate, load.prefill, seconds)
         if self._learn:

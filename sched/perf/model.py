@@ -45,7 +45,7 @@ class Form(Protocol):
     """Step times in seconds, by formula or table."""
 
     def step_time(self, load: Load) -> float:
-        """Predicted seconds of a step."""
+        """Predicted seconds of a step. Elementwise where `quadratic` and `prefix` of the load are arrays."""
 
     def decode_times(self, rows: Array, longest: Array, context: Array) -> Array:
         """Predicted seconds of pure decode steps, elementwise: rows, longest context, sum of contexts."""
@@ -58,6 +58,10 @@ class Form(Protocol):
 
 class PerfModel(Form, Protocol):
     """A form that learns. Writer of its state: the Scheduler that settles steps."""
+
+    @property
+    def version(self) -> int:
+        """What it predicts is what it was as long as this is."""
 
     @property
     def prefill_rate(self) -> float:
@@ -141,6 +145,7 @@ class Corrected:
         self._form = form
         self._correct = correct
         self._ratio = Ratio()
+        self.version = 0
         first = form.step_time(Load().add_chunk(chunk, 0))
         self._prefill_rate = chunk / first if first > 0 else float("inf")
 
@@ -165,6 +170,7 @@ class Corrected:
         predicted = self._form.step_time(load)
         if not 0 < seconds < float("inf") or predicted <= 0:
             return
+        self.version += 1
         if self._correct:
             self._ratio.observe(predicted, seconds)
         if load.prefill and not load.decode:

@@ -52,6 +52,7 @@ class TableModel:
         self._prefill_rate = prefill_rate
         self._ewma = ewma
         self._lookup = lookup
+        self.version = 0
 
     @classmethod
     def profiled(
@@ -75,6 +76,7 @@ class TableModel:
 
     def add(self, points: Iterable[tuple[int, int, float]]) -> None:
         """Measured (batch, longest context, seconds), for a table filled by measurement."""
+        self.version += 1
         for batch, longest, seconds in points:
             self._update(batch, longest, seconds, refill=False)
         self._refill()
@@ -99,6 +101,7 @@ class TableModel:
     def observe(self, load: Load, seconds: float) -> None:
         if not 0 < seconds < float("inf"):
             return
+        self.version += 1
         if load.prefill and not load.decode:
             self._prefill_rate = running_rate(self._prefill_rate, load.prefill, seconds)
         elif load.decode and not load.prefill:

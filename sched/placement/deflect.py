@@ -7,18 +7,19 @@ of `share` of the tightest tpot (or tbt) leaves beside every resident; its KV mu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from math import ceil, inf
+from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import InvalidValue
-from ..feasibility import decode_load, mixed_bound, on_time_set, remaining_work
-from ..perf.model import Load, PerfModel
+from ..feasibility import chunk_times, decode_load, mixed_bound, on_time_set, remaining_work
+from ..perf.model import Array, Load, Number, PerfModel
 from ..request import Request, RequestView, State
 from ..scheduler import Scheduler
 from . import Fleet, Move
+from .kept import Kept
 from .least_work import LeastWork
 
 PROBES = 256, 2048  # tokens: a mixed step's time is close to linear in the chunk, so two of them tell the rest
@@ -34,13 +35,33 @@ class Host(NamedTuple):
     bound: float  # seconds of a step with a chunk; inf where nobody decodes
     load: Load  # of the rows that decode
     perf: PerfModel
-    one: Scheduler
+    most: int  # tokens of a step
+
+    def ends(self, length: Array) -> Array:
+        """The predicted first tokens of prompts of these lengths, each as if it came alone."""
+        tokens, context = self.queue + length, length // 2
+        if self.bound == inf:
+            ends = self.start + self.perf.prefill_times(tokens, np.zeros(len(tokens)), self.most)
+        else:
+            first, second = (chunk_times(self.perf, self.load, probe, context) for probe in PROBES)
+            ends = _ends(self.start, self.bound, tokens, first, second, self.most)
+        return np.where(self.free < length, inf, ends)
+
+
+class Lost(NamedTuple):
+    """Prompts that wait on a prefill instance, could be on time alone, and cannot with those that keep their place."""
+
+    instance: int
+    requests: list[RequestView]
+    lengths: Array
+    deadlines: Array
 
 
 class Deflect(LeastWork):
     """faster: deflect where the decode path is predicted to give the first token sooner. slo: only where the prefill
     path would miss the SLO and the decode path would keep it. dropped: only what lost its place in a prefill
-    instance's on-time set, and would be done in 0.9 of its time left. Without an option: slo."""
+    instance's on-time set, and would be done in 0.9 of its time left. Without an option: slo.
+    """
 
     def __init__(self, faster: bool = False, slo: bool = False, dropped: bool = False, share: float = 0.75) -> None:
         if faster + slo + dropped > 1:
@@ -50,6 +71,8 @@ class Deflect(LeastWork):
         self._faster = faster
         self._dropped = dropped
         self._share = share
+        self._hosts = Kept(self._host)
+        self._lost = Kept(_lost)
 
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         usual = super().prefill(request, fleet)
@@ -59,37 +82,32 @@ class Deflect(LeastWork):
         due = request.arrival + request.slo.ttft
         if not self._faster and through <= due:
             return usual
-        ends, best = min(self._decode_paths(request, self._hosts(fleet)))
+        ends, best = _decode_path(request.prompt_length, [self._hosts.of(index, fleet) for index in fleet.decoders])
         return [best, *usual] if ends < through and (self._faster or ends <= due) else usual
 
     def redirect(self, fleet: Fleet) -> Sequence[Move]:
-        moves: list[Move] = []
-        if self._dropped and fleet.decoders:
-            hosts = self._hosts(fleet)
-            for index in fleet.entries:
-                moves += self._relieve(index, fleet, hosts, {move.target for move in moves})
-        return moves
-
-    def _relieve(self, index: int, fleet: Fleet, hosts: Sequence[Host], taken: set[int]) -> list[Move]:
-        """Prompts that wait here, could be on time alone, and cannot together with those that keep their place."""
-        one = fleet.instances[index]
-        view = one.view(fleet.now, max(fleet.now, one.ends))
-        rows = view.prefill
-        work = remaining_work(view, rows)
-        able = (view.start + work <= rows.deadline) & (rows.best_effort == 0)
-        lost = able & ~on_time_set(view.start, np.where(able, rows.deadline, -inf), work)
-        moves = []
-        for row in np.flatnonzero(lost).tolist():
-            request = rows[row]
-            if len(taken) == len(hosts):
-                break
-            if request.state is not State.WAITING or request.generated:
-                continue
-            ends, best = min(self._decode_paths(request, hosts))
-            if best not in taken and ends - fleet.now <= 0.9 * (request.deadline - fleet.now):
-                taken.add(best)  # its queue is longer than this fleet shows: the next event sees it
-                moves.append(Move(request.id, index, best))
-        return moves
+        """Of each decode instance the first prompt that had better be there: its queue is longer then than this fleet
+        shows, so that the next has to wait for the next event."""
+        if not self._dropped or not fleet.decoders:
+            return []
+        lost = [one for one in (self._lost.of(index, fleet) for index in fleet.entries) if one.requests]
+        if not lost:
+            return []
+        deadlines = np.concatenate([one.deadlines for one in lost])
+        lengths, which = np.unique(np.concatenate([one.lengths for one in lost]), return_inverse=True)
+        hosts = [self._hosts.of(index, fleet) for index in fleet.decoders]
+        ends = np.stack([host.ends(lengths) for host in hosts])
+        best, ends = np.argmin(ends, axis=0)[which], ends.min(axis=0)[which]
+        wanted = np.flatnonzero(ends - fleet.now <= 0.9 * (deadlines - fleet.now))
+        waiting = [(one.instance, request) for one in lost for request in one.requests]
+        moves: list[tuple[int, Move]] = []
+        for host in np.unique(best[wanted]).tolist():
+            for at in wanted[best[wanted] == host].tolist():
+                source, request = waiting[at]
+                if request.state is State.WAITING and not request.generated:
+                    moves.append((at, Move(request.id, source, hosts[host].where)))
+                    break
+        return [move for _, move in sorted(moves)]
 
     def _prefill_path(self, request: Request, fleet: Fleet, index: int) -> float:
         one = fleet.instances[index]
@@ -99,39 +117,44 @@ class Deflect(LeastWork):
         own = view.perf.prefill_times(np.array([float(new)]), np.array([0.0]), view.limits.tokens)
         return view.start + queue + float(own[0]) + fleet.transfer(request.prompt_length)
 
-    def _hosts(self, fleet: Fleet) -> list[Host]:
-        """The decode instances: what does not depend on the request, worked out once for all that ask."""
-        return [self._host(index, fleet.instances[index], fleet.now) for index in fleet.decoders]
-
-    def _host(self, index: int, one: Scheduler, now: float) -> Host:
-        view = one.view(now, max(now, one.ends))
+    def _host(self, index: int, one: Scheduler, start: float) -> Host:
+        view = one.view(start, start)
         queue = float(view.prefill.remaining.sum()) if len(view.prefill) else 0.0
-        free = one.blocks.available * one.limits.page_size
-        return Host(
-            index,
-            view.start,
-            free,
-            queue,
-            mixed_bound(view, self._share, self._share),
-            decode_load(view.decode),
-            view.perf,
-            one,
-        )
+        free, bound = one.blocks.available * one.limits.page_size, mixed_bound(view, self._share, self._share)
+        return Host(index, start, free, queue, bound, decode_load(view.decode), view.perf, one.limits.tokens)
 
-    @staticmethod
-    def _decode_paths(request: RequestView, hosts: Sequence[Host]) -> Iterator[tuple[float, int]]:
-        """The predicted first token on each decode instance, and which."""
-        length = request.prompt_length
-        context = length // 2
-        for index, start, free, queue, bound, load, perf, one in hosts:
-            tokens, most = queue + length, one.limits.tokens
-            if free < length:
-                yield inf, index
-            elif bound == inf:
-                yield start + float(perf.prefill_times(np.array([tokens]), np.array([0.0]), most)[0]), index
-            else:
-                first, second = (perf.step_time(load.add_chunk(probe, context)) for probe in PROBES)
-                slope = (second - first) / (PROBES[1] - PROBES[0])
-                chunk = PROBES[0] + (bound - first) / slope if slope > 0 else float(most)
-                chunk = min(chunk, float(most))
-                yield (start + ceil(tokens / chunk) * bound if chunk >= 1 else inf), index
+
+def _lost(index: int, one: Scheduler, start: float) -> Lost:
+    view = one.view(start, start)
+    rows = view.prefill
+    work = remaining_work(view, rows)
+    able = (start + work <= rows.deadline) & (rows.best_effort == 0)
+    lost = able & ~on_time_set(start, np.where(able, rows.deadline, -inf), work)
+    waits = np.flatnonzero(lost & (rows.running == 0))
+    return Lost(index, [rows[row] for row in waits.tolist()], rows.length[waits], rows.deadline[waits])
+
+
+def _decode_path(length: int, hosts: Sequence[Host]) -> tuple[float, int]:
+    """The earliest predicted first token of a prompt of this length, and on which instance."""
+    found = [(float(host.ends(np.array([float(length)]))[0]), host.where) for host in hosts if host.bound == inf]
+    busy = [host for host in hosts if host.bound < inf]
+    if busy:
+        first, second = (
+            np.array([host.perf.step_time(host.load.add_chunk(probe, length // 2)) for host in busy])
+            for probe in PROBES
+        )
+        start, free, queue, bound, most = np.array([(*host[1:5], host.most) for host in busy]).T
+        ends = np.where(free < length, inf, _ends(start, bound, queue + length, first, second, most))
+        best = int(np.argmin(ends))
+        found.append((float(ends[best]), busy[best].where))
+    return min(found)
+
+
+def _ends(start: Number, bound: Number, tokens: Array, first: Array, second: Array, most: Number) -> Array:
+    """When so many tokens are computed, in chunks as large as a step of `bound` seconds holds. first, second: seconds
+    of steps with as many tokens as PROBES says."""
+    slope = (second - first) / (PROBES[1] - PROBES[0])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        chunk = np.minimum(np.where(slope > 0, PROBES[0] + (bound - first) / slope, most), most)
+        ends: Array = np.where(chunk >= 1, start + np.ceil(tokens / chunk) * bound, inf)
+    return ends

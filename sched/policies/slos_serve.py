@@ -13,6 +13,7 @@ late a promise is void, and the request best effort.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 from math import inf, log2
 
 import numpy as np
@@ -79,36 +80,38 @@ class SlosServe:
     def _promise(self, view: View, terms: Terms) -> tuple[Order, Order]:
         """Rows of view.prefill that are promised, by deadline, and those that are declined now."""
         rows = view.prefill
-        standard = np.flatnonzero(rows.best_effort == 0) if len(rows) else np.arange(0)
+        standard = np.arange(len(rows) - int(np.count_nonzero(rows.best_effort)))  # best effort comes last in a table
         declined: Order = np.arange(0)
         if self._admit and len(standard):
-            new = self._undecided(rows, standard)
-            old = np.setdiff1d(standard, new, assume_unique=True)
-            late = self._late(view, old)
+            new = self._undecided(rows, len(standard))
+            stays = np.ones(len(standard), dtype=bool)
+            stays[new] = False
+            late = self._late(view, standard[stays])
             if len(new):
-                old = np.setdiff1d(old, late, assume_unique=True)
-                standing = standing_of(view, old, self._output)
+                stays[late] = False
+                standing = standing_of(view, standard[stays], self._output)
                 kept = admitted(standing, prompts_of(view, new, self._output), terms)
                 self._promised.update(rows[row].id for row in new[kept].tolist())
                 declined = new[~kept]
             declined = np.concatenate([declined, late])
-            standard = np.setdiff1d(standard, declined, assume_unique=True)
+            stays[:] = True
+            stays[declined] = False
+            standard = standard[stays]
         order = standard[np.argsort(rows.deadline[standard], kind="stable")] if len(standard) else standard
         return order, declined
 
-    def _undecided(self, rows: Rows, standard: Order) -> Order:
-        """New requests. Who runs, or has run, is promised already, whoever did it."""
+    def _undecided(self, rows: Rows, standard: int) -> Order:
+        """New requests among the first `standard`. Who runs, or has run, is promised already, whoever did it."""
         promised = self._promised
-        if len(promised) > 64 + 4 * len(standard):
-            promised.intersection_update([rows[row].id for row in standard.tolist()])
+        if len(promised) > 64 + 4 * standard:
+            promised.intersection_update([one.id for one in islice(rows, standard)])
         new = []
-        for row in standard.tolist():
+        for row in [row for row, one in enumerate(islice(rows, standard)) if one.id not in promised]:
             request = rows[row]
-            if request.id not in promised:
-                if request.state is State.WAITING and not request.generated:
-                    new.append(row)
-                else:
-                    promised.add(request.id)
+            if request.state is State.WAITING and not request.generated:
+                new.append(row)
+            else:
+                promised.add(request.id)
         return np.array(new, dtype=np.intp)
 
     def _late(self, view: View, old: Order) -> Order:
@@ -216,8 +219,7 @@ class _Step:
         tpot = np.minimum(rows.tpot, NEVER)
         if float(tpot.max()) <= 2.0 * self._bound:
             return np.ones(len(rows), dtype=bool)
-        last = np.array([inf if row.last_token_at is None else row.last_token_at for row in rows])
-        due = np.minimum(rows.deadline, last + tpot) + (self._gain - 1.0) * tpot
+        due = np.fmin(rows.deadline, rows.last + tpot) + (self._gain - 1.0) * tpot
         now: Mask = due < self._view.start + 2.0 * self._bound
         return now
 
@@ -230,8 +232,10 @@ class _Step:
         lengths = self._lengths[order].astype(int).tolist()
         if sum(lengths) > limits.tokens:
             lengths = [1] * len(lengths)
-        self._grants += [Grant(rows[row].id, 1, n - 1) for row, n in zip(order.tolist(), lengths, strict=True)]
-        self._load = self._with(rows.context[order], sum(lengths), max(lengths) - 1)
+        longest, new = max(lengths), tuple.__new__  # Grant(...) takes twice as long
+        pairs = zip(order.tolist(), lengths, strict=True)
+        self._grants += [new(Grant, (rows[row].id, 1, n - 1)) for row, n in pairs]
+        self._load = self._with(rows.context[order], sum(lengths), longest - 1)
         self._certain = True
 
     def _decode_some(self, order: Order) -> None:
@@ -250,31 +254,29 @@ class _Step:
 
     def _with(self, context: Array, tokens: int, drafts: int) -> Load:
         """The step's load with more rows."""
-        load = self._load
-        return load._replace(
-            decode=load.decode + tokens,
-            longest=max(load.longest, int(context.max())),
-            context=load.context + int(context.sum()),
-            drafts=max(load.drafts, drafts),
-        )
+        longest, total = int(np.maximum.reduce(context)), int(np.add.reduce(context))
+        prefill, decode, quadratic, before, others, prefix, drafted = self._load  # _replace takes twice as long
+        load = prefill, decode + tokens, quadratic, max(before, longest), others + total, prefix, max(drafted, drafts)
+        return Load(*load)
 
     def _fall_back(self, mine: Order, declined: Order) -> None:
         """Those named may find no page or slot; whoever holds both then goes on."""
         rows, named = self._view.prefill, {grant.request for grant in self._grants}
         best = np.flatnonzero(rows.best_effort > 0) if len(rows) else declined
-        for row in (*mine.tolist(), *best.tolist(), *declined.tolist()):
+        every = np.concatenate([mine, best, declined])
+        for row in every[rows.running[every] > 0].tolist():
             request = rows[row]
-            if request.state is State.RUNNING and request.id not in named:
+            if request.id not in named:
                 self._grants.append(Grant(request.id, min(request.remaining, GRID)))
 
     def _prompts(self, order: Order) -> None:
         """Chunks by their order, as long as the step has room. Who waits behind somebody who waits for pages waits."""
         rows, view = self._view.prefill, self._view
-        for row in order.tolist():
+        if self._full:
+            order = order[rows.running[order] > 0]
+        for at, row in enumerate(order.tolist(), 1):
             request = rows[row]
             waits = request.state is State.WAITING
-            if waits and self._full:
-                continue
             left = min(request.remaining, view.limits.tokens - self._load.tokens)
             tokens = largest_chunk(view.perf, self._load, request.context, left, self._bound)
             if not tokens and not self._grants:
@@ -287,7 +289,8 @@ class _Step:
                 self._slots -= 1
                 self._full = self._room < 0 or self._slots < 0
                 if self._full:
-                    continue
+                    self._prompts(order[at:])
+                    return
             self._certain = self._certain or not waits
             self._load = self._load.add_chunk(tokens, request.context)
             slack = request.deadline - view.start

@@ -6,7 +6,7 @@ seconds, lengths in tokens. A tier is a tpot that rows were promised; tiers are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import ceil, sqrt
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..feasibility import largest_chunk
+from ..feasibility import Mask, largest_chunk
 from ..perf.model import Array, Load, PerfModel
 
 NEVER = 1e6  # seconds: the tpot of rows that were promised none
@@ -133,34 +133,42 @@ class Supply:
     def rate(self, counts: Array) -> Array:
         """Prompt tokens per second beside `counts` [..., tiers] rows, at the best choice; negative where the rows
         alone take longer than they may."""
+        present, rows = counts > 0, counts @ np.ones(counts.shape[-1])
         best = np.full(counts.shape[:-1], -np.inf)
         for choice in self._choices:
-            best = np.maximum(best, self._rate(choice, counts))
-        result: Array = np.where(counts.sum(axis=-1) > 0, best, self._empty.rate)
+            for here, found in self._rates(choice, counts, present, rows):
+                np.maximum(best, found, out=best, where=here)
+        result: Array = np.where(rows > 0, best, self._empty.rate)
         return result
 
-    def _rate(self, choice: _Choice, counts: Array) -> Array:
-        present = counts > 0
-        lengths = np.array(choice.lengths)
-        possible = present[..., choice.binds] & ~(present & (lengths == 0)).any(axis=-1)
-        drafts = np.where(present, lengths - 1, 0).max(axis=-1)
+    def _rates(self, choice: _Choice, counts: Array, present: Mask, rows: Array) -> Iterator[tuple[Mask, Array]]:
+        """Where a choice is possible, and the rates, which hold there."""
+        possible = present[..., choice.binds]
+        for tier, length in enumerate(choice.lengths):
+            if not length:
+                possible = possible & ~present[..., tier]
+        if not possible.any():
+            return
         tokens = counts @ choice.weights
-        rows = counts.sum(axis=-1)
-        result: Array = np.full(tokens.shape, -np.inf)
+        if max(choice.lengths) == 1:
+            yield possible, self._line(choice.seconds, 0, tokens, rows, possible)
+            return
+        drafts = np.where(present, np.array(choice.lengths) - 1, 0).max(axis=-1)
         for draft in np.unique(drafts[possible]).tolist():
             here = possible & (drafts == draft)
-            result[here] = self._line(choice.seconds, int(draft), tokens[here], rows[here])
-        return result
+            yield here, self._line(choice.seconds, int(draft), tokens, rows, here)
 
-    def _line(self, seconds: float, drafts: int, tokens: Array, rows: Array) -> Array:
-        """As `rate`, for steps of `seconds` that decode `tokens` tokens of `rows` rows: exact at both ends, a line
-        between."""
-        low, high = int(np.argmin(tokens)), int(np.argmax(tokens))
-        first = self._left(seconds, drafts, float(tokens[low]), float(rows[low]))
-        if tokens[high] <= tokens[low]:
+    def _line(self, seconds: float, drafts: int, tokens: Array, rows: Array, here: Mask) -> Array:
+        """As `rate`, for steps of `seconds` that decode `tokens` tokens of `rows` rows: exact at both ends of what
+        there is `here`, a line between."""
+        low = int(np.where(here, tokens, np.inf).argmin())
+        high = int(np.where(here, tokens, -np.inf).argmax())
+        least, most = float(tokens.flat[low]), float(tokens.flat[high])
+        first = self._left(seconds, drafts, least, float(rows.flat[low]))
+        if most <= least:
             return np.full(tokens.shape, first)
-        last = self._left(seconds, drafts, float(tokens[high]), float(rows[high]))
-        result: Array = first + (tokens - tokens[low]) * ((last - first) / (tokens[high] - tokens[low]))
+        last = self._left(seconds, drafts, most, float(rows.flat[high]))
+        result: Array = first + (tokens - least) * ((last - first) / (most - least))
         return result
 
     def _left(self, seconds: float, drafts: int, tokens: float, rows: float) -> float:
@@ -178,7 +186,11 @@ class Supply:
         array = np.array([counts], dtype=float)
         if not array.any():
             return self._empty
-        rates = [float(self._rate(choice, array)[0]) for choice in self._choices]
+        present, rows = array > 0, array @ np.ones(len(counts))
+        rates = [
+            max((float(rate[0]) for _, rate in self._rates(choice, array, present, rows)), default=-np.inf)
+            for choice in self._choices
+        ]
         best = max(range(len(rates)), key=lambda index: (rates[index], -index))
         choice = self._choices[best]
         return Pace(choice.seconds, choice.lengths, rates[best])

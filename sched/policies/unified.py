@@ -9,15 +9,18 @@ and mixed instances prompts are guests of a step that keeps every row in time.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
 from ..feasibility import Mask, decode_load, largest_chunk, mixed_bound, on_time_set, remaining_work, tightest_tpot
-from ..perf.model import Array, Load
-from ..policy import Decision, Grant, Order, Role, Rows, Task, View, one_each
-from ..request import BEST_EFFORT, RequestView, State
+from ..perf.model import Array, Load, PerfModel
+from ..policy import Decision, Grant, Order, Role, Rows, Task, View, one_each, whole
+from ..request import BEST_EFFORT, State
 
 CYCLE = 20.0  # seconds over which `ageing` is shared out
 GAP = 0.45  # of the tbt: who joins waits for the running step and for its own
@@ -53,49 +56,55 @@ class Unified:
     def decide(self, view: View) -> Decision:
         if view.running is not None:
             return Decision(preempt=self._preempt and self._stops(view, view.running))
-        on_time, order, hopeless = self._order(view)
+        queue = self._queue(view)
         if view.role is Role.PREFILL or not len(view.decode):
-            decision = self._prompts(view, on_time, order)
-        elif on_time:
-            decision = Decision(self._mixed(view, order[:on_time]))
+            decision = self._prompts(view, queue)
+        elif len(queue.on_time):
+            decision = Decision(self._mixed(view, queue.on_time))
         else:
             decode = self._shed(view)
-            decision = Decision(decode + self._guests(view, decode_load(view.decode), order))
-        return replace(decision, demote=hopeless)
+            guests = self._guests(view, decode_load(view.decode), queue.others(), self._bound(view))
+            decision = Decision(decode + guests.grants)
+        return replace(decision, demote=queue.hopeless) if queue.hopeless else decision
 
     # prompts
 
-    def _prompts(self, view: View, on_time: int, order: Order) -> Decision:
-        rows = view.prefill
+    def _prompts(self, view: View, queue: _Queue) -> Decision:
+        rows, on_time = view.prefill, queue.on_time
         aged = view.now % CYCLE < self._ageing * CYCLE
-        if view.suspended and (aged or not on_time):
+        if view.suspended and (aged or not len(on_time)):
             return Decision(resume=view.suspended[0].step)
-        count = on_time or len(order)
-        if aged and on_time < len(order):
-            late, count = order[on_time:], len(order) - on_time
-            order = np.concatenate([late[np.argsort(rows.arrival[late], kind="stable")], order[:on_time]])
-        count = min(count, view.limits.rows)
-        named = order[:count]
+        if len(on_time) == len(rows) or (len(on_time) and not aged):
+            first, behind = on_time, queue.others
+        else:
+            first, behind = queue.others(), lambda: on_time
+            if aged:
+                first = first[np.argsort(rows.arrival[first], kind="stable")]
+        named = first[: view.limits.rows]
+        count = len(named)
         if not rows.running[named].any():  # those who hold pages go on where nobody of these gets any
-            behind = order[count:]
-            named = np.concatenate([named, behind[rows.running[behind] > 0]])
-        left = rows.remaining[named].astype(int).tolist()
-        grants = tuple(Grant(rows[row].id, tokens) for row, tokens in zip(named.tolist(), left, strict=True))
-        return Decision(grants + one_each(view.decode), prompts=max(1, count))
+            others = np.concatenate([first[count:], behind()])
+            named = np.concatenate([named, others[rows.running[others] > 0]])
+        return Decision(whole(rows, named) + one_each(view.decode), prompts=max(1, count))
 
-    def _order(self, view: View) -> tuple[int, Order, tuple[int, ...]]:
-        """How many can be on time; all rows, these first; and the requests that cannot be on time any more."""
+    def _queue(self, view: View) -> _Queue:
         rows = view.prefill
         if not len(rows):
-            return 0, np.arange(0), ()
-        work = remaining_work(view, rows)
-        deadline = np.where(rows.best_effort > 0, -inf, rows.deadline)
-        chosen = on_time_set(view.start, deadline, work, self._kept(rows))
+            return _Queue(np.arange(0), (), lambda: np.arange(0))
+        work, best = remaining_work(view, rows), rows.best_effort > 0
+        deadline = np.where(best, -inf, rows.deadline) if best[-1] else rows.deadline  # they are the last of a table
+        chosen = on_time_set(view.start, deadline, work, self._kept(rows) if self._keep else None)
+        on_time = np.flatnonzero(chosen)
+        on_time = on_time[np.argsort(deadline[on_time], kind="stable")]
         hopeless = view.start + work > deadline
-        rank = np.where(chosen, 0, np.where(rows.best_effort > 0, 3, np.where(hopeless, 2, 1)))
-        order = np.lexsort((np.where(chosen, deadline, work), rank))
-        lost = np.flatnonzero(hopeless & (rows.best_effort == 0)).tolist()
-        return int(chosen.sum()), order, tuple(rows[row].id for row in lost if not rows[row].generated)
+
+        def others() -> Order:
+            rank = np.where(best, 3, np.where(hopeless, 2, 1))
+            left = np.flatnonzero(~chosen)
+            return left[np.lexsort((work[left], rank[left]))]
+
+        lost = np.flatnonzero(hopeless & ~best).tolist()
+        return _Queue(on_time, tuple(rows[row].id for row in lost if not rows[row].generated), others)
 
     def _kept(self, rows: Rows) -> Mask:
         kept: Mask = rows.length >= LONG
@@ -110,7 +119,7 @@ class Unified:
         due = max((one.arrival + one.slo.ttft for one in running.requests if one.tier != BEST_EFFORT), default=-inf)
         if view.now + running.seconds <= due:
             return False
-        return self._order(view)[0] > 0
+        return len(self._queue(view).on_time) > 0
 
     # decoding
 
@@ -125,11 +134,9 @@ class Unified:
         sorted_: Array = context[order]
         seconds = view.perf.decode_times(np.arange(1.0, count + 1.0), sorted_, np.cumsum(sorted_))
         fits = max(1, int(np.searchsorted(seconds, limit, side="right")))
-        chosen = set(order[:fits].tolist())
-        for row in order[fits:].tolist():
-            if _waited(view, rows[row], self._patience * rows.tpot[row], limit):
-                return one_each(rows)
-        return tuple(Grant(rows[row].id, 1) for row in sorted(chosen))
+        if _waited(view, order[fits:], self._patience * rows.tpot[order[fits:]], limit).any():
+            return one_each(rows)
+        return one_each(rows[row] for row in np.sort(order[:fits]).tolist())
 
     def _mixed(self, view: View, order: Order) -> tuple[Grant, ...]:
         """Prompts that can be on time are here: only rows that cannot skip the step decode for sure."""
@@ -137,29 +144,17 @@ class Unified:
         tpot = np.where(np.isfinite(rows.tpot), rows.tpot, 0.05)
         urgent = (rows.best_effort == 0) & (rows.deadline - view.start < bound + (1.0 + self._cushion) * tpot)
         spared = np.flatnonzero(~urgent)
-        for row, wait in zip(spared.tolist(), (self._patience * tpot[spared]).tolist(), strict=True):
-            urgent[row] = _waited(view, rows[row], wait, bound)
-        context: Array = rows.context
-        load = Load()
-        if urgent.any():
-            load = Load(
-                decode=int(urgent.sum()), longest=int(context[urgent].max()), context=int(context[urgent].sum())
-            )
-        guests = self._guests(view, load, order, bound)
-        requests = {request.id: request for request in (view.prefill[row] for row in order.tolist())}
-        for grant in guests:
-            load = load.add_chunk(grant.tokens, requests[grant.request].context)
-        others = np.flatnonzero(~urgent)
-        chosen = [rows[row].id for row in np.flatnonzero(urgent).tolist()]
-        for row in others[np.argsort(context[others], kind="stable")].tolist():
-            more = load.add_decode(int(context[row]))
-            if view.perf.step_time(more) > bound:
-                break
-            load = more
-            chosen.append(rows[row].id)
-        if not chosen and all(requests[grant.request].state is State.WAITING for grant in guests):
-            chosen.append(rows[0].id)  # they may get no pages
-        return tuple(Grant(id, 1) for id in chosen) + guests
+        if len(spared):
+            urgent[spared] = _waited(view, spared, self._patience * tpot[spared], bound)
+        chosen, others = np.flatnonzero(urgent), np.flatnonzero(~urgent)
+        guests = self._guests(view, _joined(Load(), rows.context[chosen]), order, bound)
+        if len(others):
+            others = others[np.argsort(rows.context[others], kind="stable")]
+            fits = _fitting(view.perf, guests.load, rows.context[others], bound)
+            chosen = np.concatenate([chosen, others[:fits]])
+        if not len(chosen) and not guests.certain:
+            chosen = np.arange(1)  # they may get no pages
+        return one_each(rows[row] for row in chosen.tolist()) + guests.grants
 
     def _bound(self, view: View) -> float:
         """Where prompts are no guests (mixed instances) decoding that is too slow by itself must not shut them out."""
@@ -167,16 +162,16 @@ class Unified:
         alone = view.perf.step_time(decode_load(view.decode)) if view.role is Role.MIXED else 0.0
         return max(bound, 1.5 * alone)
 
-    def _guests(self, view: View, load: Load, order: Order, bound: float | None = None) -> tuple[Grant, ...]:
+    def _guests(self, view: View, load: Load, order: Order, bound: float) -> _Guests:
         """Chunks of prompts, in an order of rows, beside a step of `load`; the first that waits and finds no slot or
         no pages ends it: time set aside for it would be lost."""
-        rows, cut = view.prefill, []
-        bound = self._bound(view) if bound is None else bound
+        rows, cut, certain = view.prefill, [], False
         slots = view.limits.rows - len(view.decode) - int(rows.running.sum())
         pages = view.free_pages
         for row in order.tolist():
             request = rows[row]
-            if request.state is State.WAITING:
+            waits = request.state is State.WAITING
+            if waits:
                 slots -= 1
                 pages -= -(-request.remaining // view.limits.page_size)
                 if (slots < 0 or pages < 0) and not view.decode.best_effort.any():
@@ -186,15 +181,51 @@ class Unified:
                 break
             cut.append(Grant(request.id, tokens))
             load = load.add_chunk(tokens, request.context)
-        return tuple(cut)
+            certain = certain or not waits
+        return _Guests(tuple(cut), load, certain)
 
 
-def _waited(view: View, request: RequestView, most: float, seconds: float) -> bool:
-    """Whether a row cannot skip a step of so many seconds: it has waited as long as it may, or else breaks its tbt."""
-    last = request.last_token_at
-    if last is None or view.start - last >= most:
-        return True
-    return request.slo.tbt is not None and view.start + 2.0 * seconds - last > request.slo.tbt
+class _Queue(NamedTuple):
+    """Prompts by what can become of them."""
+
+    on_time: Order  # rows that can be on time together, by deadline
+    hopeless: tuple[int, ...]  # requests that cannot be on time any more, none of which has begun
+    others: Callable[[], Order]  # the other rows: those that lost their place, the hopeless, best effort; by work each
+
+
+class _Guests(NamedTuple):
+    grants: tuple[Grant, ...]
+    load: Load  # of the step with them
+    certain: bool  # somebody among them cannot fail to run
+
+
+def _joined(load: Load, context: Array) -> Load:
+    """A step with a row more for each of these contexts."""
+    if not len(context):
+        return load
+    longest, total = int(np.maximum.reduce(context)), int(np.add.reduce(context))
+    prefill, decode, quadratic, before, others, prefix, drafts = load
+    return Load(prefill, decode + len(context), quadratic, max(before, longest), others + total, prefix, drafts)
+
+
+def _fitting(perf: PerfModel, load: Load, context: Array, bound: float) -> int:
+    """How many rows, by ascending context, can join a step of `load` without its taking longer than `bound` seconds.
+    More rows never take less."""
+
+    def seconds(count: int) -> float:
+        return perf.step_time(_joined(load, context[:count]))
+
+    if seconds(len(context)) <= bound:
+        return len(context)
+    return bisect_right(range(1, len(context)), bound, key=seconds)
+
+
+def _waited(view: View, which: Order, most: Array, seconds: float) -> Mask:
+    """Whether rows cannot skip a step of so many seconds: they have waited as long as they may, or else break their
+    tbt."""
+    last = view.decode.last[which]
+    waited: Mask = ~(view.start - last < most) | (view.start + 2.0 * seconds - last > view.decode.tbt[which])
+    return waited
 
 
 def _draw(id: int) -> float:

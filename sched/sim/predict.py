@@ -14,6 +14,10 @@ class Wrong:
         self._factor = factor
 
     @property
+    def version(self) -> int:
+        return self._model.version
+
+    @property
     def prefill_rate(self) -> float:
         return self._model.prefill_rate / self._factor
 

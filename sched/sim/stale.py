@@ -12,7 +12,8 @@ from ..policy import Rows, View
 from ..request import Request, RequestView, State
 from ..scheduler import Scheduler
 
-COLUMNS = ("arrival", "ttft", "tpot", "deadline", "remaining", "context", "length", "running", "hit", "best_effort")
+NAMES = "arrival ttft tbt tpot tightest last deadline remaining context length running hit best_effort"
+COLUMNS = tuple(NAMES.split())
 OFTEN = 4  # pictures taken in the age that they will have
 
 
@@ -25,6 +26,7 @@ class Seen:
         view = live.view(now, max(now, live.ends))
         self._view = replace(view, prefill=_copied(view.prefill), decode=_copied(view.decode))
         self._requests = tuple(live)
+        self.version = live.version
         self.ends = live.ends
         self.prefill_backlog = live.prefill_backlog
         self.decode_context = live.decode_context
@@ -49,6 +51,7 @@ class _Rows:
 
     def __init__(self, rows: Rows) -> None:
         self._requests = tuple(rows)
+        self.version = rows.version
         for name in COLUMNS:
             setattr(self, name, getattr(rows, name).copy())
 

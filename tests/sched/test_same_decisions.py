@@ -1,0 +1,207 @@
+"""What is kept, bounded or done in columns decides as the plain way does, one after the other and from nothing."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from math import ceil, inf
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.sched.feasibility import (
+    chunk_times,
+    decode_load,
+    largest_chunk,
+    mixed_bound,
+    on_time_set,
+    remaining_work,
+)
+from jaxserve.sched.perf.linear import LinearModel
+from jaxserve.sched.perf.model import Array, Coefficients, Corrected, GeneralModel, Load, PerfModel
+from jaxserve.sched.perf.poly import Polynomial
+from jaxserve.sched.perf.roofline import Roofline, Term
+from jaxserve.sched.perf.table import TableModel
+from jaxserve.sched.placement import Fleet, Move
+from jaxserve.sched.placement.deflect import PROBES, Deflect
+from jaxserve.sched.policies.unified import _fitting, _waited
+from jaxserve.sched.policy import Role
+from jaxserve.sched.request import Request, State
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.slo import SLO
+
+from .test_placement import decodes, instance, request
+from .test_policies import decoding, view
+
+GENERAL = Coefficients(5e-3, 2e-5, 1e-5, 1e-10, 1e-8, 1e-8)
+MODELS = {
+    "general": GeneralModel(GENERAL),
+    "experts": GeneralModel(Coefficients(5e-3, 2e-5, 1e-5, 1e-10, 1e-8, 1e-8, 0.01, 0.02)),
+    "linear": LinearModel(5e-3, 2e-5, 1e-8),
+    "roofline": Corrected(Roofline((Term(2e-5, 0.0, 4e-3), Term(1e-6, 0.0, 9e-3)), 1e-8)),
+    "polynomial": Corrected(Polynomial(4e-3, 2e-5, 1e-10, 5e-3, 1e-5, 1e-8)),
+    "table": TableModel.profiled(GeneralModel(GENERAL)),
+}
+MODEL = st.sampled_from(sorted(MODELS))
+
+
+def plain_set(start: float, deadline: Array, work: Array, kept: Array | None) -> Array:
+    """Moore and Hodgson, a job at a time."""
+    chosen, heap, at = np.zeros(len(deadline), dtype=bool), [], start
+    alone = [row for row in range(len(work)) if start + work[row] <= deadline[row]]
+    for row in sorted(alone, key=lambda row: (deadline[row], row)):
+        at += work[row]
+        chosen[row] = True
+        if kept is None or not kept[row]:
+            heappush(heap, (-work[row], -row))
+        while at > deadline[row]:
+            most, dropped = heappop(heap) if heap else (-work[row], -row)
+            at += most
+            chosen[-dropped] = False
+    return chosen
+
+
+WORK = st.one_of(st.integers(0, 4).map(float), st.floats(0.0, 4.0))
+DUE = st.one_of(st.integers(0, 12).map(float), st.floats(-1.0, 12.0), st.sampled_from([inf, -inf]))
+
+
+@given(st.lists(st.tuples(WORK, DUE, st.booleans()), min_size=1, max_size=30), st.booleans(), st.floats(0.0, 1.0))
+def test_the_on_time_set_is_that_of_a_loop(jobs: list[tuple[float, float, bool]], keep: bool, start: float) -> None:
+    work, due, kept = (np.array(column) for column in zip(*jobs, strict=True))
+    stays = kept if keep else None
+    assert on_time_set(start, due, work, stays).tolist() == plain_set(start, due, work, stays).tolist()
+
+
+@given(MODEL, st.integers(0, 3000), st.integers(1, 3000), st.floats(0.0, 0.1), st.sampled_from([1, 64]))
+def test_the_largest_chunk_is_that_of_a_search_by_halves(
+    model: str, done: int, left: int, bound: float, grid: int
+) -> None:
+    perf, load = MODELS[model], Load(decode=20, longest=900, context=9000)
+    sizes = [*range(grid, left, grid), left] if left >= grid else [left]
+    fits = [size for size in sizes if perf.step_time(load.add_chunk(size, done)) <= bound]
+    assert largest_chunk(perf, load, done, left, bound, grid) == max(fits, default=0)
+
+
+@given(MODEL, st.lists(st.integers(0, 100_000), min_size=1, max_size=9), st.integers(1, 8192))
+def test_times_of_chunks_are_those_of_single_steps(model: str, contexts: list[int], tokens: int) -> None:
+    perf, load = MODELS[model], Load(decode=20, longest=900, context=9000)
+    alone = [perf.step_time(load.add_chunk(tokens, context)) for context in contexts]
+    assert chunk_times(perf, load, tokens, np.array(contexts, dtype=float)).tolist() == alone
+
+
+@given(MODEL, st.lists(st.integers(1, 20_000), min_size=1, max_size=40), st.floats(0.0, 0.03))
+def test_rows_join_a_step_as_one_after_the_other(model: str, contexts: list[int], bound: float) -> None:
+    perf, load, count = MODELS[model], Load(300, 5, 45_000.0, 700, 2500), 0
+    step = load
+    for context in sorted(contexts):
+        step = step.add_decode(context)
+        if perf.step_time(step) > bound:
+            break
+        count += 1
+    assert _fitting(perf, load, np.array(sorted(contexts), dtype=float), bound) == count
+
+
+@given(
+    st.lists(
+        st.tuples(st.one_of(st.none(), st.floats(0.0, 1.0)), st.one_of(st.none(), st.floats(0.01, 1.0))), min_size=1
+    ),
+    st.floats(0.0, 0.5),
+    st.floats(0.0, 0.2),
+)
+def test_who_has_waited_long_enough(rows: list[tuple[float | None, float | None]], most: float, seconds: float) -> None:
+    requests = [decoding(id, 10, 1.0) for id in range(len(rows))]
+    for one, (last, tbt) in zip(requests, rows, strict=True):
+        one.token_times, one.slo = [] if last is None else [last], SLO(tpot=0.05, tbt=tbt)
+    at = view([], requests, start=1.0)
+
+    def plain(last: float | None, tbt: float | None) -> bool:
+        if last is None or 1.0 - last >= most:
+            return True
+        return tbt is not None and 1.0 + 2.0 * seconds - last > tbt
+
+    waited = _waited(at, np.arange(len(rows)), np.full(len(rows), most), seconds)
+    assert waited.tolist() == [plain(*row) for row in rows]
+
+
+class Plain:
+    """`deflect:dropped` a prompt and an instance at a time, nothing kept."""
+
+    def redirect(self, fleet: Fleet) -> list[Move]:
+        moves: list[Move] = []
+        for index in fleet.entries:
+            one = fleet.instances[index]
+            at = one.view(fleet.now, max(fleet.now, one.ends))
+            work = remaining_work(at, at.prefill)
+            able = at.start + work <= at.prefill.deadline
+            lost = able & ~on_time_set(at.start, np.where(able, at.prefill.deadline, -inf), work)
+            for row in np.flatnonzero(lost).tolist():
+                who = at.prefill[row]
+                ends, best = min((self._ends(who.prompt_length, fleet, other), other) for other in fleet.decoders)
+                waits = who.state is State.WAITING and ends - fleet.now <= 0.9 * (who.deadline - fleet.now)
+                if waits and best not in {move.target for move in moves}:
+                    moves.append(Move(who.id, index, best))
+        return moves
+
+    def _ends(self, length: int, fleet: Fleet, index: int) -> float:
+        one = fleet.instances[index]
+        at = one.view(fleet.now, max(fleet.now, one.ends))
+        tokens, bound = float(at.prefill.remaining.sum()) + length, mixed_bound(at, 0.75, 0.75)
+        if one.blocks.available * one.limits.page_size < length:
+            return inf
+        if bound == inf:
+            alone = at.perf.prefill_times(np.array([tokens]), np.zeros(1), one.limits.tokens)
+            return at.start + float(alone[0])
+        load = decode_load(at.decode)
+        first, second = (at.perf.step_time(load.add_chunk(probe, length // 2)) for probe in PROBES)
+        slope = (second - first) / (PROBES[1] - PROBES[0])
+        chunk = min(PROBES[0] + (bound - first) / slope if slope > 0 else inf, one.limits.tokens)
+        return at.start + ceil(tokens / chunk) * bound if chunk >= 1 else inf
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1 << 20), st.integers(1, 25))
+def test_prompts_move_as_if_nothing_was_kept(seed: int, prompts: int) -> None:
+    random = np.random.default_rng(seed)
+    fleet = Fleet(0.0, [instance(role) for role in (Role.PREFILL, Role.PREFILL, *(Role.DECODE,) * 3)], lambda _: 0.0)
+    deflect, plain, moved = Deflect(dropped=True), Plain(), 0
+    for id in range(prompts):
+        if random.random() < 0.3:
+            decodes(fleet.instances[int(random.integers(2, 5))], 1000 + id, int(random.integers(10, 300)))
+        one = request(id, int(random.integers(10, 2000)), float(random.uniform(0.5, 8.0)))
+        fleet.instances[int(random.integers(2))].add(one)
+        fleet = fleet._replace(now=fleet.now + float(random.uniform(0.0, 0.1)))
+        if random.random() < 0.5:
+            fleet.instances[int(random.integers(2))].ends = fleet.now + float(random.uniform(0.0, 2.0))
+        moves = plain.redirect(fleet)
+        assert list(deflect.redirect(fleet)) == moves
+        for move in moves:
+            fleet.instances[move.target].add(fleet.instances[move.source].disown(move.request))
+        moved += len(moves)
+
+
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_a_model_says_when_it_has_learnt(model: str) -> None:
+    perf: PerfModel = MODELS[model]
+    before = perf.version
+    perf.observe(Load(decode=4, longest=100, context=400), 0.02)
+    assert perf.version > before
+
+
+def test_an_instance_says_when_its_tables_change() -> None:
+    one: Scheduler = instance(Role.MIXED)
+    seen = {one.version}
+
+    def changed() -> bool:
+        new = one.version not in seen
+        seen.add(one.version)
+        return new
+
+    assert not changed()
+    who: Request = request(1, 20)
+    one.add(who)
+    assert changed() and not changed()
+    assert one.plan(0.0, 0.0) is not None
+    assert changed()
+    one.cancel(1, "abort")
+    assert changed()
