@@ -59,7 +59,8 @@ class KairosDecode:
         allowed = self._allowed(view, float(seconds[-1]))
         if allowed is None:
             return len(order)
-        rate = np.where(seconds <= allowed, size / seconds, 0.0)
+        rate = np.divide(size, seconds, out=np.full(len(order), np.inf), where=seconds > 0)  # a table may predict 0 s
+        rate[seconds > allowed] = 0.0
         best = int(np.argmax(rate))
         if self._greedy:  # lines 11 to 18: the rows are by length, so who comes after one left out is left out too
             falls = np.flatnonzero(rate[1:] <= rate[:-1])

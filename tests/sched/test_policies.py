@@ -172,3 +172,10 @@ def test_options_go_to_the_half_that_they_concern() -> None:
         policies.make("kairos:packed")
     with pytest.raises(InvalidValue, match=r"'edf' has no option 'literal'; its options: ageing=0.0, no-pack"):
         policies.make("edf:literal")
+
+
+def test_kairos_takes_a_step_that_a_table_says_costs_nothing() -> None:
+    """Without a warning: a division by zero would be one."""
+    perf = GeneralModel(Coefficients(0.0, 1e-3, 0.0, 0.0, 0.0, 0.0), correct=False)
+    rows = [decoding(1, 10, 1.0), decoding(2, 20, 2.0)]
+    assert order(KairosDecode(), view([], rows, perf=perf, role=Role.DECODE)) == [1]
