@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from .grant import Granted
 from .perf.model import Load
+
+SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens of a step, as vLLM counts them
+
+
+class Sizes(list[int]):
+    """Steps by their tokens: at most as many as each of SIZES says, and more than the one before; then larger ones."""
+
+    def __init__(self, counts: Iterable[int] = (0,) * (len(SIZES) + 1)) -> None:
+        super().__init__(counts)
+
+    def __add__(self, other: Iterable[int]) -> Sizes:  # type: ignore[override]
+        return Sizes(map(sum, zip(self, other, strict=True)))
 
 
 @dataclass(slots=True)
@@ -20,6 +33,9 @@ class Counters:
     preemptions: int = 0  # KV dropped under page pressure
     suspended: int = 0  # steps stopped at a segment boundary
     resumed: int = 0
+    tokens: int = 0  # computed in steps: of prompts, decoded, and drafted
+    sizes: Sizes = field(default_factory=Sizes)
+    drafts: int = 0  # verified
     drafted: int = 0  # tokens
     accepted: int = 0  # of these, those that were right
     rebuilds: int = 0  # steps that raised, after which the pool was new
@@ -37,11 +53,14 @@ class Counters:
 
     def step(self, load: Load, predicted: float, measured: float) -> None:
         self.steps += 1
+        self.tokens += load.tokens
+        self.sizes[bisect_left(SIZES, load.tokens)] += 1
         self.prompt_tokens += load.prefill
         self.predicted_seconds += predicted
         self.measured_seconds += measured
 
     def verified(self, drafted: int, right: int) -> None:
+        self.drafts += 1
         self.drafted += drafted
         self.accepted += right
 
@@ -50,8 +69,8 @@ class Counters:
         """Sum over instances."""
         result = cls()
         for one in several:
-            for field in fields(cls):
-                setattr(result, field.name, getattr(result, field.name) + getattr(one, field.name))
+            for each in fields(cls):
+                setattr(result, each.name, getattr(result, each.name) + getattr(one, each.name))
         return result
 
 

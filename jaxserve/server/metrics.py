@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     Metric,
     SummaryMetricFamily,
 )
@@ -17,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from jaxserve.generation import Job, Piece
 from jaxserve.outputs import RequestMetrics
+from jaxserve.sched.counters import SIZES
 
 Values = Iterable[tuple[Sequence[str], float]]  # (values of the labels, value)
 
@@ -187,9 +189,9 @@ class EngineCollector(Collector):
             ("compilations_after_warmup", "Programs compiled while serving: 0.", stats.compilations_after_warmup),
             ("compilation_cache_loads", "Programs read from the cache on disk.", stats.cache_loads),
             ("deflections", "Requests prefilled on a decode instance.", getattr(stats, "deflections", 0)),
-            ("spec_decode_num_drafts", "Drafts verified.", getattr(counters, "drafts", 0)),
-            ("spec_decode_num_draft_tokens", "Tokens drafted.", getattr(counters, "draft_tokens", 0)),
-            ("spec_decode_num_accepted_tokens", "Of these, accepted.", getattr(counters, "accepted_tokens", 0)),
+            ("spec_decode_num_drafts", "Drafts verified.", counters.drafts),
+            ("spec_decode_num_draft_tokens", "Tokens drafted.", counters.drafted),
+            ("spec_decode_num_accepted_tokens", "Of these, accepted.", counters.accepted),
         ):
             yield self._family(CounterMetricFamily, name, text, [((), float(value))])
         text = "Requests that ended, by reason."
@@ -211,6 +213,12 @@ class EngineCollector(Collector):
             family: Any = SummaryMetricFamily(PREFIX + name, text, labels=["model_name"])
             family.add_metric([self._model], count, total)
             yield family
+        steps: Any = HistogramMetricFamily(
+            PREFIX + "iteration_tokens_total", "Tokens of a step.", labels=["model_name"]
+        )
+        up_to = zip((*map(str, map(float, SIZES)), "+Inf"), accumulate(counters.sizes), strict=True)
+        steps.add_metric([self._model], list(up_to), counters.tokens)
+        yield steps
 
 
 class StatsLine:

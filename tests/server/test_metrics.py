@@ -38,6 +38,7 @@ NAMES = [
     "compilations_total",
     "deflections_total",
     "kv_transfer_seconds",
+    "iteration_tokens_total",
     "spec_decode_num_drafts_total",
     "spec_decode_num_draft_tokens_total",
     "spec_decode_num_accepted_tokens_total",
@@ -70,6 +71,10 @@ def test_metrics_add_up(live):
         assert gained[f"{prefix}{name}_seconds_count"] == count
     assert gained[prefix + "request_time_per_output_token_seconds_count"] == 3
     assert gained[prefix + "predicted_step_seconds_count"] == gained[prefix + "measured_step_seconds_count"] > 0
+    steps = gained[prefix + "steps_total"]
+    assert gained[prefix + "iteration_tokens_total_count"] == steps <= gained[prefix + "iteration_tokens_total_bucket"]
+    computed = gained[prefix + "computed_prompt_tokens_total"]
+    assert gained[prefix + "iteration_tokens_total_sum"] >= computed + 15 > 15, "15 tokens come from decode steps"
     assert gained[prefix + "kv_transfer_seconds_count"] > 0, "2x1 moves KV from prefill to decode"
     assert after[prefix + "num_requests_running"] == after[prefix + "num_requests_waiting"] == 0
     assert after[prefix + "kv_cache_usage_perc"] == 0
