@@ -20,8 +20,8 @@ from jaxserve.config import preset
 from jaxserve.errors import InvalidValue
 from jaxserve.report import progress
 from jaxserve.sched import admission, placement, policies
+from jaxserve.sched.perf.model import Load
 from jaxserve.sched.sim import (
-    NAMED,
     Arrival,
     Latency,
     Mesh,
@@ -38,10 +38,12 @@ from jaxserve.sched.sim.explain import explain
 from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.sim.sweep import Case, Run, goodput_search
 from jaxserve.sched.sim.timeline import trace
+from jaxserve.sched.sim.workload import for_server
 from jaxserve.sched.slo import SLO
 from jaxserve.simulate_flags import add_arguments
 from jaxserve.simulate_report import VALUES, Results, goodput, print_report, write_report
-from jaxserve.yamlio import load_yaml, nearest
+from jaxserve.workloads import find_workload
+from jaxserve.yamlio import load_yaml
 
 __all__ = ["add_arguments", "main", "parse_policies", "parse_rates", "processes"]
 
@@ -121,7 +123,7 @@ def _study(args: argparse.Namespace) -> Study:
     options.device(latency)
     rates: list[float | None] = [*parse_rates(args.qps)] if args.qps else [None]
     seeds = range(args.seed, args.seed + args.seeds)
-    return Study(names, _read_workload(args), mesh, latency, options, rates, seeds, args.num_requests)
+    return Study(names, _read_workload(args, latency), mesh, latency, options, rates, seeds, args.num_requests)
 
 
 def _recorder(args: argparse.Namespace, study: Study) -> Recorder | None:
@@ -270,7 +272,7 @@ def _latency(args: argparse.Namespace) -> Latency:
     return latency.with_coefficients(values) if values else latency
 
 
-def _read_workload(args: argparse.Namespace) -> Workload | Mix | list[Arrival]:
+def _read_workload(args: argparse.Namespace, latency: Latency) -> Workload | Mix | list[Arrival]:
     given = {name: getattr(args, f"{name}_slo") for name in ("ttft", "tpot")}
     given = {name: value for name, value in given.items() if value is not None}
     kind, _, path = args.workload.partition(":")
@@ -291,18 +293,12 @@ def _read_workload(args: argparse.Namespace) -> Workload | Mix | list[Arrival]:
                 progress=tick,
                 tell=lambda sentence: print(sentence, file=sys.stderr),
             )
-    if args.workload in NAMED:
-        workload = NAMED[args.workload]
-    elif Path(args.workload).suffix in (".yaml", ".yml"):
-        workload = load_yaml(args.workload, Workload)
-    else:
-        try:
-            workload = load_yaml(preset("workload", args.workload), Workload)
-        except InvalidValue as error:
-            hint = nearest(args.workload, NAMED)
-            raise InvalidValue(f"{error}; built in: {hint}; or FILE.yaml, or trace:FILE", "workload") from error
+    workload = find_workload(args.workload)
     if not args.qps and not args.goodput:
         raise InvalidValue(f"workload {args.workload} needs a rate, as in --qps 3 or --qps 2.0:5.0:0.2", "qps")
+    if args.own_slowdown:
+        devices = latency.solve()
+        workload = for_server(workload, lambda tokens: devices.step_time(Load().add_chunk(tokens, 0)))
     return replace(workload, **given)
 
 

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _what(group: Any) -> None:
     group.add_argument(
         "--policy",
-        default="distserve,kairos",
+        default="distserve,kairos,unified",
         metavar="NAME[,NAME…]",
         help=f"policies to compare: {', '.join(names())}, or prefill=NAME,decode=NAME [%(default)s]",
     )
@@ -195,6 +195,12 @@ def _workload(group: Any) -> None:
     group.add_argument("--num-requests", "--num-prompts", type=int, metavar="N", help="how many [1000; all of a trace]")
     group.add_argument("--ttft-slo", type=seconds, metavar="TIME", help="instead of the workload's, as in 8s")
     group.add_argument("--tpot-slo", type=seconds, metavar="TIME", help="instead of the workload's, as in 50ms")
+    group.add_argument(
+        "--own-slowdown",
+        action="store_true",
+        help="objectives that a workload states as a slowdown are of the simulated devices' prompt times, not of those "
+        "of the paper's",
+    )
     group.add_argument(
         "--start", type=seconds, default=0.0, metavar="TIME", help="trace: leave out what comes before, as in 10min [0]"
     )

@@ -66,7 +66,10 @@ class Slowdown:
     def measured(self, alone: Callable[[int], float], short: int = 256, long: int = 2048) -> Slowdown:
         """The same promise on other devices; `alone` tells how many seconds a prompt takes there by itself."""
         slope = (alone(long) - alone(short)) / (long - short)
-        return replace(self, fixed=alone(short) - slope * short, per_token=slope)
+        fixed = alone(short) - slope * short
+        if fixed <= 0:  # attention outweighs all else even in short prompts: a line from next to nothing
+            fixed, slope = 1e-6, (alone(long) - 1e-6) / long
+        return replace(self, fixed=fixed, per_token=slope)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import gzip
 import json
@@ -12,9 +13,12 @@ import pytest
 
 from jaxserve import simulate_plots
 from jaxserve.__main__ import main
+from jaxserve.config import preset
 from jaxserve.errors import InvalidValue
-from jaxserve.sched.sim import sweep
-from jaxserve.simulate import parse_policies, parse_rates, processes
+from jaxserve.sched.perf.model import Load
+from jaxserve.sched.sim import Arrival, Latency, sweep
+from jaxserve.simulate import _read_workload, add_arguments, parse_policies, parse_rates, processes
+from jaxserve.yamlio import load_yaml
 
 from .test_sim import CHAT, ROOT, TINY
 
@@ -56,6 +60,22 @@ def test_policies_with_a_comma_of_their_own() -> None:
         parse_policies(" , ")
 
 
+def test_a_slowdown_is_of_the_papers_devices_or_of_those_simulated() -> None:
+    parser, latency = argparse.ArgumentParser(), load_yaml(preset("latency", "minimax-m2.5-h200-tp4"), Latency)
+    add_arguments(parser)
+
+    def first(*flags: str) -> Arrival:
+        args = parser.parse_args(["--workload", "slos-serve-chatbot", "--qps", "1", *flags])
+        workload = _read_workload(args, latency)
+        assert not isinstance(workload, list)
+        return workload.draw(1, 1.0, 0)[0]
+
+    theirs, own = first(), first("--own-slowdown")
+    alone = latency.solve().step_time(Load().add_chunk(own.prompt_tokens, 0))
+    assert theirs.slo.ttft == pytest.approx(5 * (0.012 + 72e-6 * theirs.prompt_tokens))
+    assert own.slo.ttft == pytest.approx(5 * alone, rel=0.05) != theirs.slo.ttft
+
+
 def test_processes_give_what_one_gives() -> None:
     def go(jobs: int) -> str:  # as text: what is NaN differs from itself
         with processes(jobs) as run:
@@ -72,16 +92,17 @@ def test_a_trace_at_two_rates_writes_table_json_csv_and_curves(
     trace.write_bytes(gzip.compress(TRACE.encode()))
     out = tmp_path / "out"
     words = ["--workload", f"trace:{trace}", "--qps", "2,4", "--ttft-slo", "100ms", "--out", str(out), "--jobs", "1"]
+    three = ("distserve", "kairos", "unified")
     assert main(["simulate", *words]) == 0
     printed = capsys.readouterr().out
     assert "of 20 requests" in printed and "goodput of kairos: " in printed
     document = json.loads((out / "results.json").read_text())
     assert [(one["policy"], one["qps"]) for one in document["results"]] == [
-        (policy, rate) for policy in ("distserve", "kairos") for rate in (2.0, 4.0)
+        (policy, rate) for policy in three for rate in (2.0, 4.0)
     ]
     assert document["settings"]["ttft_slo"] == 0.1 and document["settings"]["coefficients"]["w_moe"] == 0.0115
     rows = list(csv.DictReader((out / "results.csv").read_text().splitlines()))
-    assert len(rows) == 4 and float(rows[0]["attained"]) == pytest.approx(document["results"][0]["attained"], rel=1e-5)
+    assert len(rows) == 6 and float(rows[0]["attained"]) == pytest.approx(document["results"][0]["attained"], rel=1e-5)
     assert {path.name for path in out.iterdir()} == {
         *("results.json", "results.csv", "attainment.png", "by-length.png", "goodput.png"),
         *("ttft.png", "tpot.png", "tbt.png"),
@@ -173,7 +194,7 @@ def test_goodput_can_ask_for_other_shares(attain: str, share: str, tmp_path: Pat
         (["--qps", "3", "--coefficient", "speed=1"], "coefficient 'speed' must be one of"),
         (["--qps", "3", "--kv-scale", "0"], "kv_scale=0.0 must be more than 0"),
         (["--qps", "3", "--prediction-error", "-1"], "prediction_error=-1.0"),
-        (["--qps", "3", "--explain", "5"], "this is 2 simulations"),
+        (["--qps", "3", "--explain", "5"], "this is 3 simulations"),
         (["--goodput", "--policy", "kairos", "--timeline", "x.json"], "this is a search"),
         (["--goodput", "--goal", "2"], "goal=2.0"),
         (["--qps", "3", "--num-requests", "5", "--policy", "kairos", "--explain", "5"], "0 to 4"),

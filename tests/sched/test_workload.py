@@ -161,6 +161,8 @@ def test_the_scale_of_slos_leaves_everything_else() -> None:
 def test_a_slowdown_takes_another_server() -> None:
     slower = Slowdown(3, 0.025, 90e-6).measured(lambda tokens: 0.5 + 0.001 * tokens)
     assert slower.ttft(1000) == pytest.approx(3 * 1.5)
+    square = slower.measured(lambda tokens: 1e-7 * tokens**2)
+    assert 0 < square.ttft(1) < 1e-2 and square.ttft(2048) == pytest.approx(3 * 1e-7 * 2048**2)
     mix = for_server(Mix("m", (Share(1, REASONING), Share(1, K32))), lambda tokens: 0.5 + 0.001 * tokens)
     for arrival in mix.draw(50, 1.0, 0):
         wanted = 3 * (0.5 + 0.001 * arrival.prompt_tokens) if arrival.class_ == "reasoning" else K32.ttft
