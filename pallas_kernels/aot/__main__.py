@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="PATTERN",
         action="append",
         default=[],
-        help="cases whose name has PATTERN in it, or matches it where it has a * or ?; may be repeated; implies --all",
+        help="cases whose name has PATTERN in it, a shell pattern; may be repeated; implies --all",
     )
     made.add_argument(
         "--cases",
@@ -92,14 +92,10 @@ def choose(target: Target, modules: Sequence[str], patterns: Sequence[str], ever
     jax = tuple(int(part) for part in version("jax").split(".")[:2])
     found = [case for case in found if jax >= case.least_jax]
     if patterns:
-        found = [case for case in found if any(_matches(case.name, pattern) for pattern in patterns)]
+        found = [case for case in found if any(fnmatch.fnmatchcase(case.name, f"*{pattern}*") for pattern in patterns)]
     elif not everything:
         found = [case for case in found if case.usual]
     return sorted(found, key=lambda case: isinstance(case, Case))
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatch.fnmatch(name, pattern) if set("*?") & set(pattern) else pattern in name
 
 
 class Gate:

@@ -116,7 +116,7 @@ def compile_case(case: Compilable, target: Target) -> Figures:
             lowered = case.lower(mesh)
             with _mosaic_dump(mosaic):
                 compiled = lowered.compile()
-        seconds = time.perf_counter() - began
+        seconds, spent = time.perf_counter() - began, os.times()
         memory, text = compiled.memory_analysis(), compiled.as_text() or ""
         if memory is None:
             raise RuntimeError("this backend does not tell the memory of a program")
@@ -124,6 +124,9 @@ def compile_case(case: Compilable, target: Target) -> Figures:
         used = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         return Figures(
             seconds=seconds,
+            processor=sum(
+                spent[:4]
+            ),  # this process is young: all of it is the case's, and its compilers' are waited for
             temp=memory.temp_size_in_bytes,
             alias=memory.alias_size_in_bytes,
             memory=used + memory.temp_size_in_bytes,

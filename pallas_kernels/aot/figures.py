@@ -24,6 +24,7 @@ class Figures:
     """One compiled program. Kernels are those of Mosaic GPU; of several the largest figure counts."""
 
     seconds: float = 0.0  # to lower and compile
+    processor: float = 0.0  # seconds of processors it took
     kernels: int = 0  # compiled, not called
     registers: int = 0
     spills: int = 0  # bytes stored and loaded, and of stack frames

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from pallas_kernels.aot.figures import Figures
 
-HEAD = ("case", "regs", "spill", "SMEM KB", "instructions", "temp MB", "alias MB", "GB", "graphs", "s", "")
-LEFT = {0, 4, 10}  # columns of words
+HEAD = ("case", "regs", "spill", "SMEM KB", "instructions", "temp MB", "alias MB", "GB", "graphs", "s", "cpu s", "")
+LEFT = {0, 4, 11}  # columns of words
 
 
 def row(name: str, outcome: Figures | str, verdict: str) -> tuple[str, ...]:
@@ -26,6 +26,7 @@ def row(name: str, outcome: Figures | str, verdict: str) -> tuple[str, ...]:
         f"{outcome.memory / 1e9:.2f}",
         graphs,
         f"{outcome.seconds:.1f}",
+        f"{outcome.processor:.1f}",
         verdict,
     )
 

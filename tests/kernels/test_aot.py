@@ -1,0 +1,283 @@
+"""The compile gate finds what it is there to find: in reports as the compilers write them, and, where their packages
+are installed, in programs with faults planted in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.aot import bounds, hlo, table
+from pallas_kernels.aot.cases import Case, Step, collect, shapes
+from pallas_kernels.aot.figures import Figures, kernels, thunks
+from pallas_kernels.aot.rules import Bound, bound_of, excess, laws
+from pallas_kernels.aot.targets import GB, TARGETS
+
+H200 = TARGETS["h200"]
+HERE = Path(__file__).parent
+
+REPORT = """ptxas info    : Compiling entry function 'kernel_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for kernel_mosaic_gpu_kernel
+    8 bytes stack frame, 12 bytes spill stores, 20 bytes spill loads
+ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to a fence in it
+ptxas info    : Used 232 registers, used 16 barriers, 1 bytes smem
+"""
+CODE = """wgmma.mma_async.sync.aligned
+wgmma.mma_async.sync.aligned
+cp.async.bulk.tensor.5d.shared
+mma.sync.aligned.m16n8k16
+"""
+THUNKS = """000: kCommandBuffer [source       | next=018 (1)]
+    001: kCustomKernel [source       | next=002 (1)] input_reduce_fusion_2 grid: [64, 1, 1]
+018: kWhile         [prev=000 (1) | next=000 (1)]
+condition:
+    019: kCustomKernel [source | sink] loop_compare_fusion grid: [1, 1, 1]
+  body:
+    000: kCommandBuffer [source | sink]
+        033: kCustomKernel [source       | next=034 (1)] loop_gather_select_fusion grid: [2048, 1, 1]
+019: kCopy          [prev=000 (1) | sink        ] kCopy
+"""
+MOVES = """%moves (param_0.1: bf16[8,4096,64]) -> bf16[4096,8,64] {
+  %param_0.1 = bf16[8,4096,64]{2,1,0} parameter(0)
+  ROOT %transpose.1 = bf16[4096,8,64]{2,1,0} transpose(%param_0.1), dimensions={1,0,2}
+}
+
+"""
+STEP = """HloModule jit_step, is_scheduled=true, input_output_alias={ {1}: (2, {}, may-alias), {2}: (3, {}, may-alias) }
+
+%multiplies (param_0.2: bf16[8,4096,64]) -> bf16[4096,8,64] {
+  %param_0.2 = bf16[8,4096,64]{2,1,0} parameter(0)
+  %transpose.2 = bf16[4096,8,64]{2,1,0} transpose(%param_0.2), dimensions={1,0,2}
+  ROOT %multiply.2 = bf16[4096,8,64]{2,1,0} multiply(%transpose.2, %transpose.2)
+}
+
+ENTRY %main (weight: bf16[8,4096,64], x: f32[4], pool: f32[512,4096], other: f32[512,4096]) -> (f32[4]) {
+  %weight = bf16[8,4096,64]{2,1,0} parameter(0), sharding={replicated}
+  %x = f32[4]{0} parameter(1)
+  %pool = f32[512,4096]{1,0} parameter(2)
+  %bitcast.1 = bf16[8,262144]{1,0} bitcast(%weight), metadata={op_name="a"}
+  %used = bf16[4096,8,64]{2,1,0} fusion(%weight), kind=kLoop, calls=%multiplies, metadata={op_name="b (c)"}
+  %written = f32[512,4096]{1,0} custom-call(%pool, %x), custom_call_target="mosaic_gpu_v2"
+  %small = f32[4]{0} copy(%x)
+  LINE
+  ROOT %tuple.1 = (f32[4]{0}, f32[512,4096]{1,0}) tuple(%small, %written)
+}
+"""
+
+
+def folder(path: Path, **files: str) -> Path:
+    for name, text in files.items():
+        (
+            path / name.replace("_ptx", ".ptx").replace("_log", ".mlir-passes.log").replace("_thunks", THUNKS_END)
+        ).write_text(text)
+    return path
+
+
+THUNKS_END = ".thunk_sequence_after_thunk_passes.txt"
+
+
+def test_reports_are_read(tmp_path: Path) -> None:
+    log = "gpu.launch blocks dynamic_shared_memory_size %c151656_i32 {\n dynamic_shared_memory_size %c9_i32 {"
+    found = kernels(folder(tmp_path, a_ptxas=REPORT, a_ptx=CODE, a_log=log))
+    assert found["registers"] == 232 and found["spills"] == 8 + 12 + 20 and found["smem"] == 151656
+    assert found["instructions"] == {"wgmma": 2, "mma": 1, "tma": 1} and found["kernels"] == 1
+    assert found["serialised"] == ("wgmma.mma_async instructions are serialized due to a fence in it",)
+
+
+def test_no_report_is_no_kernel(tmp_path: Path) -> None:
+    assert Figures(**kernels(tmp_path), **thunks(tmp_path)) == Figures()  # type: ignore[arg-type]
+
+
+def test_command_buffers_are_counted_at_every_depth(tmp_path: Path) -> None:
+    assert thunks(folder(tmp_path, m_thunks=THUNKS)) == {"buffers": 2, "loose": 2}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("%a = bf16[8,262144]{1,0} copy(%bitcast.1)", "copy a of bf16[8, 262144]"),
+        ("%b = bf16[4096,8,64]{2,1,0} fusion(%weight), kind=kLoop, calls=%moves", "fusion b of bf16[4096, 8, 64]"),
+        ("%c = f32[512,4096]{1,0} copy(%written)", "copy c of f32[512, 4096]"),
+        ("%d = f32[8,4096,64]{2,1,0} convert(%weight)", "convert d of f32[8, 4096, 64]"),
+        ("%e = ((bf16[8,4096,64]), bf16[32,4096,64]) all-gather-start(%weight)", "all-gather-start e of bf16[8, 4096"),
+        ("%f = bf16[8,4096,64]{2,1,0:S(1)} copy(%weight)", ""),  # a TPU's fast memory
+        ("%g = f32[512,4096]{1,0} scatter(%pool, %x)", ""),
+        ("%h = f32[64]{0} slice(%x)", ""),
+    ],
+)
+def test_copies_of_what_is_large_are_found(line: str, said: str) -> None:
+    step = STEP.replace("LINE", line).replace("ENTRY", MOVES + "ENTRY" if "%moves" in line else "ENTRY")
+    found = hlo.copies(step, held=1 << 20)
+    assert [each[: len(said)] for each in found] == ([said] if said else [])
+
+
+def test_aliased_arguments_are_counted() -> None:
+    assert hlo.aliased(STEP) == 2
+    assert hlo.aliased("HloModule jit_f, is_scheduled=true, entry_computation_layout={()->f32[]}") == 0
+
+
+def test_real_programs_are_read_as_written_ones_are() -> None:
+    """The CPU's compiler writes the same language: a transposed copy, and an update in place."""
+    x = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
+    turned = jax.jit(lambda x: (x.T, x)).lower(x).compile().as_text()
+    assert any("[1024, 512]" in said for said in hlo.copies(turned, held=1 << 20))
+    kept = jax.jit(lambda x: x.at[3].set(0.0), donate_argnums=0).lower(x).compile().as_text()
+    assert hlo.copies(kept, held=1 << 20) == [] and hlo.aliased(kept) == 1
+
+
+SOUND = Figures(
+    kernels=1, registers=168, instructions={"wgmma": 12, "tma": 3}, temp=1600, donated=1, aliased=1, buffers=1
+)
+NEEDY = Case("a", lambda: None, (), needs=frozenset({"wgmma"}))
+GRAPHS = Step("s", lambda mesh: None, command_buffers=1)  # type: ignore[arg-type,return-value]
+
+
+def test_what_is_sound_breaks_no_law() -> None:
+    for case in (NEEDY, GRAPHS):
+        assert list(laws(case, SOUND, 141 * GB)) == []
+    assert list(excess(SOUND, bound_of(SOUND))) == []
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "said"),
+    [
+        (NEEDY, {"spills": 12}, "12 bytes of registers spilled, the bound is 0"),
+        (NEEDY, {"serialised": ("x",)}, "serialised"),
+        (NEEDY, {"instructions": {"mma": 2}}, "0 wgmma instructions, the bound is at least 1"),
+        (NEEDY, {"smem": 300_000}, "300000 bytes of shared memory, the bound is 232448"),
+        (NEEDY, {"donated": 2}, "1 of 2 donated arguments changed in place"),
+        (replace(NEEDY, donate=(0,)), {}, "1600 bytes of temporaries in an operation in place, the bound is 0"),
+        (NEEDY, {"copies": ("copy x",)}, "a weight or a pool is copied, the bound is no copy: copy x"),
+        (NEEDY, {"memory": 142 * GB}, "142.00 GB a device, the bound is 141 GB"),
+        (GRAPHS, {"buffers": 3}, "3 command buffers, the bound is 1"),
+        (GRAPHS, {"buffers": None}, "None command buffers, the bound is 1"),
+    ],
+)
+def test_each_law_names_the_figure_and_the_bound(case: Case | Step, change: dict[str, object], said: str) -> None:
+    [breach] = laws(case, replace(SOUND, **change), 141 * GB)  # type: ignore[arg-type]
+    assert said in breach
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"registers": 169}, "169 registers, the recorded bound is 168"),
+        ({"temp": 1701}, "1701 bytes of temporaries, the recorded bound is 1600"),
+        ({"buffers": 2}, "2 command buffers, the recorded bound is 1"),
+        ({"kernels": 32}, "32 kernels compiled, the recorded bound is 1"),
+    ],
+)
+def test_each_recorded_bound_holds(change: dict[str, int], said: str) -> None:
+    [breach] = excess(replace(SOUND, **change), bound_of(SOUND))  # type: ignore[arg-type]
+    assert said in breach
+    assert list(excess(replace(SOUND, temp=1700, registers=10), bound_of(SOUND))) == []
+
+
+def test_a_case_without_a_bound_fails() -> None:
+    [breach] = excess(SOUND, None)
+    assert "--record" in breach
+
+
+def test_bounds_are_kept_by_target_and_version(tmp_path: Path) -> None:
+    file = tmp_path / "bounds.json"
+    assert bounds.load("h200", "0.11.2", file) == ({}, "")
+    one, two = Bound(168, 0), Bound(99, 7, 1, 2)
+    bounds.record("h200", "0.10.2", {"a": one, "b": one}, file)
+    bounds.record("h200", "0.11.2", {"a": two}, file)
+    bounds.record("h200", "0.11.0", {"c": one}, file)
+    assert bounds.load("h200", "0.11.9", file) == ({"a": two, "c": one}, "0.11")
+    assert bounds.load("h200", "0.12.0.1", file)[1] == "0.11", "a new jax is held to what the last one gave"
+    assert bounds.load("h200", "0.9.9", file) == ({}, "")
+    assert bounds.load("tpu:v5e", "0.11.2", file) == ({}, "")
+    bounds.record("h200", "0.11.2", {"c": two}, file, whole=True)
+    assert bounds.load("h200", "0.11.2", file)[0] == {"c": two}, "what is no case any more goes"
+    assert len(file.read_text().splitlines()) < 14
+
+
+def test_the_package_s_bounds_can_be_read() -> None:
+    for name in TARGETS:
+        for version in ("0.10.2", "0.11.2"):
+            assert all(isinstance(bound, Bound) for bound in bounds.load(name, version)[0].values())
+
+
+def test_two_cases_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    with pytest.raises(ValueError, match="sound"):
+        collect(["planted", "planted"])
+    assert [case.name for case in collect(["planted"])][:2] == ["sound", "spills"]
+
+
+def test_a_kernel_case_donates_what_it_says() -> None:
+    case = Case("a", lambda x, y: x + y, shapes(((4,), jnp.float32), ((4,), jnp.float32)), donate=(1,))
+    lowered = case.lower(jax.sharding.Mesh(jax.devices("cpu")[:1], ("tp",)))
+    assert [info.donated for info in jax.tree.leaves(lowered.args_info)] == [False, True]
+
+
+def test_the_table_shows_failures_without_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [table.row("a", SOUND, "ok"), table.row("b", "does not compile", "FAILED")]
+    assert {len(row) for row in rows} == {len(table.HEAD)}
+    table.show(rows, "title")
+    table._plain(rows, "title")
+    assert capsys.readouterr().out.count("12 wgmma 3 tma") == 2
+
+
+def gate(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(HERE), str(HERE.parent.parent)])
+    return subprocess.run(
+        [sys.executable, "-m", "pallas_kernels.aot", *arguments],
+        env={**os.environ, "PYTHONPATH": paths, **environment},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+
+
+def test_help_says_what_it_does() -> None:
+    said = gate("--help")
+    assert said.returncode == 0 and all(flag in said.stdout for flag in ("--record", "--only", "--target", "--json"))
+
+
+@pytest.mark.skipif(H200.missing() is None, reason="what compiles for the GPU is installed")
+def test_without_the_packages_it_fails_and_says_what_to_install() -> None:
+    ran = gate()
+    assert ran.returncode == 1
+    assert "jax-cuda13-plugin" in ran.stderr and "pip install --no-deps" in ran.stderr
+
+
+@pytest.mark.skipif(H200.missing() is not None, reason=str(H200.missing()))
+def test_planted_faults_are_found(tmp_path: Path) -> None:
+    known, report = tmp_path / "bounds.json", tmp_path / "report.json"
+    fine, tight = Bound(0, 0, kernels=1), Bound(100, 0, kernels=1)
+    cases = ("spills", "lacks wgmma", "changes in place", "loses its donation", "copies its pool")
+    bounds.record(
+        "h200", jax.__version__, {**dict.fromkeys(cases, replace(fine, registers=255)), "sound": tight}, known
+    )
+    ran = gate("--cases", "planted", "--bounds", str(known), "--json", str(report))
+    assert ran.returncode == 1, ran.stderr
+    told = {name: " ".join(one["breaches"]) for name, one in json.loads(report.read_text())["cases"].items()}
+    assert "registers, the recorded bound is 100" in told.pop("sound")
+    assert "bytes of registers spilled" in told.pop("spills")
+    assert told.pop("changes in place") == ""
+    assert told.pop("lacks wgmma").startswith("0 wgmma instructions")
+    assert told.pop("loses its donation").startswith("0 of 1 donated arguments")
+    assert told.pop("copies its pool").startswith("a weight or a pool is copied")
+    assert told.pop("aborts").startswith("the compiler died")
+    assert told.pop("raises").startswith("does not compile: TypeError")
+    assert not told
+    assert "FAILED spills" in ran.stdout and "1 of 8 cases passed" in ran.stdout
+
+
+@pytest.mark.skipif(H200.missing() is not None, reason=str(H200.missing()))
+def test_a_recorded_case_passes(tmp_path: Path) -> None:
+    known = str(tmp_path / "bounds.json")
+    assert gate("--cases", "planted", "--only", "sound", "--bounds", known).returncode == 1
+    assert gate("--cases", "planted", "--only", "sound", "--bounds", known, "--record").returncode == 0
+    passed = gate("--cases", "planted", "--only", "s*nd", "--bounds", known)
+    assert passed.returncode == 0 and "1 of 1 cases passed" in passed.stdout, passed.stdout + passed.stderr
