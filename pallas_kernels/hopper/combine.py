@@ -10,6 +10,7 @@ S rows, X pairs of kv head and block of query tokens, M rows of their products, 
 from __future__ import annotations
 
 import math
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,8 @@ from pallas_kernels import compat
 from pallas_kernels.interpret import Interpret
 from pallas_kernels.layout import MASKED
 
-TOGETHER = 4  # vectors in one warpgroup: so many loads are on the way at a time
+TOGETHER = 4  # vectors in one warpgroup
+AHEAD = 4  # partials that are loaded before the first of them is added: a load takes longer than all the rest
 WARPGROUP = 128  # threads, hence the least length of a vector in registers
 
 
@@ -49,15 +51,23 @@ def combine(
         begin, count = begins[row], counts[row]
         first = [(group * together + n) * share for n in range(together)]  # row of the product
 
-        def step(p: Any, carry: list[_Sum]) -> list[_Sum]:
+        def step(turn: Any, carry: list[_Sum]) -> list[_Sum]:
+            parts = [turn * AHEAD + n for n in range(AHEAD)]
             added = []
             for at, old in zip(first, carry, strict=True):
-                vector = mixed[begin + p, pair, pl.ds(at * dim, width)]
-                added.append(old.add(vector, [weight[begin + p, pair, at + i] for i in range(share)], dim))
+                vectors, weights = [], []
+                for p in parts:
+                    here = begin + jnp.minimum(p, count - 1)
+                    vectors.append(mixed[here, pair, pl.ds(at * dim, width)])
+                    weights.append(
+                        # Lower than any weight is: what is not there adds nothing to what has none yet, either.
+                        [jnp.where(p < count, weight[here, pair, at + i], 2 * MASKED) for i in range(share)]
+                    )
+                added.append(old.add(vectors, weights, dim))
             return added
 
         start = [_Sum.zero(width, share)] * together
-        for at, done in zip(first, lax.fori_loop(0, count, step, start), strict=True):
+        for at, done in zip(first, lax.fori_loop(0, lax.div(count + (AHEAD - 1), AHEAD), step, start), strict=True):
             safe = [jnp.maximum(total, 1e-30) for total in done.totals]
             vector = done.mixed * _spread([1.0 / total for total in safe], dim)
             out[row, pair, pl.ds(at * dim, width)] = vector.astype(dtype)
@@ -91,12 +101,20 @@ class _Sum(NamedTuple):
     def zero(cls, width: int, share: int) -> _Sum:
         return cls(jnp.zeros((width,), jnp.float32), [jnp.float32(MASKED)] * share, [jnp.float32(0.0)] * share)
 
-    def add(self, vector: jax.Array, weights: list[Any], dim: int) -> _Sum:
-        tops = [jnp.maximum(old, new) for old, new in zip(self.peaks, weights, strict=True)]
-        fades = [jnp.exp2(old - top) for old, top in zip(self.peaks, tops, strict=True)]
-        news = [jnp.exp2(new - top) for new, top in zip(weights, tops, strict=True)]
-        totals = [total * fade + new for total, fade, new in zip(self.totals, fades, news, strict=True)]
-        return _Sum(self.mixed * _spread(fades, dim) + vector * _spread(news, dim), tops, totals)
+    def add(self, vectors: list[jax.Array], weights: list[list[Any]], dim: int) -> _Sum:
+        """Of several partials, with a weight for each row in each vector."""
+        tops, fades, totals, shares = [], [], [], []
+        for old, total, *new in zip(self.peaks, self.totals, *weights, strict=True):
+            top = reduce(jnp.maximum, new, old)
+            fade, mine = jnp.exp2(old - top), [jnp.exp2(one - top) for one in new]
+            tops.append(top)
+            fades.append(fade)
+            totals.append(sum(mine, total * fade))
+            shares.append(mine)
+        mixed = self.mixed * _spread(fades, dim)
+        for vector, each in zip(vectors, zip(*shares, strict=True), strict=True):
+            mixed = mixed + vector * _spread(list(each), dim)
+        return _Sum(mixed, tops, totals)
 
 
 def _spread(values: list[Any], dim: int) -> Any:

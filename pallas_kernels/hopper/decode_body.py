@@ -255,7 +255,11 @@ def _consume(shape: Shape, refs: Refs, me: Any) -> None:
             top = jnp.maximum(peak, jnp.max(score, axis=1) * unit)
             weight = jnp.exp2(score * unit - lax.broadcast_in_dim(top, score.shape, (0,)))
             fade = jnp.exp2(peak - top)
-            total = total * fade + jnp.sum(weight, axis=1)
+            # Of warp products a row lies over four warps, which would have to meet to sum it: once per item will do.
+            if shape.warps:
+                total = total * lax.broadcast_in_dim(fade, total.shape, (0,)) + weight
+            else:
+                total = total * fade + jnp.sum(weight, axis=1)
             acc = acc * lax.broadcast_in_dim(fade, acc.shape, (0,))
             acc = _mix(shape, s, acc, weight.astype(shape.dtype), slot, me)
             return acc, top, total
@@ -271,9 +275,12 @@ def _consume(shape: Shape, refs: Refs, me: Any) -> None:
         start = (
             full(0.0, (shape.rows, shape.dim), acc_layout),
             full(MASKED, (shape.rows,), acc_layout.reduce(1)),
-            full(0.0, (shape.rows,), acc_layout.reduce(1)),
+            full(0.0, (shape.rows, shape.tile), acc_layout)
+            if shape.warps
+            else full(0.0, (shape.rows,), acc_layout.reduce(1)),
         )
         acc, peak, total = lax.fori_loop(0, count, step, start)
+        total = jnp.sum(total, axis=1) if shape.warps else total
         fence(shape.interpret)
         plgpu.barrier_arrive(s["q_free"].at[half])
         safe = jnp.maximum(total, 1e-30)
@@ -311,8 +318,9 @@ def _mix(shape: Shape, s: dict[str, Any], acc: jax.Array, weight: jax.Array, slo
     left: Any = weight
     if "p" in s:
         s["p"][me] = weight
-        plgpu.commit_smem()
         left = s["p"].at[me]
+        if not shape.warps:  # those read it as it was written, by ordinary loads
+            plgpu.commit_smem()
     plgpu.barrier_wait(s["v_full"].at[slot])
     values = s["v"].at[slot]
     if shape.quantised:
@@ -339,7 +347,11 @@ def _release(shape: Shape, free: Any) -> None:
 def _widen(shape: Shape, s: dict[str, Any], name: str, slot: Any, me: Any) -> Any:
     """A slot of 8-bit values in the dtype of the products, in shared memory; the slot is free again."""
     wide = s["wide"].at[me]
-    s["wide"][me] = compat.load(s[name].at[slot], optimized=False).astype(shape.dtype)
+    if is_interpreting(shape.interpret):
+        narrow = s[name][slot]
+    else:
+        narrow = compat.load(s[name].at[slot], plgpu.Layout.WGMMA_UPCAST_2X)
+    s["wide"][me] = cast(narrow.astype(shape.dtype), plgpu.Layout.WGMMA, shape.interpret)
     plgpu.commit_smem()
     plgpu.barrier_arrive(s[f"{name}_free"].at[slot])
     return wide
