@@ -102,7 +102,8 @@ def resolve_attention(config: ExecutorConfig, spec: ModelSpec, dtype: Any, mesh:
         page=config.page_size,
         device=device.device_kind,
         capability=str(getattr(device, "compute_capability", "")),
-        cores=int(getattr(device, "core_count", 0) or dispatch.Spec.cores),
+        # An interpreter runs every block of a kernel, one after the other: few of them.
+        cores=2 if config.interpret else int(getattr(device, "core_count", 0) or dispatch.Spec.cores),
         interpret=config.interpret,
     )
     try:

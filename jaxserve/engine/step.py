@@ -24,6 +24,7 @@ from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
 from pallas_kernels.dispatch import Attention, Choice, Pool, attention
 from pallas_kernels.layout import Ragged
+from pallas_kernels.pages import export_pages, import_pages
 
 SCORED = 64  # W
 Tree = Any
@@ -59,8 +60,8 @@ class Programs:
         self.full = _jit(partial(_full, logits=logits), "draw_full", (whole,) * 4, (3,))
         self.score = _jit(partial(_score, logits=logits), "score", whole)
         self.remember = _jit(_remember, "remember", whole, (0,))
-        self.gather = _jit(_gather, "gather", parcel)
-        self.scatter = _jit(_scatter, "scatter", pools, (0,))
+        self.gather = _jit(export_pages, "gather", parcel)
+        self.scatter = _jit(import_pages, "scatter", pools, (0,))
 
 
 def parcel_spec(spec: ModelSpec) -> PartitionSpec:
@@ -169,16 +170,3 @@ def _block(hidden: jax.Array, begin: jax.Array) -> jax.Array:
 def _remember(counts: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:
     """counts [slots, V] with one row [V] replaced."""
     return counts.at[slot].set(row)
-
-
-def _gather(pools: list[Pool], pages: jax.Array) -> jax.Array:
-    """Pages [M] of all layers as one array [L, 2, M, B, K, D]."""
-    return jnp.stack([jnp.stack([jnp.take(part, pages, axis=0, mode="clip") for part in pool]) for pool in pools])
-
-
-def _scatter(pools: list[Pool], pages: jax.Array, parcel: jax.Array) -> list[Pool]:
-    """The pools with a parcel [L, 2, M, B, K, D] at pages [M]; pages out of range are dropped."""
-    return [
-        (k.at[pages].set(parcel[i, 0], mode="drop"), v.at[pages].set(parcel[i, 1], mode="drop"))
-        for i, (k, v) in enumerate(pools)
-    ]

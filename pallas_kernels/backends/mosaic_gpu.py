@@ -161,7 +161,7 @@ class MosaicAttention:
     def _write(
         self, q: jax.Array, k: jax.Array, v: jax.Array, turn: Turn | None, pool: Pool, ragged: Ragged
     ) -> tuple[jax.Array, Pool]:
-        from pallas_kernels.attention_xla import rope_and_write_xla
+        from pallas_kernels.hopper.kv_write import rope_and_write
 
-        q, k_pool, v_pool = rope_and_write_xla(q, k, v, turn, *pool, ragged)
+        q, k_pool, v_pool = rope_and_write(q, k, v, turn, *pool, ragged, interpret=self._interpret)
         return q, (k_pool, v_pool)

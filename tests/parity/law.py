@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -54,6 +54,18 @@ SPEC: ModelSpec = registry.spec_from_config(
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Model:
+    """What is served, and how exactly it computes: scores closer than `close` may change places by rounding."""
+
+    spec: ModelSpec = SPEC
+    dtype: str = "float32"
+    close: float = CLOSE
+
+
+TINY = Model()
+
+
 def weights(spec: ModelSpec, dtype: Any, meshes: Sequence[Any]) -> list[Any]:
     """Random weights, with a head that makes up its mind: scores lie apart as a trained model's do."""
     trees = build.random_init(3)(spec, dtype, meshes)
@@ -73,14 +85,19 @@ class Ask:
 class Setup:
     """Executors of one shape; what runs on them varies."""
 
-    def __init__(self, mesh: str, tokens: int, pages: int, mode: str = "auto") -> None:
+    def __init__(
+        self, mesh: str, tokens: int, pages: int, mode: str = "auto", model: Model = TINY, **options: Any
+    ) -> None:
+        """`options` are those of an ExecutorConfig."""
         plan = plan_mesh(mesh, mode=mode)
         config = build.ExecutorConfig(
-            spec=SPEC, load=weights, mesh=plan, max_num_seqs=ROWS, max_num_batched_tokens=tokens,
-            max_model_len=LENGTH, dtype="float32", page_size=PAGE, warm=False,
-            kv_cache_memory=page_bytes(SPEC.for_tp(plan.tp), PAGE, "float32") * pages * plan.instances,
+            spec=model.spec, load=weights, mesh=plan, max_num_seqs=ROWS, max_num_batched_tokens=tokens,
+            max_model_len=LENGTH, dtype=model.dtype, page_size=PAGE, warm=False,
+            kv_cache_memory=page_bytes(model.spec.for_tp(plan.tp), PAGE, model.dtype) * pages * plan.instances,
+            **options,
         )  # fmt: skip
         self.tokens = tokens
+        self.spec = model.spec
         self.roles: tuple[Role, ...] = plan.roles
         self.executors: list[JaxExecutor] = build.build_executors(config)
 
@@ -122,7 +139,7 @@ class Setup:
             await asyncio.sleep(ask.after)
             request = Request(
                 id, ask.prompt, ask.params, SLO(1.0, 0.02), self.executors[0].now(), seed=ask.params.seed or 0,
-                eos=frozenset(SPEC.eos), limit=min(ask.params.max_tokens or LENGTH, LENGTH - len(ask.prompt)),
+                eos=frozenset(self.spec.eos), limit=min(ask.params.max_tokens or LENGTH, LENGTH - len(ask.prompt)),
             )  # fmt: skip
             cluster.submit(request, _cancelling(cluster, id) if ask.cancel else _nothing)
         drained = asyncio.ensure_future(cluster.drained())
@@ -151,7 +168,7 @@ def _cancelling(cluster: Cluster, id: int) -> Callable[[Delta], None]:
     return heard
 
 
-def compare(asks: Sequence[Ask], served: Sequence[Request], reference: Sequence[Request]) -> int:
+def compare(asks: Sequence[Ask], served: Sequence[Request], reference: Sequence[Request], model: Model = TINY) -> int:
     """Assert the law for each request; returns how many comparisons stopped at a close call."""
     stopped = 0
     for ask, mine, alone in zip(asks, served, reference, strict=True):
@@ -161,8 +178,10 @@ def compare(asks: Sequence[Ask], served: Sequence[Request], reference: Sequence[
         if tokens == expected:
             continue
         first = next(i for i, (a, b) in enumerate(zip([*tokens, -1], [*expected, -1], strict=False)) if a != b)
-        gap = margins(ask, alone.output)[first]
-        assert gap < CLOSE, f"{ask}: token {first} differs, though the best scores lie {gap} apart: {mine} {alone}"
+        gap = margins(ask, alone.output, model)[first]
+        assert gap < model.close, (
+            f"{ask}: token {first} differs, though the best scores lie {gap} apart: {mine} {alone}"
+        )
         stopped += 1
     return stopped
 
@@ -171,12 +190,12 @@ def compare(asks: Sequence[Ask], served: Sequence[Request], reference: Sequence[
 
 
 @cache
-def _model() -> tuple[Any, Any]:
+def _model(model: Model) -> tuple[Any, Any]:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("tp",))
-    return weights(SPEC, jnp.dtype("float32"), [mesh])[0], jax.jit(_forward)
+    return weights(model.spec, jnp.dtype(model.dtype), [mesh])[0], jax.jit(partial(_forward, model))
 
 
-def _forward(tree: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
+def _forward(model: Model, tree: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
     """Logits [T, V] of one request computed in one go, with fresh pages."""
     total, pages = tokens.shape[0], LENGTH // PAGE
     index = jnp.arange(total, dtype=jnp.int32)
@@ -185,25 +204,26 @@ def _forward(tree: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
         jnp.where(real, index, 0), jnp.where(real, 0, 1), jnp.where(real, index, pages * PAGE),
         jnp.zeros(1, jnp.int32), length[None], length[None], jnp.arange(pages, dtype=jnp.int32)[None],
     )  # fmt: skip
-    shape = registry.pool_shape(SPEC, pages, PAGE)
-    pools = [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(SPEC.layers)]
-    hidden, _ = registry.forward(SPEC, tree, pools, tokens, ragged, attention=attention())
-    return registry.logits(SPEC, tree, hidden)
+    shape = registry.pool_shape(model.spec, pages, PAGE)
+    pools = [(jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype)) for _ in range(model.spec.layers)]
+    hidden, _ = registry.forward(model.spec, tree, pools, tokens, ragged, attention=attention())
+    return registry.logits(model.spec, tree, hidden)
 
 
-def margins(ask: Ask, output: Sequence[int]) -> list[float]:
+def margins(ask: Ask, output: Sequence[int], model: Model = TINY) -> list[float]:
     """Distance of the two best scores at each output position, as the sampler sees them."""
-    tree, forward = _model()
+    spec = model.spec
+    tree, forward = _model(model)
     tokens = np.zeros(LENGTH, np.int32)
     known = [*ask.prompt, *output][:LENGTH]
     tokens[: len(known)] = known
     n, prompt = len(output), len(ask.prompt)
     logits = forward(tree, tokens, np.int32(len(known)))[prompt - 1 : prompt - 1 + n]  # [G, V]
-    slots = SlotTable(Shapes(slots=n, tokens=16, pages=1, page_size=PAGE, row_pages=1, vocab=SPEC.vocab))
-    counts = np.zeros((n, SPEC.vocab), np.int16)
+    slots = SlotTable(Shapes(slots=n, tokens=16, pages=1, page_size=PAGE, row_pages=1, vocab=spec.vocab))
+    counts = np.zeros((n, spec.vocab), np.int16)
     for row in range(n):
-        slots.begin(row, Begin(ask.params, ask.params.seed or 0, ask.prompt, (), prompt, SPEC.eos))
-        counts[row] = np.minimum(np.bincount(np.array(output[:row], int), minlength=SPEC.vocab), MOST_COUNTED)
+        slots.begin(row, Begin(ask.params, ask.params.seed or 0, ask.prompt, (), prompt, spec.eos))
+        counts[row] = np.minimum(np.bincount(np.array(output[:row], int), minlength=spec.vocab), MOST_COUNTED)
         counts[row, list(set(ask.prompt))] |= SEEN_IN_PROMPT
     columns = slots.columns[:n].copy()
     columns[:, Column.POSITION] = prompt + np.arange(n)
@@ -211,7 +231,7 @@ def margins(ask: Ask, output: Sequence[int]) -> list[float]:
     temperature = rows.floats(Column.TEMPERATURE)
     x = sampling._penalised(logits, jnp.asarray(counts), rows)
     if ask.params.temperature > 0:
-        x = sampling._cut(sampling._heated(x, temperature), rows) + sampling.gumbel(rows, SPEC.vocab)
+        x = sampling._cut(sampling._heated(x, temperature), rows) + sampling.gumbel(rows, spec.vocab)
     best = np.sort(np.asarray(x), axis=1)
     gaps: list[float] = (best[:, -1] - best[:, -2]).tolist()
     return gaps

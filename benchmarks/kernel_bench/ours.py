@@ -1,0 +1,102 @@
+"""Our kernels, each as something that can be measured: how to plan, and how to call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import attention_xla, compat
+from pallas_kernels.interpret import interpreter
+from pallas_kernels.layout import Ragged, Scales
+
+from .cases import Case
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """`call(q, k_pool, v_pool, ragged, work)` gives [T, H, D], or that and the lse."""
+
+    label: str
+    plan: Callable[[Ragged], Any]
+    call: Callable[..., Any]
+    config: Any = None
+
+
+def scales_of(case: Case) -> Scales | None:
+    """8-bit pools hold values of about one, so that scales of one fit."""
+    if jnp.dtype(case.kv_dtype).itemsize > 1:
+        return None
+    return Scales(jnp.ones(case.kv_heads), jnp.ones(case.kv_heads))
+
+
+def xla(case: Case) -> Kernel:
+    decode = case.queries == 1
+
+    def call(q: jax.Array, k: jax.Array, v: jax.Array, ragged: Ragged, work: Any) -> jax.Array:
+        return attention_xla.paged_attention(
+            q, k, v, ragged, scale=case.scale, decode=decode, queries=case.queries, scales=scales_of(case)
+        )
+
+    return Kernel("xla", lambda ragged: (), call)
+
+
+def spec_of(case: Case, *, dry: bool = False) -> Any:
+    """What the kernels' heuristics go by; a dry device has two cores, as each costs the interpreter time."""
+    from pallas_kernels.hopper.spec import CORES, Spec
+
+    shape = len(case.rows), case.heads, case.kv_heads, case.dim, case.page, case.queries, case.dtype, case.kv_dtype
+    return Spec(*shape, 2 if dry else CORES)
+
+
+def decode(case: Case, config: Any, label: str, *, dry: bool) -> Kernel:
+    from pallas_kernels.hopper.decode import paged_decode
+
+    return _mosaic(paged_decode, case, config, label, dry)
+
+
+def prefill(case: Case, config: Any, label: str, *, dry: bool) -> Kernel:
+    from pallas_kernels.hopper.prefill import paged_prefill
+
+    return _mosaic(paged_prefill, case, config, label, dry)
+
+
+def _mosaic(kernel: Callable[..., Any], case: Case, config: Any, label: str, dry: bool) -> Kernel:
+    if dry and not compat.DETECTS_RACES:
+        raise NotImplementedError(
+            f"a dry run of Mosaic kernels needs the interpreter of jax 0.11; this is {jax.__version__}"
+        )
+    interpret = interpreter() if dry else None
+
+    def call(q: jax.Array, k: jax.Array, v: jax.Array, ragged: Ragged, work: Any) -> Any:
+        return kernel(
+            q, k, v, ragged, work, scale=case.scale, scales=scales_of(case), config=config, interpret=interpret
+        )
+
+    return Kernel(label, lambda ragged: config.plan(ragged, page=case.page), call, config)
+
+
+def decode_kernels(case: Case, *, dry: bool) -> Iterator[Kernel]:
+    """What an engine would run, with the other kind of product where this jax has both."""
+    from pallas_kernels.hopper.decode import WGMMA_ROWS, heuristic
+
+    spec = spec_of(case, dry=dry)
+    for warps in (True, False) if compat.HAS_MMA and case.queries * spec.group <= WGMMA_ROWS // 2 else (False,):
+        yield decode(case, heuristic(spec, warps=warps), "mosaic " + ("mma" if warps else "wgmma"), dry=dry)
+
+
+def prefill_kernels(case: Case, *, dry: bool) -> Iterator[Kernel]:
+    from pallas_kernels.hopper.prefill import heuristic
+
+    yield prefill(case, heuristic(spec_of(case, dry=dry)), "mosaic", dry=dry)
+
+
+def registers(kernel: Kernel, case: Case, *, dry: bool) -> Kernel | None:
+    """The same kernel with its weights kept in registers, which ptxas before 13.3 may compile wrongly."""
+    if not getattr(kernel.config, "p_in_smem", False):
+        return None
+    make = prefill if "prefill" in type(kernel.config).__module__ else decode
+    return make(case, replace(kernel.config, p_in_smem=False), kernel.label + " P in registers", dry=dry)

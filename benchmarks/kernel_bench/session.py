@@ -1,0 +1,185 @@
+"""One run: what was found, what failed, how long is left, and the clock that every part measures by.
+
+A part that fails costs one line. A kernel is measured inside one jitted loop, over several pools in turn so that the
+level-2 cache cannot hold what is read, each turn depending on the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxserve.report.progress import Callback
+from jaxserve.report.table import markdown, print_table
+
+POOLS = 4
+COLUMNS = ("case", "kernel", "us", "again", "GB", "TB/s", "% copy", "TFLOP/s", "% matmul", "x floor", "error")
+KEYS = ("case", "kernel", "us", "us_again", "gb", "tb_s", "of_copy", "tflop_s", "of_matmul", "of_floor", "error")
+
+
+@dataclass
+class Ceilings:
+    """What this device reaches at best, measured; NaN until then."""
+
+    copy: float = math.nan  # bytes a second, read and written
+    matmul: float = math.nan  # bfloat16 operations a second
+
+
+@dataclass
+class Session:
+    dry: bool
+    folder: Path
+    deadline: float  # of time.perf_counter
+    show: Callback
+    samples: int = 20
+    ceilings: Ceilings = field(default_factory=Ceilings)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    failures: list[dict[str, str]] = field(default_factory=list)
+    _done: int = 0
+    _planned: int = 0
+
+    def expect(self, parts: int) -> None:
+        self._planned += parts
+
+    def part(self, name: str, work: Callable[[], Any], *, least: float = 5.0) -> Any:
+        """Run a part; None, and one line, where it fails or where less than `least` seconds are left for it."""
+        self._done += 1
+        self.show(self._done, max(self._planned, self._done), name)
+        left = self.deadline - time.perf_counter()
+        if left < least and not self.dry:
+            return self._fail(name, f"skipped: {left:.0f} s are left")
+        try:
+            return work()
+        except Exception as error:  # whatever a kernel, a peer or the device raises: the next part goes on
+            words = str(error).strip().splitlines() or [""]
+            return self._fail(name, f"{type(error).__name__}: {words[0][:300]}")
+        finally:
+            self.save()
+
+    def _fail(self, name: str, why: str) -> None:
+        self.failures.append({"part": name, "why": why})
+        print(f"{name}: {why}", flush=True)
+
+    def seconds(self, loop: Callable[..., Any], args: Sequence[Any], calls: int, samples: int | None = None) -> Any:
+        """Median seconds of one of the `calls` that `loop(*args)` makes, taken twice. Once, cold, where it is dry."""
+        began = time.perf_counter()
+        jax.block_until_ready(loop(*args))  # compiles, and warms up
+        if self.dry:
+            return [(time.perf_counter() - began) / calls] * 2
+        found = []
+        for _ in range(2):
+            times = []
+            for _ in range(samples or self.samples):
+                began = time.perf_counter()
+                jax.block_until_ready(loop(*args))
+                times.append(time.perf_counter() - began)
+            found.append(median(times) / calls)
+        return found
+
+    def turns(self, seconds: float) -> int:
+        """Iterations over all pools for about 20 ms, of calls that take at least `seconds` each."""
+        return 1 if self.dry else max(2, min(100, round(0.02 / (POOLS * max(seconds, 5e-6)))))
+
+    def add(
+        self, case: str, kernel: str, found: Sequence[float], *, moved: float, flops: float = 0.0, **more: Any
+    ) -> dict[str, Any]:
+        """A row: bytes moved, floating point operations, and the times of `seconds`."""
+        best, copy, matmul = min(found), self.ceilings.copy, self.ceilings.matmul
+        floor = (max(moved / copy, flops / matmul) if copy > 0 and matmul > 0 else 0.0) or math.nan
+        row = {
+            "case": case,
+            "kernel": kernel,
+            "us": found[0] * 1e6,
+            "us_again": found[1] * 1e6,
+            "gb": moved / 1e9,
+            "tb_s": moved / best / 1e12,
+            "of_copy": 100 * moved / best / copy,
+            "tflop_s": flops / best / 1e12,
+            "of_matmul": 100 * flops / best / matmul,
+            "of_floor": best / floor,
+            **more,
+        }
+        self.rows.append(row)
+        return row
+
+    def table(self) -> list[list[Any]]:
+        return [[row.get(key) for key in KEYS] for row in self.rows]
+
+    def save(self) -> None:
+        """Everything so far: a run that is cut off leaves what it had."""
+        whole = {
+            "ceilings": {"copy_tb_s": self.ceilings.copy / 1e12, "matmul_tflop_s": self.ceilings.matmul / 1e12},
+            **self.facts,
+            "rows": self.rows,
+            "failures": self.failures,
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "kernels.json").write_text(json.dumps(whole, indent=1, default=str) + "\n", encoding="utf-8")
+        lines = [markdown(COLUMNS, self.table()), ""]
+        lines += [f"* {failed['part']}: {failed['why']}" for failed in self.failures]
+        (self.folder / "kernels.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    def close(self) -> None:
+        print_table("kernels" + (" (dry: tiny shapes, no figures)" if self.dry else ""), COLUMNS, self.table())
+        print(f"{len(self.rows)} rows, {len(self.failures)} parts failed or skipped; wrote {self.folder}/kernels.json")
+
+
+def stir(x: jax.Array, out: Any) -> jax.Array:
+    """`x` with one number changed by what was computed: the next call cannot start before, nor be left out."""
+    first = jax.tree.leaves(out)[0]
+    return x.at[(0,) * x.ndim].add((first[(0,) * first.ndim] * 1e-3).astype(x.dtype))
+
+
+def reading(call: Callable[..., Any], turns: int) -> Callable[..., jax.Array]:
+    """Of call(q, k, v, *rest): the jitted loop(q, pools, rest) that calls it turns * len(pools) times."""
+
+    @jax.jit
+    def loop(q: jax.Array, pools: Sequence[Any], rest: Sequence[Any]) -> jax.Array:
+        def body(_: Any, q: jax.Array) -> jax.Array:
+            for pool in pools:
+                q = stir(q, call(q, *pool, *rest))
+            return q
+
+        done: jax.Array = lax.fori_loop(0, turns, body, q)
+        return done
+
+    return loop
+
+
+def writing(call: Callable[..., Any], turns: int) -> Callable[..., Any]:
+    """Of call(pool, *rest) -> pool, in place: the jitted loop over the pools; they are donated and come back."""
+
+    @partial(jax.jit, donate_argnums=0)
+    def loop(pools: Any, rest: Sequence[Any]) -> Any:
+        return lax.fori_loop(0, turns, lambda _, all_: [call(pool, *rest) for pool in all_], pools)
+
+    return loop
+
+
+class InPlace:
+    """Calls a `writing` loop with its own pools again and again."""
+
+    def __init__(self, loop: Callable[..., Any], pools: Any) -> None:
+        self._loop, self._pools = loop, pools
+
+    def __call__(self, *rest: Any) -> Any:
+        self._pools = self._loop(self._pools, rest)
+        return self._pools
+
+
+def normal(shape: Sequence[int], dtype: Any, seed: int) -> jax.Array:
+    """Normal numbers made on the device."""
+    made: jax.Array = jax.random.normal(jax.random.key(seed), tuple(shape), jnp.float32).astype(dtype)
+    return made

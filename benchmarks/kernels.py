@@ -1,0 +1,81 @@
+"""Our attention kernels on the device that is here, against its ceilings and what others offer. One command.
+
+In order: does the device compute rightly (eager and jit against numpy); the two ceilings, copy and bfloat16 products;
+every kernel against float64 on random data; times, ours and the peers'; the two slopes of decode; the questions that
+only a device answers; a sweep of the kernels' configs, in the time that is left. A part that fails costs one line.
+`--dry` runs all of it on a CPU with tiny shapes: interpreted kernels, and no figure that means anything.
+"""
+
+from __future__ import annotations
+
+import os
+
+# torch wants memory of its own, and pools come and go: set before jax starts.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import argparse
+import time
+from pathlib import Path
+
+import common
+import jax
+from kernel_bench import first, questions, times, tune
+from kernel_bench.session import Session
+
+from jaxserve.report.progress import bar
+
+PARTS = 150  # about as many as there are; the bar learns the rest
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = common.RESULTS / f"kernels-{time.strftime('%Y-%m-%d')}"
+    parser.add_argument("--output", type=Path, default=default, metavar="FOLDER", help="JSON and table [%(default)s]")
+    parser.add_argument("--note", default="", help="kept in the JSON file")
+    parser.add_argument("--dry", action="store_true", help="tiny shapes on a CPU: does the script work?")
+    parser.add_argument("--minutes", type=float, default=7.5, help="skip what would begin later [%(default)s]")
+    parser.add_argument("--no-sweep", action="store_true", help="no sweep of the kernels' configs")
+    parser.add_argument("--executable", type=Path, metavar="FILE", help="run what --build-executable made elsewhere")
+    parser.add_argument("--build-executable", type=Path, metavar="FILE", help="compile for a H200 without one, and end")
+    return parser.parse_args()
+
+
+def measure(session: Session, args: argparse.Namespace) -> None:
+    session.part("sanity", lambda: first.sanity(session))
+    session.part("copy ceiling", lambda: first.copy_ceiling(session))
+    session.part("matmul ceiling", lambda: first.matmul_ceiling(session))
+    if args.executable is not None:
+        session.part("travelled executable", lambda: questions.load(session, args.executable))
+    first.all_numerics(session)
+    times.attention(session)
+    for tokens, rows in ((16, 2), (3, 3)) if args.dry else ((8192, 4), (256, 256)):
+        session.part(f"kv write {tokens}", lambda tokens=tokens, rows=rows: times.kv_write(session, tokens, rows))
+    session.part("pages", lambda: times.pages_out_and_in(session))
+    session.part("slopes", lambda: times.slopes(session))
+    if not args.dry:
+        session.part("weights in registers", lambda: questions.registers(session))
+    session.part("questions", lambda: questions.answers(session), least=0.0)
+    if not args.no_sweep:
+        session.part("sweep", lambda: tune.sweep(session))
+
+
+def main() -> None:
+    args = arguments()
+    if args.build_executable is not None:
+        questions.build(args.build_executable)
+        return
+    if jax.default_backend() != "gpu" and not args.dry:
+        raise SystemExit(f"no GPU here, only {jax.default_backend()}: --dry tries the script with tiny shapes")
+    began = time.perf_counter()
+    with bar("kernels") as show:
+        session = Session(args.dry, args.output, began + 60 * args.minutes, show)
+        session.expect(PARTS)
+        session.facts |= {"dry": args.dry, "note": args.note, **common.origin(), **first.machine()}
+        measure(session, args)
+    session.facts["seconds"] = time.perf_counter() - began
+    session.save()
+    session.close()
+
+
+if __name__ == "__main__":
+    main()
