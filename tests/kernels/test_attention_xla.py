@@ -1,8 +1,10 @@
-"""Paged attention in XLA against a dense float64 twin, and the laws that scheduling relies on."""
+"""Paged attention in XLA against the float64 reference, and the laws that scheduling relies on."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from itertools import combinations, cycle, product
 from typing import Any
 
 import jax
@@ -14,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import attention_xla
-from pallas_kernels.layout import Ragged
+from pallas_kernels.layout import MASKED, Ragged, Scales
 from pallas_kernels.xla import rows as rows_of
 
+from . import reference
 from .ragged import deal, make
 
 Floats = npt.NDArray[np.float32]
@@ -34,44 +37,85 @@ def pools(kv_heads: int) -> tuple[Floats, Floats]:
     return values(POOL, PAGE, kv_heads, DIM, seed=1), values(POOL, PAGE, kv_heads, DIM, seed=2)
 
 
-def dense(q: Floats, k_pool: Floats, v_pool: Floats, ragged: Ragged, scale: float = SCALE) -> npt.NDArray[np.float64]:
-    """The formula, token by token, in float64."""
-    out = np.zeros(q.shape)
-    group = q.shape[1] // k_pool.shape[2]
-    for token, row in enumerate(np.asarray(ragged.rows)):
-        if row == len(ragged.starts):
-            continue
-        pages, seen = np.asarray(ragged.block_tables)[row], int(ragged.positions[token]) + 1
-        k, v = (p[pages].reshape(-1, *p.shape[2:])[:seen].astype(np.float64) for p in (k_pool, v_pool))
-        for head in range(q.shape[1]):
-            score = scale * k[:, head // group] @ q[token, head].astype(np.float64)
-            weight = np.exp(score - score.max())
-            out[token, head] = weight @ v[:, head // group] / weight.sum()
-    return out
+def dense(q: Floats, k_pool: Floats, v_pool: Floats, ragged: Ragged, **options: Any) -> npt.NDArray[np.float64]:
+    return reference.attention(q, k_pool, v_pool, ragged, scale=SCALE, **options)[0]
 
 
-@partial(jax.jit, static_argnames=("decode",))
-def attend(q: Any, k_pool: Any, v_pool: Any, ragged: Ragged, decode: bool = False) -> jax.Array:
+@partial(jax.jit, static_argnames=("decode", "queries", "window", "softcap", "return_lse"))
+def attend(q: Any, k_pool: Any, v_pool: Any, ragged: Ragged, **options: Any) -> Any:
     with jax.default_matmul_precision("highest"):
-        return attention_xla.paged_attention(q, k_pool, v_pool, ragged, scale=SCALE, decode=decode)
+        return attention_xla.paged_attention(q, k_pool, v_pool, ragged, scale=SCALE, **options)
 
 
-def check(rows: list[tuple[int, int]], kv_heads: int, group: int, *, decode: bool = False, **padding: int) -> None:
-    ragged = make(rows, deal(rows, page=PAGE, pool=POOL), page=PAGE, pool=POOL, **padding)
-    q = values(len(ragged.rows), kv_heads * group, DIM)
-    got = attend(q, *pools(kv_heads), ragged, decode)
-    np.testing.assert_allclose(got, dense(q, *pools(kv_heads), ragged), atol=1e-5, rtol=0)
+# What there is to combine. One row of decode more than are computed together, and some that share pages.
+GROUPS = [(2, 1), (1, 4), (2, 5), (3, 8), (1, 16)]  # K, G
+WINDOWS = [None, PAGE + 1, 20, 1]
+CAPS = [None, 1.5]
+STORED = [None, jnp.float8_e4m3fn, jnp.int8]
+KINDS: dict[str, list[tuple[int, int]]] = {
+    "decode": [(1, c) for c in (*CONTEXTS, *CONTEXTS)] + [(0, 0)],
+    "verify": [(1, 1), (2, 5), (3, 3), (4, 33), (PAGE + 1, PAGE + 1), (0, 0), (16, 16), (15, 31), (1, 7), (8, 12)],
+    "mixed": [(5, 5), (1, 33), (4, 9), (1, 1), (PAGE, PAGE), (20, 40), (0, 0), (PAGE - 1, PAGE - 1), (2, 32)],
+}
+EVERYTHING = list(product(WINDOWS, CAPS, STORED, KINDS))
 
 
-@pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (2, 2), (1, 4), (3, 8)])
-def test_decode_equals_the_dense_twin(kv_heads: int, group: int) -> None:
-    check([(1, c) for c in CONTEXTS], kv_heads, group, decode=True, padded_rows=11, tokens=11, width=16)
+def pairwise(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """A few of the rows, in which any two values occur together that do so in one of all the rows."""
+
+    def pairs(row: tuple[Any, ...]) -> set[Any]:
+        return set(combinations(enumerate(map(str, row)), 2))
+
+    wanted = set().union(*map(pairs, rows))
+    chosen = []
+    while wanted:
+        chosen.append(max(rows, key=lambda row: len(pairs(row) & wanted)))
+        wanted -= pairs(chosen[-1])
+    return chosen
 
 
-@pytest.mark.parametrize(("kv_heads", "group"), [(2, 1), (1, 2), (2, 4), (1, 8)])
-def test_mixed_rows_equal_the_dense_twin(kv_heads: int, group: int) -> None:
-    rows = [(5, 5), (1, 33), (4, 9), (1, 1), (PAGE, PAGE), (3, 40), (PAGE + 1, PAGE + 1), (2, 2)]
-    check(rows, kv_heads, group, tokens=32, padded_rows=10, width=12)
+FEW = list(product(WINDOWS[:3], CAPS, STORED, KINDS))
+BARE = [(group, *rest) for group, rest in zip(cycle(GROUPS), pairwise(FEW), strict=False)]
+FULL = [(group, *rest) for group, rest in product(GROUPS, EVERYTHING)]
+
+
+def check(heads: tuple[int, int], window: int | None, softcap: float | None, stored: Any, kind: str) -> None:
+    """Values and lse of one step of a kind."""
+    (kv_heads, group), rows = heads, KINDS[kind]
+    dealt = deal(rows[: len(CONTEXTS)] if kind == "decode" else rows, page=PAGE, pool=POOL)
+    tables = [*dealt, *dealt, []] if kind == "decode" else dealt
+    size = sum(length for length, _ in rows)
+    ragged = make(
+        rows, tables, page=PAGE, pool=POOL, padded_rows=19, tokens=19 if kind == "decode" else size + 3, width=12
+    )
+    if kind == "decode":  # token i is all of row i, also where a row is empty
+        ragged = ragged._replace(starts=np.arange(19, dtype=np.int32))
+    q, (k, v), scales = values(len(ragged.rows), kv_heads * group, DIM), pools(kv_heads), None
+    if stored is not None:
+        scales = Scales(*(np.linspace(low, 0.03, kv_heads, dtype=np.float32) for low in (0.01, 0.02)))
+        k, v = (reference.quantised(x, scale, stored) for x, scale in zip((k, v), scales, strict=True))
+    promise = {"decode": {"decode": True}, "verify": {"queries": 16}, "mixed": {}}[kind]
+    out, lse = attend(q, k, v, ragged, window=window, softcap=softcap, scales=scales, return_lse=True, **promise)
+    rule = {"window": window, "softcap": softcap, "scales": scales}
+    want, want_lse = reference.attention(q, k, v, ragged, scale=SCALE, **rule)
+    np.testing.assert_allclose(out, want, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(lse, want_lse, atol=1e-5, rtol=1e-6)
+    assert np.all(np.asarray(lse)[np.asarray(ragged.rows) == 19] == np.float32(MASKED)), "padding has seen nothing"
+
+
+@pytest.mark.parametrize(("heads", "window", "softcap", "stored", "kind"), BARE, ids=str)
+def test_a_step_equals_the_reference(
+    heads: tuple[int, int], window: int | None, softcap: float | None, stored: Any, kind: str
+) -> None:
+    check(heads, window, softcap, stored, kind)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("heads", "window", "softcap", "stored", "kind"), FULL, ids=str)
+def test_every_step_equals_the_reference(
+    heads: tuple[int, int], window: int | None, softcap: float | None, stored: Any, kind: str
+) -> None:
+    check(heads, window, softcap, stored, kind)
 
 
 @given(
@@ -91,18 +135,23 @@ def test_any_step_equals_the_dense_twin(rows: list[tuple[int, int]], seed: int) 
     np.testing.assert_allclose(attend(q, *pools(2), ragged), dense(q, *pools(2), ragged), atol=1e-5, rtol=0)
 
 
-def test_a_prompt_longer_than_a_query_block(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [None, pytest.param(21, marks=pytest.mark.full)])
+def test_a_prompt_longer_than_a_query_block(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     monkeypatch.setattr(rows_of, "QUERY_BLOCK", 16)
     monkeypatch.setattr(rows_of, "KEY_BLOCK", 8)
     jax.clear_caches()
-    check([(50, 70), (17, 17), (1, 20)], 2, 2, tokens=71, width=32)  # 71: a last block reaches beyond the tokens
+    rows = [(50, 70), (17, 17), (1, 20)]
+    ragged = make(rows, deal(rows, page=PAGE, pool=POOL), page=PAGE, pool=POOL, tokens=71, width=32)
+    q = values(71, 4, DIM)  # 71: a last block reaches beyond the tokens
+    got = attend(q, *pools(2), ragged, window=window)
+    np.testing.assert_allclose(got, dense(q, *pools(2), ragged, window=window), atol=1e-5, rtol=0)
     jax.clear_caches()
 
 
 def test_a_step_of_padding_only_gives_zeros() -> None:
     ragged = make([(0, 0)], [[]], page=PAGE, pool=POOL, tokens=3, padded_rows=3)
     for decode in (True, False):
-        assert not np.any(attend(values(3, 4, DIM), *pools(2), ragged, decode))
+        assert not np.any(attend(values(3, 4, DIM), *pools(2), ragged, decode=decode))
 
 
 def test_rows_may_share_pages() -> None:
@@ -112,28 +161,37 @@ def test_rows_may_share_pages() -> None:
     np.testing.assert_allclose(attend(q, *pools(2), ragged), dense(q, *pools(2), ragged), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("length", [1, 3])
-def test_a_row_does_not_depend_on_the_others(length: int) -> None:
-    rows = [(length, 30), (1, 44), (6, 21), (1, 3)]
+@pytest.mark.parametrize(("window", "queries"), [(None, None), (9, 6)])
+def test_a_row_has_the_same_bits_alone_and_beside_others(window: int | None, queries: int | None) -> None:
+    """In programs of one shape, wherever the row lies and however far the others reach."""
+    rows = [(1, 30), (1, 44), (6, 21), (1, 3), (3, 30)]
     tables = deal(rows, page=PAGE, pool=POOL)
-    q = values(sum(n for n, _ in rows), 4, DIM)
-    together = attend(q, *pools(2), make(rows, tables, page=PAGE, pool=POOL, width=16))
-    alone = attend(q[:length], *pools(2), make(rows[:1], tables[:1], page=PAGE, pool=POOL, width=16))
-    np.testing.assert_allclose(together[:length], alone, atol=1e-6, rtol=0)
+    q, shape = values(12, 4, DIM), {"page": PAGE, "pool": POOL, "width": 16, "tokens": 12, "padded_rows": 5}
+    options = {"window": window, "queries": queries, "return_lse": True}
+    together = attend(q, *pools(2), make(rows, tables, **shape), **options)
+    begin = 0
+    for row, table in zip(rows, tables, strict=True):
+        mine = np.roll(q, -begin, axis=0)
+        alone = attend(mine, *pools(2), make([row], [table], **shape), **options)
+        for one, other in zip(alone, together, strict=True):
+            np.testing.assert_array_equal(one[: row[0]], other[begin : begin + row[0]])
+        begin += row[0]
 
 
-def test_what_a_page_held_before_is_not_seen_even_if_nan() -> None:
+@pytest.mark.parametrize("window", [None, 3])
+def test_what_a_page_held_before_is_not_seen_even_if_nan(window: int | None) -> None:
+    """Neither beyond the context, nor below every window of the row."""
     rows = [(1, 6), (3, 9), (1, 1)]
     ragged = make(rows, deal(rows, page=PAGE, pool=POOL), page=PAGE, pool=POOL, width=8)
     k, v = pools(2)
     q = values(5, 4, DIM)
-    want = attend(q, k, v, ragged)
+    want = attend(q, k, v, ragged, window=window)
     seen = np.zeros((POOL, PAGE), bool)
-    for (_, context), pages in zip(rows, np.asarray(ragged.block_tables), strict=True):
-        at = np.arange(context)
+    for (length, context), pages in zip(rows, np.asarray(ragged.block_tables), strict=True):
+        at = np.arange(max(0, context - length + 1 - (window or context)), context)
         seen[pages[at // PAGE], at % PAGE] = True
     k[~seen], v[~seen] = np.nan, np.nan
-    np.testing.assert_array_equal(attend(q, k, v, ragged), want)
+    np.testing.assert_array_equal(attend(q, k, v, ragged, window=window), want)
 
 
 def test_write_puts_tokens_in_their_pages_and_drops_padding() -> None:
@@ -161,7 +219,7 @@ def test_shapes_that_do_not_fit_are_named() -> None:
     with pytest.raises(ValueError, match=r"H a multiple of K"):
         attention_xla.paged_attention(jnp.zeros((2, 3, DIM)), *map(jnp.asarray, pools(2)), ragged, scale=1.0)
     with pytest.raises(ValueError, match="there are 3 tokens and 2 rows"):
-        attend(values(3, 2, DIM), *pools(2), ragged, True)
+        attend(values(3, 2, DIM), *pools(2), ragged, decode=True)
 
 
 @pytest.mark.parametrize("columns", [1, 5, 12, 16])
