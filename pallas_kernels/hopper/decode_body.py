@@ -179,8 +179,8 @@ def _produce(shape: Shape, refs: Refs) -> None:
         plgpu.copy_gmem_to_smem(refs.q.at[row, head, block], target, s["q_full"].at[half])
 
         def ids(tile: Any) -> list[Any]:
-            """Page ids of a tile, beyond the last one those of the last."""
-            at = jnp.minimum(first + tile, first + tiles - 1)
+            """Page ids of a tile, beyond the last one those of the last; of the first where there is none."""
+            at = first + jnp.maximum(jnp.minimum(tile, tiles - 1), 0)
             if shape.page >= shape.tile:
                 return [refs.table[row, lax.div(at, shape.page // shape.tile)]]
             return [refs.table[row, at * shape.pages + j] for j in range(shape.pages)]
