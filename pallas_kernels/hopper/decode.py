@@ -96,7 +96,7 @@ def heuristic(spec: Spec, *, warps: bool | None = None) -> Config:
     """A config for the spec that is expected to be good; `warps` None chooses by the rows of the product."""
     packed = spec.queries * spec.group
     warps = compat.HAS_MMA and packed <= 32 if warps is None else warps
-    # The values mixed so far are in registers, 128 of a thread for D = 256: more than three warpgroups a block leave it.
+    # The mixed values are held in registers, 128 of a thread for D = 256: more than three warpgroups a block leave it.
     consumers = 1 if spec.dim > 128 else 2
     config = Config(warps=warps, queries=spec.queries, consumers=consumers)
     blocks = config.blocks(spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -62,10 +63,15 @@ class Problem:
 def check(problem: Problem, config: Config) -> None:
     ragged, (q, k, v, scales) = problem.ragged(), problem.arrays()
     options: dict[str, Any] = {"scale": SCALE, "window": problem.window, "softcap": problem.softcap, "scales": scales}
-    work = config.plan(ragged, page=problem.page, window=problem.window)
+
+    # One program, in haste: compiling is most of the time that this takes.
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True})
+    def step(q: jax.Array, k: jax.Array, v: jax.Array, ragged: Ragged) -> tuple[jax.Array, jax.Array]:
+        work = config.plan(ragged, page=problem.page, window=problem.window)
+        return paged_decode(q, k, v, ragged, work, config=config, interpret=interpret, **options)
+
     with without_races() as interpret:
-        out, lse = paged_decode(q, k, v, ragged, work, config=config, interpret=interpret, **options)
-        out.block_until_ready()
+        out, lse = jax.block_until_ready(step(q, k, v, ragged))
     want, sums = attention(q, k, v, ragged, **options)
     lengths = np.append(ragged.lengths, 0)[ragged.rows]  # [T], of each token's row
     others = (lengths < 1) | (lengths > config.queries)
@@ -93,7 +99,7 @@ def test_queries_of_rows_around_pages_and_tiles(warps: bool) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("warps", BODIES)
-@pytest.mark.parametrize("page", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("page", [16, 128, 256])
 def test_pages(page: int, warps: bool) -> None:
     rows = ((1, page - 1), (1, page), (1, min(page + 1, 200)), (1, 130))
     check(Problem(rows, heads=4, kv_heads=2, page=page), replace(SMALL, warps=warps, stages=4))
@@ -101,37 +107,43 @@ def test_pages(page: int, warps: bool) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("warps", BODIES)
-@pytest.mark.parametrize("group", [1, 4, 5, 8, 16])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("group", "dim"), [(1, 64), (4, 128), (5, 64), (8, 128), (16, 256)])
 def test_groups(group: int, dim: int, warps: bool) -> None:
     check(Problem(((1, 20), (1, 130)), heads=2 * group, kv_heads=2, dim=dim), replace(SMALL, warps=warps))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("warps", BODIES)
-@pytest.mark.parametrize("queries", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("queries", [2, 3, 8])
 def test_several_query_tokens_are_causal_among_them(queries: int, warps: bool) -> None:
     rows = ((queries, 66), (queries, queries), (1, 40), (queries + 1, 40))  # the last one is prefill's
     check(Problem(rows, heads=4), replace(SMALL, warps=warps, queries=queries))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("queries", "group"), [(16, 1), (16, 4), (16, 5), (9, 8), (16, 16), (2, 64)])
+@pytest.mark.parametrize(("queries", "group"), [(16, 4), (16, 5), (9, 8), (2, 64)])
 def test_more_query_rows_than_one_block_takes(queries: int, group: int) -> None:
     check(Problem(((queries, 80), (1, 5)), heads=group), replace(SMALL, queries=queries))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("warps", BODIES)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("stored", [None, jnp.float8_e4m3fn, jnp.int8])
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [
+        (jnp.float16, None),
+        (jnp.bfloat16, jnp.float8_e4m3fn),
+        (jnp.bfloat16, jnp.int8),
+        (jnp.float16, jnp.float8_e4m3fn),
+    ],
+)
 def test_dtypes(dtype: Any, stored: Any, warps: bool) -> None:
     check(Problem(((1, 20), (1, 130)), heads=4, kv_heads=2, dtype=dtype, stored=stored), replace(SMALL, warps=warps))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("warps", BODIES)
-@pytest.mark.parametrize(("window", "softcap"), [(1, None), (30, None), (64, 5.0), (None, 1.0), (1000, 5.0)])
+@pytest.mark.parametrize(("window", "softcap"), [(1, None), (30, 5.0), (None, 1.0)])
 def test_windows_and_soft_caps(window: int | None, softcap: float | None, warps: bool) -> None:
     problem = Problem(((1, 200), (3, 70), (2, 2)), heads=4, window=window, softcap=softcap)
     check(problem, replace(SMALL, warps=warps, queries=3))
