@@ -15,7 +15,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import common
 import jax
@@ -24,6 +26,7 @@ from kernel_bench.session import Session
 
 from jaxserve.report.progress import bar
 
+RESERVE = 100.0  # seconds that the peers leave to the sweep
 PARTS = 150  # about as many as there are; the bar learns the rest
 
 
@@ -34,29 +37,50 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--note", default="", help="kept in the JSON file")
     parser.add_argument("--dry", action="store_true", help="tiny shapes on a CPU: does the script work?")
     parser.add_argument("--minutes", type=float, default=7.5, help="skip what would begin later [%(default)s]")
-    parser.add_argument("--no-sweep", action="store_true", help="no sweep of the kernels' configs")
+    parser.add_argument("--only", type=sections, default=list(SECTIONS), metavar="A,B", help=", ".join(SECTIONS))
     parser.add_argument("--executable", type=Path, metavar="FILE", help="run what --build-executable made elsewhere")
     parser.add_argument("--build-executable", type=Path, metavar="FILE", help="compile for a H200 without one, and end")
     return parser.parse_args()
 
 
-def measure(session: Session, args: argparse.Namespace) -> None:
-    session.part("sanity", lambda: first.sanity(session))
+def ceilings(session: Session) -> None:
     session.part("copy ceiling", lambda: first.copy_ceiling(session))
     session.part("matmul ceiling", lambda: first.matmul_ceiling(session))
+
+
+def writes(session: Session) -> None:
+    for tokens, rows in ((16, 2), (3, 3)) if session.dry else ((8192, 4), (256, 256)):
+        session.part(f"kv write {tokens}", lambda tokens=tokens, rows=rows: times.kv_write(session, tokens, rows))
+
+
+# In this order: what other parts divide by, then what matters most, so that a run that is cut off has it.
+SECTIONS: dict[str, Callable[[Session], Any]] = {
+    "sanity": lambda session: session.part("sanity", lambda: first.sanity(session)),
+    "ceilings": ceilings,
+    "numerics": first.all_numerics,
+    "attention": times.attention,
+    "slopes": lambda session: session.part("slopes", lambda: times.slopes(session)),
+    "writes": writes,
+    "pages": lambda session: session.part("pages", lambda: times.pages_out_and_in(session)),
+    "registers": questions.registers,
+    "peers": lambda session: times.others(session, RESERVE),
+    "questions": lambda session: session.part("questions", lambda: questions.answers(session), least=0.0),
+    "sweep": lambda session: session.part("sweep", lambda: tune.sweep(session)),
+}
+
+
+def sections(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := set(names) - set(SECTIONS):
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)} unknown; there are {', '.join(SECTIONS)}")
+    return [name for name in SECTIONS if name in names]
+
+
+def measure(session: Session, args: argparse.Namespace) -> None:
     if args.executable is not None:
         session.part("travelled executable", lambda: questions.load(session, args.executable))
-    first.all_numerics(session)
-    times.attention(session)
-    for tokens, rows in ((16, 2), (3, 3)) if args.dry else ((8192, 4), (256, 256)):
-        session.part(f"kv write {tokens}", lambda tokens=tokens, rows=rows: times.kv_write(session, tokens, rows))
-    session.part("pages", lambda: times.pages_out_and_in(session))
-    session.part("slopes", lambda: times.slopes(session))
-    if not args.dry:
-        session.part("weights in registers", lambda: questions.registers(session))
-    session.part("questions", lambda: questions.answers(session), least=0.0)
-    if not args.no_sweep:
-        session.part("sweep", lambda: tune.sweep(session))
+    for name in args.only:
+        SECTIONS[name](session)
 
 
 def main() -> None:

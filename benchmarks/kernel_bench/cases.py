@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -88,7 +88,13 @@ class Case:
         return k, v
 
     def all_pools(self, pages: int) -> list[tuple[jax.Array, jax.Array]]:
-        return [self.pool(pages, 1 + i) for i in range(self.pools)]
+        """Those of the case asked for last are kept: its kernels share them."""
+        return _pools(self, pages)
+
+
+@lru_cache(maxsize=1)
+def _pools(case: Case, pages: int) -> list[tuple[jax.Array, jax.Array]]:
+    return [case.pool(pages, 1 + i) for i in range(case.pools)]
 
 
 def _same(count: int, context: int, length: int = 1) -> tuple[tuple[int, int], ...]:

@@ -5,6 +5,7 @@ Most need the keys of a row in one piece: they get them so, without the cost of 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from statistics import median
@@ -132,21 +133,22 @@ def _timed(run: Callable[[], None], session: Session, calls: int) -> list[float]
 
 
 def least(session: Session, case: Case) -> float:
-    """Seconds that no kernel can beat."""
-    return max(case.moved / session.ceilings.copy, case.flops / session.ceilings.matmul)
+    """Seconds that no kernel can beat, or some where a ceiling could not be measured."""
+    floors = case.moved / session.ceilings.copy, case.flops / session.ceilings.matmul
+    return 1e-3 if any(map(math.isnan, floors)) else max(floors)
 
 
-def measure(session: Session, case: Case, *, decode: bool) -> None:
-    """Every peer that can do the case, a row each."""
-    todo: dict[str, Callable[[], list[float]]] = {
-        "torch sdpa flash": lambda: torch_sdpa(session, case, "FLASH_ATTENTION"),
-        "torch sdpa cudnn": lambda: torch_sdpa(session, case, "CUDNN_ATTENTION"),
-        "jax cudnn": lambda: jax_attention(session, case, "xla" if session.dry else "cudnn"),
-        "cudnn paged": lambda: cudnn_paged(session, case),
-    }
+def measure(session: Session, case: Case, *, decode: bool, reserve: float) -> None:
+    """Every peer that can do the case, a row each, while more than `reserve` seconds are left."""
+    todo: dict[str, Callable[[], list[float]]] = {}
     if decode:
         todo["jax triton paged"] = lambda: jax_triton(session, case)
+    todo["cudnn paged"] = lambda: cudnn_paged(session, case)
+    if "page" not in case.name:  # keys in one piece are in none
+        todo["torch sdpa flash"] = lambda: torch_sdpa(session, case, "FLASH_ATTENTION")
+        todo["torch sdpa cudnn"] = lambda: torch_sdpa(session, case, "CUDNN_ATTENTION")
+        todo["jax cudnn"] = lambda: jax_attention(session, case, "xla" if session.dry else "cudnn")
     for label, work in todo.items():
-        found = session.part(f"{case.name}: {label}", work)
+        found = session.part(f"{case.name}: {label}", work, least=reserve)
         if found is not None:
             session.add(case.name, label, found, moved=case.moved, flops=case.flops)

@@ -24,6 +24,7 @@ from jaxserve.report.progress import Callback
 from jaxserve.report.table import markdown, print_table
 
 POOLS = 4
+SLOW = 3.0  # seconds for the samples of one row: a peer that takes longer is sampled less often
 COLUMNS = ("case", "kernel", "us", "again", "GB", "TB/s", "% copy", "TFLOP/s", "% matmul", "x floor", "error")
 KEYS = ("case", "kernel", "us", "us_again", "gb", "tb_s", "of_copy", "tflop_s", "of_matmul", "of_floor", "error")
 
@@ -78,10 +79,13 @@ class Session:
         jax.block_until_ready(loop(*args))  # compiles, and warms up
         if self.dry:
             return [(time.perf_counter() - began) / calls] * 2
+        began = time.perf_counter()
+        jax.block_until_ready(loop(*args))
+        count = min(samples or self.samples, max(3, int(SLOW / (time.perf_counter() - began))))
         found = []
         for _ in range(2):
             times = []
-            for _ in range(samples or self.samples):
+            for _ in range(count):
                 began = time.perf_counter()
                 jax.block_until_ready(loop(*args))
                 times.append(time.perf_counter() - began)

@@ -22,7 +22,8 @@ def attend(session: Session, case: Case, kernel: Kernel, *, samples: int | None 
     """Seconds of one call, the plan made before."""
     ragged, pages = case.ragged()
     work = jax.jit(kernel.plan)(ragged)
-    turns = session.turns(peers.least(session, case))
+    # The fallback is tens of times slower: once over the pools is enough of it.
+    turns = 1 if kernel.label == "xla" else session.turns(peers.least(session, case))
     args = case.queries_of(), case.all_pools(pages), (ragged, work)
     found: list[float] = session.seconds(reading(kernel.call, turns), args, turns * case.pools, samples)
     return found
@@ -52,7 +53,7 @@ def plan(session: Session, case: Case, kernel: Kernel) -> None:
 
 
 def attention(session: Session) -> None:
-    """Ours, then the peers, case by case: a run that is cut off has whole cases."""
+    """Our kernels in every case, and what a plan costs."""
     for decode, cases in ((True, decode_cases(session.dry)), (False, prefill_cases(session.dry))):
         kernels = ours.decode_kernels if decode else ours.prefill_kernels
         for index, case in enumerate(cases):
@@ -60,10 +61,16 @@ def attention(session: Session) -> None:
             measure(session, case, found or ())
             if index == 0 and found:
                 session.part(f"{case.name}: plan", lambda case=case, found=found: plan(session, case, found[0]))
-            if session.dry or index in (0, 1, 3):
+
+
+def others(session: Session, reserve: float) -> None:
+    """The XLA path and the peers, where rows are alike and the pool is not quantised."""
+    for decode, cases in ((True, decode_cases(session.dry)), (False, prefill_cases(session.dry))):
+        for index, case in enumerate(cases):
+            if index < 2:
                 measure(session, case, [ours.xla(case)])
-            if jnp.dtype(case.kv_dtype).itemsize > 1:
-                peers.measure(session, case, decode=decode)
+            if len(set(case.rows)) == 1 and jnp.dtype(case.kv_dtype).itemsize > 1:
+                peers.measure(session, case, decode=decode, reserve=reserve)
 
 
 def kv_write(session: Session, tokens: int, rows: int) -> None:
@@ -88,7 +95,7 @@ def kv_write(session: Session, tokens: int, rows: int) -> None:
             q, k_pool, v_pool = write(q + held[0, 0, 0], k, v, turn, k_pool, v_pool, ragged)
             return held.at[0, 0, 0].set(q[0, 0, 0] * 0), k_pool, v_pool
 
-        state = [(jnp.zeros((1, 1, 1), case.dtype), *pool) for pool in case.all_pools(pages)]
+        state = [(jnp.zeros((1, 1, 1), case.dtype), *case.pool(pages, i)) for i in range(case.pools)]
         loop = InPlace(writing(call, turns), state)
         found = session.seconds(loop, (q, *new, turn, ragged), turns * case.pools)
         session.add(case.name, label, found, moved=moved)

@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-SCRIPTS = ["azure_replay", "host_gap", "scheduler_cost", "startup", "throughput", "unified", "vs_sglang_jax"]
+SCRIPTS = ["azure_replay", "host_gap", "kernels", "scheduler_cost", "startup", "throughput", "unified", "vs_sglang_jax"]
 
 
 def run(repo: Path, script: str, *flags: str) -> str:
@@ -40,3 +41,31 @@ def test_scheduler_cost(repo: Path, tmp_path: Path) -> None:
     assert row["decoding_in_last_view"] > 0
     assert {"deflect", "unified"} <= {row["placement"] for row in found["placements"]}
     assert found["programme"][0]["admitted"] > 0
+
+
+def dry_kernels(repo: Path, folder: Path, *flags: str) -> dict[str, Any]:
+    """What a dry run found. Its parts may fail for what is not here (a GPU's libraries, torch, a newer jax) alone."""
+    assert "rows" in run(repo, "kernels", "--dry", "--output", str(folder), *flags)
+    found: dict[str, Any] = json.loads((folder / "kernels.json").read_text())
+    allowed = ("NotImplementedError: ", "ModuleNotFoundError: No module named 'torch'")
+    failed = [part for part in found["failures"] if not part["why"].startswith(allowed)]
+    failed = [part for part in failed if "cudnn" not in part["part"]]
+    assert not failed
+    assert {"commit", "device", "jax", "date", "ceilings"} <= set(found) and found["dry"]
+    assert (folder / "kernels.md").read_text().startswith("| case |")
+    return found
+
+
+def test_kernels_dry(repo: Path, tmp_path: Path) -> None:
+    found = dry_kernels(repo, tmp_path, "--only", "sanity,ceilings,slopes,questions")
+    assert found["sanity"] == "eager and jit agree with numpy"
+    assert found["ceilings"]["copy_tb_s"] > 0 < found["ceilings"]["matmul_tflop_s"]
+    assert {"alpha_s_per_token", "beta_s_per_token"} <= set(found["slopes"])
+    assert len(found["slopes"]["points"]) == 6 and "fp8 / bf16" in found["questions"]
+
+
+@pytest.mark.full
+def test_kernels_dry_to_the_end(repo: Path, tmp_path: Path) -> None:
+    rows = dry_kernels(repo, tmp_path)["rows"]
+    assert {row["kernel"] for row in rows} >= {"copy", "matmul", "xla", "export", "import", "torch sdpa flash"}
+    assert all(row["error"] < 2e-3 for row in rows if "error" in row)
