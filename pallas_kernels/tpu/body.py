@@ -121,13 +121,13 @@ def body(job: Job, *refs: Ref) -> None:
     wide = rest[6:-5]
     peak, total, mixed, arrived, turn = rest[-5:]
     pages = Pages(job, plan, (here, there), (k_pool, v_pool), (k_slots, v_slots), arrived)
-    state = State(peak, total, mixed)
+    state, rows = State(peak, total, mixed), Rows(tokens, kv_heads, factors)
     item = pl.program_id(0)
 
     def step(tile: jax.Array, slot: jax.Array) -> jax.Array:
         _fetch_next(pages, item, tile, 1 - slot)
         pages.wait(item, tile, slot)
-        _attend(job, plan, state, q, Rows(tokens, kv_heads, factors), (k_slots, v_slots), wide, item, tile, slot)
+        _attend(pages, state, q, rows, wide, item, tile, slot)
         return 1 - slot
 
     @pl.when(item < plan.items[0])
@@ -201,18 +201,17 @@ class Rows:
 
 
 def _attend(
-    job: Job,
-    plan: Plan,
+    pages: Pages,
     state: State,
     q: Ref,
     rows: Rows,
-    slots: Sequence[Ref],
     wide: Sequence[Ref],
     item: jax.Array,
     tile: jax.Array,
     slot: jax.Array,
 ) -> None:
     """One tile, masked only where some token of the item does not see some key of it."""
+    job, plan, slots = pages.job, pages.plan, pages.slots
     first, end, begin = plan.firsts[item], plan.ends[item], tile * job.keys
     edge = begin + job.keys > first + 1
     if job.window is not None:
