@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 import typing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,14 +17,18 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxserve.config import ServeConfig
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, tuned
+from pallas_kernels.backends import mosaic_gpu, tpu
 from pallas_kernels.dispatch import BACKENDS, ORDER, Choice, Spec, Unsupported, attention, resolve
+from pallas_kernels.hopper.decode import Config
+from pallas_kernels.hopper.spec import Spec as Wanted
 from pallas_kernels.layout import Ragged
 
 from .ragged import deal, make
 
 CPU = Spec("cpu", "float32", heads=4, kv_heads=2, head_dim=16, page=16)
 H200 = Spec("gpu", "bfloat16", heads=32, kv_heads=8, head_dim=128, page=64, device="NVIDIA H200", capability="9.0")
+V6E = Spec("tpu", "bfloat16", heads=32, kv_heads=8, head_dim=128, page=64, device="TPU v6 lite")
 PAGE, POOL, DIM, SCALE = 4, 48, 8, 0.3
 
 
@@ -51,6 +58,67 @@ def test_a_named_backend_never_falls_back() -> None:
     with pytest.raises(Unsupported, match=r"'cuda' is unknown; there are: auto, mosaic_gpu, tpu, xla"):
         resolve(CPU, "cuda")
     assert resolve(H200, "xla") == Choice("xla", H200)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"platform": "cpu"}, "it is for GPUs; this is cpu"),
+        ({"capability": "8.9", "device": "NVIDIA L4"}, r"Hopper \(compute capability 9.0\); that of NVIDIA L4 is 8.9"),
+        ({"capability": ""}, "that of NVIDIA H200 is unknown"),
+        ({"page": 8}, "pages of 8 tokens; it reads pages of 16, 32, 64, 128, 256"),
+        ({"dtype": "float32"}, "must be bfloat16 or float16"),
+        ({"head_dim": 80}, "must be 64, 128"),
+        ({"heads": 6, "kv_heads": 4}, "must be a multiple of"),
+    ],
+)
+def test_hopper_says_why_not(changes: dict[str, Any], reason: str) -> None:
+    assert resolve(H200) == Choice("mosaic_gpu", H200)
+    assert re.search(reason, mosaic_gpu.supports(replace(H200, **changes)) or "")
+
+
+@pytest.mark.parametrize("page", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("heads", [(32, 8), (8, 2), (16, 16), (8, 1), (5, 1), (64, 4)])
+def test_hopper_has_configs_for_what_is_served(page: int, dim: int, heads: tuple[int, int]) -> None:
+    assert resolve(replace(H200, page=page, head_dim=dim, heads=heads[0], kv_heads=heads[1])).backend == "mosaic_gpu"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"platform": "cpu"}, "it is for TPUs; this is cpu"),
+        ({"dtype": "float16"}, "float16 is not computed on a TPU"),
+        ({"kv_heads": 3, "heads": 6}, "a power of two is needed"),
+    ],
+)
+def test_tpu_says_why_not(changes: dict[str, Any], reason: str) -> None:
+    assert resolve(V6E) == Choice("tpu", V6E)
+    assert re.search(reason, tpu.supports(replace(V6E, **changes)) or "")
+
+
+def test_measured_configs_win_over_heuristics(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = Wanted(1, 32, 8, 128, 64)
+    key = tuned.key_of(spec)
+    entry = {"op": "decode", **key, "us": 1.0, "config": {"queries": 1, "tile": 64, "stages": 2, "consumers": 1}}
+    monkeypatch.setattr(tuned, "entries", lambda device: (entry,) if tuned.name_of(device) == "h200" else ())
+    found = tuned.best("decode", spec, "NVIDIA H200", Config)
+    assert found is not None and (found.stages, found.consumers) == (2, 1)
+    assert tuned.best("prefill", spec, "NVIDIA H200", Config) is None
+    assert tuned.best("decode", replace(spec, page=16), "NVIDIA H200", Config) is None
+    assert tuned.best("decode", spec, "NVIDIA H100 80GB HBM3", Config) is None
+    entry["config"]["stages"] = 512  # more than shared memory holds
+    assert tuned.best("decode", spec, "NVIDIA H200", Config) is None
+
+
+def test_files_of_measured_configs_are_whole() -> None:
+    """And say where they come from: one without an origin has no entries."""
+    for path in Path(tuned.__file__).parent.glob("*.json"):
+        read = json.loads(path.read_text())
+        assert tuned.name_of(read["device"]) == path.stem and (read["measured"] or not read["entries"])
+        assert len(tuned.entries(read["device"])) == len(read["entries"])
+        for entry in read["entries"]:
+            assert {"op", "config", "us", *tuned.KEYS} <= set(entry)
 
 
 def step(decode: bool) -> tuple[Any, ...]:
