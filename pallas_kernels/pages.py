@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.aot.cases import Case, shapes
+from pallas_kernels.xla import words
 
 Pool = tuple[jax.Array, jax.Array]  # keys and values of one layer, each [N, B, K, D]
 
@@ -32,39 +33,24 @@ Pool = tuple[jax.Array, jax.Array]  # keys and values of one layer, each [N, B, 
 def export_pages(pools: Sequence[Pool], pages: jax.Array) -> jax.Array:
     """Pages [M] of all layers as one array [L, 2, M, B, K, D]; a page out of range gives the nearest one."""
     first = pools[0][0]
-    wide = jax.eval_shape(_wide, first)
+    wide = jax.eval_shape(words.wide, first)
     parcel = lax.empty((len(pools), 2, len(pages), *wide.shape[1:]), wide.dtype)
     for layer, pool in enumerate(pools):
         for part, held in enumerate(pool):
-            taken = jnp.take(_wide(held), pages, axis=0, mode="clip")[None, None]
+            taken = jnp.take(words.wide(held), pages, axis=0, mode="clip")[None, None]
             parcel = lax.dynamic_update_slice(parcel, taken, (layer, part, 0, 0, 0, 0))
-    return _narrow(parcel, first)
+    return words.narrow(parcel, first)
 
 
 def import_pages(pools: Sequence[Pool], pages: jax.Array, parcel: jax.Array) -> list[Pool]:
     """The pools with a parcel [L, 2, M, B, K, D] at pages [M], all different; those out of range are dropped."""
-    wide = _wide(parcel)
+    wide = words.wide(parcel)
 
     def put(held: jax.Array, layer: int, part: int) -> jax.Array:
-        after = _wide(held).at[pages].set(wide[layer, part], mode="drop", unique_indices=True)
-        return _narrow(after, held)
+        after = words.wide(held).at[pages].set(wide[layer, part], mode="drop", unique_indices=True)
+        return words.narrow(after, held)
 
     return [(put(k, layer, 0), put(v, layer, 1)) for layer, (k, v) in enumerate(pools)]
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    """x [..., D] with its bytes as uint32, where its elements are smaller and fill words."""
-    several = 4 // x.dtype.itemsize
-    if several < 2 or x.shape[-1] % several:
-        return x
-    return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, several), jnp.uint32)
-
-
-def _narrow(x: jax.Array, like: jax.Array) -> jax.Array:
-    """What `_wide` made of an array of the dtype of `like`, turned back."""
-    if x.dtype == like.dtype:
-        return x
-    return lax.bitcast_convert_type(x, like.dtype).reshape(*x.shape[:-1], -1)
 
 
 def cases() -> list[Case]:

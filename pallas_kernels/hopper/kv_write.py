@@ -122,24 +122,27 @@ def _body(
     wide, narrow, whole = (
         spread(rows, size) for rows, size in ((heads, dim // 2), (kv_heads, dim // 2), (kv_heads, dim))
     )
+    row: tuple[Any, ...] = (slice(None),)
+    if kv_heads == 1:  # a row is then all there is, and jax 0.10 cannot load half of it as a matrix
+        row, narrow, whole = (0,), narrow.reduce(0), whole.reduce(0)
     first = lax.axis_index("block") * several
 
     for i in range(several):
         t = first + i
         # Loads come before the first store: a store is a barrier to all that follows.
         queries = _turned(q.at[t], [part.at[t, 0] for part in rest[:2]], wide, told) if turned else None
-        keys = _halves(k.at[t], narrow)
+        keys = _halves(k.at[(t, *row)], narrow)
         if turned:
-            keys = _turned(k.at[t], [part.at[t, 0] for part in rest[2:4]], narrow, told)
-        values = compat.load(v.at[t], whole, optimized=False)
+            keys = _turned(k.at[(t, *row)], [part.at[t, 0] for part in rest[2:4]], narrow, told)
+        values = compat.load(v.at[(t, *row)], whole, optimized=False)
         place = write[t]
 
         @pl.when(place < end)
         def _(place: Any = place, keys: Any = keys, values: Any = values) -> None:
             at = lax.div(place, jnp.int32(page)), lax.rem(place, jnp.int32(page))
             for half, part in zip(_both(dim), keys, strict=True):
-                k_pool[(*at, slice(None), half)] = _stored(part, scales[0], narrow, k_pool.dtype)
-            v_pool[at] = _stored(values, scales[1], whole, v_pool.dtype)
+                k_pool[(*at, *row, half)] = _stored(part, scales[0], narrow, k_pool.dtype)
+            v_pool[(*at, *row)] = _stored(values, scales[1], whole, v_pool.dtype)
 
         if queries is not None:
             for half, part in zip(_both(dim), queries, strict=True):
@@ -151,29 +154,33 @@ def _both(dim: int) -> tuple[Any, Any]:
 
 
 def _halves(x: Any, layout: Any) -> tuple[jax.Array, jax.Array]:
-    """x [heads, D] as two arrays [heads, D / 2]."""
-    left, right = (compat.load(x.at[:, half], layout, optimized=False) for half in _both(x.shape[1]))
+    """x [heads, D] as two arrays [heads, D / 2], or x [D] as two of [D / 2]."""
+    every = (slice(None),) * (len(x.shape) - 1)
+    left, right = (compat.load(x.at[(*every, half)], layout, optimized=False) for half in _both(x.shape[-1]))
     return left, right
 
 
 def _turned(x: Any, turn: list[Any], layout: Any, told: Interpret) -> tuple[jax.Array, jax.Array]:
-    """The halves of x [heads, D], turned by cos and sin [D / 2]."""
+    """The halves of x [heads, D] or [D], turned by cos and sin [D / 2]."""
     parts = _halves(x, layout)
-    shape = parts[0].shape
-    cos, sin = (
-        cast(lax.broadcast_in_dim(compat.load(part, layout.reduce(0), optimized=False), shape, [1]), layout, told)
-        for part in turn
-    )
+    if len(x.shape) == 1:
+        cos, sin = (compat.load(part, layout, optimized=False) for part in turn)
+    else:
+        loaded = (compat.load(part, layout.reduce(0), optimized=False) for part in turn)
+        cos, sin = (cast(lax.broadcast_in_dim(part, parts[0].shape, [1]), layout, told) for part in loaded)
     left, right = (part.astype(jnp.float32) for part in parts)
     done = (left * cos - right * sin), (right * cos + left * sin)
     return cast(done[0].astype(x.dtype), layout, told), cast(done[1].astype(x.dtype), layout, told)
 
 
 def _stored(x: jax.Array, scale: Any, layout: Any, dtype: Any) -> jax.Array:
-    """x [K, columns] as the pool holds it."""
+    """x [K, columns] or, of one kv head, [columns] as the pool holds it."""
     if scale is None:
         return x
-    per_row = lax.broadcast_in_dim(compat.load(scale, layout.reduce(1), optimized=False), x.shape, [0])
+    if x.ndim == 1:
+        per_row = scale[0]
+    else:
+        per_row = lax.broadcast_in_dim(compat.load(scale, layout.reduce(1), optimized=False), x.shape, [0])
     largest = LARGEST[jnp.dtype(dtype).name]
     small = jnp.minimum(jnp.maximum(x.astype(jnp.float32) / per_row, -largest), largest)
     if jnp.issubdtype(dtype, jnp.integer):
@@ -224,7 +231,7 @@ def cases() -> list[Case]:
     found += [_case(f"d{dim}", 256, 16, 4, dim, bf16, bf16) for dim in (64, 256)]
     found.append(_case("8b", 256, *MODELS["8b"], jnp.float16, jnp.float16))
     found += [_case("8b", 256, *MODELS["8b"], bf16, stored) for stored in (jnp.float8_e4m3fn, jnp.int8)]
-    found.append(_case("8b tp4", 256, *MODELS["8b tp4"], jnp.float16, jnp.float8_e4m3fn))
+    found += [_case(name, 256, *MODELS[name], jnp.float16, jnp.float8_e4m3fn) for name in ("8b tp4", "70b tp8")]
     return found
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.rope import Turn, rotate
+from pallas_kernels.xla.words import narrow, wide
 
 LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}  # what a quantised value may be at most, by the dtype of the pool
 
@@ -52,5 +53,8 @@ def quantised(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def _scatter(pool: jax.Array, new: jax.Array, where: jax.Array) -> jax.Array:
     # In the pool's own shape: for one kv head per shard, XLA on CPU gives the result of a reshape another layout and
     # copies the whole pool back, twice per layer (80 ms a step for a pool of 128 MiB).
-    size = pool.shape[1]
-    return pool.at[where // size, where % size].set(new.astype(pool.dtype), mode="drop", unique_indices=True)
+    size, new = pool.shape[1], new.astype(pool.dtype)
+    if jnp.issubdtype(pool.dtype, jnp.integer):  # words of them would cost a copy of the pool on CPU
+        return pool.at[where // size, where % size].set(new, mode="drop", unique_indices=True)
+    after = wide(pool).at[where // size, where % size].set(wide(new), mode="drop", unique_indices=True)
+    return narrow(after, pool)
