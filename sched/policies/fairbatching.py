@@ -87,7 +87,9 @@ class FairBatching:
         work = remaining_work(view, rows) / max(0.05, self._speed(view))
         deadline = np.where(rows.best_effort > 0, -inf, rows.deadline)
         chosen = on_time_set(view.start, deadline, work)
-        return np.lexsort((np.where(chosen, deadline, work), ~chosen, rows.best_effort))
+        first, left = np.flatnonzero(chosen), np.flatnonzero(~chosen)  # best effort is among the others
+        first = first[np.argsort(deadline[first], kind="stable")]
+        return np.concatenate([first, left[np.lexsort((work[left], rows.best_effort[left]))]])
 
     def _speed(self, view: View) -> float:
         return 1.0 if view.role is Role.PREFILL else guest_speed(view, self._margin * tightest_tpot(view.decode))
