@@ -212,7 +212,7 @@ def test_the_heuristic_and_all_candidates_are_valid(
         best.validate(spec)
         assert best.smem_bytes(spec) <= SMEM
         found = list(candidates(spec))
-        assert found[0] == best and len(set(found)) == len(found) > 3
+        assert found[0] == best and len(set(found)) == len(found) > 1
         for config in found:
             config.validate(spec)
 
