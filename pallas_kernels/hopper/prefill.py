@@ -3,10 +3,9 @@
     out[t, h] = sum_j softmax_j(cap(scale * q[t, h] . k[j, h // G])) v[j, h // G]   over the keys j that t sees
 
 A chunk's tokens may follow ones that are in the cache already. The plan (plan/prefill.py) cuts rows into tiles of
-tokens; a block computes a tile for 1, 2, 4 or 8 query heads of one kv head, whose rows fill the products: any G will do.
-q and out stay as the layers have them, [T, H, D]; nothing is transposed or padded outside. Floor: 4 D operations for each
-query head and key seen, at the rate of the tensor cores; 2 D are done by wgmma from shared memory, 2 D likewise or, with
-`p_in_smem` off, with the weights in registers.
+tokens; a block computes a tile for 1, 2, 4 or 8 query heads of one kv head, whose rows fill the products: any G will
+do. q and out stay as the layers have them, [T, H, D]; nothing is transposed outside. Floor: 4 D operations for each
+query head and key that it sees, at the rate of the tensor cores.
 
 Refused: pools of 8 bits (the tensor core takes values of 8 bits only transposed, see `supports`).
 
@@ -26,7 +25,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import compat
 from pallas_kernels.aot.cases import Case, shapes
-from pallas_kernels.hopper.prefill_body import GRID, ROLE, ROWS, WARPGROUPS, Shape, body
+from pallas_kernels.hopper.prefill_body import body
+from pallas_kernels.hopper.prefill_shape import GRID, ROLE, ROWS, WARPGROUPS, Shape
 from pallas_kernels.hopper.spec import CORES, SMEM, Spec
 from pallas_kernels.interpret import Interpret
 from pallas_kernels.layout import MASKED, Ragged, Scales
@@ -89,11 +89,14 @@ class Config:
         return 2 * rows * spec.dim * wide + ring + rows * (self.keys if self.p_in_smem else 16) * wide + 2048
 
 
-def heuristic(spec: Spec) -> Config:
-    """A config for the spec that is expected to be good: whole groups in a tile, the widest keys that fit."""
+def heuristic(spec: Spec, *, window: int | None = None) -> Config:
+    """A config for the spec that is expected to be good: whole groups in a tile, the widest keys that fit.
+
+    With a window, 128 keys at a time spill two registers.
+    """
     heads = next(h for h in (8, 4, 2, 1) if spec.group % h == 0)
     best = Config(heads=heads, blocks=spec.cores)
-    for keys, stages in ((128, 2), (64, 2), (32, 2)):
+    for keys, stages in ((128, 2), (64, 3), (64, 2), (32, 2))[window is not None :]:
         config = replace(best, keys=keys, stages=stages)
         if config.smem_bytes(spec) <= SMEM and not (keys % spec.page and spec.page % keys):
             return config
@@ -147,8 +150,8 @@ def paged_prefill(
     """Mixed values [T, H, D] in the dtype of q and lse [T, H]; zeros and MASKED for tokens of rows not in `work`.
 
     `work` is `config.plan(ragged, page=B, window=window)`. Pools must hold finite numbers everywhere, also where
-    nothing was written: what a masked key holds is multiplied by zero. `clean=False` leaves anything at all in `out` for
-    tokens that are not in `work` (`work.place` < 0), and saves a pass over it: for a caller who overwrites them anyway.
+    nothing was written: what a masked key holds is multiplied by zero. `clean=False` leaves anything at all in `out`
+    for tokens that are not in `work` (`work.place` < 0), and saves a pass over it: for who overwrites them anyway.
     """
     tokens, heads, dim = q.shape
     page, kv_heads = k_pool.shape[1:3]
@@ -158,7 +161,7 @@ def paged_prefill(
         raise ValueError(f"{scales=} must be None and {scale=} positive")
     span = config.tile // WARPGROUPS
     padded = jnp.pad(q, ((0, max(0, span - tokens)), (0, 0), (0, 0)))
-    tiles = work.row.shape[0]
+    tiles = work.tiles.shape[0]
     shape = Shape(
         tokens=padded.shape[0],
         group=spec.group,
@@ -189,8 +192,7 @@ def paged_prefill(
         threads=(ROLE, WARPGROUPS + 1),
         interpret=interpret,
     )
-    planned = work.row, work.begin, work.tokens, work.position, work.count, work.table
-    out, lse = run(padded, k_pool, v_pool, *planned)
+    out, lse = run(padded, k_pool, v_pool, work.tiles, work.count, work.table)
     out = out[:tokens]
     covered = work.place >= 0
     if clean:
@@ -208,3 +210,50 @@ def _by_tokens(lse: jax.Array, place: jax.Array, shape: Shape) -> jax.Array:
     split = split.transpose(1, 2, 4, 0, 3)  # [I, 2, span, head blocks, heads]
     got = split[jnp.maximum(place, 0) // (WARPGROUPS * span), within // span, within % span + back]
     return got.reshape(tokens, -1)
+
+
+MODELS = {"8b": (32, 8, 128), "8b-tp4": (8, 2, 128), "70b-tp4": (16, 2, 128)}  # H, K, D of a shard of Llama 3
+
+
+def cases() -> Iterator[Case]:
+    """Every config in use, for the compile gate."""
+    for model, (heads, kv_heads, dim) in MODELS.items():
+        spec = Spec(64, heads, kv_heads, dim, 64)
+        for page in (16, 64, 128):
+            yield _case(model, replace(spec, page=page), 2048)
+    spec = Spec(64, 32, 8, 128, 64)
+    for tokens in (512, 8192):
+        yield _case("8b", spec, tokens)
+    yield _case("8b", replace(spec, dtype=jnp.float16, kv_dtype=jnp.float16), 2048)
+    yield _case("8b registers", spec, 2048, replace(heuristic(spec), p_in_smem=False, ping_pong=False))
+    yield _case("d64", Spec(64, 16, 8, 64, 64), 2048)
+    yield _case("d256", Spec(64, 16, 8, 256, 64), 2048)
+    yield _case("group 5", Spec(64, 40, 8, 128, 64), 2048)
+    windowed = Spec(64, 16, 8, 128, 64)
+    yield _case("softcap window", windowed, 2048, heuristic(windowed, window=4096), window=4096, softcap=50.0)
+
+
+def _case(name: str, spec: Spec, tokens: int, config: Config | None = None, **options: Any) -> Case:
+    pool, row = (4096, spec.page, spec.kv_heads, spec.dim), ((spec.rows,), jnp.int32)
+    return Case(
+        name=f"prefill {name} {jnp.dtype(spec.dtype).name} page{spec.page} t{tokens}",
+        program=partial(_step, spec=spec, config=config or heuristic(spec), **options),
+        arguments=shapes(
+            ((tokens, spec.heads, spec.dim), spec.dtype),
+            (pool, spec.kv_dtype),
+            (pool, spec.kv_dtype),
+            *[((tokens,), jnp.int32)] * 3,
+            *[row] * 3,
+            ((spec.rows, 32768 // spec.page), jnp.int32),
+        ),
+        needs=frozenset({"wgmma", "tma"}),
+    )
+
+
+def _step(
+    q: jax.Array, k: jax.Array, v: jax.Array, *ragged: jax.Array, spec: Spec, config: Config, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The plan and one layer."""
+    step = Ragged(*ragged)
+    work = config.plan(step, page=spec.page, window=options.get("window"))
+    return paged_prefill(q, k, v, step, work, scale=spec.dim**-0.5, config=config, **options)

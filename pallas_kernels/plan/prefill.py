@@ -1,8 +1,8 @@
 """The worklist of prefill attention: every row longer than decode takes, cut into tiles of query tokens.
 
 A tile is some consecutive tokens of one row; what it costs is the keys that it sees. Tiles lie in descending order of
-that cost, so that blocks which take them in turn, or whenever they are free, end together. Nothing here depends on heads:
-the kernel does every tile once for each block of heads.
+that cost, so that blocks which take them in turn, or whenever they are free, end together. Nothing here depends on
+heads: the kernel does every tile once for each block of heads.
 
 T tokens, S rows, P pages per row, I tiles that there is room for, in the worst case of T and S.
 """
@@ -16,16 +16,15 @@ import jax.numpy as jnp
 
 from pallas_kernels.layout import Ragged
 
-Scalars = jax.Array  # [I] int32
+ROW, BEGIN, TOKENS, POSITION = range(4)  # columns of PrefillWork.tiles
 
 
 class PrefillWork(NamedTuple):
     """What `paged_prefill` runs through. Unused tiles come last and have 0 tokens."""
 
-    row: Scalars
-    begin: Scalars  # first token, in [T]
-    tokens: Scalars  # how many, all of the row
-    position: Scalars  # of the first token in its request
+    tiles: (
+        jax.Array
+    )  # [I, 4] int32: row; first token in [T]; how many, all of the row; position of the first in the row
     count: jax.Array  # [1] int32, tiles in use
     place: jax.Array  # [T] int32, tile * tokens of a tile + offset within it; -1 for tokens of no tile
     table: jax.Array  # [S, P'] int32, the rows' page ids, P' so many that whole tiles of keys may be read
@@ -54,32 +53,29 @@ def plan_prefill(
     rows = ragged.lengths.shape[0]
     mine = (ragged.lengths > above) & (ragged.contexts > 0)  # [S]
     lengths = jnp.where(mine, ragged.lengths, 0)
-    tiles = (lengths + tile - 1) // tile
-    ends = jnp.cumsum(tiles)
+    needed = (lengths + tile - 1) // tile
+    ends = jnp.cumsum(needed)
 
     item = jnp.arange(most_tiles(ragged.rows.shape[0], rows, tile=tile, above=above), dtype=jnp.int32)
     used = item < ends[-1]
     # Compared all with all: one small fused program, where a binary search is a loop of many.
     row = jnp.searchsorted(ends, item, side="right", method="compare_all").astype(jnp.int32)
     row = jnp.minimum(row, rows - 1)
-    first = (item - (ends - tiles)[row]) * tile  # within the row
+    first = (item - (ends - needed)[row]) * tile  # within the row
     tokens = jnp.where(used, jnp.minimum(lengths[row] - first, tile), 0)
     position = (ragged.contexts - ragged.lengths)[row] + first
     lowest = 0 if window is None else jnp.maximum(position - window + 1, 0)
     rank = _rank(jnp.where(used, position + tokens - lowest, -1))
 
-    def sorted_(x: jax.Array) -> jax.Array:
-        return jnp.zeros_like(x).at[rank].set(jnp.where(used, x, 0), unique_indices=True)
+    tiles = jnp.stack([row, ragged.starts[row] + first, tokens, position], axis=1)  # [I, 4]
+    tiles = jnp.zeros_like(tiles).at[rank].set(jnp.where(used[:, None], tiles, 0), unique_indices=True)
 
     owner = jnp.minimum(ragged.rows, rows - 1)  # [T]
     within = jnp.arange(len(owner), dtype=jnp.int32) - ragged.starts[owner]
     covered = (ragged.rows < rows) & mine[owner]
-    home = jnp.where(covered, (ends - tiles)[owner] + within // tile, 0)
+    home = jnp.where(covered, (ends - needed)[owner] + within // tile, 0)
     return PrefillWork(
-        row=sorted_(row),
-        begin=sorted_(ragged.starts[row] + first),
-        tokens=sorted_(tokens),
-        position=sorted_(position),
+        tiles=tiles,
         count=ends[-1:].astype(jnp.int32),
         place=jnp.where(covered, rank[home] * tile + within % tile, -1),
         table=jnp.pad(ragged.block_tables, ((0, 0), (0, -ragged.block_tables.shape[1] % max(1, keys // page)))),

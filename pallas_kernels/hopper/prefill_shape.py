@@ -1,0 +1,164 @@
+"""The names of a block of prefill attention: what is static, what it gets, and the items that it takes.
+
+M = 64 rows of a warpgroup, D head dim, B page size; the letters of layout.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.compat import plgpu
+from pallas_kernels.interpret import Interpret
+from pallas_kernels.layout import MASKED
+
+ROWS = 64  # M, the least of a warpgroup's product
+WARPGROUPS = 2  # that compute
+WIDE = 64  # columns of 2 bytes that are swizzled together
+LOG2E = math.log2(math.e)
+LEAST = MASKED * 1e-10  # below any score, far above what is masked: a row that sees nothing yet adds up to nothing
+GRID, ROLE = "block", "role"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Everything static that the body needs to know."""
+
+    tokens: int  # T, at least `span`
+    group: int  # G
+    kv_heads: int  # K
+    dim: int  # D
+    page: int  # B
+    heads: int  # query heads of an item
+    keys: int  # tokens of keys at a time
+    stages: int
+    blocks: int
+    tiles: int  # I, of the plan
+    p_in_smem: bool
+    ping_pong: bool
+    dtype: Any
+    scale: float
+    window: int | None
+    softcap: float | None
+    interpret: Interpret
+
+    @property
+    def span(self) -> int:
+        """Tokens of a warpgroup."""
+        return ROWS // self.heads
+
+    @property
+    def head_blocks(self) -> int:
+        return self.kv_heads * self.group // self.heads
+
+    @property
+    def copies(self) -> int:
+        """TMA copies for a tile of keys."""
+        return max(1, self.keys // self.page)
+
+    def scratch(self) -> list[Any]:
+        ring = plgpu.SMEM((self.stages, self.keys, self.dim), self.dtype, transforms=_tiled(self.dim, self.dtype))
+        weights = self.keys if self.p_in_smem else 16  # columns; of no use where they stay in registers
+        free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=self.stages)
+        full = plgpu.Barrier(num_arrivals=self.copies, num_barriers=self.stages)
+        product = (WARPGROUPS, ROWS, self.dim)
+        return [
+            plgpu.SMEM(product, self.dtype, transforms=_tiled(self.dim, self.dtype)),
+            plgpu.SMEM((WARPGROUPS, self.dim // WIDE, ROWS, WIDE), self.dtype),
+            ring,
+            ring,
+            plgpu.SMEM((WARPGROUPS, ROWS, weights), self.dtype, transforms=_tiled(weights, self.dtype)),
+            plgpu.Barrier(num_arrivals=self.heads * self.dim // WIDE, num_barriers=WARPGROUPS),
+            *(full, full, free, free),
+            plgpu.Barrier(num_arrivals=WARPGROUPS),
+        ]
+
+
+def _tiled(columns: int, dtype: Any) -> tuple[Any, ...]:
+    """The tiling of a product's operand in shared memory."""
+    width = min(columns, 128 // jnp.dtype(dtype).itemsize)
+    return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize)
+
+
+class Refs(NamedTuple):
+    """Arguments, results and scratch, in the order in which the kernel gets them."""
+
+    q: Any  # [T, H, D]
+    k: Any  # [N, B, K, D]
+    v: Any  # [N, B, K, D]
+    tiles: Any  # [I, 4], and so on: of PrefillWork
+    count: Any  # [1]
+    table: Any  # [S, P']
+    out: Any  # [T, H, D]
+    lse: Any  # [head blocks, I, 2 M] float32, natural log
+    q_s: Any  # [2, M, D]
+    stage: Any  # [2, D / 64, M, 64], in rows that can be copied to and from any token
+    k_s: Any  # [stages, keys, D]
+    v_s: Any  # [stages, keys, D]
+    p_s: Any  # [2, M, keys]
+    q_full: Any  # barriers
+    k_full: Any
+    v_full: Any
+    k_free: Any
+    v_free: Any
+    turn: Any
+
+
+class Part(NamedTuple):
+    """A warpgroup's part of a tile of tokens; scalars."""
+
+    begin: jax.Array  # first token
+    back: jax.Array  # tokens of the copy that lie before it: no copy may reach beyond the last token of the step
+    left: jax.Array  # how many there are
+    offset: jax.Array  # position of the copy's first token
+
+
+class Item(NamedTuple):
+    """One tile of tokens for one block of heads; scalars."""
+
+    tile: jax.Array
+    head_block: jax.Array
+    row: jax.Array
+    begin: jax.Array
+    tokens: jax.Array  # 0 where there is nothing to do
+    position: jax.Array
+    start: jax.Array  # tile of keys to begin with
+    tail: jax.Array  # tiles of keys from there to the last that is seen
+    count: jax.Array  # tiles of keys
+    masked: jax.Array  # how many of them need a mask
+
+    def part(self, shape: Shape, role: jax.Array) -> Part:
+        """The tokens of warpgroup `role`."""
+        begin = self.begin + role * shape.span
+        back = jnp.maximum(begin + shape.span - shape.tokens, 0)
+        left = jnp.clip(self.tokens - role * shape.span, 0, shape.span)
+        return Part(begin, back, left, self.position + role * shape.span - back)
+
+    def key_tile(self, j: jax.Array) -> jax.Array:
+        """The j-th tile of keys, counted from `start`: the tail, which needs a mask, then round to the window's edge.
+
+        The order makes no difference to an online softmax, and saves the window a third loop.
+        """
+        return jnp.where(j < self.tail, j, j - self.count)
+
+
+def find_item(shape: Shape, refs: Refs, index: jax.Array) -> Item:
+    tile = jnp.minimum(lax.div(index, jnp.int32(shape.head_blocks)), shape.tiles - 1)
+    row, begin, tokens, position = (refs.tiles[tile, i] for i in range(4))
+    tokens = jnp.where(index < shape.tiles * shape.head_blocks, tokens, 0)
+    last, keys = position + tokens - 1, jnp.int32(shape.keys)
+    high = jnp.where(tokens > 0, lax.div(last, keys) + 1, 0)
+    low = edge = 0 * tile  # tiles from `low` are seen, `edge` of them not by all tokens
+    end = jnp.minimum(lax.div(position + 1, keys), high)  # those below are seen to their last key
+    if shape.window is not None:
+        low = jnp.minimum(lax.div(jnp.maximum(position - shape.window + 1, 0), keys), high)
+        whole = lax.div(jnp.maximum(last - shape.window + 1, 0) + (keys - 1), keys)
+        edge = jnp.clip(whole, low, high) - low
+        end = jnp.maximum(end, low + edge)
+    head_block = lax.rem(index, jnp.int32(shape.head_blocks))
+    return Item(tile, head_block, row, begin, tokens, position, end, high - end, high - low, high - end + edge)

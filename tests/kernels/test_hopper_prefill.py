@@ -1,0 +1,192 @@
+"""Prefill attention for Hopper, run on the host, against float64; races looked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.hopper import prefill
+from pallas_kernels.hopper.prefill import Config, candidates, heuristic, paged_prefill, supports
+from pallas_kernels.hopper.spec import SMEM, Spec
+from pallas_kernels.layout import MASKED, Ragged, Scales
+
+from .interpreted import needs_interpreter, without_races
+from .ragged import deal, make
+from .reference import attention, error
+
+LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, of the whole output
+POOL, SCALE = 40, 0.15
+SMALL = Config(heads=2, keys=64, blocks=2)
+MIXED = (
+    (40, 70),
+    (3, 9),
+    (20, 20),
+    (17, 150),
+)  # a chunk after cached tokens, a row of decode, a prompt, a long context
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Random values for rows of (tokens, context)."""
+
+    rows: Sequence[tuple[int, int]] = MIXED
+    heads: int = 2
+    kv_heads: int = 1
+    dim: int = 64
+    page: int = 16
+    dtype: Any = jnp.bfloat16
+    window: int | None = None
+    softcap: float | None = None
+    tables: tuple[tuple[int, ...], ...] | None = None
+    padded: int = 0  # rows, and tokens
+
+    def ragged(self) -> Ragged:
+        tables = self.tables or deal(self.rows, page=self.page, pool=POOL)
+        tokens = sum(length for length, _ in self.rows) + self.padded
+        rows = len(self.rows) + self.padded
+        made = make(self.rows, tables, page=self.page, pool=POOL, tokens=tokens, padded_rows=rows)
+        return jax.tree.map(jnp.asarray, made)
+
+    def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        random = np.random.default_rng(7)
+        tokens = sum(length for length, _ in self.rows) + self.padded
+        pool = (POOL, self.page, self.kv_heads, self.dim)
+        q, k, v = (random.standard_normal(shape) for shape in ((tokens, self.heads, self.dim), pool, pool))
+        return jnp.asarray(q, self.dtype), jnp.asarray(k, self.dtype), jnp.asarray(v, self.dtype)
+
+
+def compute(problem: Problem, config: Config) -> tuple[jax.Array, jax.Array]:
+    @partial(jax.jit, static_argnames=("interpret",))
+    def run(q: Any, k: Any, v: Any, ragged: Ragged, interpret: Any) -> tuple[jax.Array, jax.Array]:
+        work = config.plan(ragged, page=problem.page, window=problem.window)
+        options = {"window": problem.window, "softcap": problem.softcap}
+        return paged_prefill(q, k, v, ragged, work, scale=SCALE, config=config, interpret=interpret, **options)
+
+    with without_races() as interpret:
+        return jax.block_until_ready(run(*problem.arrays(), problem.ragged(), interpret))
+
+
+def check(problem: Problem, config: Config) -> None:
+    ragged = problem.ragged()
+    out, lse = compute(problem, config)
+    want, sums = attention(*problem.arrays(), ragged, scale=SCALE, window=problem.window, softcap=problem.softcap)
+    lengths = np.append(np.asarray(ragged.lengths), 0)
+    others = lengths[np.asarray(ragged.rows)] <= config.above
+    want[others], sums[others] = 0, MASKED
+    assert error(out, want) < LARGEST_ERROR[jnp.dtype(problem.dtype).name]
+    assert not np.any(np.asarray(out)[others])
+    np.testing.assert_allclose(lse, sums, atol=2e-2, rtol=1e-6)
+
+
+@needs_interpreter
+def test_a_mix_of_chunks_equals_the_dense_twin_without_races() -> None:
+    check(Problem(padded=3), SMALL)
+
+
+CASES = {
+    "one head of a group of three": (Problem(heads=3), Config(heads=1, keys=64, blocks=1)),
+    "groups of four": (Problem(heads=8, kv_heads=2), Config(heads=4, keys=64, blocks=3)),
+    "groups of eight, tiles of 16 tokens": (Problem(heads=8), Config(heads=8, keys=64, blocks=2)),
+    "two heads of a group of six": (Problem(heads=6), SMALL),
+    "each block one item": (Problem(), replace(SMALL, blocks=1000)),
+    "keys of 128": (Problem(), replace(SMALL, keys=128)),
+    "keys of 32, three stages": (Problem(), replace(SMALL, keys=32, stages=3)),
+    "one stage": (Problem(), replace(SMALL, stages=1)),
+    "no turns": (Problem(), replace(SMALL, ping_pong=False)),
+    "weights in registers": (Problem(), replace(SMALL, p_in_smem=False)),
+    "float16": (Problem(dtype=jnp.float16), SMALL),
+    "head dim 128": (Problem(dim=128), SMALL),
+    "head dim 256": (Problem(dim=256), replace(SMALL, keys=32)),
+    "a page of two tiles": (Problem(page=128), SMALL),
+    "a window": (Problem(window=33), SMALL),
+    "a window of one key": (Problem(window=1), SMALL),
+    "a window wider than any context": (Problem(window=1000), SMALL),
+    "a soft cap": (Problem(softcap=3.0), SMALL),
+    "a window, a soft cap and padding": (Problem(window=20, softcap=5.0, padded=5), SMALL),
+    "fewer tokens than a tile": (Problem(rows=((5, 5),)), replace(SMALL, above=0)),
+    "around the edges of pages and tiles": (Problem(rows=((17, 31), (32, 32), (33, 33), (16, 16), (64, 65))), SMALL),
+    "shared pages": (
+        Problem(rows=((20, 40), (20, 40), (18, 36)), tables=((5, 9, 2), (5, 9, 7), (5, 3, 2))),
+        SMALL,
+    ),
+    "nothing but decode rows": (Problem(rows=((1, 5), (2, 9)), padded=30), SMALL),
+}  # fmt: skip
+
+
+@needs_interpreter
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_dense_twin_without_races(name: str) -> None:
+    check(*CASES[name])
+
+
+@needs_interpreter
+@pytest.mark.full
+def test_a_row_does_not_depend_on_the_others() -> None:
+    together, _ = compute(Problem(), SMALL)
+    row = Problem(rows=MIXED[:1], tables=(tuple(deal(MIXED, page=16, pool=POOL)[0]),))
+    # The same values: the first row's tokens come first, and the pools are made after q, so they are made alike.
+    q, k, v = Problem().arrays()
+    ragged = row.ragged()
+    work = SMALL.plan(ragged, page=16)
+    with without_races() as interpret:
+        alone, _ = jax.block_until_ready(
+            paged_prefill(q[:40], k, v, ragged, work, scale=SCALE, config=SMALL, interpret=interpret)
+        )
+    np.testing.assert_array_equal(alone, together[:40])
+
+
+MODELS = [(32, 8, 128), (8, 2, 128), (16, 2, 128), (40, 8, 128), (24, 8, 128), (16, 16, 64), (16, 8, 256), (8, 1, 128)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), MODELS)
+@pytest.mark.parametrize("page", [16, 64, 128, 256])
+def test_heuristic_and_candidates_fit_the_block(heads: int, kv_heads: int, dim: int, page: int) -> None:
+    spec = Spec(64, heads, kv_heads, dim, page)
+    assert supports(spec) is None
+    found = list(candidates(spec))
+    assert found[0] == heuristic(spec)
+    assert len(set(found)) == len(found) > 4
+    for config in (*found, heuristic(spec, window=100)):
+        config.validate(spec)
+        assert config.smem_bytes(spec) <= SMEM
+
+
+def test_what_is_not_supported_is_named() -> None:
+    spec = Spec(64, 32, 8, 128, 64)
+    for change, reason in (
+        ({"kv_dtype": jnp.int8}, "only transposed"),
+        ({"kv_dtype": jnp.float8_e4m3fn}, "only transposed"),
+        ({"page": 48}, "must be 32, 64 or 128, and a multiple or a divisor of spec.page=48"),
+        ({"page": 12}, "spec.page=12 must be a multiple of 8"),
+        ({"dim": 96}, "spec.dim=96 must be 64, 128 or 256"),
+        ({"kv_heads": 5}, "spec.heads=32 must be a multiple of spec.kv_heads=5"),
+        ({"dtype": jnp.float32}, "must be bfloat16 or float16"),
+    ):
+        refused = supports(replace(spec, **change))
+        assert refused is not None
+        assert reason in refused
+    with pytest.raises(ValueError, match=r"self.heads=8 must be 1, 2, 4 or 8 and divide the 4 query heads"):
+        Config(heads=8).validate(spec)
+    with pytest.raises(ValueError, match="bytes of shared memory"):
+        Config(heads=4, stages=3).validate(spec)
+
+
+def test_scales_are_refused() -> None:
+    problem = Problem()
+    ragged, ones = problem.ragged(), jnp.ones(1)
+    work = SMALL.plan(ragged, page=16)
+    with pytest.raises(ValueError, match="must be None"):
+        paged_prefill(*problem.arrays(), ragged, work, scale=SCALE, scales=Scales(ones, ones), config=SMALL)
+
+
+def test_cases_name_each_program_once() -> None:
+    names = [case.name for case in prefill.cases()]
+    assert len(set(names)) == len(names) >= 15
