@@ -23,6 +23,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.aot.cases import Case, shapes
 from pallas_kernels.xla import words
@@ -30,8 +32,22 @@ from pallas_kernels.xla import words
 Pool = tuple[jax.Array, jax.Array]  # keys and values of one layer, each [N, B, K, D]
 
 
-def export_pages(pools: Sequence[Pool], pages: jax.Array) -> jax.Array:
-    """Pages [M] of all layers as one array [L, 2, M, B, K, D]; a page out of range gives the nearest one."""
+def export_pages(pools: Sequence[Pool], pages: jax.Array, *, mesh: Mesh | AbstractMesh | None = None) -> jax.Array:
+    """Pages [M] of all layers as one array [L, 2, M, B, K, D]; a page out of range gives the nearest one.
+
+    `mesh` with an axis `tp`: kv heads are split over it. It must be told, or each device allocates a whole parcel.
+    """
+    pools = list(pools)
+    if mesh is None or mesh.shape["tp"] == 1:
+        return _packed(pools, pages)
+    heads, parcel = P(None, None, "tp"), P(None, None, None, None, "tp")
+    packed: jax.Array = jax.shard_map(_packed, mesh=mesh, in_specs=(heads, P()), out_specs=parcel, check_vma=False)(
+        pools, pages
+    )
+    return packed
+
+
+def _packed(pools: list[Pool], pages: jax.Array) -> jax.Array:
     first = pools[0][0]
     wide = jax.eval_shape(words.wide, first)
     parcel = lax.empty((len(pools), 2, len(pages), *wide.shape[1:]), wide.dtype)
