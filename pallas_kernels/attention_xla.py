@@ -83,7 +83,7 @@ def paged_attention(
     """Causal attention of every token to its own row's pages; [T, H, D] in the dtype of `q`, and lse [T, H] float32.
 
     `decode=True` promises that token i is all of row i (T = S, lengths 0 or 1), and skips the general case.
-    `queries` promises that no row has more tokens: verify rows of 4 tokens are five times as fast with it.
+    `queries` promises that no row has more tokens: verify rows of 4 tokens are four times as fast with it.
     """
     _check(q, k_pool, v_pool, ragged, decode)
     tokens, heads, dim = q.shape
