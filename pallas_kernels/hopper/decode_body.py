@@ -281,8 +281,7 @@ def _consume(shape: Shape, refs: Refs, me: Any) -> None:
         )
         acc, peak, total = lax.fori_loop(0, count, step, start)
         total = jnp.sum(total, axis=1) if shape.warps else total
-        fence(shape.interpret)
-        plgpu.barrier_arrive(s["q_free"].at[half])
+        _release(shape, s["q_free"].at[half])
         safe = jnp.maximum(total, 1e-30)
         factor = (refs.v_scale[head] if shape.scaled else 1.0) / safe
         part = item * shape.consumers + me
