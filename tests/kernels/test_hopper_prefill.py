@@ -182,7 +182,7 @@ def test_what_is_not_supported_is_named() -> None:
 def test_scales_are_refused() -> None:
     problem = Problem()
     ragged, ones = problem.ragged(), jnp.ones(1)
-    work = SMALL.plan(ragged, page=16)
+    work = jax.eval_shape(partial(SMALL.plan, page=16), ragged)
     with pytest.raises(ValueError, match="must be None"):
         paged_prefill(*problem.arrays(), ragged, work, scale=SCALE, scales=Scales(ones, ones), config=SMALL)
 
