@@ -40,7 +40,7 @@ def asks() -> list[Ask]:
     """A short and a long prompt, greedy and sampled: the long one comes in chunks while the short one decodes."""
     draw = random.Random(5)
     made = []
-    for length, temperature in ((3, 0.0), (45, 1.0)):
+    for length, temperature in ((3, 0.0), (75, 1.0)):
         prompt = tuple(draw.randrange(8, SPEC.vocab) for _ in range(length))
         made.append(
             Ask(prompt, SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=length, ignore_eos=True))
@@ -76,8 +76,19 @@ CASES = [
 ]
 
 
+@pytest.fixture
+def several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hopper interpreter runs kernels of several devices side by side, but the first device to end one asserts
+    that no device still has a barrier: jax means its own."""
+    if not compat.DETECTS_RACES:
+        return
+    from jax._src.pallas.mosaic_gpu.interpret.shared_memory import GPUSharedMemory
+
+    monkeypatch.setattr(GPUSharedMemory, "assert_no_barriers_allocated", lambda self: None)
+
+
 @pytest.mark.parametrize(("backend", "mesh"), CASES)
-def test_tokens_are_those_of_xla(backend: str, mesh: str) -> None:
+def test_tokens_are_those_of_xla(backend: str, mesh: str, several: None) -> None:
     model, seen = MODELS[backend], Seen()
     setup = Setup(mesh, 32, PAGES, model=model, attention_backend=backend, interpret=True)
     assert setup.executors[0].state.programs.attention == f"{backend} (interpreted)"
