@@ -82,9 +82,8 @@ class Config:
             raise ValueError(f"{self} needs {size} bytes of shared memory for {spec}; a block has {SMEM}")
 
     def smem_bytes(self, spec: Spec) -> int:
-        """Shared memory of a block: queries, results, the ring, weights, lse; barriers and alignment."""
-        wide = jnp.dtype(spec.dtype).itemsize
-        rows = WARPGROUPS * ROWS
+        """Shared memory of a block: queries, results, the ring, weights; barriers and alignment."""
+        wide, rows = int(jnp.dtype(spec.dtype).itemsize), WARPGROUPS * ROWS
         ring = 2 * self.stages * self.keys * spec.dim * wide
         return 2 * rows * spec.dim * wide + ring + rows * (self.keys if self.p_in_smem else 16) * wide + 2048
 
@@ -192,7 +191,7 @@ def paged_prefill(
         threads=(ROLE, WARPGROUPS + 1),
         interpret=interpret,
     )
-    out, lse = run(padded, k_pool, v_pool, work.tiles, work.count, work.table)
+    out, lse = run(padded, k_pool, v_pool, work.tiles, work.used, work.table)
     out = out[:tokens]
     covered = work.place >= 0
     if clean:

@@ -53,7 +53,7 @@ def _block(shape: Shape, refs: Refs) -> None:
     role, block = lax.axis_index(ROLE), lax.axis_index(GRID)
 
     def rounds() -> jax.Array:
-        return lax.div(refs.count[0] * shape.head_blocks + (shape.blocks - 1), jnp.int32(shape.blocks))
+        return lax.div(refs.used[0] * shape.head_blocks + (shape.blocks - 1), jnp.int32(shape.blocks))
 
     def item(turn: jax.Array) -> Item:
         # Back and forth over the blocks: who has the longest of one round has the shortest of the next.
@@ -105,7 +105,8 @@ def _produce(shape: Shape, refs: Refs, item: Item, step: jax.Array) -> jax.Array
                 plgpu.copy_gmem_to_smem(source, ring.at[slot, pl.ds(part * size, size)], full.at[slot])
         return step + 1
 
-    return lax.fori_loop(0, item.count, copy, step)
+    after: jax.Array = lax.fori_loop(0, item.steps, copy, step)
+    return after
 
 
 def _keys(shape: Shape, refs: Refs, pool: Any, row: jax.Array, i: jax.Array, part: int, head: jax.Array) -> Any:
@@ -143,7 +144,7 @@ def _consume(shape: Shape, refs: Refs, item: Item, role: jax.Array, step: jax.Ar
     state = lax.fori_loop(
         0, item.masked, partial(tile, item.part(shape, role).offset - item.start * shape.keys), _begin(shape)
     )
-    state = lax.fori_loop(item.masked, item.count, partial(tile, None), state)
+    state = lax.fori_loop(item.masked, item.steps, partial(tile, None), state)
     if shape.ping_pong:
         pl.when(role == 0)(partial(_hand_over, refs))
 
@@ -151,7 +152,7 @@ def _consume(shape: Shape, refs: Refs, item: Item, role: jax.Array, step: jax.Ar
     def _results() -> None:
         _finish(shape, refs, item, role, state)
 
-    return step + item.count
+    return step + item.steps
 
 
 def _hand_over(refs: Refs) -> None:

@@ -92,7 +92,7 @@ class Refs(NamedTuple):
     k: Any  # [N, B, K, D]
     v: Any  # [N, B, K, D]
     tiles: Any  # [I, 4], and so on: of PrefillWork
-    count: Any  # [1]
+    used: Any  # [1]
     table: Any  # [S, P']
     out: Any  # [T, H, D]
     lse: Any  # [head blocks, I, 2 M] float32, natural log
@@ -129,7 +129,7 @@ class Item(NamedTuple):
     position: jax.Array
     start: jax.Array  # tile of keys to begin with
     tail: jax.Array  # tiles of keys from there to the last that is seen
-    count: jax.Array  # tiles of keys
+    steps: jax.Array  # tiles of keys
     masked: jax.Array  # how many of them need a mask
 
     def part(self, shape: Shape, role: jax.Array) -> Part:
@@ -144,7 +144,7 @@ class Item(NamedTuple):
 
         The order makes no difference to an online softmax, and saves the window a third loop.
         """
-        return jnp.where(j < self.tail, j, j - self.count)
+        return jnp.where(j < self.tail, j, j - self.steps)
 
 
 def find_item(shape: Shape, refs: Refs, index: jax.Array) -> Item:

@@ -25,7 +25,7 @@ class PrefillWork(NamedTuple):
     tiles: (
         jax.Array
     )  # [I, 4] int32: row; first token in [T]; how many, all of the row; position of the first in the row
-    count: jax.Array  # [1] int32, tiles in use
+    used: jax.Array  # [1] int32, how many tiles are
     place: jax.Array  # [T] int32, tile * tokens of a tile + offset within it; -1 for tokens of no tile
     table: jax.Array  # [S, P'] int32, the rows' page ids, P' so many that whole tiles of keys may be read
 
@@ -76,7 +76,7 @@ def plan_prefill(
     home = jnp.where(covered, (ends - needed)[owner] + within // tile, 0)
     return PrefillWork(
         tiles=tiles,
-        count=ends[-1:].astype(jnp.int32),
+        used=ends[-1:].astype(jnp.int32),
         place=jnp.where(covered, rank[home] * tile + within % tile, -1),
         table=jnp.pad(ragged.block_tables, ((0, 0), (0, -ragged.block_tables.shape[1] % max(1, keys // page)))),
     )

@@ -45,7 +45,7 @@ def test_every_token_of_a_long_row_is_in_exactly_one_tile(
     tile, above, window = options
     rows = [(length, length + before if length else 0) for length, before in zip(lengths, past, strict=False)]
     work, ragged = plan(rows, tile, above, window), step(rows)
-    count, found = int(work.count[0]), []
+    count, found = int(work.used[0]), []
     assert len(work.tiles) == most_tiles(TOKENS_MOST, ROWS_MOST, tile=tile, above=above) >= count
     assert not work.tiles[count:].any(), "unused tiles come last and are empty"
     for i, (row, begin, tokens, position) in enumerate(work.tiles[:count]):
@@ -64,7 +64,7 @@ def test_every_token_of_a_long_row_is_in_exactly_one_tile(
 @pytest.mark.parametrize("window", [None, 12])
 def test_tiles_that_see_most_keys_come_first(window: int | None) -> None:
     work = plan([(20, 80), (1, 70), (20, 20), (9, 50)], window=window)
-    used = work.tiles[: int(work.count[0])]
+    used = work.tiles[: int(work.used[0])]
     last = used[:, POSITION] + used[:, TOKENS]
     seen = last - (0 if window is None else np.maximum(used[:, POSITION] - window + 1, 0))
     assert (np.diff(seen) <= 0).all()
@@ -74,7 +74,7 @@ def test_tiles_that_see_most_keys_come_first(window: int | None) -> None:
 
 def test_the_bound_on_tiles_is_met_by_the_worst_step() -> None:
     # Rows one token longer than whole tiles: each ends in a tile of one token.
-    assert int(plan([(9, 9)] * 7, tile=8, above=2).count[0]) == most_tiles(TOKENS_MOST - 1, 7, tile=8, above=2) == 14
+    assert int(plan([(9, 9)] * 7, tile=8, above=2).used[0]) == most_tiles(TOKENS_MOST - 1, 7, tile=8, above=2) == 14
 
 
 def test_the_table_holds_whole_tiles_of_keys() -> None:
