@@ -65,19 +65,28 @@ def in_place(
     changed: Sequence[jax.Array],
     read: Sequence[jax.Array],
     grid: Sequence[tuple[str, int]],
+    name: str,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
     """Run `body(*refs of changed, *refs of read)` on one warpgroup a block; gives what `changed` holds afterwards.
 
     Where the arrays of `changed` are donated, or used nowhere else, the results lie where they lay: nothing is copied.
     """
-    made: dict[str, Any] = {"grid": tuple(size for _, size in grid), "grid_names": tuple(name for name, _ in grid)}
+    made: dict[str, Any] = {
+        "grid": tuple(size for _, size in grid),
+        "grid_names": tuple(axis for axis, _ in grid),
+        "kernel_name": name,
+    }
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
     if VERSION < (0, 11):  # its `kernel` takes no refs
 
         def run(refs: tuple[Any, ...]) -> None:
+            def block() -> None:
+                body(*refs)
+
+            block.__name__ = name  # of the kernel in profiles
             mesh = plgpu.Mesh(**made, num_threads=1, thread_name="warpgroup")
-            pl.core_map(mesh, compiler_params=params, interpret=interpret)(lambda: body(*refs))
+            pl.core_map(mesh, compiler_params=params, interpret=interpret)(block)
 
         after: tuple[jax.Array, ...] = pl.run_state(run)((*changed, *read))[: len(changed)]
         return after

@@ -97,8 +97,9 @@ def rope_and_write(
     )
     # cos and sin twice: of two loads of one place the compiler makes one, which cannot have the layout of both.
     read = (k, v, ragged.write, *(turn or ()), *(turn or ()), *(scales or ()))
+    grid = [("block", tokens // several)]
     done = compat.in_place(
-        body, changed=(q, k_pool, v_pool), read=read, grid=[("block", tokens // several)], interpret=interpret
+        body, changed=(q, k_pool, v_pool), read=read, grid=grid, name="kv_write", interpret=interpret
     )
     return done[0], done[1], done[2]
 
