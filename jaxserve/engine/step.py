@@ -60,8 +60,13 @@ class Programs:
         self.full = _jit(partial(_full, logits=logits), "draw_full", (whole,) * 4, (3,))
         self.score = _jit(partial(_score, logits=logits), "score", whole)
         self.remember = _jit(_remember, "remember", whole, (0,))
-        self.gather = _jit(export_pages, "gather", parcel)
-        self.scatter = _jit(import_pages, "scatter", pools, (0,))
+        local = partial(jax.shard_map, mesh=shape, check_vma=False)
+        held = [(pool.spec, pool.spec)] * spec.layers
+        # By hand to each shard its own heads: XLA would have every device make room for a whole parcel.
+        export = local(export_pages, in_specs=(held, PartitionSpec()), out_specs=parcel.spec)
+        fill = local(import_pages, in_specs=(held, PartitionSpec(), parcel.spec), out_specs=held)
+        self.gather = _jit(export, "gather", parcel)
+        self.scatter = _jit(fill, "scatter", pools, (0,))
 
 
 def parcel_spec(spec: ModelSpec) -> PartitionSpec:
