@@ -17,9 +17,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 # imported, because kernels do not know engines.
 GPU = (
     "pallas_kernels.hopper.decode",
+    "pallas_kernels.hopper.prefill",
+    "pallas_kernels.hopper.kv_write",
+    "pallas_kernels.pages",
     "jaxserve.engine.aot",
 )
-TPU: tuple[str, ...] = ()
+TPU = ("pallas_kernels.tpu.decode", "pallas_kernels.tpu.prefill")
 KERNELS_HOLD, STEPS_HOLD = 1 << 26, 1 << 20
 
 

@@ -73,9 +73,8 @@ def _version(name: str) -> str | None:
 
 
 def _gpu(name: str, kind: str, memory: int) -> Target:
-    jax = (_version("jax") or "").rsplit(".", 1)[0]
-    plugin = [f"{package}~={jax}.0" if package.startswith("jax-") else package for package in PLUGIN[:-1]]
-    # Without their dependencies: those are the libraries to run on a GPU, some 4 GB, and nothing runs here.
+    # The plugin takes no jaxlib but its own. Without dependencies: some are libraries to run with, and nothing runs.
+    plugin = [f"{package}=={_version('jaxlib')}" if package.startswith("jax-") else package for package in PLUGIN[:-1]]
     advice = f"pip install absl-py && pip install --no-deps {' '.join(plugin)}"
     return Target(name, kind, "cuda", "1x1x8", memory, PLUGIN, advice)
 
@@ -105,6 +104,7 @@ def prepare(target: Target) -> None:
         os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # there is no driver to check
     else:
         os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # this is no TPU machine: nobody to ask
+        os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # else one process at a time holds it
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # what is loaded leaves no report
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # its threads would not survive a fork
