@@ -115,7 +115,10 @@ def unpack(packed: jax.Array, carry: jax.Array, bucket: Bucket, limits: Limits) 
     write = jnp.where(real, page * limits.page_size + positions % limits.page_size, limits.pages * limits.page_size)
     tokens = packed[: at.starts]
     tokens = jnp.where(tokens == FROM_CARRY, carry[slots[row]], tokens)
-    return tokens, Ragged(positions, rows, write, starts, lengths, contexts, tables), packed[at.last : at.tables]
+    ragged = Ragged(positions, rows, write, starts, lengths, contexts, tables)
+    # Without the barrier XLA fuses slices of `packed` into the kernels that read them, and leaves such fusions out of
+    # the step's CUDA graph: it would be cut in two at every layer.
+    return tokens, lax.optimization_barrier(ragged), packed[at.last : at.tables]
 
 
 def _logits(weights: Tree, rows: jax.Array, *, spec: ModelSpec, whole: NamedSharding) -> jax.Array:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -147,8 +147,10 @@ def forward(
     x, turn, filled = embed(spec, weights, tokens), turns(spec, ragged.positions), []
     with jax.named_scope("plan"):
         work = attention.plan(ragged)
+    # Jitted, so that layers are traced and lowered once for all: a kernel traced per layer is compiled per layer.
+    one = jax.jit(partial(layer, spec, attention=attention))
     for leaves, pool in zip(weights["layers"], pools, strict=True):
-        x, pool = layer(spec, leaves, pool, x, turn, work, attention=attention)
+        x, pool = one(leaves, pool, x, turn, work)
         filled.append(pool)
     return final_norm(spec, weights, x), filled
 
