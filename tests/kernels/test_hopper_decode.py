@@ -160,7 +160,7 @@ def test_rows_may_share_pages(warps: bool) -> None:
 @pytest.mark.parametrize(("workers", "stages", "consumers", "tile"), [(1, 1, 1, 64), (3, 3, 1, 64), (1, 4, 2, 128)])
 def test_configs(workers: int, stages: int, consumers: int, tile: int, warps: bool) -> None:
     config = Config(warps=warps, workers=workers, stages=stages, consumers=consumers, tile=tile)
-    check(Problem(((1, 200), (1, 300), (1, 3)), page=16 if tile == 64 else 64), config)
+    check(Problem(((1, 200), (1, 300), (1, 3)), page=32 if tile == 64 else 64), config)
 
 
 @pytest.mark.full
