@@ -16,7 +16,7 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 SERIALISED = re.compile(r"Potential Performance Loss: (.*)")
 SMEM = re.compile(r"dynamic_shared_memory_size %c(\d+)")
 THUNK = re.compile(r"^(\s*)\d+: (k\w+)", re.MULTILINE)
-LOG_HEAD = 1 << 22  # the launch stands near the head of a log of tens of megabytes
+LOG_HEAD = 1 << 24  # the launch stands near the head of a log of tens of megabytes
 
 
 @dataclass(frozen=True)
