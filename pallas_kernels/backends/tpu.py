@@ -1,4 +1,4 @@
-"""Attention on TPU by the kernels of `tpu/`: rope and write by XLA, then decode and prefill, merged by token.
+"""Attention on TPU by the kernels of `tpu/`: rope by XLA, then KV write, decode and prefill, merged by token.
 
 Rows of few tokens are decode's, longer ones are prefill's: a row is in exactly one of the two plans. Windows need no
 plans of their own: an item skips what its window hides.
@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention_xla import rope_and_write_xla
 from pallas_kernels.backends.base import Pool, Spec
 from pallas_kernels.layout import Ragged
-from pallas_kernels.rope import Turn
+from pallas_kernels.rope import Turn, rotate
 
 QUERIES = 16  # tokens of the longest row that decode takes
 
@@ -73,10 +72,12 @@ class TpuAttention:
         softcap: float | None = None,
     ) -> tuple[jax.Array, Pool]:
         from pallas_kernels.tpu.kernel import paged_attention
+        from pallas_kernels.tpu.kv_write import write_kv
 
-        q, k_pool, v_pool = rope_and_write_xla(q, k, v, turn, *pool, work.ragged)
-        rest: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-        rest["interpret"] = True if self.spec.interpret else None
+        interpret = True if self.spec.interpret else None
+        q, k = rotate(q, turn), rotate(k, turn)
+        k_pool, v_pool = write_kv(*pool, k, v, work.ragged, interpret=interpret)
+        rest: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "interpret": interpret}
         decode, prefill = self._configs()
         mixed, _ = paged_attention(q, k_pool, v_pool, work.ragged, work.decode, config=decode, **rest)
         if work.prefill is not None:
