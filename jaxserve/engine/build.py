@@ -100,6 +100,7 @@ def resolve_attention(config: ExecutorConfig, spec: ModelSpec, dtype: Any, mesh:
         kv_heads=spec.pool_heads // config.mesh.tp,
         head_dim=spec.head_dim,
         page=config.page_size,
+        windows=spec.windows,
         device=device.device_kind,
         capability=str(getattr(device, "compute_capability", "")),
         # An interpreter runs every block of a kernel, one after the other: few of them.

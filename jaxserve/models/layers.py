@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +29,10 @@ from pallas_kernels.rope import Turn
 
 M = TypeVar("M", bound=nnx.Module)
 Array = npt.NDArray[Any]
+Turns = tuple[Turn | None, ...]  # of each kind of rope that a model has
 Tree = Any  # nested dicts and lists of Info, of arrays or of shardings
 
-SHARDED = ("vocab", "heads", "ff")  # logical axes that are split over the mesh axis `tp`
+SHARDED = ("vocab", "heads", "ff", "experts")  # logical axes that are split over the mesh axis `tp`
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +108,26 @@ def _dicts(tree: Tree) -> Tree:
     return {key: _dicts(value) for key, value in tree.items()} if isinstance(tree, Mapping) else tree
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm over the last axis in float32, returned in the dtype of `x`."""
-    wide = x.astype(jnp.float32)
-    mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(mean + eps) * _like(weight, x).astype(jnp.float32)).astype(x.dtype)
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
 
 
-def _like(weight: jax.Array, x: jax.Array) -> jax.Array:
+def rms_norm(
+    x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0, axes: tuple[int, ...] = (-1,)
+) -> jax.Array:
+    """Root-mean-square norm over the last axis (or axes) in float32, returned in the dtype of `x`.
+
+    offset: added to the weights in float32; where they lie around zero bfloat16 could not hold the sum.
+    """
+    wide, gain = x.astype(jnp.float32), like(weight, x).astype(jnp.float32)
+    mean = jnp.mean(wide * wide, axis=axes, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean + eps) * (gain + offset if offset else gain)).astype(x.dtype)
+
+
+def like(weight: jax.Array, x: jax.Array) -> jax.Array:
     """`weight` with leading axes of 1, to the rank of `x`."""
     return weight.reshape((1,) * (x.ndim - weight.ndim) + weight.shape)
 
@@ -134,18 +148,19 @@ class Attention(nnx.Module):
     That matrix is [E, K, (G + 2) * D]: each kv head with its own queries, so that a split over K is local.
     """
 
-    def __init__(self, spec: ModelSpec, prefix: str) -> None:
+    def __init__(self, spec: ModelSpec, prefix: str, index: int, out: str = "o_proj.") -> None:
         self.spec = spec
+        self.window = spec.window_of(index)
         e, d, k, g = spec.dim, spec.head_dim, spec.pool_heads, spec.group
         self.qkv = nnx.Param(
             Info((e, k, (g + 2) * d), ("dim", "heads", "pack"), self._sources(prefix, "weight", e), self._pack)
         )
         bias = Info((k, (g + 2) * d), ("heads", "pack"), self._sources(prefix, "bias"), self._pack, 0.0)
         self.qkv_bias = nnx.Param(bias) if spec.qkv_bias else None
-        self.q_norm = vector(prefix + "q_norm.weight", d) if spec.qk_norm else None
-        self.k_norm = vector(prefix + "k_norm.weight", d) if spec.qk_norm else None
-        self.out = matrix(prefix + "o_proj.weight", spec.heads * d, e, ("heads", "dim"))
-        self.out_bias = vector(prefix + "o_proj.bias", e, fill=0.0) if spec.out_bias else None
+        self.q_norm = self._norm(prefix + "q_norm.weight", spec.heads, 1) if spec.qk_norm else None
+        self.k_norm = self._norm(prefix + "k_norm.weight", spec.kv_heads, spec.kv_copies) if spec.qk_norm else None
+        self.out = matrix(prefix + out + "weight", spec.heads * d, e, ("heads", "dim"))
+        self.out_bias = vector(prefix + out + "bias", e, fill=0.0) if spec.out_bias else None
 
     def _sources(self, prefix: str, leaf: str, *rest: int) -> tuple[Source, ...]:
         sizes = (self.spec.heads, self.spec.kv_heads, self.spec.kv_heads)
@@ -154,38 +169,56 @@ class Attention(nnx.Module):
             for name, size in zip("qkv", sizes, strict=True)
         )
 
+    def _norm(self, name: str, heads: int, copies: int) -> nnx.Param[Info]:
+        """Weights of a norm over each head [D], or over all of them [H, D]."""
+        d, order = self.spec.head_dim, self.spec.rope.order(self.spec.head_dim)
+        if self.spec.qk_norm == "head":
+            return nnx.Param(Info((d,), ("pack",), (Source(name, (d,)),), lambda x: x[order], 0.0, 1.0))
+
+        def build(x: Array) -> Array:
+            return np.repeat(x.reshape(heads, d)[:, order], copies, axis=0)
+
+        source = Source(name, (heads * d,))
+        return nnx.Param(Info((heads * copies, d), ("heads", "pack"), (source,), build, 0.0, 1.0))
+
     def _pack(self, q: Array, k: Array, v: Array) -> Array:
         """[H * D, ...], [K * D, ...] twice -> [..., K, (G + 2) * D]."""
         spec, rest = self.spec, q.shape[1:]
+        order = spec.rope.order(spec.head_dim)
+        q = q.reshape(spec.heads, spec.head_dim, *rest)[:, order]
         heads = [q.reshape(spec.pool_heads, spec.group * spec.head_dim, *rest)]
-        for part in (k, v):
-            part = part.reshape(spec.kv_heads, spec.head_dim, *rest)
+        for part, dims in ((k, order), (v, slice(None))):
+            part = part.reshape(spec.kv_heads, spec.head_dim, *rest)[:, dims]
             heads.append(np.repeat(part, spec.kv_copies, axis=0))
         packed = np.concatenate(heads, axis=1)  # [K, (G + 2) * D, ...]
         return np.moveaxis(packed, -1, 0) if rest else packed
 
     def __call__(
-        self, x: jax.Array, turn: Turn, pool: Pool, work: Any, kernel: Kernel
+        self, x: jax.Array, turn: Turn | None, pool: Pool, work: Any, kernel: Kernel
     ) -> tuple[jax.Array, Pool]:  # x [T, E] -> [T, E]
         spec, tokens, d = self.spec, x.shape[0], self.spec.head_dim
         qkv = jnp.einsum("te,ekp->tkp", x, self.qkv[...])  # [T, K, (G + 2) * D]
         if self.qkv_bias is not None:
-            qkv = qkv + _like(self.qkv_bias[...], qkv)
+            qkv = qkv + like(self.qkv_bias[...], qkv)
         q, k, v = jnp.split(qkv, [spec.group * d, (spec.group + 1) * d], axis=-1)
         q = q.reshape(tokens, spec.heads, d)
         if self.q_norm is not None and self.k_norm is not None:
-            q = rms_norm(q, self.q_norm[...], spec.norm_eps)
-            k = rms_norm(k, self.k_norm[...], spec.norm_eps)
-        mixed, pool = kernel(q, k, v, turn, pool, work, scale=d**-0.5)  # [T, H, D]
+            axes = (-1,) if spec.qk_norm == "head" else (-2, -1)
+            q = rms_norm(q, self.q_norm[...], spec.norm_eps, spec.norm_offset, axes)
+            k = rms_norm(k, self.k_norm[...], spec.norm_eps, spec.norm_offset, axes)
+        mixed, pool = kernel(
+            q, k, v, turn, pool, work, scale=spec.scale, window=self.window, softcap=spec.softcap or None
+        )  # [T, H, D]
         out = mixed.reshape(tokens, spec.heads * d) @ self.out[...]
-        return (out if self.out_bias is None else out + _like(self.out_bias[...], out)), pool
+        return (out if self.out_bias is None else out + like(self.out_bias[...], out)), pool
 
 
 class Mlp(nnx.Module):
-    """SwiGLU with one matrix [E, 2, F] for gate and up."""
+    """A gated feed-forward (SwiGLU, GeGLU) with one matrix [E, 2, F] for gate and up."""
 
     def __init__(self, spec: ModelSpec, prefix: str) -> None:
         e, f = spec.dim, spec.ff_dim
+        self.activation = spec.activation
         names = (prefix + "gate_proj.", prefix + "up_proj.")
         sources = tuple(Source(name + "weight", (f, e)) for name in names)
         self.gate_up = nnx.Param(Info((e, 2, f), ("dim", "pack", "ff"), sources, stacked))
@@ -194,45 +227,86 @@ class Mlp(nnx.Module):
         self.gate_up_bias = nnx.Param(bias) if spec.mlp_bias else None
         self.down_bias = vector(prefix + "down_proj.bias", e, fill=0.0) if spec.mlp_bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:  # [T, E] -> [T, E]
+    def __call__(self, x: jax.Array, mesh: Any = None) -> jax.Array:  # [T, E] -> [T, E]
         gate_up = jnp.einsum("te,epf->tpf", x, self.gate_up[...])  # [T, 2, F]
         if self.gate_up_bias is not None:
-            gate_up = gate_up + _like(self.gate_up_bias[...], gate_up)
-        out: jax.Array = (jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]) @ self.down[...]
-        return out if self.down_bias is None else out + _like(self.down_bias[...], out)
+            gate_up = gate_up + like(self.gate_up_bias[...], gate_up)
+        out: jax.Array = (ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1]) @ self.down[...]
+        return out if self.down_bias is None else out + like(self.down_bias[...], out)
 
 
 class Block(nnx.Module):
     """One layer: normalised attention and feed-forward, each added to the residual stream."""
 
-    def __init__(self, spec: ModelSpec, prefix: str) -> None:
-        self.eps = spec.norm_eps
+    def __init__(self, spec: ModelSpec, prefix: str, index: int) -> None:
+        self.spec = spec
+        self.rope = int(spec.local_rope is not None and spec.window_of(index) is not None)  # of `Decoder.turns`
         self.attention_norm = vector(prefix + "input_layernorm.weight", spec.dim)
-        self.attention = Attention(spec, prefix + "self_attn.")
+        self.attention = Attention(spec, prefix + "self_attn.", index)
         self.mlp_norm = vector(prefix + "post_attention_layernorm.weight", spec.dim)
-        self.mlp = Mlp(spec, prefix + "mlp.")
+        self.mlp: Any = Mlp(spec, prefix + "mlp.")  # called with [T, E] and the mesh
 
     def __call__(
-        self, x: jax.Array, turn: Turn, pool: Pool, work: Any, kernel: Kernel
+        self, x: jax.Array, turns: Turns, pool: Pool, work: Any, kernel: Kernel
     ) -> tuple[jax.Array, Pool]:  # x [T, E] -> [T, E]
+        turn = turns[self.rope]
         with jax.named_scope("attention"):
-            mixed, pool = self.attention(rms_norm(x, self.attention_norm[...], self.eps), turn, pool, work, kernel)
+            mixed, pool = self.attention(self.normed(x, self.attention_norm), turn, pool, work, kernel)
             x = x + mixed
         with jax.named_scope("mlp"):
-            return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps)), pool
+            return x + self.mlp(self.normed(x, self.mlp_norm), kernel.mesh), pool
+
+    def normed(self, x: jax.Array, weight: nnx.Param[Any]) -> jax.Array:
+        return rms_norm(x, weight[...], self.spec.norm_eps, self.spec.norm_offset)
 
 
 class Decoder(nnx.Module):
-    """Embedding, layers, final norm, output head. A family that differs inside a layer passes its own block."""
+    """Embedding, layers, final norm, output head. A family that differs inside a layer passes its own block.
 
-    def __init__(self, spec: ModelSpec, block: Callable[[ModelSpec, str], Block] = Block) -> None:
+    The methods take the weights as a plain tree: each needs only its own part of it.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        block: Callable[[ModelSpec, str, int], nnx.Module] = Block,
+        prefix: str = "model.",
+    ) -> None:
         self.spec = spec
-        table = ("vocab", "dim")
-        self.embed = self._table("model.embed_tokens.weight", table)
-        self.layers = nnx.List([block(spec, f"model.layers.{i}.") for i in range(spec.layers)])
-        self.norm = vector("model.norm.weight", spec.dim)
-        self.head = None if spec.tied else self._table("lm_head.weight", table)
+        self.embed = self.table(prefix + "embed_tokens.weight")
+        self.layers = nnx.List([block(spec, f"{prefix}layers.{i}.", i) for i in range(spec.layers)])
+        self.norm: nnx.Module | nnx.Param[Info] = vector(prefix + "norm.weight", spec.dim)
+        self.head = None if spec.tied else self.table("lm_head.weight")
 
-    def _table(self, name: str, axes: tuple[str, str]) -> nnx.Param[Info]:
+    def table(self, name: str) -> nnx.Param[Info]:
+        """One row [E] per id of the vocabulary."""
         shape = (self.spec.vocab, self.spec.dim)
-        return nnx.Param(Info(shape, axes, (Source(name, shape),), same))
+        return nnx.Param(Info(shape, ("vocab", "dim"), (Source(name, shape),), same))
+
+    def embedded(self, weights: Tree, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """tokens, positions [T] int32 -> [T, E]; ids outside the vocabulary read its nearest end."""
+        x = jnp.take(weights["embed"], tokens, axis=0, mode="clip")
+        return x * jnp.asarray(self.spec.embed_scale, x.dtype) if self.spec.embed_scale != 1.0 else x
+
+    def turns(self, positions: jax.Array) -> Turns:
+        """What the layers turn queries and keys by: cos and sin, each [T, 1, D / 2] float32, of each kind of rope."""
+        ropes = [self.spec.rope] if self.spec.local_rope is None else [self.spec.rope, self.spec.local_rope]
+        return tuple(angles(rope, self.spec.head_dim, positions) for rope in ropes)
+
+    def layer(
+        self, kind: int, leaves: Tree, pool: Pool, x: jax.Array, turns: Turns, work: Any, kernel: Kernel
+    ) -> tuple[jax.Array, Pool]:
+        """A layer of a kind (see `ModelSpec.kinds`), with its own weights, x [T, E] -> [T, E]."""
+        block: Any = self.layers[kind]
+        return cast("tuple[jax.Array, Pool]", bind(block, leaves)(x, turns, pool, work, kernel))
+
+    def finish(self, weights: Tree, x: jax.Array) -> jax.Array:
+        """The final norm, [T, E] -> [T, E]: what `logits` takes."""
+        return rms_norm(x, weights["norm"], self.spec.norm_eps, self.spec.norm_offset)
+
+    def logits(self, weights: Tree, hidden: jax.Array) -> jax.Array:
+        """hidden [S, E] -> [S, V] float32."""
+        table = weights["embed" if self.spec.tied else "head"]
+        out = jnp.einsum("se,ve->sv", hidden, table, preferred_element_type=jnp.float32)
+        cap = self.spec.logit_softcap
+        return cap * jnp.tanh(out / cap) if cap else out

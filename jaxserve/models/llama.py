@@ -1,13 +1,14 @@
-"""Llama 2 and 3, and models in their form: biases where the config asks for them, no norms on q and k."""
+"""Llama 2 and 3, Mistral, and models in their form: biases where the config asks for them, no norms on q and k."""
 
 from __future__ import annotations
 
 from jaxserve.models.layers import Decoder
-from jaxserve.models.spec import Config, ModelSpec, common
+from jaxserve.models.spec import Config, ModelSpec, architecture, common
 
 __all__ = ["Decoder", "read"]
 
 
 def read(config: Config) -> ModelSpec:
     bias = bool(config.get("attention_bias", False))
-    return ModelSpec(**common(config), qkv_bias=bias, out_bias=bias, mlp_bias=bool(config.get("mlp_bias", False)))
+    facts = common(config, windows=architecture(config) == "MistralForCausalLM")
+    return ModelSpec(**facts, qkv_bias=bias, out_bias=bias, mlp_bias=bool(config.get("mlp_bias", False)))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from jaxserve.models.layers import Decoder
-from jaxserve.models.spec import Config, ModelSpec, architecture, common
+from jaxserve.models.spec import Config, Experts, ModelSpec, architecture, common
 
-__all__ = ["Decoder", "read"]
+__all__ = ["Decoder", "qwen3", "read"]
 
 
 def read(config: Config) -> ModelSpec:
     if architecture(config) == "Qwen2ForCausalLM":
-        return ModelSpec(**common(config), qkv_bias=True)
+        return ModelSpec(**common(config, windows=True), qkv_bias=True)
+    return qwen3(config)
+
+
+def qwen3(config: Config, moe: Experts | None = None) -> ModelSpec:
     bias = bool(config.get("attention_bias", False))
     head_dim = int(config.get("head_dim") or 128)  # Qwen 3 does not derive it from the model dim
-    return ModelSpec(**{**common(config), "head_dim": head_dim}, qk_norm=True, qkv_bias=bias, out_bias=bias)
+    facts = {**common(config, windows=True), "head_dim": head_dim}
+    return ModelSpec(**facts, qk_norm="head", qkv_bias=bias, out_bias=bias, moe=moe)

@@ -20,17 +20,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxserve.models.layers import Block, Decoder, Info, Tree, angles, bind, rms_norm, tree_of
+from jaxserve.models.layers import Decoder, Info, Tree, tree_of
 from jaxserve.models.spec import Config, ModelSpec, architecture
 from jaxserve.sched.errors import InvalidValue
 from pallas_kernels.dispatch import Attention, Pool
 from pallas_kernels.layout import Ragged
-from pallas_kernels.rope import Turn
 
 FAMILIES = {
+    "Gemma3ForCausalLM": "jaxserve.models.gemma3",
     "LlamaForCausalLM": "jaxserve.models.llama",
+    "MiniMaxM2ForCausalLM": "jaxserve.models.minimax_m2",
     "MistralForCausalLM": "jaxserve.models.llama",
+    "OPTForCausalLM": "jaxserve.models.opt",
     "Qwen2ForCausalLM": "jaxserve.models.qwen",
+    "Qwen3MoeForCausalLM": "jaxserve.models.qwen3_moe",
     "Qwen3ForCausalLM": "jaxserve.models.qwen",
 }
 
@@ -108,35 +111,6 @@ def pool_spec(spec: ModelSpec) -> PartitionSpec:
     return PartitionSpec(None, None, "tp")
 
 
-def embed(spec: ModelSpec, weights: Tree, tokens: jax.Array) -> jax.Array:
-    """tokens [T] int32 -> [T, E]; ids outside the vocabulary read its nearest end."""
-    with jax.named_scope("embed"):
-        return jnp.take(weights["embed"], tokens, axis=0, mode="clip")
-
-
-def layer(
-    spec: ModelSpec,
-    layer_weights: Tree,
-    pool: Pool,
-    x: jax.Array,
-    turn: Turn,
-    work: Any,
-    *,
-    attention: Attention,
-) -> tuple[jax.Array, Pool]:
-    """One layer, x [T, E] -> [T, E]. The same program serves every layer: only the leaves differ.
-
-    work: what `attention.plan` made of the step, for all layers.
-    """
-    block: Block = decoder(spec).layers[0]
-    return bind(block, layer_weights)(x, turn, pool, work, attention)
-
-
-def turns(spec: ModelSpec, positions: jax.Array) -> Turn:
-    """cos and sin for `layer`, each [T, 1, D / 2] float32."""
-    return angles(spec.rope, spec.head_dim, positions)
-
-
 def forward(
     spec: ModelSpec, weights: Tree, pools: list[Pool], tokens: jax.Array, ragged: Ragged, *, attention: Attention
 ) -> tuple[jax.Array, list[Pool]]:
@@ -144,24 +118,21 @@ def forward(
 
     pools: per layer (k, v), each [N, B, K, D]. attention: `dispatch.attention(mesh, choice, decode=...)`.
     """
-    x, turn, filled = embed(spec, weights, tokens), turns(spec, ragged.positions), []
+    model, filled = decoder(spec), []
+    with jax.named_scope("embed"):
+        x = model.embedded(weights, tokens, ragged.positions)
+    turns = model.turns(ragged.positions)
     with jax.named_scope("plan"):
         work = attention.plan(ragged)
-    # Jitted, so that layers are traced and lowered once for all: a kernel traced per layer is compiled per layer.
-    one = jax.jit(partial(layer, spec, attention=attention))
-    for leaves, pool in zip(weights["layers"], pools, strict=True):
-        x, pool = one(leaves, pool, x, turn, work)
+    # Jitted, so that layers of a kind are traced and lowered once: a kernel traced per layer is compiled per layer.
+    one = {kind: jax.jit(partial(model.layer, kind, kernel=attention)) for kind in set(spec.kinds)}
+    for kind, leaves, pool in zip(spec.kinds, weights["layers"], pools, strict=True):
+        x, pool = one[kind](leaves, pool, x, turns, work)
         filled.append(pool)
-    return final_norm(spec, weights, x), filled
-
-
-def final_norm(spec: ModelSpec, weights: Tree, x: jax.Array) -> jax.Array:
-    """[T, E] -> [T, E], what `logits` takes."""
-    return rms_norm(x, weights["norm"], spec.norm_eps)
+    return model.finish(weights, x), filled
 
 
 def logits(spec: ModelSpec, weights: Tree, hidden: jax.Array) -> jax.Array:
     """hidden [S, E] -> [S, V] float32."""
     with jax.named_scope("logits"):
-        table = weights["embed" if spec.tied else "head"]
-        return jnp.einsum("se,ve->sv", hidden, table, preferred_element_type=jnp.float32)
+        return decoder(spec).logits(weights, hidden)

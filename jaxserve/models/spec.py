@@ -29,9 +29,24 @@ class Rope:
     high: float = 1.0  # llama3: high_freq_factor; yarn: beta_fast
     scale: float = 1.0  # yarn: multiplies cos and sin
     truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
+    share: float = 1.0  # of a head's dimensions that turn
 
     def frequencies(self, dim: int) -> npt.NDArray[np.float32]:
-        """Radians per position of each pair, [D / 2]."""
+        """Radians per position of each pair, [D / 2]; those that do not turn come last."""
+        turning = int(dim * self.share)
+        still = np.zeros((dim - turning) // 2, np.float32)
+        return np.concatenate([self._turning(turning), still])
+
+    def order(self, dim: int) -> npt.NDArray[np.int64]:
+        """Where each dimension of a head [D] comes from in a checkpoint, so that pair i is (i, i + D / 2).
+
+        Checkpoints have what turns first. Scores do not change when queries and keys are permuted alike.
+        """
+        turning = int(dim * self.share)
+        first, rest = np.arange(dim)[:turning].reshape(2, -1), np.arange(dim)[turning:].reshape(2, -1)
+        return np.concatenate([first, rest], axis=1).reshape(-1)
+
+    def _turning(self, dim: int) -> npt.NDArray[np.float32]:
         plain: npt.NDArray[np.float64] = self.theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
         if self.kind == "linear":
             plain = plain / self.factor
@@ -61,8 +76,29 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts in numbers."""
+
+    experts: int  # X
+    chosen: int  # for each token
+    ff_dim: int  # of one expert
+    layers: tuple[bool, ...]  # that have one; the others are dense
+    normalised: bool = False  # the weights of a token's experts add up to 1
+    scoring: str = "softmax"  # or "sigmoid"
+    corrected: bool = False  # a bias is added to the scores for choosing, not for weighing
+
+    def __post_init__(self) -> None:
+        if self.ff_dim < 1 or not 1 <= self.chosen <= self.experts:
+            raise InvalidValue(
+                f"config: {self.chosen} of {self.experts} experts of {self.ff_dim=} per token: at least 1, and no "
+                "more than there are",
+                "num_experts_per_tok",
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A dense decoder in numbers. Letters as in CONTRIBUTING."""
+    """A decoder in numbers. Letters as in CONTRIBUTING."""
 
     architecture: str
     vocab: int  # V
@@ -79,7 +115,17 @@ class ModelSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: str = ""  # of queries and keys: "head", each by itself, or "all" of a token's heads together
+    activation: str = "silu"  # of the feed-forward
+    norm_offset: float = 0.0  # added to a norm's weights
+    window: int = 0  # keys that a query of a sliding layer sees, itself included
+    sliding: tuple[bool, ...] = ()  # by layer; (): none
+    local_rope: Rope | None = None  # of sliding layers, where it differs
+    query_scale: float = 0.0  # of scores; 0: 1 / sqrt(D)
+    softcap: float = 0.0  # of scores; 0: none
+    logit_softcap: float = 0.0
+    embed_scale: float = 1.0
+    moe: Experts | None = None
     eos: tuple[int, ...] = ()
     dtype: str = "float32"  # of the checkpoint
     kv_copies: int = 1  # each kv head is held by this many shards
@@ -90,6 +136,8 @@ class ModelSpec:
                 raise InvalidValue(f"config: {name}={getattr(self, name)} must be at least 1", name)
         if self.heads % self.kv_heads:
             raise InvalidValue(f"config: heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
+        if self.sliding and (len(self.sliding) != self.layers or self.window < 1):
+            raise InvalidValue(f"config: sliding_window={self.window} must be at least 1, for {self.layers=} layers")
         if self.head_dim % 2:
             raise InvalidValue(f"config: head_dim={self.head_dim} must be even: rotary embedding turns pairs")
 
@@ -99,6 +147,26 @@ class ModelSpec:
         return self.kv_heads * self.kv_copies
 
     @property
+    def scale(self) -> float:
+        """What scores are multiplied by."""
+        return self.query_scale or self.head_dim**-0.5
+
+    def window_of(self, layer: int) -> int | None:
+        """Keys that a query of a layer sees, itself included; None: all before it."""
+        return self.window if self.sliding and self.sliding[layer] else None
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """For each layer the first one that is computed like it."""
+        kinds = [(self.window_of(i), self.moe is not None and self.moe.layers[i]) for i in range(self.layers)]
+        return tuple(map(kinds.index, kinds))
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The windows that its layers have, each once."""
+        return tuple(dict.fromkeys(self.window_of(layer) for layer in range(self.layers)))
+
+    @property
     def group(self) -> int:
         """Query heads that share a kv head of the pool."""
         return self.heads // self.pool_heads
@@ -106,6 +174,12 @@ class ModelSpec:
     def for_tp(self, tp: int) -> ModelSpec:
         """The spec as `tp` shards hold it. Where there are fewer kv heads than shards, each is copied."""
         copies = max(1, tp // self.kv_heads)
+        if self.moe is not None and tp >= 1 and self.moe.experts % tp:
+            raise InvalidValue(
+                f"tensor parallel size {tp} does not fit {self.architecture}: it must divide its "
+                f"{self.moe.experts} experts",
+                "mesh",
+            )
         if tp < 1 or any(size % tp for size in (self.heads, self.ff_dim, self.kv_heads * copies)):
             raise InvalidValue(
                 f"tensor parallel size {tp} does not fit {self.architecture}: it must divide heads={self.heads} and "
@@ -130,11 +204,17 @@ def architecture(config: Config) -> str:
     return str(names[0])
 
 
-def common(config: Config) -> dict[str, Any]:
-    """Fields that every dense family spells alike; a family adds its own or overrides them."""
+def common(
+    config: Config, *, activations: tuple[str, ...] = ("silu",), windows: bool = False, partials: bool = False
+) -> dict[str, Any]:
+    """Fields that most families spell alike; a family adds its own or overrides them.
+
+    activations: what the family's feed-forward computes. windows: whether it has layers with a sliding window.
+    partials: whether heads may turn in part.
+    """
     _refuse(config)
     heads, dim = int(need(config, "num_attention_heads")), int(need(config, "hidden_size"))
-    rope, max_positions = read_rope(config)
+    rope, max_positions = read_rope(config, partials=partials)
     eos = config.get("eos_token_id")
     return {
         "architecture": architecture(config),
@@ -147,6 +227,8 @@ def common(config: Config) -> dict[str, Any]:
         "ff_dim": int(need(config, "intermediate_size")),
         "max_positions": max_positions,
         "rope": rope,
+        "activation": _activation(config, activations),
+        **_windows(config, windows),
         "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "tied": bool(config.get("tie_word_embeddings", False)),
         "eos": tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (int(eos),),
@@ -155,18 +237,7 @@ def common(config: Config) -> dict[str, Any]:
 
 
 def _refuse(config: Config) -> None:
-    """Facts that would change the mathematics, and which no dense family here computes."""
-    act = config.get("hidden_act", "silu")
-    if act not in ("silu", "swish"):
-        raise InvalidValue(f"config.json: hidden_act={act!r} is not supported; supported is 'silu'", "hidden_act")
-    window = config.get("sliding_window")
-    layer_types = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
-    if config.get("use_sliding_window", window is not None) or layer_types:
-        raise InvalidValue(
-            f"config.json: sliding_window={window!r}, {layer_types=}: sliding windows are not supported; supported is "
-            "full attention in every layer",
-            "sliding_window",
-        )
+    """Facts that would change the mathematics, and which no family here computes."""
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method")
         raise InvalidValue(
@@ -176,10 +247,40 @@ def _refuse(config: Config) -> None:
         )
 
 
-def read_rope(config: Config) -> tuple[Rope, int]:
+def _activation(config: Config, allowed: tuple[str, ...]) -> str:
+    key = next((key for key in ("hidden_activation", "activation_function") if config.get(key)), "hidden_act")
+    act = str(config.get(key) or allowed[0])
+    act = "silu" if act == "swish" else act
+    if act not in allowed:
+        names = ", ".join(map(repr, allowed))
+        raise InvalidValue(f"config.json: {key}={act!r} is not supported; supported is {names}", key)
+    return act
+
+
+def _windows(config: Config, allowed: bool) -> dict[str, Any]:
+    """Which layers see a sliding window only: by `layer_types`, or from `max_window_layers` on, or all."""
+    window, count = config.get("sliding_window"), int(need(config, "num_hidden_layers"))
+    kinds = [str(kind) for kind in config.get("layer_types") or ()]
+    other = sorted(set(kinds) - ({"full_attention", "sliding_attention"} if allowed else {"full_attention"}))
+    on = bool(config.get("use_sliding_window", window is not None))
+    if other or (on and not allowed):
+        raise InvalidValue(
+            f"config.json: sliding_window={window!r}, layer_types={other}: not supported for {architecture(config)}; "
+            f"supported is full attention{' and sliding_attention' if allowed else ' in every layer'}",
+            "sliding_window",
+        )
+    if not kinds and on:
+        first = int(config.get("max_window_layers") or 0) if "use_sliding_window" in config else 0
+        kinds = ["full_attention"] * min(first, count) + ["sliding_attention"] * max(count - first, 0)
+    sliding = tuple(kind == "sliding_attention" for kind in kinds)
+    return {"window": int(window or 0), "sliding": sliding} if any(sliding) else {}
+
+
+def read_rope(config: Config, *, partials: bool = False) -> tuple[Rope, int]:
     """The rotary embedding, and the positions it is good for.
 
-    Reads both spellings: `rope_parameters`, and the older `rope_theta` with `rope_scaling`.
+    Reads both spellings: `rope_parameters`, and the older `rope_theta` with `rope_scaling`. partials: whether the
+    family turns a part of a head's dimensions only, where the config says so.
     """
     given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     theta = float(given.get("rope_theta") or config.get("rope_theta") or 10_000.0)
@@ -191,12 +292,12 @@ def read_rope(config: Config) -> tuple[Rope, int]:
     if kind not in ROPE_TYPES:
         raise InvalidValue(f"config.json: rope_type={kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
     partial = float(given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
-    if partial != 1.0:
+    if partial != 1.0 and (kind != "default" or not partials or not 0 < partial < 1):
         raise InvalidValue(f"config.json: partial_rotary_factor={partial} is not supported; supported is 1.0")
     # Dynamic scaling turns the whole cache anew when a text outgrows `max_position_embeddings`, which would make
     # results depend on the schedule. Up to there it is the default embedding, and there we stop.
     if kind in ("default", "dynamic"):
-        return Rope(kind, theta), positions
+        return Rope(kind, theta, share=partial), positions
     if given.get("factor") is None:
         raise InvalidValue(f"config.json: rope_type={kind!r} needs 'factor' in rope_parameters")
     factor = float(given["factor"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +109,7 @@ def _prefill(spec: Spec) -> tuple[Any, Any]:
 class MosaicAttention:
     spec: Spec
     decode: bool
+    mesh: ClassVar[None] = None
 
     @property
     def _interpret(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 
@@ -25,6 +26,7 @@ def make(spec: Spec | None, decode: bool) -> XlaAttention:
 @dataclass(frozen=True)
 class XlaAttention:
     decode: bool
+    mesh: ClassVar[None] = None
 
     def plan(self, ragged: Ragged) -> Ragged:
         """Nothing to plan: loops over pages end where the contexts do."""

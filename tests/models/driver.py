@@ -37,7 +37,8 @@ SMALL: dict[str, Any] = {
 def peer(family: str, **changes: Any) -> torch.nn.Module:
     """A transformers model `<family>ForCausalLM` with random weights large enough to matter."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**SMALL, **changes}, attn_implementation="eager")
+    kind = f"{family}TextConfig" if hasattr(transformers, f"{family}TextConfig") else f"{family}Config"
+    config = getattr(transformers, kind)(**{**SMALL, **changes}, attn_implementation="eager")
     model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(config).eval().float()
     with torch.no_grad():
         for weight in model.parameters():

@@ -19,10 +19,26 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+GEMMA: dict[str, Any] = {
+    "head_dim": 16, "sliding_window": 5, "tie_word_embeddings": True, "num_hidden_layers": 3,
+    "query_pre_attn_scalar": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}  # fmt: skip
+QWEN3_MOE: dict[str, Any] = {
+    "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True,
+}  # fmt: skip
+MINIMAX: dict[str, Any] = {
+    "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+OPT: dict[str, Any] = {"ffn_dim": 64, "word_embed_proj_dim": 32, "tie_word_embeddings": True}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3, biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
     "qwen2 tied, yarn": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
     "qwen3, own head_dim": ("Qwen3", {"head_dim": 16}),
+    "gemma3": ("Gemma3", GEMMA),
+    "opt": ("OPT", OPT),
+    "qwen3-moe": ("Qwen3Moe", QWEN3_MOE),
+    "minimax-m2": ("MiniMaxM2", MINIMAX),
 }
 FULL: dict[str, tuple[str, dict[str, Any]]] = {
     "llama linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
@@ -30,6 +46,18 @@ FULL: dict[str, tuple[str, dict[str, Any]]] = {
     "llama one kv head": ("Llama", {"num_key_value_heads": 1, "head_dim": 32}),
     "llama as many kv heads": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral, a window of 5": ("Mistral", {"sliding_window": 5}),
+    "qwen2, a window from layer 1 on": (
+        "Qwen2",
+        {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1},
+    ),
+    "gemma3, every other layer": ("Gemma3", {**GEMMA, "layer_types": ["sliding_attention", "full_attention"]}),
+    "gemma3, soft caps": ("Gemma3", {**GEMMA, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 5.0}),
+    "qwen3-moe, a dense layer, weights as they come": (
+        "Qwen3Moe",
+        {**QWEN3_MOE, "norm_topk_prob": False, "mlp_only_layers": [0]},
+    ),
+    "opt, untied": ("OPT", {**OPT, "tie_word_embeddings": False}),
     "qwen3 tied, biases": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True}),
     "odd vocabulary": ("Llama", {"vocab_size": 97}),
     "eight heads": ("Qwen3", {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}),
@@ -51,7 +79,9 @@ def check(path: Path, case: tuple[str, dict[str, Any]], tps: tuple[int, ...]) ->
         np.testing.assert_allclose(driver.feed(TOKENS[:16]), want[:16], atol=2e-4, rtol=0, err_msg=f"{tp=}")
 
 
-@pytest.mark.parametrize(("name", "tps"), list(zip(CASES, [(1, 2), (1,), (4,)], strict=True)))
+@pytest.mark.parametrize(
+    ("name", "tps"), list(zip(CASES, [(1, 2), (1,), (4,), (2,), (1, 4), (1, 4), (1, 4)], strict=True))
+)
 def test_logits_are_those_of_transformers(tmp_path: Path, name: str, tps: tuple[int, ...]) -> None:
     check(tmp_path, CASES[name], tps)
 

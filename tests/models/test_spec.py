@@ -72,7 +72,10 @@ def test_the_older_spelling_of_rope_is_read() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["FooForCausalLM"]}, r"'FooForCausalLM' is not supported; supported: LlamaForCausalLM, "),
+        (
+            {"architectures": ["FooForCausalLM"]},
+            r"'FooForCausalLM' is not supported; supported: Gemma3ForCausalLM, LlamaForCausalLM, ",
+        ),
         ({"architectures": []}, "no 'architectures'"),
         ({"hidden_size": None}, "no 'hidden_size', which LlamaForCausalLM needs"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported is 'silu'"),
@@ -92,6 +95,62 @@ def test_the_older_spelling_of_rope_is_read() -> None:
 def test_what_is_not_supported_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
         spec_from_config({**LLAMA, **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("OPT", {"ffn_dim": 64, "do_layer_norm_before": False}, "do_layer_norm_before=False is not supported"),
+        ("OPT", {"ffn_dim": 64, "word_embed_proj_dim": 16}, "word_embed_proj_dim=16 .* supported is hidden_size=32"),
+        ("OPT", {"ffn_dim": 64, "activation_function": "gelu"}, "activation_function='gelu' .* supported is 'relu'"),
+        ("OPT", {}, "no 'ffn_dim', which OPTForCausalLM needs"),
+        ("Gemma3", {"hidden_activation": "relu"}, "hidden_activation='relu' .* supported is 'gelu_pytorch_tanh'"),
+        ("Gemma3", {"layer_types": ["chunked_attention"] * 2, "sliding_window": 4}, r"\['chunked_attention'\]"),
+        ("Gemma3", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 0}, "sliding_window=0 must be at"),
+        ("Gemma3", {"layer_types": ["sliding_attention"], "sliding_window": 4}, "self.layers=2"),
+        ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 8, "num_experts_per_tok": 5}, "5 of 4 experts"),
+        ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 8}, "no 'num_experts_per_tok'"),
+        ("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2, "partial_rotary_factor": 2}, "factor=2.0 is"),
+        ("Llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+    ],
+)
+def test_what_a_family_cannot_do_is_named(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidValue, match=message):
+        spec_from_config({**SIZES, "architectures": [f"{name}ForCausalLM"], **changes})
+
+
+def test_experts_divide_among_shards() -> None:
+    experts = {"num_experts": 6, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
+    spec = spec_from_config({**SIZES, "architectures": ["Qwen3MoeForCausalLM"], **experts})
+    assert spec.for_tp(2).moe == spec.moe
+    with pytest.raises(InvalidValue, match="4 does not fit Qwen3MoeForCausalLM: it must divide its 6 experts"):
+        spec.for_tp(4)
+
+
+def test_windows_follow_the_spelling_of_each_family() -> None:
+    """By layer types, by a pattern, from a layer on, or in every layer."""
+    sizes = {**SIZES, "num_hidden_layers": 4, "sliding_window": 8}
+    for name, changes, want in (
+        ("Mistral", {}, (8, 8, 8, 8)),
+        ("Mistral", {"sliding_window": None}, (None,) * 4),
+        ("Qwen2", {"use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 8)),
+        ("Gemma3", {"sliding_window_pattern": 2}, (8, None, 8, None)),
+        ("Gemma3", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, (None, None, None, 8)),
+    ):
+        spec = spec_from_config({**sizes, "architectures": [f"{name}ForCausalLM"], **changes})
+        assert tuple(map(spec.window_of, range(4))) == want
+        assert set(spec.windows) == set(want)
+
+
+def test_dimensions_that_do_not_turn_come_last() -> None:
+    spec = spec_from_config(
+        {
+            **SIZES, "architectures": ["MiniMaxM2ForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2,
+            "head_dim": 8, "rotary_dim": 4,
+        }
+    )  # fmt: skip
+    assert spec.rope.order(8).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    np.testing.assert_allclose(spec.rope.frequencies(8), [1.0, 0.01, 0.0, 0.0], rtol=1e-6)
 
 
 def test_a_window_that_is_switched_off_is_accepted() -> None:

@@ -1,0 +1,87 @@
+"""Gemma 3, the text model: windows in most layers, a rope for each kind, norms before and after, scaled embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jaxserve.models import layers
+from jaxserve.models.layers import Turns, vector
+from jaxserve.models.spec import Config, ModelSpec, common, need, read_rope
+from pallas_kernels.dispatch import Attention as Kernel
+from pallas_kernels.dispatch import Pool
+
+LOCAL_THETA = 10_000.0
+EVERY = 6  # layers from one without a window to the next, where the config does not say
+
+
+def read(config: Config) -> ModelSpec:
+    kinds = _kinds(config)
+    wide, local = _ropes(config)
+    bias = bool(config.get("attention_bias", False))
+    facts = common({**config, **kinds, **wide}, activations=("gelu_pytorch_tanh",), windows=True)
+    own = {
+        "head_dim": int(config.get("head_dim") or 256),
+        "tied": bool(config.get("tie_word_embeddings", True)),
+        "embed_scale": float(facts["dim"]) ** 0.5,
+        "query_scale": float(config.get("query_pre_attn_scalar") or 256) ** -0.5,
+        "softcap": float(config.get("attn_logit_softcapping") or 0.0),
+        "logit_softcap": float(config.get("final_logit_softcapping") or 0.0),
+    }
+    return ModelSpec(
+        **{**facts, **own},
+        local_rope=read_rope(local)[0],
+        norm_offset=1.0,
+        qk_norm="head",
+        qkv_bias=bias,
+        out_bias=bias,
+    )
+
+
+def _kinds(config: Config) -> Config:
+    """`layer_types`, which older configs give as a pattern."""
+    if config.get("layer_types"):
+        return {}
+    every = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or EVERY)
+    count = int(need(config, "num_hidden_layers"))
+    return {"layer_types": ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]}
+
+
+def _ropes(config: Config) -> tuple[Config, Config]:
+    """What `read_rope` is to read for layers without and with a window, in both spellings."""
+    positions = {"max_position_embeddings": config.get("max_position_embeddings") or 131_072}
+    given = config.get("rope_parameters") or {}
+    if "full_attention" in given:
+        wide, local = given["full_attention"], given.get("sliding_attention") or {}
+    else:
+        wide = {"rope_theta": config.get("rope_theta") or 1e6, **(config.get("rope_scaling") or {}), **given}
+        local = {"rope_theta": config.get("rope_local_base_freq") or LOCAL_THETA}
+    ropes = ({**positions, "rope_scaling": None, "rope_theta": None, "rope_parameters": one} for one in (wide, local))
+    first, second = ropes
+    return first, second
+
+
+class Block(layers.Block):
+    """As in `layers`, with a norm behind attention and feed-forward too."""
+
+    def __init__(self, spec: ModelSpec, prefix: str, index: int) -> None:
+        super().__init__(spec, prefix, index)
+        self.mixed_norm = vector(prefix + "post_attention_layernorm.weight", spec.dim)
+        self.mlp_norm = vector(prefix + "pre_feedforward_layernorm.weight", spec.dim)
+        self.fed_norm = vector(prefix + "post_feedforward_layernorm.weight", spec.dim)
+
+    def __call__(
+        self, x: jax.Array, turns: Turns, pool: Pool, work: Any, kernel: Kernel
+    ) -> tuple[jax.Array, Pool]:  # x [T, E] -> [T, E]
+        with jax.named_scope("attention"):
+            normed = self.normed(x, self.attention_norm)
+            mixed, pool = self.attention(normed, turns[self.rope], pool, work, kernel)
+            x = x + self.normed(mixed, self.mixed_norm)
+        with jax.named_scope("mlp"):
+            return x + self.normed(self.mlp(self.normed(x, self.mlp_norm)), self.fed_norm), pool
+
+
+class Decoder(layers.Decoder):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec, Block)

@@ -1,0 +1,40 @@
+"""MiniMax M2: a mixture of experts in every layer, sigmoid scores, norms over all heads, heads that turn in part."""
+
+from __future__ import annotations
+
+from jaxserve.models import layers
+from jaxserve.models.moe import Moe
+from jaxserve.models.spec import Config, Experts, ModelSpec, common, need
+
+
+def read(config: Config) -> ModelSpec:
+    facts = common(_partial(config), partials=True)
+    moe = Experts(
+        experts=int(need(config, "num_local_experts")),
+        chosen=int(need(config, "num_experts_per_tok")),
+        ff_dim=facts["ff_dim"],
+        layers=(True,) * facts["layers"],
+        normalised=True,
+        scoring="sigmoid",
+        corrected=True,
+    )
+    return ModelSpec(**facts, qk_norm="all", moe=moe)
+
+
+def _partial(config: Config) -> Config:
+    """Published configs say `rotary_dim`, what transformers saves `partial_rotary_factor`."""
+    if config.get("rotary_dim") is None:
+        return config
+    share = int(config["rotary_dim"]) / int(need(config, "head_dim"))
+    return {"partial_rotary_factor": share, **config}
+
+
+class Block(layers.Block):
+    def __init__(self, spec: ModelSpec, prefix: str, index: int) -> None:
+        super().__init__(spec, prefix, index)
+        self.mlp = Moe(spec, prefix + "block_sparse_moe.", ("w1", "w3", "w2"))
+
+
+class Decoder(layers.Decoder):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec, Block)

@@ -1,0 +1,111 @@
+"""OPT: learned positions, LayerNorm with biases, ReLU, no rope; a feed-forward without a gate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.models import layers
+from jaxserve.models.layers import ACTIVATIONS, Info, Source, Tree, Turns, bind, matrix, same, vector
+from jaxserve.models.spec import Config, ModelSpec, common, need
+from jaxserve.sched.errors import InvalidValue
+from pallas_kernels.dispatch import Attention as Kernel
+from pallas_kernels.dispatch import Pool
+
+FIRST = 2  # row of the table that position 0 reads: the two before it were meant for padding
+EPS = 1e-5
+
+
+def read(config: Config) -> ModelSpec:
+    for key, only in (("do_layer_norm_before", True), ("enable_bias", True), ("layer_norm_elementwise_affine", True)):
+        if bool(config.get(key, only)) is not only:
+            raise InvalidValue(f"config.json: {key}={config[key]!r} is not supported; supported is {only}", key)
+    dim, inner = int(need(config, "hidden_size")), config.get("word_embed_proj_dim")
+    if inner not in (None, dim):
+        raise InvalidValue(
+            f"config.json: word_embed_proj_dim={inner} is not supported; supported is hidden_size={dim}",
+            "word_embed_proj_dim",
+        )
+    spelt = {
+        "intermediate_size": need(config, "ffn_dim"),
+        "rms_norm_eps": EPS,
+        "num_key_value_heads": None,
+        "tie_word_embeddings": config.get("tie_word_embeddings", True),
+    }
+    return ModelSpec(**common({**config, **spelt}, activations=("relu",)), qkv_bias=True, out_bias=True, mlp_bias=True)
+
+
+class LayerNorm(nnx.Module):
+    """Mean and variance over the last axis, in float32."""
+
+    def __init__(self, prefix: str, size: int) -> None:
+        self.weight = vector(prefix + "weight", size)
+        self.bias = vector(prefix + "bias", size, fill=0.0)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        unit = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + EPS)
+        weight, bias = (layers.like(part[...], x).astype(jnp.float32) for part in (self.weight, self.bias))
+        return (unit * weight + bias).astype(x.dtype)
+
+
+class Mlp(nnx.Module):
+    """Up, ReLU, down."""
+
+    def __init__(self, spec: ModelSpec, prefix: str) -> None:
+        self.activation = spec.activation
+        self.up = matrix(prefix + "fc1.weight", spec.dim, spec.ff_dim, ("dim", "ff"))
+        self.up_bias = vector(prefix + "fc1.bias", spec.ff_dim, "ff", 0.0)
+        self.down = matrix(prefix + "fc2.weight", spec.ff_dim, spec.dim, ("ff", "dim"))
+        self.down_bias = vector(prefix + "fc2.bias", spec.dim, fill=0.0)
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # x [T, E] -> [T, E]
+        up = x @ self.up[...]
+        up = ACTIVATIONS[self.activation](up + layers.like(self.up_bias[...], up))
+        out: jax.Array = up @ self.down[...]
+        return out + layers.like(self.down_bias[...], out)
+
+
+class Block(nnx.Module):
+    """One layer: attention and feed-forward, each behind its norm and added to the residual stream."""
+
+    def __init__(self, spec: ModelSpec, prefix: str, index: int) -> None:
+        self.attention_norm = LayerNorm(prefix + "self_attn_layer_norm.", spec.dim)
+        self.attention = layers.Attention(spec, prefix + "self_attn.", index, out="out_proj.")
+        self.mlp_norm = LayerNorm(prefix + "final_layer_norm.", spec.dim)
+        self.mlp = Mlp(spec, prefix)
+
+    def __call__(
+        self, x: jax.Array, turns: Turns, pool: Pool, work: Any, kernel: Kernel
+    ) -> tuple[jax.Array, Pool]:  # x [T, E] -> [T, E]
+        with jax.named_scope("attention"):
+            mixed, pool = self.attention(self.attention_norm(x), None, pool, work, kernel)
+            x = x + mixed
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x)), pool
+
+
+class Decoder(layers.Decoder):
+    """Tokens and positions both have tables."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec, Block, "model.decoder.")
+        shape = (spec.max_positions + FIRST, spec.dim)
+        source = Source("model.decoder.embed_positions.weight", shape)
+        self.positions = nnx.Param(Info(shape, ("position", "dim"), (source,), same))
+        self.norm: LayerNorm = LayerNorm("model.decoder.final_layer_norm.", spec.dim)
+
+    def embedded(self, weights: Tree, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        learned = jnp.take(weights["positions"], positions + FIRST, axis=0, mode="clip")
+        return super().embedded(weights, tokens, positions) + learned
+
+    def turns(self, positions: jax.Array) -> Turns:
+        return ()
+
+    def finish(self, weights: Tree, x: jax.Array) -> jax.Array:
+        norm: LayerNorm = bind(self.norm, weights["norm"])
+        return norm(x)

@@ -1,0 +1,36 @@
+"""Qwen 3 with a mixture of experts in some layers, or all."""
+
+from __future__ import annotations
+
+from jaxserve.models import layers
+from jaxserve.models.moe import Moe
+from jaxserve.models.qwen import qwen3
+from jaxserve.models.spec import Config, Experts, ModelSpec, need
+
+
+def read(config: Config) -> ModelSpec:
+    count, step = int(need(config, "num_hidden_layers")), int(config.get("decoder_sparse_step") or 1)
+    dense = set(config.get("mlp_only_layers") or ())
+    return qwen3(
+        config,
+        moe=Experts(
+            experts=int(config.get("num_experts") or need(config, "num_local_experts")),
+            chosen=int(need(config, "num_experts_per_tok")),
+            ff_dim=int(need(config, "moe_intermediate_size")),
+            normalised=bool(config.get("norm_topk_prob", False)),
+            layers=tuple((i + 1) % step == 0 and i not in dense for i in range(count)),
+        ),
+    )
+
+
+class Block(layers.Block):
+    def __init__(self, spec: ModelSpec, prefix: str, index: int) -> None:
+        super().__init__(spec, prefix, index)
+        assert spec.moe is not None
+        if spec.moe.layers[index]:
+            self.mlp = Moe(spec, prefix + "mlp.")
+
+
+class Decoder(layers.Decoder):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec, Block)
