@@ -1,10 +1,6 @@
 """Models by name, and the pure functions that the engine calls.
 
-To add a family:
- 1. Write `jaxserve/models/<family>.py` with `read(config) -> ModelSpec` and a `Decoder` (that of `layers`, or one
-    with your own `Block`). `Info` of each parameter names its tensors in the checkpoint; nothing else does.
- 2. Name its architectures in `FAMILIES`.
- 3. Add a small random config of it to `tests/models/test_parity.py`: logits are compared with transformers.
+To add a family, see docs/add-a-model.md.
 """
 
 from __future__ import annotations
