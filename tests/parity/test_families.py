@@ -1,0 +1,71 @@
+"""The law of tokens for every family of models: meshes, chunks, a tight pool and migration change nothing."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from jaxserve.models import registry
+from jaxserve.sched.request import Request
+
+from .law import LENGTH, PAGE, Model, Setup, compare
+from .test_law import ROOMY, asks
+
+TIGHT = LENGTH // PAGE + 4
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "intermediate_size": 96, "vocab_size": 256, "max_position_embeddings": LENGTH, "eos_token_id": 7,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Gemma3": {
+        "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "Llama": {"attention_bias": True, "mlp_bias": True},
+    "MiniMaxM2": {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
+    "Mistral": {"sliding_window": 20},
+    "OPT": {"ffn_dim": 96},
+    "Qwen2": {},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+}  # fmt: skip
+BARE = (("Gemma3", "2x1", 64, TIGHT), ("Qwen3Moe", "2x2", 64, ROOMY))
+CASES = [
+    (name, mesh, chunk, pages) for name in FAMILIES for mesh, chunk, pages in (("2x1", 16, TIGHT), ("2x2", 64, ROOMY))
+]
+
+
+@cache
+def model(name: str) -> Model:
+    return Model(registry.spec_from_config({**SIZES, **FAMILIES[name], "architectures": [f"{name}ForCausalLM"]}))
+
+
+@cache
+def alone(name: str) -> tuple[Request, ...]:
+    setup = Setup("1x1", 64, ROOMY, model=model(name))
+    return tuple(setup.run([ask])[0][0] for ask in asks(1, 6))
+
+
+def check(name: str, mesh: str, chunk: int, pages: int) -> None:
+    requests = asks(1, 6)
+    served, cluster = Setup(mesh, chunk, pages, model=model(name)).run(requests, "unified")
+    assert all(request.finish_reason in ("stop", "length") for request in served)
+    assert cluster.mover.transfers > 0, "nothing was migrated"
+    assert compare(requests, served, alone(name), model(name)) <= 1
+
+
+@pytest.mark.parametrize(("name", "mesh", "chunk", "pages"), BARE)
+def test_no_schedule_changes_the_tokens_of_a_family(name: str, mesh: str, chunk: int, pages: int) -> None:
+    check(name, mesh, chunk, pages)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "mesh", "chunk", "pages"), CASES)
+def test_no_schedule_changes_the_tokens_of_any_family(name: str, mesh: str, chunk: int, pages: int) -> None:
+    check(name, mesh, chunk, pages)
+
+
+def test_every_family_is_here() -> None:
+    assert set(registry.FAMILIES) - {f"{name}ForCausalLM" for name in FAMILIES} == {"Qwen3ForCausalLM"}  # law.SPEC
