@@ -95,3 +95,26 @@ class Drafts:
         keep = 1.0 - tried / 1000.0
         self._right = keep * self._right + right
         self._tried = keep * self._tried + tried
+
+
+class Drift:
+    """How much longer steps take than predicted, lately. Writer: the Scheduler.
+
+    Sums of seconds that fade with a memory of some 50 steps. Within 2 % predictions count as right: what a model's own
+    learning leaves is noise.
+    """
+
+    FADE, RIGHT = 0.98, 0.02
+
+    def __init__(self, weight: float = 0.1) -> None:
+        self._predicted = self._measured = weight  # seconds
+
+    @property
+    def ratio(self) -> float:
+        """Measured by predicted seconds."""
+        ratio = self._measured / self._predicted
+        return ratio if abs(ratio - 1.0) > self.RIGHT else 1.0
+
+    def count(self, predicted: float, measured: float) -> None:
+        self._predicted = self.FADE * self._predicted + predicted
+        self._measured = self.FADE * self._measured + measured

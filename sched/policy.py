@@ -118,6 +118,7 @@ class View:
     suspended: tuple[Task, ...] = ()  # oldest first; their requests are in neither table
     running: Task | None = None  # set where the question is whether to stop the step under way
     acceptance: float = 0.0  # share of drafted tokens that were right, as measured lately
+    drift: float = 1.0  # how much longer than predicted steps took lately; 1.0 where predictions are about right
 
 
 class Grant(NamedTuple):

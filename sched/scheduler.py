@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from .blocks import BlockManager
-from .counters import Counters, Drafts
+from .counters import Counters, Drafts, Drift
 from .errors import InvalidValue
 from .flight import Flight, Settled, Submitted, task
 from .grant import Granter, reserve
@@ -49,6 +49,7 @@ class Scheduler:
         self._memory = self._new_memory()
         self._flight = Flight()
         self._drafts = Drafts()
+        self._drift = Drift()
         self._step = 0
 
     def _new_memory(self) -> Memory:
@@ -173,7 +174,8 @@ class Scheduler:
         tables, free = (self._roster.prefill, self._roster.decode), self._memory.blocks.available
         tasks, known = self._flight.tasks(self._roster.requests), self._drafts.acceptance
         limits, waiting = self.limits, self.kv_waiting
-        return View(now, start, self.role, *tables, limits, free, waiting, self.perf, tasks, running, known)
+        drift = self._drift.ratio
+        return View(now, start, self.role, *tables, limits, free, waiting, self.perf, tasks, running, known, drift)
 
     def _resume(self, step: int) -> StepPlan:
         if step not in self._flight.suspended:
@@ -218,6 +220,7 @@ class Scheduler:
         seconds = submitted.ran + result.finished - result.started
         self.perf.observe(submitted.load, seconds)
         self.counters.step(submitted.load, submitted.seconds, seconds)
+        self._drift.count(submitted.seconds, seconds)
         prefills, requests = self.role is Role.PREFILL, self._roster.requests
         deltas: list[Delta] = []
         advanced: list[tuple[Request, int]] = []

@@ -3,6 +3,7 @@
 Prompts: the largest set that can be on time (feasibility.on_time_set over own remaining work), by deadline; then
 those that lost their place in it, then the hopeless, each by remaining work; best effort last. Prompts that cannot be
 on time never share a step with those that can, and stop at the next segment boundary when one of these comes.
+Predictions that are off for good are put right by what steps took (View.drift).
 Decoding: everything while the joint step keeps the tightest tpot; beyond that the longest wait (see `shed`). On decode
 and mixed instances prompts are guests of a step that keeps every row in time.
 """
@@ -19,6 +20,7 @@ import numpy as np
 
 from ..feasibility import Mask, decode_load, largest_chunk, mixed_bound, on_time_set, remaining_work, tightest_tpot
 from ..perf.model import Array, Load, PerfModel
+from ..perf.scaled import Scaled
 from ..policy import Decision, Grant, Order, Role, Rows, Task, View, one_each, whole
 from ..request import BEST_EFFORT, State
 
@@ -54,6 +56,8 @@ class Unified:
         self._preempt = preempt
 
     def decide(self, view: View) -> Decision:
+        if view.drift != 1.0:  # too hopeful a model would make every joint step late
+            view = replace(view, perf=Scaled(view.perf, view.drift))
         if view.running is not None:
             return Decision(preempt=self._preempt and self._stops(view, view.running))
         queue = self._queue(view)
