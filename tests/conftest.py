@@ -3,9 +3,11 @@ and a server started by a test inherits them."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -43,6 +45,20 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault(name, value)
     # jax writes an entry in place: a reader that comes too early sees half of it, warns, and compiles.
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache entry")
+
+
+MAPS, OFTEN = Path("/proc/self/maps"), 25
+_tests = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def _few_mappings() -> Iterator[None]:
+    """Every program that XLA compiles for a CPU keeps some memory mapped. A process may have 65,530 mappings: whole
+    matrices of kernels need more, and the process dies. What is compiled is let go of before that."""
+    yield
+    jax = sys.modules.get("jax")
+    if next(_tests) % OFTEN == 0 and jax is not None and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 40_000:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
