@@ -5,7 +5,8 @@
 
 A system is a policy with its placement and mesh: colocated ones have all instances mixed. For every workload the
 highest rate (requests/s) at which 90 % of 1,000 requests attain both objectives is searched to 3 %; traces are
-stretched to the rate, their order and burstiness kept. The bound is of the same servers with deflection allowed.
+stretched to the rate, their order and burstiness kept. The bounds are of the same servers, with deflection allowed and
+with prompts on prefill instances only.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from jaxserve.sched.slo import SLO
 
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 GOAL = 0.9
+CHUNK = Options().tokens
+BOUNDS = {"bound": True, "bound, prompts on prefill instances": False}  # with deflection
 
 
 class System(NamedTuple):
@@ -69,7 +72,7 @@ class Case(NamedTuple):
 
     workload: str
     mesh: str
-    system: str  # or "bound"
+    system: str  # or one of BOUNDS
     requests: int
     seeds: int
 
@@ -123,11 +126,11 @@ def run(case: Case) -> tuple[Case, float, float]:
     if coefficients:
         latency = latency.with_coefficients(coefficients)
     mesh = Mesh.parse(case.mesh)
-    if case.system == "bound":
+    if case.system in BOUNDS:
         arrivals = load if isinstance(load, Sequence) else load.draw(case.requests, 1.0, 0)
         half = mesh.instances // 2
-        rate = goodput_bound(arrivals, latency.solve(), half, half, deflection=True, chunk=Options().tokens)
-        return case, rate, GOAL
+        deflection = BOUNDS[case.system]
+        return case, goodput_bound(arrivals, latency.solve(), half, half, deflection=deflection, chunk=CHUNK), GOAL
     system = SYSTEMS[case.system]
     found = goodput_search(
         load,
@@ -149,7 +152,8 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     wanted = args.systems.split(";")
     for name in args.workload or WORKLOADS:
         for mesh in args.mesh or ["2x4"]:
-            yield Case(name, mesh, "bound", args.requests, args.seeds)
+            for bound in BOUNDS:
+                yield Case(name, mesh, bound, args.requests, args.seeds)
             for system, one in SYSTEMS.items():
                 if "all" in wanted or one.kind in wanted or system in wanted:
                     yield Case(name, mesh, system, args.requests, args.seeds)
@@ -196,8 +200,8 @@ def show(args: argparse.Namespace, done: dict[str, float]) -> None:
     rows: list[Sequence[object]] = []
     for name in args.workload or WORKLOADS:
         for mesh in args.mesh or ["2x4"]:
-            got = {system: done.get(f"{name} | {mesh} | {system}") for system in (*names, "bound")}
-            ours, bound = got.get("unified"), got["bound"]
+            got = {system: done.get(f"{name} | {mesh} | {system}") for system in (*names, *BOUNDS)}
+            ours = got.get("unified")
             published = [
                 rate for system, rate in got.items() if rate and SYSTEMS.get(system, System("", "")).kind == "published"
             ]
@@ -206,12 +210,12 @@ def show(args: argparse.Namespace, done: dict[str, float]) -> None:
             ]
             ratios = [
                 f"{ours / max(one):.2f}" if ours and one else "–"
-                for one in (published, repaired, [bound] if bound else [])
+                for one in (published, repaired, *([got[bound]] if got[bound] else [] for bound in BOUNDS))
             ]
             rows.append([f"{name} {mesh}", *("–" if rate is None else f"{rate:.2f}" for rate in got.values()), *ratios])
     print_table(
         "Goodput at 90 % attained, requests/s",
-        ["workload", *names, "bound", "x published", "x repaired", "x bound"],
+        ["workload", *names, "bound", "bound, prefill only", "x published", "x repaired", "x bound", "x prefill only"],
         rows,
     )
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from .core import Core
+from .errors import StepFailed
 from .memory import Returned
 from .plan import KvParcel
 from .request import Request
@@ -40,9 +41,14 @@ class Returns:
             return
         pages = core.scheduler.blocks.find(request.digests)
         returned = source.scheduler.receive(request.id, request.digests[: len(pages)])
-        if returned is not None:
+        if returned is None:
+            return
+        try:
             parcel = core.executor.export_kv(pages[returned.cached :])
-            self._spawn(self._carry(request.id, source, returned, parcel))
+        except StepFailed:  # the step behind the request's last one has raised, and its pool is gone
+            source.scheduler.keep(request.id, False)
+            return
+        self._spawn(self._carry(request.id, source, returned, parcel))
 
     async def _carry(self, id: int, source: Core, returned: Returned, parcel: KvParcel) -> None:
         try:

@@ -6,7 +6,6 @@ or two minutes on two cores; name those to see.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +16,8 @@ from statistics import fmean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # measure this checkout, installed or not
+
+import choose
 
 from jaxserve.config import load_yaml, preset
 from jaxserve.report.table import print_table
@@ -219,20 +220,5 @@ def _chunks(tokens: int) -> Row:
     return cells
 
 
-TABLES = {one.__name__: one for one in (goodput, scale, orders, batching, blocking, chunks)}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"{', '.join(TABLES)} [all]")
-    chosen = parser.parse_args().tables or list(TABLES)
-    unknown = [name for name in chosen if name not in TABLES]
-    if unknown:
-        parser.error(f"unknown table {unknown[0]!r}; choose of {', '.join(TABLES)}")
-    for name in chosen:
-        TABLES[name]()
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(choose.run(__doc__, (goodput, scale, orders, batching, blocking, chunks)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -57,9 +58,8 @@ def _ropes(config: Config) -> tuple[Config, Config]:
     else:
         wide = {"rope_theta": config.get("rope_theta") or 1e6, **(config.get("rope_scaling") or {}), **given}
         local = {"rope_theta": config.get("rope_local_base_freq") or LOCAL_THETA}
-    ropes = ({**positions, "rope_scaling": None, "rope_theta": None, "rope_parameters": one} for one in (wide, local))
-    first, second = ropes
-    return first, second
+    plain = {**positions, "rope_scaling": None, "rope_theta": None}
+    return {**plain, "rope_parameters": wide}, {**plain, "rope_parameters": local}
 
 
 class Block(layers.Block):
@@ -82,6 +82,4 @@ class Block(layers.Block):
             return x + self.normed(self.mlp(self.normed(x, self.mlp_norm)), self.fed_norm), pool
 
 
-class Decoder(layers.Decoder):
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__(spec, Block)
+Decoder = partial(layers.Decoder, block=Block)

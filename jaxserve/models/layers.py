@@ -244,7 +244,7 @@ class Block(nnx.Module):
         self.attention_norm = vector(prefix + "input_layernorm.weight", spec.dim)
         self.attention = Attention(spec, prefix + "self_attn.", index)
         self.mlp_norm = vector(prefix + "post_attention_layernorm.weight", spec.dim)
-        self.mlp: Any = Mlp(spec, prefix + "mlp.")  # called with [T, E] and the mesh
+        self.mlp = self.feed_forward(prefix, index)
 
     def __call__(
         self, x: jax.Array, turns: Turns, pool: Pool, work: Any, kernel: Kernel
@@ -256,7 +256,11 @@ class Block(nnx.Module):
         with jax.named_scope("mlp"):
             return x + self.mlp(self.normed(x, self.mlp_norm), kernel.mesh), pool
 
-    def normed(self, x: jax.Array, weight: nnx.Param[Any]) -> jax.Array:
+    def feed_forward(self, prefix: str, index: int) -> Any:
+        """What is called with [T, E] and the mesh."""
+        return Mlp(self.spec, prefix + "mlp.")
+
+    def normed(self, x: jax.Array, weight: Any) -> jax.Array:
         return rms_norm(x, weight[...], self.spec.norm_eps, self.spec.norm_offset)
 
 

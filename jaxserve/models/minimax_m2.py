@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from jaxserve.models import layers
 from jaxserve.models.moe import Moe
 from jaxserve.models.spec import Config, Experts, ModelSpec, common, need
@@ -30,11 +33,8 @@ def _partial(config: Config) -> Config:
 
 
 class Block(layers.Block):
-    def __init__(self, spec: ModelSpec, prefix: str, index: int) -> None:
-        super().__init__(spec, prefix, index)
-        self.mlp = Moe(spec, prefix + "block_sparse_moe.", ("w1", "w3", "w2"))
+    def feed_forward(self, prefix: str, index: int) -> Any:
+        return Moe(self.spec, prefix + "block_sparse_moe.", ("w1", "w3", "w2"))
 
 
-class Decoder(layers.Decoder):
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__(spec, Block)
+Decoder = partial(layers.Decoder, block=Block)

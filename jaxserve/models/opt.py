@@ -12,8 +12,6 @@ from jaxserve.models import layers
 from jaxserve.models.layers import ACTIVATIONS, Info, Source, Tree, Turns, bind, matrix, same, vector
 from jaxserve.models.spec import Config, ModelSpec, common, need
 from jaxserve.sched.errors import InvalidValue
-from pallas_kernels.dispatch import Attention as Kernel
-from pallas_kernels.dispatch import Pool
 
 FIRST = 2  # row of the table that position 0 reads: the two before it were meant for padding
 EPS = 1e-5
@@ -63,30 +61,25 @@ class Mlp(nnx.Module):
         self.down = matrix(prefix + "fc2.weight", spec.ff_dim, spec.dim, ("ff", "dim"))
         self.down_bias = vector(prefix + "fc2.bias", spec.dim, fill=0.0)
 
-    def __call__(self, x: jax.Array) -> jax.Array:  # x [T, E] -> [T, E]
+    def __call__(self, x: jax.Array, mesh: Any = None) -> jax.Array:  # x [T, E] -> [T, E]
         up = x @ self.up[...]
         up = ACTIVATIONS[self.activation](up + layers.like(self.up_bias[...], up))
         out: jax.Array = up @ self.down[...]
         return out + layers.like(self.down_bias[...], out)
 
 
-class Block(nnx.Module):
-    """One layer: attention and feed-forward, each behind its norm and added to the residual stream."""
+class Block(layers.Block):
+    """As in `layers`, with other norms and feed-forward, and biases everywhere."""
 
     def __init__(self, spec: ModelSpec, prefix: str, index: int) -> None:
+        self.spec, self.rope = spec, 0
         self.attention_norm = LayerNorm(prefix + "self_attn_layer_norm.", spec.dim)
         self.attention = layers.Attention(spec, prefix + "self_attn.", index, out="out_proj.")
         self.mlp_norm = LayerNorm(prefix + "final_layer_norm.", spec.dim)
         self.mlp = Mlp(spec, prefix)
 
-    def __call__(
-        self, x: jax.Array, turns: Turns, pool: Pool, work: Any, kernel: Kernel
-    ) -> tuple[jax.Array, Pool]:  # x [T, E] -> [T, E]
-        with jax.named_scope("attention"):
-            mixed, pool = self.attention(self.attention_norm(x), None, pool, work, kernel)
-            x = x + mixed
-        with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x)), pool
+    def normed(self, x: jax.Array, weight: LayerNorm) -> jax.Array:
+        return weight(x)
 
 
 class Decoder(layers.Decoder):
@@ -104,7 +97,7 @@ class Decoder(layers.Decoder):
         return super().embedded(weights, tokens, positions) + learned
 
     def turns(self, positions: jax.Array) -> Turns:
-        return ()
+        return (None,)
 
     def finish(self, weights: Tree, x: jax.Array) -> jax.Array:
         norm: LayerNorm = bind(self.norm, weights["norm"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from jaxserve.models import layers
 from jaxserve.models.moe import Moe
 from jaxserve.models.qwen import qwen3
@@ -24,13 +27,9 @@ def read(config: Config) -> ModelSpec:
 
 
 class Block(layers.Block):
-    def __init__(self, spec: ModelSpec, prefix: str, index: int) -> None:
-        super().__init__(spec, prefix, index)
-        assert spec.moe is not None
-        if spec.moe.layers[index]:
-            self.mlp = Moe(spec, prefix + "mlp.")
+    def feed_forward(self, prefix: str, index: int) -> Any:
+        mixed = self.spec.moe is not None and self.spec.moe.layers[index]
+        return Moe(self.spec, prefix + "mlp.") if mixed else super().feed_forward(prefix, index)
 
 
-class Decoder(layers.Decoder):
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__(spec, Block)
+Decoder = partial(layers.Decoder, block=Block)

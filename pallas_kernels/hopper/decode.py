@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from pallas_kernels import compat
 from pallas_kernels.aot.cases import Case, shapes
 from pallas_kernels.hopper.combine import combine
 from pallas_kernels.hopper.decode_body import Shape, body
-from pallas_kernels.hopper.spec import CORES, SMEM, Spec
+from pallas_kernels.hopper.spec import CORES, SMEM, Spec, allowed
 from pallas_kernels.interpret import Interpret
 from pallas_kernels.layout import MASKED, Ragged, Scales
 from pallas_kernels.plan.decode import DecodeWork, plan_decode
@@ -111,28 +112,16 @@ def heuristic(spec: Spec, *, warps: bool | None = None) -> Config:
 def candidates(spec: Spec) -> Iterator[Config]:
     """Configs worth timing for the spec, the heuristic first; the compile gate drops those that spill."""
     best = heuristic(spec)
-    seen = {best}
     yield best
-    for warps in (True, False) if compat.HAS_MMA else (False,):
-        for consumers in (1, 2):
-            for tile in (64, 128):
-                for stages in (2, 3, 4, 6, 8):
-                    for share in (1, 2):  # blocks on a core at a time
-                        config = replace(
-                            best,
-                            warps=warps,
-                            consumers=consumers,
-                            tile=tile,
-                            stages=stages,
-                            workers=best.workers * share,
-                        )
-                        try:
-                            config.validate(spec)
-                        except ValueError:
-                            continue
-                        if share * config.smem_bytes(spec) <= SMEM and config not in seen:
-                            seen.add(config)
-                            yield config
+    bodies = (True, False) if compat.HAS_MMA else (False,)
+    for share in (1, 2):  # blocks on a core at a time
+        some = (
+            replace(best, warps=warps, consumers=consumers, tile=tile, stages=stages, workers=best.workers * share)
+            for warps, consumers, tile, stages in product(bodies, (1, 2), (64, 128), (2, 3, 4, 6, 8))
+        )
+        for config in allowed(some, spec):
+            if config != best and share * config.smem_bytes(spec) <= SMEM:
+                yield config
 
 
 def paged_decode(

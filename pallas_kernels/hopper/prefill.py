@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, product
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ from pallas_kernels import compat
 from pallas_kernels.aot.cases import Case, shapes
 from pallas_kernels.hopper.prefill_body import body
 from pallas_kernels.hopper.prefill_shape import GRID, ROLE, ROWS, WARPGROUPS, Shape
-from pallas_kernels.hopper.spec import CORES, SMEM, Spec
+from pallas_kernels.hopper.spec import CORES, SMEM, Spec, allowed
 from pallas_kernels.interpret import Interpret
 from pallas_kernels.layout import MASKED, Ragged, Scales
 from pallas_kernels.plan.prefill import PrefillWork, plan_prefill
@@ -115,21 +116,14 @@ def supports(spec: Spec) -> str | None:
 def candidates(spec: Spec) -> Iterator[Config]:
     """Configs worth timing for the spec, the heuristic first; the compile gate drops those that spill."""
     best = heuristic(spec)
-    seen = {best}
-    yield best
-    for p_in_smem in (True, False):
-        for ping_pong in (True, False):
-            for heads in (1, 2, 4, 8):
-                for keys, stages in ((128, 2), (128, 3), (64, 1), (64, 2), (64, 3), (64, 4)):
-                    for blocks in (spec.cores, 2**20):
-                        config = Config(heads, keys, stages, best.above, blocks, p_in_smem, ping_pong)
-                        try:
-                            config.validate(spec)
-                        except ValueError:
-                            continue
-                        if config not in seen:
-                            seen.add(config)
-                            yield config
+    sizes = ((128, 2), (128, 3), (64, 1), (64, 2), (64, 3), (64, 4))  # keys, stages
+    some = (
+        Config(heads, keys, stages, best.above, blocks, p_in_smem, ping_pong)
+        for p_in_smem, ping_pong, heads, (keys, stages), blocks in product(
+            (True, False), (True, False), (1, 2, 4, 8), sizes, (spec.cores, 2**20)
+        )
+    )
+    yield from allowed(chain([best], some), spec)
 
 
 def paged_prefill(

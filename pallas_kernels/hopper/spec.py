@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import jax.numpy as jnp
 
@@ -37,3 +38,23 @@ class Spec:
     @property
     def quantised(self) -> bool:
         return bool(jnp.dtype(self.kv_dtype).itemsize == 1)
+
+
+class Config(Protocol):
+    """Block sizes and the like of one kernel."""
+
+    def validate(self, spec: Spec) -> None:
+        """Raises ValueError, with the reason, where it cannot compute the spec."""
+
+
+C = TypeVar("C", bound=Config)
+
+
+def allowed(configs: Iterable[C], spec: Spec) -> Iterator[C]:
+    """Those that can compute the spec, each once."""
+    for config in dict.fromkeys(configs):
+        try:
+            config.validate(spec)
+        except ValueError:
+            continue
+        yield config

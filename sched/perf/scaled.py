@@ -1,4 +1,4 @@
-"""A model whose predictions are all wrong by one factor, and what it would say without that."""
+"""A model whose every prediction is another's times a factor: to be wrong on purpose, or to put right what is."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from .model import Array, Load, PerfModel
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """Another model's seconds times `factor`. To look at only: the other one learns."""
+    """Predictions of `model` times `factor`, whatever is measured."""
 
-    perf: PerfModel
+    model: PerfModel
     factor: float
 
     @property
     def version(self) -> int:
-        return hash((self.perf.version, self.factor))
+        return self.model.version
 
     @property
     def prefill_rate(self) -> float:
-        return self.perf.prefill_rate  # observed, not predicted
+        return self.model.prefill_rate / self.factor
 
     def step_time(self, load: Load) -> float:
-        return self.perf.step_time(load) * self.factor
+        return self.factor * self.model.step_time(load)
 
     def decode_times(self, rows: Array, longest: Array, context: Array) -> Array:
-        return self.perf.decode_times(rows, longest, context) * self.factor
+        return self.factor * self.model.decode_times(rows, longest, context)
 
     def prefill_times(self, tokens: Array, context: Array, chunk: int) -> Array:
-        return self.perf.prefill_times(tokens, context, chunk) * self.factor
+        return self.factor * self.model.prefill_times(tokens, context, chunk)
 
     def observe(self, load: Load, seconds: float) -> None:
-        raise AssertionError("the model behind it learns")
+        self.model.observe(load, seconds)

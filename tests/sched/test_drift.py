@@ -44,7 +44,7 @@ def test_a_scaled_model_says_everything_times_its_factor() -> None:
     np.testing.assert_allclose(
         scaled.prefill_times(tokens, rows, 64), 1.25 * MODEL.prefill_times(tokens, rows, 64), rtol=1e-12
     )
-    assert scaled.version != Scaled(MODEL, 1.5).version
+    assert Scaled(scaled, 0.8).step_time(load) == pytest.approx(MODEL.step_time(load), rel=1e-12)
 
 
 def test_unified_keeps_its_promises_with_a_hopeful_model() -> None:

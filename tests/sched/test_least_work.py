@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched import placement
+from jaxserve.sched.errors import StepFailed
 from jaxserve.sched.journal import replay
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.placement import Fleet
+from jaxserve.sched.plan import KvParcel
 from jaxserve.sched.policies.sarathi import Sarathi
 from jaxserve.sched.policy import Limits, Role
 from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.sim import Arrival, Latency, Options, Report, simulate
+from jaxserve.sched.sim.executor import SimExecutor
 from jaxserve.sched.slo import SLO
 
 from .harness import Job
@@ -131,6 +136,23 @@ def test_nothing_comes_back_of_what_was_cancelled_or_lost_on_the_way() -> None:
     assert serve(rounds(9, cancel_at=0.004), PD, placement=GIVE).requests[1].cached == 16
     sent = iter([False, True])  # the prompt arrives, the answer does not
     assert serve(rounds(9), PD, placement=GIVE, loses=lambda: next(sent, False)).requests[1].cached == 16
+
+
+def test_an_answer_whose_pool_is_just_gone_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last step came back, the one behind it raised: nothing leaves the decode instance, and all goes on."""
+    export, sent = SimExecutor.export_kv, []
+
+    def lost(self: SimExecutor, pages: Sequence[int]) -> KvParcel:
+        sent.append(len(pages))
+        if len(sent) == 2:  # the prompt has moved; this is the answer
+            raise StepFailed("injected: the pool is gone")
+        return export(self, pages)
+
+    monkeypatch.setattr(SimExecutor, "export_kv", lost)
+    jobs = rounds(9)
+    found = serve(jobs, PD, placement=GIVE)
+    check_complete(found, jobs)
+    assert found.requests[1].cached == 16 and len(sent) > 2
 
 
 def test_nothing_comes_back_that_takes_pages_from_those_who_wait() -> None:
