@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -82,12 +81,6 @@ def attention(
     return _Sharded(local, mesh)
 
 
-class _Layer(Protocol):
-    def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, turn: Turn | None, pool: Pool, work: Any
-    ) -> tuple[jax.Array, Pool]: ...
-
-
 @dataclass(frozen=True)
 class _Sharded:
     """Each shard's heads by themselves; the work is the same on all of them."""
@@ -102,7 +95,7 @@ class _Sharded:
         self,
         q: jax.Array,
         k: jax.Array,
-        v: jax.Array,
+        v: jax.Array | None,
         turn: Turn | None,
         pool: Pool,
         work: Any,
@@ -110,16 +103,22 @@ class _Sharded:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Pool]:
         heads, pages = P(None, "tp"), P(None, None, "tp")
-        layer: _Layer = partial(self.local, scale=scale, window=window, softcap=softcap)
+
+        def layer(
+            q: jax.Array, k: jax.Array, v: jax.Array | None, turn: Turn | None, pool: Pool, work: Any, sinks: Any
+        ) -> tuple[jax.Array, Pool]:
+            return self.local(q, k, v, turn, pool, work, scale=scale, window=window, softcap=softcap, sinks=sinks)
+
         # Replication is not checked: the loops over pages have trip counts that depend on replicated arrays only.
         run = jax.shard_map(
             layer,
             mesh=self.mesh,
-            in_specs=(heads, heads, heads, P(), (pages, pages), P()),
-            out_specs=(heads, (pages, pages)),
+            in_specs=(heads, heads, heads, P(), pages, P(), P("tp")),
+            out_specs=(heads, pages),
             check_vma=False,
         )
-        mixed, pool = run(q, k, v, turn, pool, work)
+        mixed, pool = run(q, k, v, turn, pool, work, sinks)
         return mixed, pool

@@ -1,6 +1,6 @@
 """Pages of all layers out of the pools as one contiguous parcel, and into the pools in place: what migration moves.
 
-    export_pages(pools, pages)[l, 0] = pools[l].k[pages],  [l, 1] = pools[l].v[pages]        parcel [L, 2, M, B, K, D]
+    export_pages(pools, pages)[l, p] = pools[l][p][pages]        parcel [L, parts, M, B, K, D]
     import_pages(pools, pages, parcel)                      the pools with the parcel at `pages`, in place if donated
 
 Plain XLA, since the compiler's PTX for Hopper shows what a kernel would: 16-byte loads and stores, no temporary, no
@@ -13,7 +13,8 @@ copy of a pool. That takes three things, each seen in the PTX of jax 0.11.2:
 
 Floor: twice the parcel over the bandwidth, 250 us for 4096 tokens of 32 layers of Llama-3-8B.
 
-Letters: L layers, M pages moved, N pages in the pool, B page size, K kv heads, D head dim.
+Parts are the arrays of a layer's pool: keys and values, or a latent. Letters: L layers, M pages moved, N pages in the
+pool, B page size, K kv heads, D head dim.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.aot.cases import Case, shapes
 from pallas_kernels.xla import words
 
-Pool = tuple[jax.Array, jax.Array]  # keys and values of one layer, each [N, B, K, D]
+Pool = tuple[jax.Array, ...]  # the parts of one layer, each [N, B, K, D]
 
 
 def export_pages(pools: Sequence[Pool], pages: jax.Array, *, mesh: Mesh | AbstractMesh | None = None) -> jax.Array:
-    """Pages [M] of all layers as one array [L, 2, M, B, K, D]; a page out of range gives the nearest one.
+    """Pages [M] of all layers as one array [L, parts, M, B, K, D]; a page out of range gives the nearest one.
 
     `mesh` with an axis `tp`: kv heads are split over it. It must be told, or each device allocates a whole parcel.
     """
@@ -50,7 +51,7 @@ def export_pages(pools: Sequence[Pool], pages: jax.Array, *, mesh: Mesh | Abstra
 def _packed(pools: list[Pool], pages: jax.Array) -> jax.Array:
     first = pools[0][0]
     wide = jax.eval_shape(words.wide, first)
-    parcel = lax.empty((len(pools), 2, len(pages), *wide.shape[1:]), wide.dtype)
+    parcel = lax.empty((len(pools), len(pools[0]), len(pages), *wide.shape[1:]), wide.dtype)
     for layer, pool in enumerate(pools):
         for part, held in enumerate(pool):
             taken = jnp.take(words.wide(held), pages, axis=0, mode="clip")[None, None]
@@ -59,14 +60,14 @@ def _packed(pools: list[Pool], pages: jax.Array) -> jax.Array:
 
 
 def import_pages(pools: Sequence[Pool], pages: jax.Array, parcel: jax.Array) -> list[Pool]:
-    """The pools with a parcel [L, 2, M, B, K, D] at pages [M], all different; those out of range are dropped."""
+    """The pools with a parcel [L, parts, M, B, K, D] at pages [M], all different; those out of range are dropped."""
     wide = words.wide(parcel)
 
     def put(held: jax.Array, layer: int, part: int) -> jax.Array:
         after = words.wide(held).at[pages].set(wide[layer, part], mode="drop", unique_indices=True)
         return words.narrow(after, held)
 
-    return [(put(k, layer, 0), put(v, layer, 1)) for layer, (k, v) in enumerate(pools)]
+    return [tuple(put(held, layer, part) for part, held in enumerate(pool)) for layer, pool in enumerate(pools)]
 
 
 def cases() -> list[Case]:

@@ -115,7 +115,7 @@ class Instance:
 
     programs: Programs
     weights: Tree
-    pools: list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]
+    pools: list[tuple[jax.ShapeDtypeStruct, ...]]
     whole: NamedSharding
 
     def plain(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -159,10 +159,10 @@ def _instance(served: Served, mesh: Mesh) -> Instance:
     pages = kv.fit_pages(spec, PAGE, DTYPE, pool_bytes=room, max_model_len=LENGTH)
     limits = Limits(ROWS, TOKENS, pages, PAGE, LENGTH // PAGE, spec.vocab)
     part = jax.ShapeDtypeStruct(
-        registry.pool_shape(spec, pages, PAGE), DTYPE, sharding=NamedSharding(mesh, registry.pool_spec(spec))
+        spec.cache.shape(pages, PAGE), DTYPE, sharding=NamedSharding(mesh, spec.cache.partition)
     )
     programs = Programs(spec, mesh, limits, resolve_attention(config, spec, DTYPE, mesh))
-    return Instance(programs, weights, [(part, part)] * spec.layers, NamedSharding(mesh, PartitionSpec()))
+    return Instance(programs, weights, spec.cache.pools(part), NamedSharding(mesh, PartitionSpec()))
 
 
 def _decode(served: Served, mesh: Mesh) -> jax.stages.Lowered:

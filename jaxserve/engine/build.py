@@ -19,7 +19,7 @@ from jaxserve.engine.mesh import MeshPlan, sub_meshes
 from jaxserve.engine.state import DeviceState
 from jaxserve.engine.step import Programs, Tree
 from jaxserve.engine.warmup import Progress, idle_batch, use_persistent_cache, warm_up
-from jaxserve.models import registry, weights
+from jaxserve.models import weights
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.errors import InvalidValue
 from pallas_kernels import dispatch
@@ -97,8 +97,9 @@ def resolve_attention(config: ExecutorConfig, spec: ModelSpec, dtype: Any, mesh:
         platform=device.platform,
         dtype=str(dtype),
         heads=spec.heads // config.mesh.tp,
-        kv_heads=spec.pool_heads // config.mesh.tp,
-        head_dim=spec.head_dim,
+        kv_heads=spec.cache.heads // config.mesh.tp,
+        head_dim=spec.cache.dim,
+        latent=spec.cache.latent,
         page=config.page_size,
         windows=spec.windows,
         device=device.device_kind,
@@ -155,12 +156,10 @@ def temporaries(
     def described(shape: tuple[int, ...], kind: Any, sharding: Any = whole) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
 
-    part = described(
-        registry.pool_shape(spec, limits.pages, limits.page_size), dtype, NamedSharding(mesh, registry.pool_spec(spec))
-    )
+    part = described(spec.cache.shape(limits.pages, limits.page_size), dtype, NamedSharding(mesh, spec.cache.partition))
     carry, bucket = described((limits.slots,), jnp.int32), limits.buckets[-1]
     batch = idle_batch(bucket, limits.row_pages, slots, full=True)
-    step = programs.step[bucket].lower(tree, [(part, part)] * spec.layers, carry, batch.packed).compile()
+    step = programs.step[bucket].lower(tree, spec.cache.pools(part), carry, batch.packed).compile()
     rows = described((bucket.width, spec.dim), dtype)
     counts = described((limits.slots, limits.vocab), jnp.int16)
     draw = programs.plain.lower(tree, rows, carry, batch.sampling).compile()

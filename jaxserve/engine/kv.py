@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.errors import InvalidValue
 from pallas_kernels.dispatch import Pool
@@ -25,8 +23,8 @@ STEPS_PER_OCTAVE = 16  # pool sizes are rounded down to so many per doubling
 
 
 def page_bytes(spec: ModelSpec, page_size: int, dtype: Any) -> int:
-    """Bytes of one page over all layers, keys and values, whole on all devices of an instance."""
-    return 2 * spec.layers * math.prod(registry.pool_shape(spec, 1, page_size)) * int(jnp.dtype(dtype).itemsize)
+    """Bytes of one page over all layers, whole on all devices of an instance."""
+    return spec.cache.page_bytes(page_size, dtype)
 
 
 def cpu_pool_bytes(total: int | None, instances: int) -> int:
@@ -106,14 +104,15 @@ def fit_pages(
 
 
 def pool_maker(spec: ModelSpec, mesh: Mesh, pages: int, page_size: int, dtype: Any) -> Callable[[], list[Pool]]:
-    """A function that makes empty pools on `mesh`: per layer (k, v), each [N, B, K, D].
+    """A function that makes empty pools on `mesh`: per layer the arrays that `spec.cache` says.
 
     One program for one array, called for each: a program for all would hold them twice while it runs.
     """
-    shape = registry.pool_shape(spec, pages, page_size)
+    cache = spec.cache
+    shape = cache.shape(pages, page_size)
 
     def empty_pool() -> jax.Array:
         return jnp.zeros(shape, dtype)
 
-    make = jax.jit(empty_pool, out_shardings=NamedSharding(mesh, registry.pool_spec(spec)))
-    return lambda: [(make(), make()) for _ in range(spec.layers)]
+    make = jax.jit(empty_pool, out_shardings=NamedSharding(mesh, cache.partition))
+    return lambda: [tuple(make() for _ in range(cache.parts)) for _ in range(cache.layers)]

@@ -12,8 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.engine.inputs import Batch, Int32
 from jaxserve.engine.kv import pool_maker
 from jaxserve.engine.sampling import ADJUSTED, MOST_COUNTED, SEEN_IN_PROMPT
-from jaxserve.engine.step import SCORED, Programs, Tree, parcel_spec
-from jaxserve.models import registry
+from jaxserve.engine.step import SCORED, Programs, Tree
 from jaxserve.sched.plan import Begin
 from pallas_kernels.dispatch import Pool
 
@@ -49,7 +48,7 @@ class DeviceState:
         self.weights = weights
         self.pools: list[Pool] = []
         self._whole = NamedSharding(mesh, PartitionSpec())
-        self._parcels = NamedSharding(mesh, parcel_spec(programs.spec))
+        self._parcels = NamedSharding(mesh, programs.spec.cache.parcel_partition)
         self._make = pool_maker(programs.spec, mesh, limits.pages, limits.page_size, dtype)
         self._unadjusted: dict[int, tuple[jax.Array, jax.Array]] = {
             width: jax.device_put(
@@ -100,10 +99,9 @@ class DeviceState:
         return zeros
 
     def parcel(self, size: int) -> jax.Array:
-        """A piece of zeros [L, 2, M, B, K, D]."""
-        spec = self.programs.spec
-        shape = registry.pool_shape(spec, size, self.programs.limits.page_size)
-        return self.receive(np.zeros((spec.layers, 2, *shape), self.pools[0][0].dtype))
+        """A piece of zeros."""
+        shape = self.programs.spec.cache.parcel_shape(size, self.programs.limits.page_size)
+        return self.receive(np.zeros(shape, self.pools[0][0].dtype))
 
     def score(self, hidden: jax.Array, begin: int, targets: Int32) -> list[tuple[Int32, jax.Array]]:
         """Log-probabilities of `targets`, each the token after hidden[begin], hidden[begin + 1], ..."""
@@ -126,7 +124,7 @@ class DeviceState:
         self.counts = self.programs.remember(self.counts, np.int32(slot), row)
 
     def export(self, pages: Int32) -> jax.Array:
-        """Pages [M] of all layers as one array [L, 2, M, B, K, D]."""
+        """Pages [M] of all layers as one array, a piece of a parcel."""
         parcel: jax.Array = self.programs.gather(self.pools, pages)
         return parcel
 

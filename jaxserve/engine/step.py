@@ -45,9 +45,9 @@ class Programs:
         self.attention = "xla" if choice is None else str(choice)
         shape = mesh.abstract_mesh  # without devices, so that what is traced serves every instance
         whole = NamedSharding(shape, PartitionSpec())
-        pool = NamedSharding(shape, registry.pool_spec(spec))
-        parcel = NamedSharding(shape, parcel_spec(spec))
-        pools = [(pool, pool)] * spec.layers
+        pool = NamedSharding(shape, spec.cache.partition)
+        parcel = NamedSharding(shape, spec.cache.parcel_partition)
+        pools = spec.cache.pools(pool)
         self.step: dict[Bucket, Program] = {}
         self.block: dict[int, Program] = {}
         for bucket in limits.buckets:
@@ -61,17 +61,12 @@ class Programs:
         self.score = _jit(partial(_score, logits=logits), "score", whole)
         self.remember = _jit(_remember, "remember", whole, (0,))
         local = partial(jax.shard_map, mesh=shape, check_vma=False)
-        held = [(pool.spec, pool.spec)] * spec.layers
+        held = spec.cache.pools(pool.spec)
         # By hand to each shard its own heads: XLA would have every device make room for a whole parcel.
         export = local(export_pages, in_specs=(held, PartitionSpec()), out_specs=parcel.spec)
         fill = local(import_pages, in_specs=(held, PartitionSpec(), parcel.spec), out_specs=held)
         self.gather = _jit(export, "gather", parcel)
         self.scatter = _jit(fill, "scatter", pools, (0,))
-
-
-def parcel_spec(spec: ModelSpec) -> PartitionSpec:
-    """How a piece of a parcel [L, 2, M, B, K, D] lies on the mesh: as the pool's pages."""
-    return PartitionSpec(None, None, *registry.pool_spec(spec))
 
 
 def _jit(program: Callable[..., Any], name: str, out: Any, donate: tuple[int, ...] = ()) -> Program:
@@ -84,7 +79,7 @@ def _jit(program: Callable[..., Any], name: str, out: Any, donate: tuple[int, ..
 
 def _step(
     weights: Tree,
-    pools: list[Pool],  # L x (k, v), each [N, B, K, D]
+    pools: list[Pool],  # L x what `spec.cache` says
     carry: jax.Array,  # [slots] int32, last token of each slot
     packed: jax.Array,  # [Layout.end] int32
     *,

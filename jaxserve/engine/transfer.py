@@ -15,7 +15,7 @@ PIECES = (1, 4, 16, 64)  # pages in a piece
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """KV of `pages` pages in order. Each piece: (pages in it, array [L, 2, M, B, K, D] with M from PIECES)."""
+    """KV of `pages` pages in order. Each piece: (pages in it, array [L, parts, M, B, K, D] with M from PIECES)."""
 
     pages: int
     pieces: tuple[tuple[int, jax.Array], ...]

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from jaxserve.models.layers import Decoder, Info, Tree, tree_of
 from jaxserve.models.spec import Config, ModelSpec, architecture
@@ -93,26 +92,12 @@ def abstract_weights(spec: ModelSpec, dtype: Any) -> Tree:
     )
 
 
-def pool_shape(spec: ModelSpec, pages: int, page_size: int) -> tuple[int, int, int, int]:
-    """Shape [N, B, K, D] of the key pool, and of the value pool, of one layer."""
-    return pages, page_size, spec.pool_heads, spec.head_dim
-
-
-def pool_spec(spec: ModelSpec) -> PartitionSpec:
-    """How a pool lies on the mesh: kv heads over `tp`. `spec` must come from `for_tp` of the mesh's size.
-
-    Name it in `out_shardings` of the step too: on one device jit would call the new pool unsharded, and compile
-    again when it comes back.
-    """
-    return PartitionSpec(None, None, "tp")
-
-
 def forward(
     spec: ModelSpec, weights: Tree, pools: list[Pool], tokens: jax.Array, ragged: Ragged, *, attention: Attention
 ) -> tuple[jax.Array, list[Pool]]:
     """tokens [T] int32 -> hidden [T, E] after the final norm, and the pools with this step's keys and values.
 
-    pools: per layer (k, v), each [N, B, K, D]. attention: `dispatch.attention(mesh, choice, decode=...)`.
+    pools: per layer the arrays that `spec.cache` says. attention: `dispatch.attention(mesh, choice, decode=...)`.
     """
     model, filled = decoder(spec), []
     with jax.named_scope("embed"):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from jaxserve.models.cache import Cache
 from jaxserve.sched.errors import InvalidValue
 
 Config = Mapping[str, Any]  # the object in config.json
@@ -145,6 +146,11 @@ class ModelSpec:
     def pool_heads(self) -> int:
         """KV heads in a page, copies included."""
         return self.kv_heads * self.kv_copies
+
+    @property
+    def cache(self) -> Cache:
+        """What is kept of each token."""
+        return Cache(self.layers, 2, self.pool_heads, self.head_dim)
 
     @property
     def scale(self) -> float:

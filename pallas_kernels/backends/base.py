@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from pallas_kernels.layout import Ragged
 from pallas_kernels.rope import Turn
 
-Pool = tuple[jax.Array, jax.Array]  # keys and values of one layer, each [N, B, K, D]
+Pool = tuple[jax.Array, ...]  # keys and values of one layer, or a latent alone; each [N, B, K, D]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Spec:
     capability: str = ""  # of a GPU, as in "9.0"
     cores: int = 132  # streaming multiprocessors of a GPU
     windows: tuple[int | None, ...] = (None,)  # of the model's layers; None: a layer that sees everything
+    latent: bool = False  # keys are the values, one array a layer, one kv head (MLA)
     interpret: bool = False  # tests only: kernels of any platform, run by jax's interpreters on a CPU
 
 
@@ -48,7 +49,7 @@ class Attention(Protocol):
         self,
         q: jax.Array,
         k: jax.Array,
-        v: jax.Array,
+        v: jax.Array | None,
         turn: Turn | None,
         pool: Pool,
         work: Any,
@@ -56,11 +57,13 @@ class Attention(Protocol):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Pool]:
         """Rotate q [T, H, D] and k [T, K, D] by `turn`, write k and v [T, K, D] to the pool, attend.
 
         Returns the mixed values [T, H, D] and the pool with k and v in it. `window`: keys that a query sees, itself
         included. `softcap`: a score s becomes softcap * tanh(s / softcap).
+        `sinks` [H]: see `pallas_kernels.sinks`. `v` None: k [T, K, D] are values too, and the pool is one array.
         """
 
 

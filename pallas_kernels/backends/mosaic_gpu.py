@@ -16,6 +16,7 @@ from pallas_kernels import tuned
 from pallas_kernels.backends.base import Pool, Spec
 from pallas_kernels.layout import Ragged
 from pallas_kernels.rope import Turn
+from pallas_kernels.sinks import with_sinks
 
 QUERIES = 16  # tokens of the longest row that decode takes
 PAGES = (16, 32, 64, 128, 256)
@@ -55,6 +56,8 @@ def _interpreter() -> str | None:
 
 def _refused(spec: Spec) -> str | None:
     """Every shape of step must have its configs: an engine that can decode and not prefill is none."""
+    if spec.latent:
+        return "its kernels read keys and values; there is none yet for a latent KV cache (MLA)"
     if spec.page not in PAGES:
         return f"pages of {spec.page} tokens; it reads pages of {', '.join(map(str, PAGES))}"
     try:
@@ -134,7 +137,7 @@ class MosaicAttention:
         self,
         q: jax.Array,
         k: jax.Array,
-        v: jax.Array,
+        v: jax.Array | None,
         turn: Turn | None,
         pool: Pool,
         work: Work,
@@ -142,27 +145,30 @@ class MosaicAttention:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Pool]:
         from pallas_kernels.hopper.decode import paged_decode
 
-        q, pool = self._write(q, k, v, turn, pool, work.ragged)
+        assert v is not None, "a latent is refused by `supports`"
+        q, k_pool, v_pool = self._write(q, k, v, turn, pool, work.ragged)
         rest = {"scale": scale, "window": window, "softcap": softcap, "interpret": self._interpret}
         at = self.spec.windows.index(window)
         config, _ = _decode(self.spec, self._queries)
-        mixed, _ = paged_decode(q, *pool, work.ragged, work.decode[at], config=config, **rest)
-        if self.decode:
-            return mixed, pool
-        from pallas_kernels.hopper.prefill import paged_prefill
+        mixed, lse = paged_decode(q, k_pool, v_pool, work.ragged, work.decode[at], config=config, **rest)
+        if not self.decode:
+            from pallas_kernels.hopper.prefill import paged_prefill
 
-        config, _ = _prefill(self.spec)
-        mine = work.prefill[at]
-        longer, _ = paged_prefill(q, *pool, work.ragged, mine, config=config, clean=False, **rest)
-        return jnp.where((mine.place >= 0)[:, None, None], longer, mixed), pool
+            config, _ = _prefill(self.spec)
+            longer = paged_prefill(q, k_pool, v_pool, work.ragged, work.prefill[at], config=config, clean=False, **rest)
+            mine = work.prefill[at].place >= 0
+            mixed = jnp.where(mine[:, None, None], longer[0], mixed)
+            lse = jnp.where(mine[:, None], longer[1], lse)
+        return (mixed if sinks is None else with_sinks(mixed, lse, sinks)), (k_pool, v_pool)
 
     def _write(
         self, q: jax.Array, k: jax.Array, v: jax.Array, turn: Turn | None, pool: Pool, ragged: Ragged
-    ) -> tuple[jax.Array, Pool]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         from pallas_kernels.hopper.kv_write import rope_and_write
 
-        q, k_pool, v_pool = rope_and_write(q, k, v, turn, *pool, ragged, interpret=self._interpret)
-        return q, (k_pool, v_pool)
+        k_pool, v_pool = pool
+        return rope_and_write(q, k, v, turn, k_pool, v_pool, ragged, interpret=self._interpret)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from pallas_kernels.backends.base import Pool, Spec
 from pallas_kernels.layout import Ragged
 from pallas_kernels.rope import Turn, rotate
+from pallas_kernels.sinks import with_sinks
 
 QUERIES = 16  # tokens of the longest row that decode takes
 
@@ -63,7 +64,7 @@ class TpuAttention:
         self,
         q: jax.Array,
         k: jax.Array,
-        v: jax.Array,
+        v: jax.Array | None,
         turn: Turn | None,
         pool: Pool,
         work: Work,
@@ -71,18 +72,21 @@ class TpuAttention:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Pool]:
         from pallas_kernels.tpu.kernel import paged_attention
         from pallas_kernels.tpu.kv_write import write_kv
 
+        assert v is not None, "a latent is refused by `supports`"
         interpret = True if self.spec.interpret else None
         q, k = rotate(q, turn), rotate(k, turn)
-        k_pool, v_pool = write_kv(*pool, k, v, work.ragged, interpret=interpret)
+        k_pool, v_pool = pool
+        k_pool, v_pool = write_kv(k_pool, v_pool, k, v, work.ragged, interpret=interpret)
         rest: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "interpret": interpret}
         decode, prefill = self._configs()
-        mixed, _ = paged_attention(q, k_pool, v_pool, work.ragged, work.decode, config=decode, **rest)
+        mixed, lse = paged_attention(q, k_pool, v_pool, work.ragged, work.decode, config=decode, **rest)
         if work.prefill is not None:
-            longer, _ = paged_attention(q, k_pool, v_pool, work.ragged, work.prefill, config=prefill, **rest)
+            longer, more = paged_attention(q, k_pool, v_pool, work.ragged, work.prefill, config=prefill, **rest)
             mine = work.ragged.lengths[jnp.minimum(work.ragged.rows, len(work.ragged.lengths) - 1)] > decode.queries
-            mixed = jnp.where(mine[:, None, None], longer, mixed)
-        return mixed, (k_pool, v_pool)
+            mixed, lse = jnp.where(mine[:, None, None], longer, mixed), jnp.where(mine[:, None], more, lse)
+        return (mixed if sinks is None else with_sinks(mixed, lse, sinks)), (k_pool, v_pool)

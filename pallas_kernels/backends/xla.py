@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import jax
@@ -10,7 +11,9 @@ import jax
 from pallas_kernels import attention_xla
 from pallas_kernels.backends.base import Pool, Spec
 from pallas_kernels.layout import Ragged
-from pallas_kernels.rope import Turn
+from pallas_kernels.rope import Turn, rotate
+from pallas_kernels.sinks import with_sinks
+from pallas_kernels.xla.write import scatter
 
 
 def supports(spec: Spec) -> str | None:
@@ -36,7 +39,7 @@ class XlaAttention:
         self,
         q: jax.Array,
         k: jax.Array,
-        v: jax.Array,
+        v: jax.Array | None,
         turn: Turn | None,
         pool: Pool,
         work: Ragged,
@@ -44,9 +47,25 @@ class XlaAttention:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Pool]:
-        q, k_pool, v_pool = attention_xla.rope_and_write_xla(q, k, v, turn, *pool, work)
-        mixed = attention_xla.paged_attention(
-            q, k_pool, v_pool, work, scale=scale, decode=self.decode, window=window, softcap=softcap
-        )
-        return mixed, (k_pool, v_pool)
+        q, pool = _written(q, k, v, turn, pool, work)
+        attend = partial(
+            attention_xla.paged_attention,
+            q, pool[0], pool[-1], work, scale=scale, decode=self.decode, window=window, softcap=softcap,
+        )  # fmt: skip
+        if sinks is None:
+            return attend(), pool
+        mixed, lse = attend(return_lse=True)
+        return with_sinks(mixed, lse, sinks), pool
+
+
+def _written(
+    q: jax.Array, k: jax.Array, v: jax.Array | None, turn: Turn | None, pool: Pool, ragged: Ragged
+) -> tuple[jax.Array, Pool]:
+    """Turned queries, and the pool with this step's keys and values, or latents."""
+    if v is None:
+        return rotate(q, turn), (scatter(pool[0], rotate(k, turn), ragged.write),)
+    k_pool, v_pool = pool
+    q, k_pool, v_pool = attention_xla.rope_and_write_xla(q, k, v, turn, k_pool, v_pool, ragged)
+    return q, (k_pool, v_pool)

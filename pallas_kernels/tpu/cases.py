@@ -85,7 +85,7 @@ def _step(tokens: int, rows: int, page: int) -> list[tuple[tuple[int, ...], Any]
 
 def _write_and_run(
     q: jax.Array, k: jax.Array, v: jax.Array, k_pool: jax.Array, v_pool: jax.Array, *rest: jax.Array, layer: Attention
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     mixed, pool = layer(q, k, v, None, (k_pool, v_pool), layer.plan(Ragged(*rest)), scale=DIM**-0.5)
     return mixed, *pool
 

@@ -86,6 +86,8 @@ def supports(spec: Spec) -> str | None:
     """None, or why decode and prefill cannot run it. Libtpu, not this page, knows whether a config fits VMEM."""
     if spec.platform != "tpu" and not spec.interpret:
         return f"it is for TPUs; this is {spec.platform}"
+    if spec.latent:
+        return "its kernels read keys and values; there is none yet for a latent KV cache (MLA)"
     if spec.dtype not in ("bfloat16", "float32"):
         return f"{spec.dtype} is not computed on a TPU; bfloat16 and float32 are"
     if spec.heads % spec.kv_heads or spec.kv_heads & (spec.kv_heads - 1):

@@ -40,7 +40,7 @@ def write_kv(
     """Put k, v [T, K, D] at `ragged.write` of the pools [N, B, K, D]; padding tokens are dropped."""
     if scales is not None:
         k, v = quantised(k, scales.k, k_pool.dtype), quantised(v, scales.v, v_pool.dtype)
-    return _scatter(k_pool, k, ragged.write), _scatter(v_pool, v, ragged.write)
+    return scatter(k_pool, k, ragged.write), scatter(v_pool, v, ragged.write)
 
 
 def quantised(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -50,7 +50,8 @@ def quantised(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return (jnp.round(small) if jnp.issubdtype(dtype, jnp.integer) else small).astype(dtype)
 
 
-def _scatter(pool: jax.Array, new: jax.Array, where: jax.Array) -> jax.Array:
+def scatter(pool: jax.Array, new: jax.Array, where: jax.Array) -> jax.Array:
+    """The pool [N, B, K, D] with new [T, K, D] at token places [T]; those out of range are dropped."""
     # In the pool's own shape: for one kv head per shard, XLA on CPU gives the result of a reshape another layout and
     # copies the whole pool back, twice per layer (80 ms a step for a pool of 128 MiB).
     size, new = pool.shape[1], new.astype(pool.dtype)

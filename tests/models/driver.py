@@ -62,10 +62,11 @@ class Driver:
 
     def __init__(self, spec: ModelSpec, weights: Any, where: Mesh) -> None:
         self.spec, self.weights, self.mesh, self.done = spec, weights, where, 0
-        shape, sharding = registry.pool_shape(spec, PAGES, PAGE), NamedSharding(where, registry.pool_spec(spec))
+        cache, sharding = spec.cache, NamedSharding(where, spec.cache.partition)
         dtype = weights["embed"].dtype
         self.pools = [
-            tuple(jax.device_put(jnp.zeros(shape, dtype), sharding) for _ in "kv") for _ in range(spec.layers)
+            tuple(jax.device_put(jnp.zeros(cache.shape(PAGES, PAGE), dtype), sharding) for _ in range(cache.parts))
+            for _ in range(cache.layers)
         ]
         self.table = np.random.default_rng(1).permutation(PAGES).astype(np.int32)[None, :12]
         self.programs = {d: jax.jit(partial(self._program, d), donate_argnums=1) for d in (True, False)}

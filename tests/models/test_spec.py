@@ -186,7 +186,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 def test_kv_heads_are_copied_where_shards_outnumber_them(tp: int, copies: int, heads: int) -> None:
     spec = spec_from_config(LLAMA).for_tp(tp)
     assert (spec.kv_copies, spec.pool_heads) == (copies, heads)
-    assert registry.pool_shape(spec, 10, 16) == (10, 16, heads, 8)
+    assert spec.cache.shape(10, 16) == (10, 16, heads, 8)
 
 
 @pytest.mark.parametrize("tp", [0, 3, 8])

@@ -204,8 +204,7 @@ def _forward(model: Model, tree: Any, tokens: jax.Array, length: jax.Array) -> j
         jnp.where(real, index, 0), jnp.where(real, 0, 1), jnp.where(real, index, pages * PAGE),
         jnp.zeros(1, jnp.int32), length[None], length[None], jnp.arange(pages, dtype=jnp.int32)[None],
     )  # fmt: skip
-    shape = registry.pool_shape(model.spec, pages, PAGE)
-    pools = [(jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype)) for _ in range(model.spec.layers)]
+    pools = model.spec.cache.pools(jnp.zeros(model.spec.cache.shape(pages, PAGE), model.dtype))
     hidden, _ = registry.forward(model.spec, tree, pools, tokens, ragged, attention=attention())
     return registry.logits(model.spec, tree, hidden)
 
