@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.backends import mosaic_gpu, tpu, xla
 from pallas_kernels.backends.base import Attention, Backend, Pool, Spec
-from pallas_kernels.layout import Ragged
+from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.rope import Turn
 
 __all__ = ["Attention", "Choice", "Pool", "Spec", "Unsupported", "attention", "resolve"]
@@ -104,13 +104,14 @@ class _Sharded:
         window: int | None = None,
         softcap: float | None = None,
         sinks: jax.Array | None = None,
+        scales: Scales | None = None,
     ) -> tuple[jax.Array, Pool]:
         heads, pages = P(None, "tp"), P(None, None, "tp")
 
         def layer(
-            q: jax.Array, k: jax.Array, v: jax.Array | None, turn: Turn | None, pool: Pool, work: Any, sinks: Any
+            q: jax.Array, k: jax.Array, v: jax.Array | None, turn: Turn | None, pool: Pool, work: Any, heads: Any
         ) -> tuple[jax.Array, Pool]:
-            return self.local(q, k, v, turn, pool, work, scale=scale, window=window, softcap=softcap, sinks=sinks)
+            return self.local(q, k, v, turn, pool, work, scale=scale, window=window, softcap=softcap, **heads)
 
         # Replication is not checked: the loops over pages have trip counts that depend on replicated arrays only.
         run = jax.shard_map(
@@ -120,5 +121,5 @@ class _Sharded:
             out_specs=(heads, pages),
             check_vma=False,
         )
-        mixed, pool = run(q, k, v, turn, pool, work, sinks)
+        mixed, pool = run(q, k, v, turn, pool, work, {"sinks": sinks, "scales": scales})
         return mixed, pool

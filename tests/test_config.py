@@ -131,7 +131,7 @@ def test_mesh_and_roles():
         ({"speculative_config": "{}"}, "speculative_config"),
         ({"admission": "slo"}, "admission"),
         ({"preempt_boundary": "layer"}, "preempt_boundary"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype"),
         ({"placement": "deflect:never"}, "placement"),
         ({"dtype": "float16"}, "dtype"),
         ({"load_format": "gguf"}, "load_format"),

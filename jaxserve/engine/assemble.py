@@ -127,6 +127,7 @@ def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
             max_num_batched_tokens=tokens,
             max_model_len=length,
             dtype=config.dtype,
+            kv_cache_dtype=config.kv_cache_dtype,
             page_size=page_size,
             kv_cache_memory=config.kv_cache_memory,
             gpu_memory_utilization=config.gpu_memory_utilization,

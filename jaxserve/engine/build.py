@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.engine import kv
+from jaxserve.engine.calibrate import with_kv_scales
 from jaxserve.engine.executor import JaxExecutor
 from jaxserve.engine.inputs import Limits, SlotTable
 from jaxserve.engine.mesh import MeshPlan, sub_meshes
@@ -42,6 +43,7 @@ class ExecutorConfig:
     max_num_batched_tokens: int
     max_model_len: int
     dtype: str = "auto"  # float32 on CPU, bfloat16 elsewhere
+    kv_cache_dtype: str = "auto"  # as `dtype`, or one of `kv.STORED`
     page_size: int = 16
     kv_cache_memory: int | None = None  # bytes of all pools together; None: see `kv`
     gpu_memory_utilization: float = 0.9
@@ -57,6 +59,12 @@ class ExecutorConfig:
             raise InvalidValue(
                 f"max_model_len={self.max_model_len} is above the model's {self.spec.max_positions} positions",
                 "max_model_len",
+            )
+        if kv.scaled(self.kv_cache_dtype) and self.spec.cache.latent:
+            raise InvalidValue(
+                f"kv_cache_dtype={self.kv_cache_dtype!r} is not supported for {self.spec.architecture}, whose cache is "
+                "a latent without heads; allowed: auto, bfloat16, float16, float32",
+                "kv_cache_dtype",
             )
 
 
@@ -75,15 +83,18 @@ def build_executors(config: ExecutorConfig, progress: Progress | None = None) ->
     if config.persistent_cache:
         use_persistent_cache(config.cache_folder)
     meshes = sub_meshes(config.mesh, share_devices=config.share_devices)
-    spec = config.spec.for_tp(config.mesh.tp)
+    spec = replace(config.spec.for_tp(config.mesh.tp), kv_scales=kv.scaled(config.kv_cache_dtype))
     platform = meshes[0].devices.flat[0].platform
     auto = "float32" if platform == "cpu" else "bfloat16"
     dtype = jnp.dtype(auto if config.dtype == "auto" else config.dtype)
     trees = config.load(spec, dtype, meshes)
+    stored = kv.pool_dtype(config.kv_cache_dtype, dtype)
+    if spec.kv_scales:
+        trees = with_kv_scales(spec, trees, meshes, stored)
     choice = resolve_attention(config, spec, dtype, meshes[0])
     limits = _limits(config, spec, dtype, meshes, trees[0], choice)
     programs = Programs(spec, meshes[0], limits, choice)
-    states = [DeviceState(programs, mesh, tree, dtype) for mesh, tree in zip(meshes, trees, strict=True)]
+    states = [DeviceState(programs, mesh, tree, stored) for mesh, tree in zip(meshes, trees, strict=True)]
     if config.warm:
         warm_up(states, progress)
     roles = config.mesh.roles
@@ -107,6 +118,7 @@ def resolve_attention(config: ExecutorConfig, spec: ModelSpec, dtype: Any, mesh:
         # An interpreter runs every block of a kernel, one after the other: few of them.
         cores=2 if config.interpret else int(getattr(device, "core_count", 0) or dispatch.Spec.cores),
         interpret=config.interpret,
+        kv_dtype=str(kv.pool_dtype(config.kv_cache_dtype, dtype)),
     )
     try:
         choice = dispatch.resolve(asked, config.attention_backend)
@@ -129,7 +141,7 @@ def _limits(
         row_pages=-(-config.max_model_len // config.page_size),
         vocab=spec.vocab,
     )
-    name = "kv_cache_memory"
+    name, stored = "kv_cache_memory", kv.pool_dtype(config.kv_cache_dtype, dtype)
     if meshes[0].devices.flat[0].platform == "cpu" or config.kv_cache_memory is not None:
         size = kv.cpu_pool_bytes(config.kv_cache_memory, len(meshes))
     else:
@@ -138,25 +150,33 @@ def _limits(
             meshes[0],
             utilization=config.gpu_memory_utilization,
             weights=sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree)),
-            temporaries=temporaries(spec, meshes[0], limits, tree, dtype, choice),
+            temporaries=temporaries(spec, meshes[0], limits, tree, dtype, choice, stored=stored),
             sharing=sum(meshes[0].devices.flat[0] in mesh.devices.flat for mesh in meshes),
         )
-    pages = kv.fit_pages(spec, config.page_size, dtype, pool_bytes=size, max_model_len=config.max_model_len, name=name)
+    pages = kv.fit_pages(spec, config.page_size, stored, pool_bytes=size, max_model_len=config.max_model_len, name=name)
     return replace(limits, pages=pages)
 
 
 def temporaries(
-    spec: ModelSpec, mesh: Mesh, limits: Limits, tree: Tree, dtype: Any, choice: Choice | None = None
+    spec: ModelSpec,
+    mesh: Mesh,
+    limits: Limits,
+    tree: Tree,
+    dtype: Any,
+    choice: Choice | None = None,
+    *,
+    stored: Any = None,
 ) -> int:
     """Bytes per device that the largest step needs beside weights and pool: measured on compiled programs, which do
-    not depend on the size of the pool, and token counts."""
+    not depend on the size of the pool, and token counts. `stored`: dtype of the pool; None: `dtype`."""
     programs, slots = Programs(spec, mesh, limits, choice), SlotTable(limits)
     whole = NamedSharding(mesh, PartitionSpec())
 
     def described(shape: tuple[int, ...], kind: Any, sharding: Any = whole) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
 
-    part = described(spec.cache.shape(limits.pages, limits.page_size), dtype, NamedSharding(mesh, spec.cache.partition))
+    shape = spec.cache.shape(limits.pages, limits.page_size)
+    part = described(shape, stored or dtype, NamedSharding(mesh, spec.cache.partition))
     carry, bucket = described((limits.slots,), jnp.int32), limits.buckets[-1]
     batch = idle_batch(bucket, limits.row_pages, slots, full=True)
     step = programs.step[bucket].lower(tree, spec.cache.pools(part), carry, batch.packed).compile()

@@ -21,6 +21,28 @@ log = logging.getLogger(__name__)
 MOST_ON_CPU = 2 << 30  # bytes of all pools together unless told otherwise
 STEPS_PER_OCTAVE = 16  # pool sizes are rounded down to so many per doubling
 
+# What `--kv-cache-dtype` may name beside auto.
+STORED = {
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "float32": "float32",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "int8": "int8",
+}
+
+
+def pool_dtype(name: str, dtype: Any) -> Any:
+    """The dtype of pools, by the name the flag gives it; auto: `dtype`, that of the model."""
+    if name != "auto" and name not in STORED:
+        raise InvalidValue(f"kv_cache_dtype={name!r} must be one of auto, {', '.join(STORED)}", "kv_cache_dtype")
+    return jnp.dtype(STORED.get(name, dtype))
+
+
+def scaled(name: str) -> bool:
+    """Whether pools of that name need scales: those of 8 bits."""
+    return name != "auto" and bool(pool_dtype(name, None).itemsize == 1)
+
 
 def page_bytes(spec: ModelSpec, page_size: int, dtype: Any) -> int:
     """Bytes of one page over all layers, whole on all devices of an instance."""

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 from jaxserve.models.spec import ModelSpec, Rope
 from pallas_kernels.dispatch import Attention as Kernel
 from pallas_kernels.dispatch import Pool
+from pallas_kernels.layout import Scales
 from pallas_kernels.rope import Turn
 
 M = TypeVar("M", bound=nnx.Module)
@@ -53,7 +54,7 @@ class Info:
     build: Callable[..., Array]  # the sources' arrays, in order -> the weight
     init: float = 0.02  # std of a random weight; 0: constant `fill`
     fill: float = 0.0
-    dtype: Any = None
+    dtype: Any = None  # None: that of the model
 
     def partition(self, tp: int) -> PartitionSpec:
         """Split over `tp`; a vocabulary that does not divide is kept whole on each device."""
@@ -81,6 +82,12 @@ def vector(name: str, size: int, axis: str = "dim", fill: float = 1.0) -> nnx.Pa
 def matrix(name: str, inputs: int, outputs: int, axes: tuple[str, str]) -> nnx.Param[Info]:
     """A projection stored [in, out]; the checkpoint has [out, in]."""
     return nnx.Param(Info((inputs, outputs), axes, (Source(name, (outputs, inputs)),), transposed))
+
+
+def kv_scale(heads: int) -> nnx.Param[Info]:
+    """What keys, or values, of each kv head are divided by in a pool of 8 bits: measured, not read (`calibrate`)."""
+    ones = partial(np.ones, heads, np.float32)
+    return nnx.Param(Info((heads,), ("heads",), (), ones, dtype=jnp.dtype(jnp.float32)))
 
 
 def tree_of(module: nnx.Module) -> Tree:
@@ -161,6 +168,8 @@ class Attention(nnx.Module):
         self.k_norm = self._norm(prefix + "k_norm.weight", spec.kv_heads, spec.kv_copies) if spec.qk_norm else None
         self.out = matrix(prefix + out + "weight", spec.heads * d, e, ("heads", "dim"))
         self.out_bias = vector(prefix + out + "bias", e, fill=0.0) if spec.out_bias else None
+        self.k_scale = kv_scale(k) if spec.kv_scales else None
+        self.v_scale = kv_scale(k) if spec.kv_scales else None
 
     def _sources(self, prefix: str, leaf: str, *rest: int) -> tuple[Source, ...]:
         sizes = (self.spec.heads, self.spec.kv_heads, self.spec.kv_heads)
@@ -206,8 +215,12 @@ class Attention(nnx.Module):
             axes = (-1,) if spec.qk_norm == "head" else (-2, -1)
             q = rms_norm(q, self.q_norm[...], spec.norm_eps, spec.norm_offset, axes)
             k = rms_norm(k, self.k_norm[...], spec.norm_eps, spec.norm_offset, axes)
+        scales = None
+        if self.k_scale is not None and self.v_scale is not None:
+            scales = Scales(self.k_scale[...], self.v_scale[...])
+        cap = spec.softcap or None
         mixed, pool = kernel(
-            q, k, v, turn, pool, work, scale=spec.scale, window=self.window, softcap=spec.softcap or None
+            q, k, v, turn, pool, work, scale=spec.scale, window=self.window, softcap=cap, scales=scales
         )  # [T, H, D]
         out = mixed.reshape(tokens, spec.heads * d) @ self.out[...]
         return (out if self.out_bias is None else out + like(self.out_bias[...], out)), pool

@@ -86,7 +86,7 @@ def decoder(spec: ModelSpec) -> Decoder:
 def abstract_weights(spec: ModelSpec, dtype: Any) -> Tree:
     """The weight tree with an `Info` in each place: {"embed", "layers": [...], "norm", "head" unless tied}."""
     return jax.tree.map(
-        lambda info: replace(info, dtype=jnp.dtype(dtype)),
+        lambda info: replace(info, dtype=jnp.dtype(dtype)) if info.dtype is None else info,
         tree_of(decoder(spec)),
         is_leaf=lambda x: isinstance(x, Info),
     )

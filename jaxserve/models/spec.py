@@ -130,6 +130,7 @@ class ModelSpec:
     eos: tuple[int, ...] = ()
     dtype: str = "float32"  # of the checkpoint
     kv_copies: int = 1  # each kv head is held by this many shards
+    kv_scales: bool = False  # pools are of 8 bits: beside the weights lies what keys and values are divided by
 
     def __post_init__(self) -> None:
         for name in ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ff_dim", "max_positions"):

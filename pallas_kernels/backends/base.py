@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from pallas_kernels.layout import Ragged
+from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.rope import Turn
 
 Pool = tuple[jax.Array, ...]  # keys and values of one layer, or a latent alone; each [N, B, K, D]
@@ -22,7 +22,7 @@ class Spec:
     """What an engine asks of its attention. Heads are those of one shard."""
 
     platform: str  # as jax names it: cpu, gpu, tpu
-    dtype: str  # of activations and pools
+    dtype: str  # of activations, and of pools unless `kv_dtype` says otherwise
     heads: int  # H
     kv_heads: int  # K
     head_dim: int  # D
@@ -33,6 +33,12 @@ class Spec:
     windows: tuple[int | None, ...] = (None,)  # of the model's layers; None: a layer that sees everything
     latent: bool = False  # keys are the values, one array a layer, one kv head (MLA)
     interpret: bool = False  # tests only: kernels of any platform, run by jax's interpreters on a CPU
+    kv_dtype: str = ""  # of pools, where it is not `dtype`; those of 8 bits come with scales
+
+    @property
+    def stored(self) -> str:
+        """The dtype of pools."""
+        return self.kv_dtype or self.dtype
 
 
 class Attention(Protocol):
@@ -58,12 +64,14 @@ class Attention(Protocol):
         window: int | None = None,
         softcap: float | None = None,
         sinks: jax.Array | None = None,
+        scales: Scales | None = None,
     ) -> tuple[jax.Array, Pool]:
         """Rotate q [T, H, D] and k [T, K, D] by `turn`, write k and v [T, K, D] to the pool, attend.
 
         Returns the mixed values [T, H, D] and the pool with k and v in it. `window`: keys that a query sees, itself
         included. `softcap`: a score s becomes softcap * tanh(s / softcap).
         `sinks` [H]: see `pallas_kernels.sinks`. `v` None: k [T, K, D] are values too, and the pool is one array.
+        `scales`: of the kv heads, where pools are of 8 bits.
         """
 
 

@@ -1,6 +1,7 @@
 """Attention on NVIDIA Hopper by the kernels of `hopper/`: rope and write, then decode and prefill, merged by token.
 
-Rows of few tokens are decode's, longer ones are prefill's: a row is in exactly one of the two plans.
+Rows of few tokens are decode's, longer ones are prefill's: a row is in exactly one of the two plans. Of pools of 8 bits
+prefill has no form: steps with longer rows are left to XLA, those of one token a row are decode's.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import tuned
+from pallas_kernels import attention_xla, tuned
 from pallas_kernels.backends.base import Pool, Spec
-from pallas_kernels.layout import Ragged
+from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.rope import Turn
 from pallas_kernels.sinks import with_sinks
 
@@ -55,7 +56,7 @@ def _interpreter() -> str | None:
 
 
 def _refused(spec: Spec) -> str | None:
-    """Every shape of step must have its configs: an engine that can decode and not prefill is none."""
+    """Every shape of step must have its configs, but for 8-bit pools, of which XLA takes what prefill does not."""
     if spec.latent:
         return "its kernels read keys and values; there is none yet for a latent KV cache (MLA)"
     if spec.page not in PAGES:
@@ -64,8 +65,9 @@ def _refused(spec: Spec) -> str | None:
         for queries in (1, QUERIES):
             decode, wanted = _decode(spec, queries)
             decode.validate(wanted)
-        prefill, wanted = _prefill(spec)
-        prefill.validate(wanted)
+        if not wanted.quantised:
+            prefill, wanted = _prefill(spec)
+            prefill.validate(wanted)
     except ValueError as reason:
         return str(reason)
     return None
@@ -83,7 +85,7 @@ def _shape(spec: Spec, queries: int) -> Any:
         page=spec.page,
         queries=queries,
         dtype=jnp.dtype(spec.dtype),
-        kv_dtype=jnp.dtype(spec.dtype),
+        kv_dtype=jnp.dtype(spec.stored),
         cores=spec.cores,
     )
 
@@ -121,11 +123,17 @@ class MosaicAttention:
         return interpreter() if self.spec.interpret else None
 
     @property
+    def _by_xla(self) -> bool:
+        return not self.decode and jnp.dtype(self.spec.stored).itemsize == 1
+
+    @property
     def _queries(self) -> int:
         return 1 if self.decode else QUERIES
 
     def plan(self, ragged: Ragged) -> Work:
         """Layers of one window share a plan."""
+        if self._by_xla:
+            return Work(ragged, (), ())
 
         def each(config: Any) -> tuple[Any, ...]:
             return tuple(config.plan(ragged, page=self.spec.page, window=window) for window in self.spec.windows)
@@ -146,12 +154,20 @@ class MosaicAttention:
         window: int | None = None,
         softcap: float | None = None,
         sinks: jax.Array | None = None,
+        scales: Scales | None = None,
     ) -> tuple[jax.Array, Pool]:
         from pallas_kernels.hopper.decode import paged_decode
 
         assert v is not None, "a latent is refused by `supports`"
-        q, k_pool, v_pool = self._write(q, k, v, turn, pool, work.ragged)
-        rest = {"scale": scale, "window": window, "softcap": softcap, "interpret": self._interpret}
+        q, k_pool, v_pool = self._write(q, k, v, turn, pool, work.ragged, scales)
+        rest: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "scales": scales}
+        rest["interpret"] = self._interpret
+        if self._by_xla:
+            mixed, lse = attention_xla.paged_attention(
+                q, k_pool, v_pool, work.ragged, return_lse=True, scale=scale, window=window, softcap=softcap,
+                scales=scales,
+            )  # fmt: skip
+            return (mixed if sinks is None else with_sinks(mixed, lse, sinks)), (k_pool, v_pool)
         at = self.spec.windows.index(window)
         config, _ = _decode(self.spec, self._queries)
         mixed, lse = paged_decode(q, k_pool, v_pool, work.ragged, work.decode[at], config=config, **rest)
@@ -166,9 +182,16 @@ class MosaicAttention:
         return (mixed if sinks is None else with_sinks(mixed, lse, sinks)), (k_pool, v_pool)
 
     def _write(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, turn: Turn | None, pool: Pool, ragged: Ragged
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        turn: Turn | None,
+        pool: Pool,
+        ragged: Ragged,
+        scales: Scales | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         from pallas_kernels.hopper.kv_write import rope_and_write
 
         k_pool, v_pool = pool
-        return rope_and_write(q, k, v, turn, k_pool, v_pool, ragged, interpret=self._interpret)
+        return rope_and_write(q, k, v, turn, k_pool, v_pool, ragged, scales=scales, interpret=self._interpret)

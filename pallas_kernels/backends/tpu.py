@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backends.base import Pool, Spec
-from pallas_kernels.layout import Ragged
+from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.rope import Turn, rotate
 from pallas_kernels.sinks import with_sinks
+from pallas_kernels.xla.write import quantised
 
 QUERIES = 16  # tokens of the longest row that decode takes
 
@@ -50,7 +51,7 @@ class TpuAttention:
     def _configs(self) -> tuple[Any, Any]:
         from pallas_kernels.tpu import config, decode, prefill
 
-        shape = config.shape_of(self.spec)
+        shape = config.shape_of(self.spec, self.spec.stored)
         return decode.heuristic(shape, 1 if self.decode else QUERIES), prefill.heuristic(shape)
 
     def plan(self, ragged: Ragged) -> Work:
@@ -73,6 +74,7 @@ class TpuAttention:
         window: int | None = None,
         softcap: float | None = None,
         sinks: jax.Array | None = None,
+        scales: Scales | None = None,
     ) -> tuple[jax.Array, Pool]:
         from pallas_kernels.tpu.kernel import paged_attention
         from pallas_kernels.tpu.kv_write import write_kv
@@ -81,8 +83,11 @@ class TpuAttention:
         interpret = True if self.spec.interpret else None
         q, k = rotate(q, turn), rotate(k, turn)
         k_pool, v_pool = pool
+        if scales is not None:
+            k, v = quantised(k, scales.k, k_pool.dtype), quantised(v, scales.v, v_pool.dtype)
         k_pool, v_pool = write_kv(k_pool, v_pool, k, v, work.ragged, interpret=interpret)
-        rest: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "interpret": interpret}
+        rest: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "scales": scales}
+        rest["interpret"] = interpret
         decode, prefill = self._configs()
         mixed, lse = paged_attention(q, k_pool, v_pool, work.ragged, work.decode, config=decode, **rest)
         if work.prefill is not None:

@@ -10,7 +10,7 @@ import jax
 
 from pallas_kernels import attention_xla
 from pallas_kernels.backends.base import Pool, Spec
-from pallas_kernels.layout import Ragged
+from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.rope import Turn, rotate
 from pallas_kernels.sinks import with_sinks
 from pallas_kernels.xla.write import scatter
@@ -48,11 +48,13 @@ class XlaAttention:
         window: int | None = None,
         softcap: float | None = None,
         sinks: jax.Array | None = None,
+        scales: Scales | None = None,
     ) -> tuple[jax.Array, Pool]:
-        q, pool = _written(q, k, v, turn, pool, work)
+        q, pool = _written(q, k, v, turn, pool, work, scales)
         attend = partial(
             attention_xla.paged_attention,
             q, pool[0], pool[-1], work, scale=scale, decode=self.decode, window=window, softcap=softcap,
+            scales=scales,
         )  # fmt: skip
         if sinks is None:
             return attend(), pool
@@ -61,11 +63,17 @@ class XlaAttention:
 
 
 def _written(
-    q: jax.Array, k: jax.Array, v: jax.Array | None, turn: Turn | None, pool: Pool, ragged: Ragged
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    turn: Turn | None,
+    pool: Pool,
+    ragged: Ragged,
+    scales: Scales | None,
 ) -> tuple[jax.Array, Pool]:
     """Turned queries, and the pool with this step's keys and values, or latents."""
     if v is None:
         return rotate(q, turn), (scatter(pool[0], rotate(k, turn), ragged.write),)
     k_pool, v_pool = pool
-    q, k_pool, v_pool = attention_xla.rope_and_write_xla(q, k, v, turn, k_pool, v_pool, ragged)
+    q, k_pool, v_pool = attention_xla.rope_and_write_xla(q, k, v, turn, k_pool, v_pool, ragged, scales=scales)
     return q, (k_pool, v_pool)

@@ -90,9 +90,11 @@ def supports(spec: Spec) -> str | None:
         return "its kernels read keys and values; there is none yet for a latent KV cache (MLA)"
     if spec.dtype not in ("bfloat16", "float32"):
         return f"{spec.dtype} is not computed on a TPU; bfloat16 and float32 are"
+    if spec.stored not in (spec.dtype, "float8_e4m3fn", "int8"):
+        return f"pools of {spec.stored}: they are {spec.dtype} as the activations, float8_e4m3fn or int8"
     if spec.heads % spec.kv_heads or spec.kv_heads & (spec.kv_heads - 1):
         return f"{spec.kv_heads} kv heads of {spec.heads} heads a shard: a power of two is needed, and whole groups"
-    return None if spec.interpret else free_view(shape_of(spec))
+    return None if spec.interpret else free_view(shape_of(spec, spec.stored))
 
 
 def free_view(shape: Shape) -> str | None:

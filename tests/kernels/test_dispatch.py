@@ -40,6 +40,14 @@ def test_cpu_gets_xla_and_asks_nobody_else() -> None:
     assert resolve(CPU) == Choice("xla", CPU)
 
 
+def test_pools_of_8_bits_are_for_kernels_too() -> None:
+    for stored in ("float8_e4m3fn", "int8"):
+        for spec, backend in ((H200, "mosaic_gpu"), (V6E, "tpu")):
+            assert resolve(replace(spec, kv_dtype=stored)).backend == backend
+    assert resolve(replace(H200, kv_dtype="float16")).refusals[0][1].startswith("spec.kv_dtype=")
+    assert "pools of float16" in (tpu.supports(replace(V6E, kv_dtype="float16")) or "")
+
+
 def test_orders_and_names_agree_with_the_settings() -> None:
     hint = typing.get_type_hints(ServeConfig)["attention_backend"]
     assert set(typing.get_args(hint)) == {"auto", *BACKENDS}

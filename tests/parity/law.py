@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.engine import build, sampling
+from jaxserve.engine import build, kv, sampling
+from jaxserve.engine.calibrate import with_kv_scales
 from jaxserve.engine.executor import JaxExecutor
 from jaxserve.engine.inputs import Limits as Shapes
 from jaxserve.engine.inputs import SlotTable
-from jaxserve.engine.kv import page_bytes
 from jaxserve.engine.mesh import plan_mesh
 from jaxserve.engine.sampling import MOST_COUNTED, SEEN_IN_PROMPT, Column, Rows
 from jaxserve.models import registry
@@ -61,6 +61,11 @@ class Model:
     spec: ModelSpec = SPEC
     dtype: str = "float32"
     close: float = CLOSE
+    kv: str = "auto"  # kv_cache_dtype
+
+    @property
+    def stored(self) -> Any:
+        return kv.pool_dtype(self.kv, self.dtype)
 
 
 TINY = Model()
@@ -92,8 +97,8 @@ class Setup:
         plan = plan_mesh(mesh, mode=mode)
         config = build.ExecutorConfig(
             spec=model.spec, load=weights, mesh=plan, max_num_seqs=ROWS, max_num_batched_tokens=tokens,
-            max_model_len=LENGTH, dtype=model.dtype, page_size=PAGE, warm=False,
-            kv_cache_memory=page_bytes(model.spec.for_tp(plan.tp), PAGE, model.dtype) * pages * plan.instances,
+            max_model_len=LENGTH, dtype=model.dtype, kv_cache_dtype=model.kv, page_size=PAGE, warm=False,
+            kv_cache_memory=kv.page_bytes(model.spec.for_tp(plan.tp), PAGE, model.stored) * pages * plan.instances,
             **options,
         )  # fmt: skip
         self.tokens = tokens
@@ -192,7 +197,11 @@ def compare(asks: Sequence[Ask], served: Sequence[Request], reference: Sequence[
 @cache
 def _model(model: Model) -> tuple[Any, Any]:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("tp",))
-    return weights(model.spec, jnp.dtype(model.dtype), [mesh])[0], jax.jit(partial(_forward, model))
+    spec = replace(model.spec, kv_scales=kv.scaled(model.kv))
+    trees = weights(spec, jnp.dtype(model.dtype), [mesh])
+    if spec.kv_scales:
+        trees = with_kv_scales(spec, trees, [mesh], model.stored)
+    return trees[0], jax.jit(partial(_forward, replace(model, spec=spec)))
 
 
 def _forward(model: Model, tree: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
@@ -204,7 +213,7 @@ def _forward(model: Model, tree: Any, tokens: jax.Array, length: jax.Array) -> j
         jnp.where(real, index, 0), jnp.where(real, 0, 1), jnp.where(real, index, pages * PAGE),
         jnp.zeros(1, jnp.int32), length[None], length[None], jnp.arange(pages, dtype=jnp.int32)[None],
     )  # fmt: skip
-    pools = model.spec.cache.pools(jnp.zeros(model.spec.cache.shape(pages, PAGE), model.dtype))
+    pools = model.spec.cache.pools(jnp.zeros(model.spec.cache.shape(pages, PAGE), model.stored))
     hidden, _ = registry.forward(model.spec, tree, pools, tokens, ragged, attention=attention())
     return registry.logits(model.spec, tree, hidden)
 

@@ -74,6 +74,12 @@ CASES = [
     pytest.param("mosaic_gpu", "1x1", id="mosaic_gpu", marks=needs_interpreter),
     pytest.param("mosaic_gpu", "1x2", id="mosaic_gpu-tp2", marks=[needs_interpreter, pytest.mark.full]),
 ]
+EIGHT = [
+    pytest.param("tpu", "int8", id="tpu-int8"),
+    pytest.param("tpu", "fp8", id="tpu-fp8", marks=pytest.mark.full),
+    pytest.param("mosaic_gpu", "int8", id="mosaic_gpu-int8", marks=needs_interpreter),
+    pytest.param("mosaic_gpu", "fp8", id="mosaic_gpu-fp8", marks=[needs_interpreter, pytest.mark.full]),
+]
 
 
 @pytest.fixture
@@ -89,7 +95,17 @@ def several(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("backend", "mesh"), CASES)
 def test_tokens_are_those_of_xla(backend: str, mesh: str, several: None) -> None:
-    model, seen = MODELS[backend], Seen()
+    check(backend, mesh, MODELS[backend])
+
+
+@pytest.mark.parametrize(("backend", "kv"), EIGHT)
+def test_tokens_are_those_of_xla_with_a_cache_of_8_bits(backend: str, kv: str) -> None:
+    model = MODELS[backend]
+    check(backend, "1x1", replace(model, kv=kv, close=max(model.close, 0.05)))
+
+
+def check(backend: str, mesh: str, model: Model) -> None:
+    seen = Seen()
     setup = Setup(mesh, 32, PAGES, model=model, attention_backend=backend, interpret=True)
     assert setup.executors[0].state.programs.attention == f"{backend} (interpreted)"
     requests = asks()

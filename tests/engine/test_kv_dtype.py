@@ -1,0 +1,101 @@
+"""A KV cache of another type than the model: what it takes, what it costs in accuracy, what is refused."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.config import ServeConfig
+from jaxserve.engine import calibrate, kv
+from jaxserve.engine.build import random_init
+from jaxserve.errors import InvalidValue
+from jaxserve.models import registry
+from pallas_kernels.dispatch import attention
+from pallas_kernels.layout import Ragged
+
+from .perplexity import demo, perplexity, unquantised
+from .steps import POOL, executors
+
+SPEC = registry.spec_from_config(
+    {
+        "architectures": ["Gemma3ForCausalLM"], "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48, "vocab_size": 64, "sliding_window": 9,
+        "max_position_embeddings": 40, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+)  # fmt: skip
+
+
+def test_the_flag_and_the_engine_know_the_same_names() -> None:
+    (hint,) = (h for name, h in typing.get_type_hints(ServeConfig).items() if name == "kv_cache_dtype")
+    assert typing.get_args(hint) == ("auto", *kv.STORED)
+    with pytest.raises(InvalidValue, match=r"kv_cache_dtype='fp4' must be one of auto, bfloat16, .*, int8"):
+        ServeConfig(kv_cache_dtype="fp4")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("bfloat16", 0.01), ("fp8", 0.01), ("int8", 0.01)]
+)  # shares of the perplexity
+def test_the_demo_model_loses_at_most_one_per_cent(name: str, most: float) -> None:
+    executor = demo(kv_cache_dtype=name)
+    assert {str(part.dtype) for pool in executor.state.pools for part in pool} == {kv.STORED[name]}
+    found = perplexity(executor)
+    assert found != unquantised(), "the cache was not rounded"
+    assert abs(found / unquantised() - 1) <= most, f"{found} against {unquantised()}"
+
+
+def test_the_same_memory_holds_four_times_the_pages_of_float32(tiny: Path) -> None:
+    pages = {name: executors(tiny, kv_cache_dtype=name, warm=False)[0].pages for name in ("auto", "bfloat16", "int8")}
+    assert pages["auto"] * 4 == pages["bfloat16"] * 2 == pages["int8"], f"{pages} of {POOL} bytes"
+
+
+def test_instances_share_scales_measured_once(tiny: Path) -> None:
+    pair = executors(tiny, "2x2", kv_cache_dtype="int8", warm=False)
+    for layer in range(2):
+        mine, other = (each.state.weights["layers"][layer]["attention"] for each in pair)
+        for name in ("k_scale", "v_scale"):
+            assert mine[name].shape == (2,) and mine[name].addressable_shards[0].data.shape == (1,)
+            np.testing.assert_array_equal(mine[name], other[name])
+            assert (np.asarray(mine[name]) > 0).all()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_is_measured_is_what_the_cache_is_given(tp: int) -> None:
+    """Largest keys and values are those that a float32 pool holds after the same step."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:tp]), ("tp",))
+    spec = replace(SPEC.for_tp(tp), kv_scales=True)
+    (tree,) = random_init(1)(spec, "float32", [mesh])
+    found = calibrate.peaks(spec, tree, mesh)
+    plain = replace(spec, kv_scales=False)
+    count, page = spec.max_positions, 8
+    tokens = np.random.default_rng(0).integers(0, spec.vocab, count).astype(np.int32)
+    index, one = np.arange(count, dtype=np.int32), np.full(1, count, np.int32)
+    table = np.arange(count // page, dtype=np.int32)[None]
+    ragged = Ragged(index, np.zeros_like(index), index, np.zeros(1, np.int32), one, one, table)
+    shape = spec.cache.shape(count // page, page)
+    pools = [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(spec.layers)]
+    bare = {**tree, "layers": [_without_scales(layer) for layer in tree["layers"]]}
+    (bare,) = (jax.device_get(bare),)
+    _, pools = jax.jit(partial(registry.forward, plain, attention=attention()))(bare, pools, tokens, ragged)
+    for (k, v), (k_pool, v_pool) in zip(found, pools, strict=True):
+        np.testing.assert_allclose(k, np.abs(k_pool).max(axis=(0, 1, 3)), rtol=1e-5)
+        np.testing.assert_allclose(v, np.abs(v_pool).max(axis=(0, 1, 3)), rtol=1e-5)
+
+
+def _without_scales(layer: dict[str, typing.Any]) -> dict[str, typing.Any]:
+    kept = {name: leaf for name, leaf in layer["attention"].items() if name not in ("k_scale", "v_scale")}
+    return {**layer, "attention": kept}
+
+
+def test_scales_are_rounded_up_to_a_coarse_grid() -> None:
+    x = np.array([0.0, 1.0, 1.0000001, 1.01, 1.5, 3.0e-5], np.float32)
+    up = calibrate.rounded_up(x)
+    assert (up >= x * 0.9999).all() and (up[1:] <= x[1:] * 2 ** (1 / calibrate.STEPS_PER_OCTAVE) * 1.0001).all()
+    assert up[0] > 0 and up[1] == up[2] == 1.0
