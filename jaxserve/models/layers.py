@@ -170,6 +170,7 @@ class Attention(nnx.Module):
         self.out_bias = vector(prefix + out + "bias", e, fill=0.0) if spec.out_bias else None
         self.k_scale = kv_scale(k) if spec.kv_scales else None
         self.v_scale = kv_scale(k) if spec.kv_scales else None
+        self.sinks = vector(prefix + "sinks", spec.heads, "heads", 0.0) if spec.sinks else None
 
     def _sources(self, prefix: str, leaf: str, *rest: int) -> tuple[Source, ...]:
         sizes = (self.spec.heads, self.spec.kv_heads, self.spec.kv_heads)
@@ -218,9 +219,9 @@ class Attention(nnx.Module):
         scales = None
         if self.k_scale is not None and self.v_scale is not None:
             scales = Scales(self.k_scale[...], self.v_scale[...])
-        cap = spec.softcap or None
+        cap, sinks = spec.softcap or None, None if self.sinks is None else self.sinks[...]
         mixed, pool = kernel(
-            q, k, v, turn, pool, work, scale=spec.scale, window=self.window, softcap=cap, scales=scales
+            q, k, v, turn, pool, work, scale=spec.scale, window=self.window, softcap=cap, sinks=sinks, scales=scales
         )  # [T, H, D]
         out = mixed.reshape(tokens, spec.heads * d) @ self.out[...]
         return (out if self.out_bias is None else out + like(self.out_bias[...], out)), pool
@@ -255,7 +256,7 @@ class Block(nnx.Module):
         self.spec = spec
         self.rope = int(spec.local_rope is not None and spec.window_of(index) is not None)  # of `Decoder.turns`
         self.attention_norm = vector(prefix + "input_layernorm.weight", spec.dim)
-        self.attention = Attention(spec, prefix + "self_attn.", index)
+        self.attention = self.attend(prefix + "self_attn.", index)
         self.mlp_norm = vector(prefix + "post_attention_layernorm.weight", spec.dim)
         self.mlp = self.feed_forward(prefix, index)
 
@@ -268,6 +269,10 @@ class Block(nnx.Module):
             x = x + mixed
         with jax.named_scope("mlp"):
             return x + self.mlp(self.normed(x, self.mlp_norm), kernel.mesh), pool
+
+    def attend(self, prefix: str, index: int) -> Any:
+        """What is called as `Attention` is."""
+        return Attention(self.spec, prefix, index)
 
     def feed_forward(self, prefix: str, index: int) -> Any:
         """What is called with [T, E] and the mesh."""

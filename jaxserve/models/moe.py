@@ -6,8 +6,9 @@ one sum puts the shards' parts together. Letters: T tokens, E model dim, X exper
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,62 +17,107 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.models.layers import ACTIVATIONS, Array, Info, Source, like, matrix, vector
+from jaxserve.models.layers import ACTIVATIONS, Array, Info, Mlp, Source, like, matrix, same, vector
 from jaxserve.models.spec import ModelSpec
+
+
+class Matrices(NamedTuple):
+    """Arrays of some experts."""
+
+    gate_up: jax.Array  # [X, E, 2 * F]
+    down: jax.Array  # [X, F, E]
+    gate_up_bias: jax.Array | None = None  # [X, 2 * F]
+    down_bias: jax.Array | None = None  # [X, E]
 
 
 class Moe(nnx.Module):
     """Router and experts. `leaves`: what the checkpoint calls an expert's gate, up and down."""
 
     def __init__(
-        self, spec: ModelSpec, prefix: str, leaves: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+        self,
+        spec: ModelSpec,
+        prefix: str,
+        leaves: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        *,
+        router: str = "gate.",
+        correction: str = "e_score_correction_bias",
     ) -> None:
         assert spec.moe is not None
         self.moe, self.activation = spec.moe, spec.activation
-        e, f, x = spec.dim, spec.moe.ff_dim, spec.moe.experts
+        e, x = spec.dim, spec.moe.experts
+        # In float32 whatever the model's: biases of experts lie closer together than bfloat16 can tell.
+        wide = Info((x,), ("choice",), (Source(prefix + correction, (x,)),), same, 0.0, dtype=jnp.dtype(jnp.float32))
+        self.correction = nnx.Param(wide) if spec.moe.corrected else None
+        self.router = matrix(prefix + router + "weight", e, x, ("dim", "choice"))
+        self.router_bias = vector(prefix + router + "bias", x, "choice", 0.0) if spec.moe.biased else None
+        self.gate_up, self.down = self.matrices(spec, prefix + "experts.", leaves)
+        self.gate_up_bias, self.down_bias = self.biases(spec, prefix + "experts.")
+        shared = replace(spec, ff_dim=max(spec.moe.shared, 1))
+        self.shared = Mlp(shared, prefix + "shared_experts.") if spec.moe.shared else None
+
+    def matrices(self, spec: ModelSpec, prefix: str, leaves: tuple[str, ...]) -> tuple[nnx.Param[Info], ...]:
+        """Of all experts: gate and up [X, E, 2 * F], down [X, F, E]; here from tensors of each by itself."""
+        e, f, x = spec.dim, self.moe.ff_dim, self.moe.experts
         gate, up, down = leaves
-        correction = prefix + "e_score_correction_bias"
-        self.correction = vector(correction, x, "choice", 0.0) if spec.moe.corrected else None
-        self.router = matrix(prefix + "gate.weight", e, x, ("dim", "choice"))
-        self.gate_up = nnx.Param(
-            Info(
-                (x, e, 2 * f),
-                ("experts", "dim", "pack"),
-                tuple(Source(f"{prefix}experts.{i}.{leaf}.weight", (f, e)) for i in range(x) for leaf in (gate, up)),
-                _pairs,
-            )
+        pairs = tuple(Source(f"{prefix}{i}.{leaf}.weight", (f, e)) for i in range(x) for leaf in (gate, up))
+        downs = tuple(Source(f"{prefix}{i}.{down}.weight", (e, f)) for i in range(x))
+        return (
+            nnx.Param(Info((x, e, 2 * f), ("experts", "dim", "pack"), pairs, _pairs)),
+            nnx.Param(Info((x, f, e), ("experts", "pack", "dim"), downs, _each)),
         )
-        self.down = nnx.Param(
-            Info(
-                (x, f, e),
-                ("experts", "pack", "dim"),
-                tuple(Source(f"{prefix}experts.{i}.{down}.weight", (e, f)) for i in range(x)),
-                _each,
-            )
-        )
+
+    def biases(self, spec: ModelSpec, prefix: str) -> tuple[nnx.Param[Info] | None, ...]:
+        """Of all experts: gate and up [X, 2 * F], down [X, E]; here none."""
+        return None, None
 
     def __call__(self, x: jax.Array, mesh: Any = None) -> jax.Array:  # [T, E] -> [T, E]
         chosen, weights = self.route(x)
-        compute = partial(grouped, activation=self.activation)
+        biases = (self.gate_up_bias, self.down_bias)
+        experts = Matrices(self.gate_up[...], self.down[...], *(None if b is None else b[...] for b in biases))
+        out = self._mixed(x, chosen, weights, experts, mesh).astype(x.dtype)
+        return out if self.shared is None else out + self.shared(x)
+
+    def _mixed(self, x: jax.Array, chosen: jax.Array, weights: jax.Array, experts: Matrices, mesh: Any) -> jax.Array:
         if mesh is None or mesh.shape["tp"] == 1:
-            return compute(x, chosen, weights, self.gate_up[...], self.down[...], jnp.int32(0)).astype(x.dtype)
+            return grouped(x, chosen, weights, experts, jnp.int32(0), gated=self.gated)
 
-        def shard(x: jax.Array, chosen: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array) -> Any:
-            first = lax.axis_index("tp") * gate_up.shape[0]
-            return lax.psum(compute(x, chosen, weights, gate_up, down, first), "tp")
+        def shard(x: jax.Array, chosen: jax.Array, weights: jax.Array, experts: Matrices) -> jax.Array:
+            first = lax.axis_index("tp") * experts.down.shape[0]
+            return lax.psum(grouped(x, chosen, weights, experts, first, gated=self.gated), "tp")
 
-        run = jax.shard_map(shard, mesh=mesh, in_specs=(P(), P(), P(), P("tp"), P("tp")), out_specs=P())
-        out: jax.Array = run(x, chosen, weights, self.gate_up[...], self.down[...])
-        return out.astype(x.dtype)
+        run = jax.shard_map(shard, mesh=mesh, in_specs=(P(), P(), P(), P("tp")), out_specs=P())
+        out: jax.Array = run(x, chosen, weights, experts)
+        return out
+
+    def gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """What an expert makes of its two products, [..., F] each."""
+        slope, limit = self.moe.gate_slope, self.moe.gate_limit
+        if not limit:
+            return ACTIVATIONS[self.activation](gate) * up
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return gate * jax.nn.sigmoid(slope * gate) * (up + 1)
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Experts of each token [T, C] int32, and their weights [T, C] float32."""
         logits = jnp.einsum("te,ex->tx", x, self.router[...], preferred_element_type=jnp.float32)
+        if self.router_bias is not None:
+            logits = logits + like(self.router_bias[...], logits)
         scores = jax.nn.sigmoid(logits) if self.moe.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
-        liked = scores if self.correction is None else scores + like(self.correction[...], scores).astype(scores.dtype)
-        chosen = lax.top_k(liked, self.moe.chosen)[1]
+        liked = scores if self.correction is None else scores + like(self.correction[...], scores)
+        chosen = lax.top_k(self._of_best_groups(liked), self.moe.chosen)[1]
         best = jnp.take_along_axis(scores, chosen, axis=-1)
-        return chosen, best / jnp.sum(best, axis=-1, keepdims=True) if self.moe.normalised else best
+        best = best / jnp.sum(best, axis=-1, keepdims=True) if self.moe.normalised else best
+        return chosen, best * self.moe.scaling if self.moe.scaling != 1.0 else best
+
+    def _of_best_groups(self, liked: jax.Array) -> jax.Array:
+        """Scores [T, X], those of groups that a token may not choose from out of reach."""
+        moe = self.moe
+        if moe.groups_kept == moe.groups:
+            return liked
+        by_group = liked.reshape(len(liked), moe.groups, -1)
+        group = jnp.sum(lax.top_k(by_group, moe.group_best)[0], axis=-1)  # [T, groups]
+        kept = jax.nn.one_hot(lax.top_k(group, moe.groups_kept)[1], moe.groups, dtype=bool).any(axis=1)
+        return jnp.where(kept[..., None], by_group, -jnp.inf).reshape(liked.shape)
 
 
 def _pairs(*parts: Array) -> Array:
@@ -88,21 +134,24 @@ def grouped(
     x: jax.Array,  # [T, E]
     chosen: jax.Array,  # [T, C] int32
     weights: jax.Array,  # [T, C] float32
-    gate_up: jax.Array,  # [X, E, 2 * F], of the experts from `first` on
-    down: jax.Array,  # [X, F, E]
+    held: Matrices,  # of the experts from `first` on
     first: jax.Array,
     *,
-    activation: str,
+    gated: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
     """What these experts add to each token, [T, E] float32. A token's sum has one order, whoever shares the step."""
-    experts, (tokens, count), width = gate_up.shape[0], chosen.shape, down.shape[1]
+    (experts, width, _), (tokens, count) = held.down.shape, chosen.shape
     mine = chosen.reshape(-1) - first
     mine = jnp.where((mine >= 0) & (mine < experts), mine, experts)  # [T * C]; what is not here comes last
     order = jnp.argsort(mine, stable=True)
     sizes = jnp.bincount(mine, length=experts + 1)[:experts].astype(jnp.int32)
-    hidden = lax.ragged_dot(x[order // count], gate_up, sizes)  # [T * C, 2 * F]
-    hidden = ACTIVATIONS[activation](hidden[:, :width]) * hidden[:, width:]
-    sorted_out = lax.ragged_dot(hidden, down, sizes, preferred_element_type=jnp.float32)  # [T * C, E]
+    hidden = lax.ragged_dot(x[order // count], held.gate_up, sizes)  # [T * C, 2 * F]
+    if held.gate_up_bias is not None:
+        hidden = hidden + jnp.take(held.gate_up_bias, mine[order], axis=0, mode="clip")
+    hidden = gated(hidden[:, :width], hidden[:, width:])
+    sorted_out = lax.ragged_dot(hidden, held.down, sizes, preferred_element_type=jnp.float32)  # [T * C, E]
+    if held.down_bias is not None:
+        sorted_out = sorted_out + jnp.take(held.down_bias, mine[order], axis=0, mode="clip")
     out = jnp.zeros_like(sorted_out).at[order].set(sorted_out, unique_indices=True)
     out = jnp.where((mine < experts)[:, None], out, 0.0).reshape(tokens, count, -1)
     return jnp.einsum("tce,tc->te", out, weights, precision="highest")

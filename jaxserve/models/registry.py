@@ -22,7 +22,10 @@ from pallas_kernels.dispatch import Attention, Pool
 from pallas_kernels.layout import Ragged
 
 FAMILIES = {
+    "DeepseekV2ForCausalLM": "jaxserve.models.deepseek",
+    "DeepseekV3ForCausalLM": "jaxserve.models.deepseek",
     "Gemma3ForCausalLM": "jaxserve.models.gemma3",
+    "GptOssForCausalLM": "jaxserve.models.gpt_oss",
     "LlamaForCausalLM": "jaxserve.models.llama",
     "MiniMaxM2ForCausalLM": "jaxserve.models.minimax_m2",
     "MistralForCausalLM": "jaxserve.models.llama",

@@ -87,14 +87,50 @@ class Experts:
     normalised: bool = False  # the weights of a token's experts add up to 1
     scoring: str = "softmax"  # or "sigmoid"
     corrected: bool = False  # a bias is added to the scores for choosing, not for weighing
+    biased: bool = False  # router and experts have biases
+    scaling: float = 1.0  # of the weights
+    groups: int = 1  # of experts, equally many in each
+    groups_kept: int = 1  # groups that a token's experts may come from
+    group_best: int = 1  # a group's score is the sum of so many of its best
+    shared: int = 0  # width of what every token passes through beside its experts
+    gate_slope: float = 1.0  # of the sigmoid in the gate's x * sigmoid(slope * x)
+    gate_limit: float = 0.0  # gate and up are cut off there, and up is one more; 0: neither
 
     def __post_init__(self) -> None:
+        within, rest = divmod(self.experts, self.groups) if self.groups > 0 else (0, 1)
+        if (
+            rest
+            or not 1 <= self.groups_kept <= self.groups
+            or self.chosen > within * self.groups_kept
+            or self.group_best > within
+        ):
+            raise InvalidValue(
+                f"config: {self.chosen} experts per token from {self.groups_kept} of {self.groups} groups of "
+                f"{self.experts} experts: groups must be equally large, and those kept hold as many as are chosen",
+                "n_group",
+            )
         if self.ff_dim < 1 or not 1 <= self.chosen <= self.experts:
             raise InvalidValue(
                 f"config: {self.chosen} of {self.experts} experts of {self.ff_dim=} per token: at least 1, and no "
                 "more than there are",
                 "num_experts_per_tok",
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (arXiv 2405.04434): keys and values of all heads come from one latent per token."""
+
+    rank: int  # R, of the latent
+    turned: int  # Z, dimensions of a key that turn; they are the same for all heads
+    straight: int  # dimensions of a head's key that do not
+    value: int  # dimensions of a head's value
+    query_rank: int = 0  # of the latent that queries come from; 0: none
+    interleaved: bool = True  # the checkpoint turns pairs (2 i, 2 i + 1)
+
+    def __post_init__(self) -> None:
+        if min(self.rank, self.turned, self.straight, self.value) < 1 or self.turned % 2 or self.query_rank < 0:
+            raise InvalidValue(f"config: {self}: each must be at least 1, and turned (qk_rope_head_dim) even")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +163,9 @@ class ModelSpec:
     logit_softcap: float = 0.0
     embed_scale: float = 1.0
     moe: Experts | None = None
+    latent: Latent | None = None  # kv_heads is 1 then, and head_dim that of queries
+    sinks: bool = False  # each head has one more score in its softmax, learned
+    guessing: int = 0  # layers of the checkpoint behind the last, which only guess ahead and are not loaded
     eos: tuple[int, ...] = ()
     dtype: str = "float32"  # of the checkpoint
     kv_copies: int = 1  # each kv head is held by this many shards
@@ -138,6 +177,12 @@ class ModelSpec:
                 raise InvalidValue(f"config: {name}={getattr(self, name)} must be at least 1", name)
         if self.heads % self.kv_heads:
             raise InvalidValue(f"config: heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
+        if self.latent is not None and self.kv_scales:
+            raise InvalidValue(
+                f"a KV cache of 8 bits is not supported for {self.architecture}, whose cache is a latent; supported "
+                "are auto, bfloat16, float16, float32",
+                "kv_cache_dtype",
+            )
         if self.sliding and (len(self.sliding) != self.layers or self.window < 1):
             raise InvalidValue(f"config: sliding_window={self.window} must be at least 1, for {self.layers=} layers")
         if self.head_dim % 2:
@@ -151,6 +196,8 @@ class ModelSpec:
     @property
     def cache(self) -> Cache:
         """What is kept of each token."""
+        if self.latent is not None:
+            return Cache(self.layers, 1, self.pool_heads, self.latent.rank + self.latent.turned)
         return Cache(self.layers, 2, self.pool_heads, self.head_dim)
 
     @property
@@ -283,13 +330,18 @@ def _windows(config: Config, allowed: bool) -> dict[str, Any]:
     return {"window": int(window or 0), "sliding": sliding} if any(sliding) else {}
 
 
+def rope_given(config: Config) -> dict[str, Any]:
+    """What a config says of its rope, in both spellings."""
+    return {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+
+
 def read_rope(config: Config, *, partials: bool = False) -> tuple[Rope, int]:
     """The rotary embedding, and the positions it is good for.
 
     Reads both spellings: `rope_parameters`, and the older `rope_theta` with `rope_scaling`. partials: whether the
     family turns a part of a head's dimensions only, where the config says so.
     """
-    given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    given = rope_given(config)
     theta = float(given.get("rope_theta") or config.get("rope_theta") or 10_000.0)
     kind = str(given.get("rope_type") or given.get("type") or "default")
     positions = int(config.get("max_position_embeddings") or 2048)
@@ -324,11 +376,14 @@ def read_rope(config: Config, *, partials: bool = False) -> tuple[Rope, int]:
 def _yarn_scale(given: Config) -> float:
     """YaRN's attention factor, applied to cos and sin; the DeepSeek spelling gives it as a quotient."""
 
-    def grown(weight: float) -> float:
-        return 0.1 * weight * math.log(max(float(given["factor"]), 1.0)) + 1.0
-
+    factor = float(given["factor"])
     if given.get("attention_factor") is not None:
         return float(given["attention_factor"])
     if given.get("mscale") and given.get("mscale_all_dim"):
-        return grown(float(given["mscale"])) / grown(float(given["mscale_all_dim"]))
-    return grown(1.0)
+        return yarn_growth(factor, float(given["mscale"])) / yarn_growth(factor, float(given["mscale_all_dim"]))
+    return yarn_growth(factor)
+
+
+def yarn_growth(factor: float, weight: float = 1.0) -> float:
+    """By how much scores sharpen when contexts grow by `factor` (arXiv 2309.00071, eq. 22)."""
+    return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from safetensors import SafetensorError, safe_open
 
 from jaxserve.models.layers import Info, Source, Tree
+from jaxserve.models.mxfp4 import unpacked
 from jaxserve.models.registry import abstract_weights
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.errors import JaxserveError
@@ -126,7 +127,7 @@ def _index(path: Path, open_files: ExitStack) -> dict[str, tuple[Path, Any]]:
             tensors |= dict.fromkeys(handle.keys(), (file, handle))
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{file} cannot be read as safetensors: {error}{_first_cut(file)}") from error
-    return tensors
+    return unpacked(tensors)
 
 
 def _files(path: Path) -> list[Path]:
@@ -183,8 +184,10 @@ def _check_names(path: Path, tensors: Mapping[str, tuple[Path, Any]], infos: Seq
 
 
 def _harmless(name: str, spec: ModelSpec) -> bool:
-    """Tensors that some checkpoints carry and nothing needs: rotary tables, and the head of a tied model."""
-    return name.endswith("rotary_emb.inv_freq") or (spec.tied and name == "lm_head.weight")
+    """Tensors that some checkpoints carry and nothing needs: rotary tables, the head of a tied model, layers that
+    only guess ahead."""
+    guessing = tuple(f"model.layers.{spec.layers + i}." for i in range(spec.guessing))
+    return name.endswith("rotary_emb.inv_freq") or (spec.tied and name == "lm_head.weight") or name.startswith(guessing)
 
 
 def _check_tp(spec: ModelSpec, tp: int) -> None:

@@ -43,6 +43,9 @@ def peer(family: str, **changes: Any) -> torch.nn.Module:
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_(mean=1.0 if weight.ndim == 1 else 0.0, std=0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.2)
     return model
 
 

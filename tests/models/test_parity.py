@@ -30,6 +30,19 @@ MINIMAX: dict[str, Any] = {
     "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }  # fmt: skip
+GPT_OSS: dict[str, Any] = {
+    "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 5, "intermediate_size": 24,
+    "rope_parameters": {**YARN, "truncate": False},
+}  # fmt: skip
+# A latent wider than what turns, a yarn that sharpens scores, a dense layer first, groups, shared experts.
+DEEPSEEK: dict[str, Any] = {
+    "num_hidden_layers": 3, "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": None, "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8, "v_head_dim": 10, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 2,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 12, "routed_scaling_factor": 1.5, "topk_method": "greedy",
+    "n_group": 1, "topk_group": 1, "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+}  # fmt: skip
+GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+DEEPSEEK3 = {**DEEPSEEK, "topk_method": None, "q_lora_rank": 20, "norm_topk_prob": True, "n_group": 4, "topk_group": 2}
 OPT: dict[str, Any] = {"ffn_dim": 64, "word_embed_proj_dim": 32, "tie_word_embeddings": True}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3, biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
@@ -39,6 +52,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPT", OPT),
     "qwen3-moe": ("Qwen3Moe", QWEN3_MOE),
     "minimax-m2": ("MiniMaxM2", MINIMAX),
+    "deepseek-v2, groups, a latent of queries": ("DeepseekV2", {**DEEPSEEK, **GROUPS, "q_lora_rank": 20}),
+    "gpt-oss": ("GptOss", GPT_OSS),
 }
 FULL: dict[str, tuple[str, dict[str, Any]]] = {
     "llama linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
@@ -57,12 +72,36 @@ FULL: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**QWEN3_MOE, "norm_topk_prob": False, "mlp_only_layers": [0]},
     ),
+    "deepseek-v2-lite": ("DeepseekV2", DEEPSEEK),
+    "deepseek-v2, dense layers only, tied": (
+        "DeepseekV2",
+        {
+            **DEEPSEEK,
+            "first_k_dense_replace": 3,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default"},
+        },
+    ),
+    "deepseek-v2, one expert, no scaling": (
+        "DeepseekV2",
+        {**DEEPSEEK, "num_experts_per_tok": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 1},
+    ),
+    "deepseek-v3": ("DeepseekV3", DEEPSEEK3),
+    "deepseek-v3, weights as they come, halves turn": (
+        "DeepseekV3",
+        {**DEEPSEEK3, "norm_topk_prob": False, "rope_interleave": False, "q_lora_rank": None},
+    ),
+    "gpt-oss, every layer slides, no biases": (
+        "GptOss",
+        {**GPT_OSS, "layer_types": ["sliding_attention"] * 2, "attention_bias": False},
+    ),
+    "gpt-oss, tight limit": ("GptOss", {**GPT_OSS, "swiglu_limit": 0.2, "swiglu_alpha": 1.1, "num_key_value_heads": 4}),
     "opt, untied": ("OPT", {**OPT, "tie_word_embeddings": False}),
     "qwen3 tied, biases": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True}),
     "odd vocabulary": ("Llama", {"vocab_size": 97}),
     "eight heads": ("Qwen3", {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}),
 }
-TOKENS: Ints = np.random.default_rng(0).integers(0, 96, 20).astype(np.int32)
+TOKENS: Ints = np.random.default_rng(0).integers(0, 96, 48).astype(np.int32)
 
 
 def check(path: Path, case: tuple[str, dict[str, Any]], tps: tuple[int, ...]) -> None:
@@ -73,14 +112,16 @@ def check(path: Path, case: tuple[str, dict[str, Any]], tps: tuple[int, ...]) ->
     for tp in tps:
         driver = Driver.of(path, tp)
         first = driver.feed(TOKENS[:11], padded=16)
-        rest = [driver.feed(TOKENS[11:16], padded=16), *(driver.feed(TOKENS[i : i + 1]) for i in range(16, 20))]
-        np.testing.assert_allclose(np.concatenate([first, *rest]), want, atol=2e-4, rtol=0, err_msg=f"{tp=}")
+        rest = [driver.feed(TOKENS[11:16], padded=16), *(driver.feed(TOKENS[i : i + 1]) for i in range(16, 48))]
+        got = np.concatenate([first, *rest])  # two chunks, and 32 tokens one by one
+        np.testing.assert_allclose(got, want, atol=2e-4, rtol=0, err_msg=f"{tp=}")
+        np.testing.assert_array_equal(got.argmax(-1), want.argmax(-1))
         driver.done = 0  # the same pages again: what they hold must not matter
         np.testing.assert_allclose(driver.feed(TOKENS[:16]), want[:16], atol=2e-4, rtol=0, err_msg=f"{tp=}")
 
 
 @pytest.mark.parametrize(
-    ("name", "tps"), list(zip(CASES, [(1, 2), (1,), (4,), (2,), (1, 4), (1, 4), (1, 4)], strict=True))
+    ("name", "tps"), list(zip(CASES, [(1, 2), (1,), (4,), (2,), (1, 4), (1, 4), (1, 4), (1, 4), (1, 4)], strict=True))
 )
 def test_logits_are_those_of_transformers(tmp_path: Path, name: str, tps: tuple[int, ...]) -> None:
     check(tmp_path, CASES[name], tps)

@@ -1,0 +1,183 @@
+"""DeepSeek V2 and V3: multi-head latent attention (MLA), shared experts beside the chosen ones, experts in groups.
+
+Of each token only a latent is kept, which is key and value of all heads (arXiv 2405.04434, section 2.1). Attention is
+done there, in prefill too: what makes keys of latents goes to the queries, what makes values to what was mixed. So
+there is one kv head of R + Z dimensions, whose first R are its value, and a copy of it on each shard.
+
+Letters: T tokens, E model dim, H query heads, K copies of the latent, R its rank, Z dimensions that turn.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxserve.models import layers
+from jaxserve.models.layers import Array, Info, Source, Turns, angles, matrix, rms_norm, vector
+from jaxserve.models.moe import Moe
+from jaxserve.models.spec import (
+    Config,
+    Experts,
+    Latent,
+    ModelSpec,
+    architecture,
+    common,
+    need,
+    rope_given,
+    yarn_growth,
+)
+from jaxserve.sched.errors import InvalidValue
+from pallas_kernels.dispatch import Attention as Kernel
+from pallas_kernels.dispatch import Pool
+from pallas_kernels.rope import Turn, rotate
+
+EPS = 1e-6  # of the latents' norms, whatever the config says of the others
+ROUTING = {"DeepseekV2ForCausalLM": ("greedy", "group_limited_greedy"), "DeepseekV3ForCausalLM": ("noaux_tc",)}
+
+
+def read(config: Config) -> ModelSpec:
+    newer = architecture(config) == "DeepseekV3ForCausalLM"
+    for key, only in (("attention_bias", False), ("mlp_bias", False), ("moe_layer_freq", 1)):
+        _refuse(config, key, only)
+    _refuse(config, "scoring_func", "sigmoid" if newer else "softmax")
+    if not newer:  # DeepSeek's own code then leaves out `routed_scaling_factor`, others do not normalise or do both
+        _refuse(config, "norm_topk_prob", False)
+    latent = Latent(
+        rank=int(need(config, "kv_lora_rank")),
+        turned=int(need(config, "qk_rope_head_dim")),
+        straight=int(need(config, "qk_nope_head_dim")),
+        value=int(need(config, "v_head_dim")),
+        query_rank=int(config.get("q_lora_rank") or 0),
+        interleaved=bool(config.get("rope_interleave", True)),
+    )
+    dim, given = latent.straight + latent.turned, rope_given(config)
+    facts = {**common(config), "head_dim": dim, "kv_heads": 1}
+    sharper = float(given.get("mscale_all_dim") or 0.0) if facts["rope"].kind != "default" else 0.0
+    return ModelSpec(
+        **facts,
+        query_scale=dim**-0.5 * yarn_growth(float(given.get("factor") or 1.0), sharper) ** 2,
+        latent=latent,
+        moe=_experts(config, newer),
+        guessing=int(config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0),
+    )
+
+
+def _refuse(config: Config, key: str, only: Any) -> None:
+    if config.get(key) not in (None, only):
+        raise InvalidValue(
+            f"config.json: {key}={config[key]!r} is not supported for {architecture(config)}; supported is {only!r}",
+            key,
+        )
+
+
+def _experts(config: Config, newer: bool) -> Experts:
+    name = architecture(config)
+    method, width = str(config.get("topk_method") or ROUTING[name][0]), int(need(config, "moe_intermediate_size"))
+    if method not in ROUTING[name]:
+        allowed = ", ".join(map(repr, ROUTING[name]))
+        raise InvalidValue(
+            f"config.json: topk_method={method!r} is not supported for {name}; supported: {allowed}", "topk_method"
+        )
+    count, dense = int(need(config, "num_hidden_layers")), int(config.get("first_k_dense_replace") or 0)
+    grouped = method != "greedy"
+    return Experts(
+        experts=int(need(config, "n_routed_experts")),
+        chosen=int(need(config, "num_experts_per_tok")),
+        ff_dim=width,
+        layers=tuple(i >= dense for i in range(count)),
+        normalised=newer and bool(config.get("norm_topk_prob", True)),
+        scoring="sigmoid" if newer else "softmax",
+        corrected=newer,
+        scaling=float(config.get("routed_scaling_factor") or 1.0),
+        groups=int(need(config, "n_group")) if grouped else 1,
+        groups_kept=int(need(config, "topk_group")) if grouped else 1,
+        group_best=2 if newer else 1,
+        shared=width * int(config.get("n_shared_experts") or 0),
+    )
+
+
+class Attention(nnx.Module):
+    """MLA with the up-projections of keys and values on the other side of the scores."""
+
+    def __init__(self, spec: ModelSpec, prefix: str) -> None:
+        assert spec.latent is not None
+        self.spec, self.latent = spec, spec.latent
+        e, h, m = spec.dim, spec.heads, spec.latent
+        inner, name = (m.query_rank, "q_b_proj.weight") if m.query_rank else (e, "q_proj.weight")
+        self.q_down = matrix(prefix + "q_a_proj.weight", e, inner, ("dim", "rank")) if m.query_rank else None
+        self.q_norm = vector(prefix + "q_a_layernorm.weight", inner, "rank") if m.query_rank else None
+        source = Source(prefix + name, (h * spec.head_dim, inner))
+        self.q = nnx.Param(Info((inner, h, spec.head_dim), ("dim", "heads", "pack"), (source,), self._query))
+        source = Source(prefix + "kv_a_proj_with_mqa.weight", (m.rank + m.turned, e))
+        self.kv_down = nnx.Param(Info((e, m.rank + m.turned), ("dim", "rank"), (source,), self._down))
+        self.kv_norm = vector(prefix + "kv_a_layernorm.weight", m.rank, "rank")
+        up = (Source(prefix + "kv_b_proj.weight", (h * (m.straight + m.value), m.rank)),)
+        self.k_up = nnx.Param(Info((h, m.straight, m.rank), ("heads", "pack", "rank"), up, self._keys))
+        self.v_up = nnx.Param(Info((h, m.rank, m.value), ("heads", "rank", "pack"), up, self._values))
+        self.out = matrix(prefix + "o_proj.weight", h * m.value, e, ("heads", "dim"))
+
+    def _turning(self, x: Array) -> Array:
+        """[..., dims, in], the last Z of the dims in the order in which `rotate` turns them."""
+        at = x.shape[-2] - self.latent.turned
+        if not self.latent.interleaved:
+            return x
+        return np.concatenate([x[..., :at, :], x[..., at::2, :], x[..., at + 1 :: 2, :]], axis=-2)
+
+    def _query(self, x: Array) -> Array:
+        """[H * D, in] -> [in, H, D]"""
+        return np.moveaxis(self._turning(x.reshape(self.spec.heads, self.spec.head_dim, -1)), -1, 0)
+
+    def _down(self, x: Array) -> Array:
+        """[R + Z, E] -> [E, R + Z]"""
+        return self._turning(x).T
+
+    def _keys(self, x: Array) -> Array:
+        """[H * (straight + value), R] -> [H, straight, R]"""
+        return x.reshape(self.spec.heads, -1, self.latent.rank)[:, : self.latent.straight]
+
+    def _values(self, x: Array) -> Array:
+        """[H * (straight + value), R] -> [H, R, value]"""
+        return x.reshape(self.spec.heads, -1, self.latent.rank)[:, self.latent.straight :].swapaxes(1, 2)
+
+    def __call__(
+        self, x: jax.Array, turn: Turn | None, pool: Pool, work: Any, kernel: Kernel
+    ) -> tuple[jax.Array, Pool]:  # x [T, E] -> [T, E]
+        spec, m, tokens = self.spec, self.latent, x.shape[0]
+        inner = x
+        if self.q_down is not None and self.q_norm is not None:
+            inner = rms_norm(x @ self.q_down[...], self.q_norm[...], EPS)
+        straight, turned = jnp.split(jnp.einsum("te,ehd->thd", inner, self.q[...]), [m.straight], axis=-1)
+        q = jnp.concatenate([jnp.einsum("thn,hnr->thr", straight, self.k_up[...]), rotate(turned, turn)], axis=-1)
+        own, shared = jnp.split(x @ self.kv_down[...], [m.rank], axis=-1)
+        own, shared = rms_norm(own, self.kv_norm[...], EPS), rotate(shared[:, None], turn)[:, 0]
+        kept = jnp.concatenate([own, shared], axis=-1)  # [T, R + Z]
+        kept = jnp.broadcast_to(kept[:, None], (tokens, spec.cache.heads, spec.cache.dim))
+        mixed, pool = kernel(q, kept, None, None, pool, work, scale=spec.scale)  # [T, H, R + Z]
+        out = jnp.einsum("thr,hrv->thv", mixed[..., : m.rank], self.v_up[...])
+        return out.reshape(tokens, spec.heads * m.value) @ self.out[...], pool
+
+
+class Block(layers.Block):
+    def attend(self, prefix: str, index: int) -> Any:
+        return Attention(self.spec, prefix)
+
+    def feed_forward(self, prefix: str, index: int) -> Any:
+        if self.spec.moe is None or not self.spec.moe.layers[index]:
+            return super().feed_forward(prefix, index)
+        return Moe(self.spec, prefix + "mlp.", correction="gate.e_score_correction_bias")
+
+
+class Turning(layers.Decoder):
+    """As in `layers`, where a part of a head turns that has a rope of its own."""
+
+    def turns(self, positions: jax.Array) -> Turns:
+        assert self.spec.latent is not None
+        return (angles(self.spec.rope, self.spec.latent.turned, positions),)
+
+
+Decoder = partial(Turning, block=Block)

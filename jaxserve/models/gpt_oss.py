@@ -1,0 +1,80 @@
+"""gpt-oss: attention sinks, a window in every other layer, experts with biases and a cut-off gate.
+
+Its experts' weights come as bfloat16, or packed to four bits (see `mxfp4`): `weights` gives both alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from jaxserve.models import layers
+from jaxserve.models.layers import Array, Info, Source, same
+from jaxserve.models.moe import Moe
+from jaxserve.models.spec import Config, Experts, ModelSpec, common, need
+
+THETA = 150_000.0
+
+
+def read(config: Config) -> ModelSpec:
+    packed = config.get("quantization_config") or {}
+    plain = {"quantization_config": None} if packed.get("quant_method") == "mxfp4" else {}
+    count = int(need(config, "num_hidden_layers"))
+    kinds = config.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(count)]
+    spelt = {"layer_types": kinds, "rope_theta": config.get("rope_theta") or THETA}
+    facts = common({**config, **plain, **spelt}, windows=True)
+    bias = bool(config.get("attention_bias", True))
+    limit = config.get("swiglu_limit")
+    moe = Experts(
+        experts=int(config.get("num_local_experts") or need(config, "num_experts")),
+        chosen=int(config.get("num_experts_per_tok") or need(config, "experts_per_token")),
+        ff_dim=facts["ff_dim"],
+        layers=(True,) * count,
+        normalised=True,  # which is a softmax over the chosen
+        biased=True,
+        gate_slope=float(config.get("swiglu_alpha") or 1.702),
+        gate_limit=float(7.0 if limit is None else limit),
+    )
+    own = {"head_dim": int(config.get("head_dim") or 64), "norm_eps": float(config.get("rms_norm_eps") or 1e-5)}
+    return ModelSpec(**{**facts, **own}, qkv_bias=bias, out_bias=bias, sinks=True, moe=moe)
+
+
+def _halves(x: Array) -> Array:
+    """[..., 2 * F] of gate and up in turn -> gate, then up."""
+    return np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+
+
+class Mixture(Moe):
+    """All experts of a layer lie in one tensor of the checkpoint."""
+
+    def matrices(self, spec: ModelSpec, prefix: str, leaves: tuple[str, ...]) -> tuple[nnx.Param[Info], ...]:
+        e, f, x = spec.dim, self.moe.ff_dim, self.moe.experts
+        return (
+            _whole(prefix + "gate_up_proj", (x, e, 2 * f), ("experts", "dim", "pack"), _halves),
+            _whole(prefix + "down_proj", (x, f, e), ("experts", "pack", "dim"), same),
+        )
+
+    def biases(self, spec: ModelSpec, prefix: str) -> tuple[nnx.Param[Info] | None, ...]:
+        e, f, x = spec.dim, self.moe.ff_dim, self.moe.experts
+        return (
+            _whole(prefix + "gate_up_proj_bias", (x, 2 * f), ("experts", "pack"), _halves, 0.0),
+            _whole(prefix + "down_proj_bias", (x, e), ("experts", "dim"), same, 0.0),
+        )
+
+
+def _whole(
+    name: str, shape: tuple[int, ...], axes: tuple[str, ...], build: Callable[..., Array], init: float = 0.02
+) -> nnx.Param[Info]:
+    return nnx.Param(Info(shape, axes, (Source(name, shape),), build, init))
+
+
+class Block(layers.Block):
+    def feed_forward(self, prefix: str, index: int) -> Any:
+        return Mixture(self.spec, prefix + "mlp.", router="router.")
+
+
+Decoder = partial(layers.Decoder, block=Block)

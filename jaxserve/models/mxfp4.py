@@ -1,0 +1,75 @@
+"""Tensors kept as MXFP4: blocks of 32 four-bit floats (E2M1) that share a power of two (OCP MX v1.0, section 5.3.3).
+
+A checkpoint has `NAME_blocks` [X, out, in / 32, 16], two numbers a byte and the low one first, and `NAME_scales`
+[X, out, in / 32], the exponent plus 127. Here they are NAME [X, in, out] in bfloat16, which holds every one of them
+exactly: three bits of sign and fraction, and the same range of exponents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+BLOCKS, SCALES = "_blocks", "_scales"
+HALF = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+VALUES = np.concatenate([HALF, -HALF])
+PAIRS = np.stack([VALUES[np.arange(256) % 16], VALUES[np.arange(256) // 16]], axis=-1)  # [256, 2], of each byte
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """Stands for an open file where a tensor is asked for, and for its description."""
+
+    name: str
+    blocks: Any  # open files, which may be two
+    scales: Any
+
+    def get_shape(self) -> list[int]:
+        experts, outputs, count, half = self.blocks.get_slice(self.name + BLOCKS).get_shape()
+        return [experts, count * half * 2, outputs]
+
+    def get_dtype(self) -> str:
+        return "BF16"
+
+    def get_slice(self, name: str) -> Unpacked:
+        return self
+
+    def get_tensor(self, name: str) -> npt.NDArray[Any]:
+        return dequantised(self.blocks.get_tensor(self.name + BLOCKS), self.scales.get_tensor(self.name + SCALES))
+
+
+def dequantised(blocks: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+    """blocks [X, out, G, 16], scales [X, out, G] -> [X, in, out] bfloat16; one expert at a time is float32."""
+    experts, outputs, count, half = blocks.shape
+    out = np.empty((experts, count * half * 2, outputs), ml_dtypes.bfloat16)
+    for i in range(experts):
+        power = np.ldexp(np.float32(1.0), scales[i].astype(np.int32) - 127)  # [out, G]
+        out[i] = (PAIRS[blocks[i]] * power[..., None, None]).reshape(outputs, -1).T
+    return out
+
+
+def unpacked(tensors: Mapping[str, tuple[Path, Any]]) -> dict[str, tuple[Path, Any]]:
+    """Tensors by name, each with its file: pairs of blocks and scales that fit each other become one."""
+    found = dict(tensors)
+    for name in tensors:
+        whole = name.removesuffix(BLOCKS)
+        if whole != name and whole + SCALES in tensors and _fit(whole, tensors):
+            (path, blocks), (_, scales) = found.pop(name), found.pop(whole + SCALES)
+            found[whole] = path, Unpacked(whole, blocks, scales)
+    return found
+
+
+def _fit(whole: str, tensors: Mapping[str, tuple[Path, Any]]) -> bool:
+    """What does not fit is left as it is, to be told as unexpected beside what is missing."""
+    blocks, scales = (tensors[whole + end][1].get_slice(whole + end) for end in (BLOCKS, SCALES))
+    return (
+        blocks.get_dtype() == scales.get_dtype() == "U8"
+        and len(blocks.get_shape()) == 4
+        and list(blocks.get_shape())[:-1] == list(scales.get_shape())
+    )
