@@ -83,7 +83,8 @@ class Moe(nnx.Module):
 
         def shard(x: jax.Array, chosen: jax.Array, weights: jax.Array, experts: Matrices) -> jax.Array:
             first = lax.axis_index("tp") * experts.down.shape[0]
-            return lax.psum(grouped(x, chosen, weights, experts, first, gated=self.gated), "tp")
+            whole: jax.Array = lax.psum(grouped(x, chosen, weights, experts, first, gated=self.gated), "tp")
+            return whole
 
         run = jax.shard_map(shard, mesh=mesh, in_specs=(P(), P(), P(), P("tp")), out_specs=P())
         out: jax.Array = run(x, chosen, weights, experts)

@@ -97,6 +97,12 @@ class Experts:
     gate_limit: float = 0.0  # gate and up are cut off there, and up is one more; 0: neither
 
     def __post_init__(self) -> None:
+        if self.ff_dim < 1 or not 1 <= self.chosen <= self.experts:
+            raise InvalidValue(
+                f"config: {self.chosen} of {self.experts} experts of {self.ff_dim=} per token: at least 1, and no "
+                "more than there are",
+                "num_experts_per_tok",
+            )
         within, rest = divmod(self.experts, self.groups) if self.groups > 0 else (0, 1)
         if (
             rest
@@ -108,12 +114,6 @@ class Experts:
                 f"config: {self.chosen} experts per token from {self.groups_kept} of {self.groups} groups of "
                 f"{self.experts} experts: groups must be equally large, and those kept hold as many as are chosen",
                 "n_group",
-            )
-        if self.ff_dim < 1 or not 1 <= self.chosen <= self.experts:
-            raise InvalidValue(
-                f"config: {self.chosen} of {self.experts} experts of {self.ff_dim=} per token: at least 1, and no "
-                "more than there are",
-                "num_experts_per_tok",
             )
 
 

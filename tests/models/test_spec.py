@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,12 @@ SIZES = {
     "num_key_value_heads": 2,
     "intermediate_size": 64,
 }
+MLA: dict[str, Any] = {
+    "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+}  # fmt: skip
+GROUPED = {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}
+OSS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LLAMA = {"architectures": ["LlamaForCausalLM"], **SIZES}
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "default"},
@@ -74,7 +81,7 @@ def test_the_older_spelling_of_rope_is_read() -> None:
     [
         (
             {"architectures": ["FooForCausalLM"]},
-            r"'FooForCausalLM' is not supported; supported: Gemma3ForCausalLM, LlamaForCausalLM, ",
+            r"'FooForCausalLM' is not supported; supported: DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, ",
         ),
         ({"architectures": []}, "no 'architectures'"),
         ({"hidden_size": None}, "no 'hidden_size', which LlamaForCausalLM needs"),
@@ -112,6 +119,22 @@ def test_what_is_not_supported_is_named(changes: dict[str, Any], message: str) -
         ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 8}, "no 'num_experts_per_tok'"),
         ("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2, "partial_rotary_factor": 2}, "factor=2.0 is"),
         ("Llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ("DeepseekV2", {**MLA, "topk_method": "noaux_tc"}, "'noaux_tc' .* supported: 'greedy', 'group_limited_greedy'"),
+        ("DeepseekV2", {**MLA, "topk_method": "group_limited_greedy"}, "no 'n_group', which DeepseekV2ForCausalLM"),
+        ("DeepseekV2", {**MLA, **GROUPED, "n_group": 3}, "2 experts per token from 1 of 3 groups of 8 experts: groups"),
+        ("DeepseekV2", {**MLA, **GROUPED, "num_experts_per_tok": 5}, "5 experts per token from 1 of 2 groups"),
+        ("DeepseekV2", {**MLA, **GROUPED, "topk_group": 3}, "2 experts per token from 3 of 2 groups"),
+        ("DeepseekV2", {**MLA, "norm_topk_prob": True}, "norm_topk_prob=True .*DeepseekV2.*; supported is False"),
+        ("DeepseekV2", {**MLA, "scoring_func": "sigmoid"}, "scoring_func='sigmoid' .*; supported is 'softmax'"),
+        ("DeepseekV2", {**MLA, "attention_bias": True}, "attention_bias=True is not supported"),
+        ("DeepseekV2", {**MLA, "moe_layer_freq": 2}, "moe_layer_freq=2 .*; supported is 1"),
+        ("DeepseekV2", {**MLA, "qk_rope_head_dim": 3}, "turned=3.*: each must be at least 1, and turned"),
+        ("DeepseekV2", {**MLA, "kv_lora_rank": None}, "no 'kv_lora_rank', which DeepseekV2ForCausalLM needs"),
+        ("DeepseekV3", {**MLA, **GROUPED, "topk_method": "greedy"}, "topk_method='greedy' .* supported: 'noaux_tc'"),
+        ("DeepseekV3", {**MLA, **GROUPED, "topk_method": None, "n_group": 8}, "2 experts per token from 1 of 8 groups"),
+        ("GptOss", {**OSS, "quantization_config": {"quant_method": "awq"}}, "method 'awq' is not supported"),
+        ("GptOss", {**OSS, "layer_types": ["chunked_attention"] * 2}, r"\['chunked_attention'\]"),
+        ("GptOss", {"num_experts_per_tok": 2}, "no 'num_experts', which GptOssForCausalLM needs"),
     ],
 )
 def test_what_a_family_cannot_do_is_named(name: str, changes: dict[str, Any], message: str) -> None:
@@ -187,6 +210,34 @@ def test_kv_heads_are_copied_where_shards_outnumber_them(tp: int, copies: int, h
     spec = spec_from_config(LLAMA).for_tp(tp)
     assert (spec.kv_copies, spec.pool_heads) == (copies, heads)
     assert spec.cache.shape(10, 16) == (10, 16, heads, 8)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_latent_is_one_array_and_each_shard_has_a_copy(tp: int) -> None:
+    spec = spec_from_config({**SIZES, **MLA, "architectures": ["DeepseekV2ForCausalLM"]}).for_tp(tp)
+    assert spec.cache.latent and spec.cache.shape(10, 16) == (10, 16, tp, 16 + 4)
+    assert spec.cache.parcel_shape(3, 16) == (2, 1, 3, 16, tp, 20)
+    assert spec.cache.page_bytes(16, "bfloat16") == 2 * 16 * tp * 20 * 2
+    with pytest.raises(InvalidValue, match="8 bits is not supported for DeepseekV2ForCausalLM, whose cache is a late"):
+        replace(spec, kv_scales=True)
+
+
+def test_scores_of_a_stretched_latent_attention_are_sharper() -> None:
+    """DeepSeek-V2-Lite's own numbers: the two factors of cos and sin cancel, that of the scores stays."""
+    rope = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+    scaled = {"rope_scaling": {**rope, "mscale": 0.707, "mscale_all_dim": 0.707}, "max_position_embeddings": 163840}
+    spec = spec_from_config({**SIZES, **MLA, **scaled, "architectures": ["DeepseekV2ForCausalLM"]})
+    assert (spec.rope.scale, spec.max_positions) == (1.0, 163840)
+    assert spec.scale == pytest.approx(12**-0.5 * (0.0707 * np.log(40) + 1) ** 2)
+
+
+def test_the_bias_that_chooses_experts_stays_in_float32() -> None:
+    minimax = {"num_local_experts": 4, "num_experts_per_tok": 2, "architectures": ["MiniMaxM2ForCausalLM"]}
+    v3 = {**MLA, "n_group": 2, "topk_group": 1, "architectures": ["DeepseekV3ForCausalLM"]}
+    for config in (minimax, v3):
+        tree = registry.abstract_weights(spec_from_config({**SIZES, **config}), "bfloat16")
+        mlp = tree["layers"][0]["mlp"]
+        assert (mlp["correction"].dtype, mlp["router"].dtype) == ("float32", "bfloat16")
 
 
 @pytest.mark.parametrize("tp", [0, 3, 8])
