@@ -15,6 +15,7 @@ import numpy as np
 
 from .perf.model import Array, Load, PerfModel
 from .policy import Rows, View
+from .request import RequestView
 
 GRID = 64  # tokens: chunks that share a step with decoding rows are multiples of it
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -25,6 +26,11 @@ def remaining_work(view: View, rows: Rows) -> Array:
     a waiting one is expected to find in the prefix cache need not be computed."""
     hit = np.minimum(rows.hit, rows.remaining - 1)  # the last known token is always computed
     return view.perf.prefill_times(rows.remaining - hit, rows.context + hit, view.limits.tokens)
+
+
+def left_behind(request: RequestView) -> int:
+    """Prompt tokens of a request in a started step that this step does not compute."""
+    return 0 if request.generated and request.remaining == 1 else request.remaining
 
 
 def on_time_set(start: float, deadline: Array, work: Array, kept: Mask | None = None) -> Mask:

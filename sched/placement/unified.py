@@ -14,15 +14,24 @@ from ..scheduler import Scheduler
 from . import Fleet, Move
 from .least_work import LeastWork
 
+SOON = 0.5  # seconds
+SURE = 0.6
+
 
 class Unified(LeastWork):
     """Prompts come to the prefill instance with the least work. Where not all that wait there can be on time, the
     longest prompt that another instance is predicted to finish in `margin` of its time left goes there instead, until
-    all can. On a decode instance it has what steps of `share` of the tightest tpot leave.
+    all can. On a decode instance it has what steps of `share` of the tightest tpot leave; none where prompts already
+    wait for pages.
+
+    What is far off is uncertain (others will come there), so that a prompt moves only where `margin` of its time left
+    is enough; what takes less than `SOON` may take `SURE` of it. early: prompts are moved while there is still this
+    share of their time left, not when the last of it is about to go.
     """
 
-    def __init__(self, margin: float = 0.3, share: float = 0.8, stretch: float = 1.5) -> None:
+    def __init__(self, margin: float = 0.2, share: float = 0.8, stretch: float = 1.5, early: float = 0.5) -> None:
         self._margin = margin
+        self._early = early
         self._share = share
         self._stretch = stretch
         self._seen: dict[int, tuple[int, int]] = {}  # instance -> how far it was when last looked at
@@ -43,6 +52,7 @@ class Unified(LeastWork):
         if not len(rows):
             return []
         work, deadline = remaining_work(view, rows), np.where(rows.best_effort > 0, -np.inf, rows.deadline)
+        deadline = np.where(deadline > view.start, view.start + self._early * (deadline - view.start), deadline)
         able = view.start + work <= deadline
         chosen = on_time_set(view.start, deadline, work)
         if chosen.sum() == able.sum():
@@ -51,7 +61,7 @@ class Unified(LeastWork):
         free = {
             other: self._server(fleet.instances[other], fleet)
             for other in range(len(fleet.instances))
-            if other != index
+            if other != index and not fleet.instances[other].kv_waiting
         }
         for row in np.argsort(-work, kind="stable").tolist():
             request = rows[row]
@@ -59,7 +69,8 @@ class Unified(LeastWork):
                 continue
             for other, (at, speed) in sorted(free.items(), key=lambda item: item[1]):
                 ends = at + work[row] / speed if speed > 0.05 else np.inf
-                if ends - fleet.now <= self._margin * (deadline[row] - fleet.now):
+                left = (deadline[row] - fleet.now) / self._early
+                if ends - fleet.now <= max(self._margin * left, min(SOON, SURE * left)):
                     moves.append(Move(request.id, index, other))
                     free[other] = (float(ends), speed)
                     able[row], deadline[row] = False, -np.inf

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..errors import InvalidValue
-from ..feasibility import Mask, remaining_work
+from ..feasibility import Mask, left_behind, remaining_work
 from ..perf.model import Array, Load
 from ..policy import Decision, Grant, Order, Rows, Task, View
 from ..request import BEST_EFFORT, RequestView
@@ -100,11 +100,10 @@ class FlowPrefill:
         return min((self._rank_in(view, task, request) for request in task.requests), default=NOBODY)
 
     def _rank_in(self, view: View, task: Task, request: RequestView) -> Rank:
-        begun, due = request.generated > 0, request.deadline
+        due = request.deadline
         if request.first_token_at is None:
             due = request.arrival + request.slo.ttft  # `deadline` may be that of the token after this step's
-        rest = 0.0 if begun and request.remaining == 1 else request.remaining
-        tokens, context = float(rest), float(request.context)
+        tokens, context = float(left_behind(request)), float(request.context)
         seconds = task.seconds
         if self._literal:
             tokens, context, seconds = request.context + tokens, 0.0, 0.0

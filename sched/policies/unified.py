@@ -11,14 +11,23 @@ and mixed instances prompts are guests of a step that keeps every row in time.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
-from ..feasibility import Mask, decode_load, largest_chunk, mixed_bound, on_time_set, remaining_work, tightest_tpot
+from ..feasibility import (
+    Mask,
+    decode_load,
+    largest_chunk,
+    left_behind,
+    mixed_bound,
+    on_time_set,
+    remaining_work,
+    tightest_tpot,
+)
 from ..perf.model import Array, Load, PerfModel
 from ..perf.scaled import Scaled
 from ..policy import Decision, Grant, Order, Role, Rows, Task, View, one_each, whole
@@ -33,7 +42,7 @@ class Unified:
     """share, stretch, cushion: see feasibility.mixed_bound. keep: share of the prompts of 64K tokens and more that
     never lose their place in the on-time set to shorter ones (0 to 1). ageing: share of the time in which prompts that
     cannot be on time go first, oldest first, so that they do not starve. margin: of the tpot, for a joint decode
-    step. patience: a row left out decodes again after so many tpot."""
+    step. patience: a row left out decodes again after so many tpot. pack: see `_together`."""
 
     def __init__(
         self,
@@ -45,6 +54,7 @@ class Unified:
         margin: float = 0.97,
         patience: float = 4.0,
         preempt: bool = True,
+        pack: float = 0.5,
     ) -> None:
         self._share = share
         self._stretch = stretch
@@ -54,6 +64,7 @@ class Unified:
         self._margin = margin
         self._patience = patience
         self._preempt = preempt
+        self._pack = pack
 
     def decide(self, view: View) -> Decision:
         if view.drift != 1.0:  # too hopeful a model would make every joint step late
@@ -76,6 +87,8 @@ class Unified:
     def _prompts(self, view: View, queue: _Queue) -> Decision:
         rows, on_time = view.prefill, queue.on_time
         aged = view.now % CYCLE < self._ageing * CYCLE
+        if queue.stopped is not None and (not len(on_time) or queue.stopped.due <= rows.deadline[on_time[0]]):
+            return Decision(resume=queue.stopped.step)
         if view.suspended and (aged or not len(on_time)):
             return Decision(resume=view.suspended[0].step)
         if len(on_time) == len(rows) or (len(on_time) and not aged):
@@ -84,23 +97,37 @@ class Unified:
             first, behind = queue.others(), lambda: on_time
             if aged:
                 first = first[np.argsort(rows.arrival[first], kind="stable")]
-        named = first[: view.limits.rows]
+        named = first[: self._together(view, first) if len(first) and first is on_time else view.limits.rows]
         count = len(named)
         if not rows.running[named].any():  # those who hold pages go on where nobody of these gets any
             others = np.concatenate([first[count:], behind()])
             named = np.concatenate([named, others[rows.running[others] > 0]])
         return Decision(whole(rows, named) + one_each(view.decode), prompts=max(1, count))
 
+    def _together(self, view: View, order: Order) -> int:
+        """How many prompts, from the first by deadline on, share a step. All end with it: that may take the first
+        `pack` of its time left, so that a step is shared where that saves time and not where it costs a deadline."""
+        rows, load, most = view.prefill, Load(), min(len(order), view.limits.rows)
+        end = view.start + self._pack * (float(rows.deadline[order[0]]) - view.start)
+        for count, row in enumerate(order[:most].tolist()):
+            hit = int(rows.hit[row])
+            load = load.add_chunk(int(rows.remaining[row]) - hit, int(rows.context[row]) + hit)
+            if count and view.start + view.perf.step_time(load) > end:
+                return count
+        return most
+
     def _queue(self, view: View) -> _Queue:
         rows = view.prefill
-        if not len(rows):
+        if not len(rows) and not view.suspended:
             return _Queue(np.arange(0), (), lambda: np.arange(0))
-        work, best = remaining_work(view, rows), rows.best_effort > 0
-        deadline = np.where(best, -inf, rows.deadline) if best[-1] else rows.deadline  # they are the last of a table
-        chosen = on_time_set(view.start, deadline, work, self._kept(rows) if self._keep else None)
+        work, deadline = remaining_work(view, rows), _deadlines(rows)
+        jobs = [_job(view, task) for task in view.suspended]
+        kept = np.concatenate([self._kept(rows), np.zeros(len(jobs), bool)]) if self._keep else None
+        every = on_time_set(view.start, *_with(deadline, work, jobs), kept)
+        chosen, picked = every[: len(rows)], every[len(rows) :].tolist()
         on_time = np.flatnonzero(chosen)
         on_time = on_time[np.argsort(deadline[on_time], kind="stable")]
-        hopeless = view.start + work > deadline
+        best, hopeless = rows.best_effort > 0, view.start + work > deadline
 
         def others() -> Order:
             rank = np.where(best, 3, np.where(hopeless, 2, 1))
@@ -108,7 +135,8 @@ class Unified:
             return left[np.lexsort((work[left], rank[left]))]
 
         lost = np.flatnonzero(hopeless & ~best).tolist()
-        return _Queue(on_time, tuple(rows[row].id for row in lost if not rows[row].generated), others)
+        stopped = min((job for job, able in zip(jobs, picked, strict=True) if able), default=None)
+        return _Queue(on_time, tuple(rows[row].id for row in lost if not rows[row].generated), others, stopped)
 
     def _kept(self, rows: Rows) -> Mask:
         kept: Mask = rows.length >= LONG
@@ -117,13 +145,19 @@ class Unified:
         return kept
 
     def _stops(self, view: View, running: Task) -> bool:
-        """Somebody can be on time only if what runs, which cannot be, makes way."""
+        """What runs cannot be on time and somebody else can, or more can if it makes way for a while."""
         if len(view.suspended) + 1 >= view.limits.suspended:
             return False
-        due = max((one.arrival + one.slo.ttft for one in running.requests if one.tier != BEST_EFFORT), default=-inf)
-        if view.now + running.seconds <= due:
+        job = _job(view, running)
+        if view.now + job.seconds > job.due:
+            return len(self._queue(view).on_time) > 0
+        rows = view.prefill
+        if not len(rows):
             return False
-        return len(self._queue(view).on_time) > 0
+        jobs = [_job(view, task) for task in view.suspended]
+        queue = _with(_deadlines(rows), remaining_work(view, rows), jobs)
+        stopped = on_time_set(view.now, *_with(*queue, [job]))
+        return bool(stopped[-1]) and int(stopped.sum()) > int(on_time_set(view.now + job.seconds, *queue).sum()) + 1
 
     # decoding
 
@@ -178,7 +212,7 @@ class Unified:
             if waits:
                 slots -= 1
                 pages -= -(-request.remaining // view.limits.page_size)
-                if (slots < 0 or pages < 0) and not view.decode.best_effort.any():
+                if view.kv_waiting or ((slots < 0 or pages < 0) and not view.decode.best_effort.any()):
                     break
             tokens = largest_chunk(view.perf, load, request.context, request.remaining, bound)
             if not tokens:
@@ -189,18 +223,51 @@ class Unified:
         return _Guests(tuple(cut), load, certain)
 
 
+class _Job(NamedTuple):
+    """A step that was started, with what is left of its prompts behind it."""
+
+    due: float  # when the first of its requests is; -inf where none was promised anything
+    seconds: float
+    step: int
+
+
 class _Queue(NamedTuple):
     """Prompts by what can become of them."""
 
     on_time: Order  # rows that can be on time together, by deadline
     hopeless: tuple[int, ...]  # requests that cannot be on time any more, none of which has begun
     others: Callable[[], Order]  # the other rows: those that lost their place, the hopeless, best effort; by work each
+    stopped: _Job | None = None  # of the suspended steps that can be on time with them, the one that is due first
 
 
 class _Guests(NamedTuple):
     grants: tuple[Grant, ...]
     load: Load  # of the step with them
     certain: bool  # somebody among them cannot fail to run
+
+
+def _job(view: View, task: Task) -> _Job:
+    due = min((one.arrival + one.slo.ttft for one in task.requests if one.tier != BEST_EFFORT), default=-inf)
+    left = [(float(left_behind(one)), float(one.context)) for one in task.requests if left_behind(one)]
+    if not left:
+        return _Job(due, task.seconds, task.step)
+    tokens, context = np.array(left).T
+    rest = float(view.perf.prefill_times(tokens, context, view.limits.tokens).sum())
+    return _Job(due, task.seconds + rest, task.step)
+
+
+def _with(deadline: Array, work: Array, jobs: Sequence[_Job]) -> tuple[Array, Array]:
+    """Deadlines and seconds of prompts, and of started steps behind them."""
+    if not jobs:
+        return deadline, work
+    due, seconds, _ = zip(*jobs, strict=True)
+    return np.concatenate([deadline, due]), np.concatenate([work, seconds])
+
+
+def _deadlines(rows: Rows) -> Array:
+    """Of prompts; best effort never has one to keep."""
+    best = rows.best_effort > 0
+    return np.where(best, -inf, rows.deadline) if len(best) and best[-1] else rows.deadline  # last of a table
 
 
 def _joined(load: Load, context: Array) -> Load:

@@ -184,15 +184,25 @@ def test_deflect_dropped_moves_who_lost_its_place_and_could_be_on_time_elsewhere
 
 
 def test_unified_moves_the_longest_that_another_instance_can_do_in_time() -> None:
-    """1.2 + 0.9 + 0.3 s of work due in 2: one of them must go, and has 0.3 of the time on another."""
-    unified = placement.make("unified:margin=0.7")
-    instances = [busy(P, 1200, 900, 300, due=2.0), instance(P), instance(D)]
+    """1.2 + 0.9 + 0.6 s of work due in 2: one of them must go, and has a share of the time on another."""
+    unified = placement.make("unified:margin=0.7+early=1")
+    instances = [busy(P, 1200, 900, 600, due=2.0), instance(P), instance(D)]
     assert unified.redirect(fleet(instances)) == [Move(50, 0, 1)]
     assert not unified.redirect(fleet(instances))  # nothing has come or gone since
-    tight = placement.make("unified:margin=0.5")
-    assert tight.redirect(fleet([busy(P, 1200, 900, 300, due=2.0), instance(P)])) == [Move(51, 0, 1)]
-    assert not placement.make("unified:margin=0.1").redirect(fleet([busy(P, 1200, 900, 300, due=2.0), instance(P)]))
-    assert not placement.make("unified").redirect(fleet([busy(P, 500, 500, due=2.0), instance(P)]))
+    tight = placement.make("unified:margin=0.5+early=1")
+    assert tight.redirect(fleet([busy(P, 1200, 900, 600, due=2.0), instance(P)])) == [Move(51, 0, 1)]
+    assert not placement.make("unified:margin=0.1").redirect(fleet([busy(P, 1200, 900, 600, due=2.0), instance(P)]))
+    half = [busy(P, 800, 700, due=2.0), instance(P)]
+    assert not placement.make("unified:margin=1.0+early=1").redirect(fleet(half))
+    assert placement.make("unified:margin=1.0+early=0.5").redirect(fleet(half)) == [Move(50, 0, 1)]
+
+
+def test_unified_moves_nobody_to_where_prompts_wait_for_pages() -> None:
+    instances = [busy(P, 1200, 900, 600, due=2.0), instance(D)]
+    instances[1].kv_waiting = 1
+    assert not placement.make("unified:margin=0.7").redirect(fleet(instances))
+    instances = [busy(P, 1200, 900, 600, due=2.0), instance(D)]
+    assert placement.make("unified:margin=0.7").redirect(fleet(instances))
 
 
 @pytest.mark.parametrize("name", ["deflect:dropped", "unified:margin=1.0"])

@@ -29,9 +29,19 @@ def granted(decision: object) -> list[int]:
 def test_the_prompt_with_the_most_work_loses_its_place_and_only_those_on_time_share_a_step() -> None:
     """Eight seconds for 5 + 2 + 2 seconds of work: without the longest the others are on time."""
     at = view([prompt(0, 5000), prompt(1, 2000), prompt(2, 2000)], [], limits=LIMITS)
-    decision = Unified(ageing=0.0).decide(at)
+    decision = Unified(ageing=0.0, pack=1.0).decide(at)
     assert granted(decision) == [1, 2]
     assert decision.demote == ()  # alone it could still be on time
+
+
+def test_prompts_share_a_step_while_the_first_of_them_keeps_its_share_of_the_time() -> None:
+    """1 + 2 s of work, due in 8: together they take less than half of it. A third makes it 5 s."""
+    policy, two = Unified(ageing=0.0), [prompt(0, 1000), prompt(1, 2000)]
+    assert policy.decide(view(two, [], limits=LIMITS)).prompts == 2
+    assert policy.decide(view([*two, prompt(2, 2000)], [], limits=LIMITS)).prompts == 2
+    soon = prompt(3, 1000, slo=SLO(ttft=2.0))
+    decision = policy.decide(view([*two, soon], [], limits=LIMITS))
+    assert granted(decision)[0] == 3 and decision.prompts == 1
 
 
 def test_what_cannot_be_on_time_any_more_becomes_best_effort_and_comes_last() -> None:
@@ -56,7 +66,7 @@ def test_a_prompt_that_may_not_lose_its_place_stays_in_the_set() -> None:
     short = [prompt(one, 4000, slo=SLO(ttft=75.0)) for one in range(1, 4)]
     at = view([long, *short], [], limits=replace(LIMITS, tokens=100_000))
     assert granted(Unified(keep=0.0, ageing=0.0).decide(at)) == [1, 2, 3]
-    kept = granted(Unified(keep=1.0, ageing=0.0).decide(at))
+    kept = granted(Unified(keep=1.0, ageing=0.0, pack=1.0).decide(at))
     assert 0 in kept and len(kept) == 2
 
 
@@ -74,10 +84,22 @@ def test_a_late_step_stops_for_who_can_be_on_time_and_one_on_time_does_not() -> 
     late, able = prompt(0, 6000, tier=BEST_EFFORT), prompt(1, 2000)
     at = view([able], [], limits=LIMITS)
     assert policy.decide(replace(at, running=Task(1, (late,), 5.0))).preempt
-    assert not policy.decide(replace(at, running=Task(1, (prompt(2, 6000),), 5.0))).preempt
+    assert not policy.decide(replace(at, running=Task(1, (begun(prompt(2, 6000), 6000),), 5.0))).preempt
     assert not Unified(preempt=False).decide(replace(at, running=Task(1, (late,), 5.0))).preempt
     full = replace(at, limits=replace(LIMITS, suspended=1))
     assert not policy.decide(replace(full, running=Task(1, (late,), 5.0))).preempt
+
+
+def test_a_step_on_time_makes_way_where_more_are_on_time_for_it_and_goes_on_in_its_turn() -> None:
+    """5 s are left of it, due at 8. Who takes 2 s and is due at 3 is on time before it, and not behind it."""
+    running = Task(1, (begun(prompt(0, 6000), 6000),), 5.0)
+    soon, later = prompt(1, 2000, slo=SLO(ttft=3.0)), prompt(2, 2000, slo=SLO(ttft=9.0))
+    policy = Unified(ageing=0.0)
+    assert policy.decide(replace(view([soon], [], limits=LIMITS), running=running)).preempt
+    assert not policy.decide(replace(view([later], [], limits=LIMITS), running=running)).preempt
+    stopped = view([soon], [], limits=LIMITS, suspended=(running,))
+    assert granted(policy.decide(stopped)) == [1]
+    assert policy.decide(replace(stopped, prefill=view([later], []).prefill)).resume == 1
 
 
 def test_a_suspended_step_goes_on_when_nobody_can_be_on_time() -> None:
@@ -105,6 +127,15 @@ def test_a_guest_gets_what_the_rows_leave() -> None:
     assert [(grant.request, grant.tokens) for grant in decision.grants] == [(0, 1), (1, 20)]
     big = Unified().decide(view([prompt(1, 64)], [row], role=Role.DECODE, limits=LIMITS))
     assert granted(big) == [0]
+
+
+def test_no_new_guest_comes_where_prompts_computed_elsewhere_wait_for_pages() -> None:
+    row, guest = decoding(0, 1000, due=0.01), prompt(1, 20)
+    at = view([guest], [row], role=Role.DECODE, limits=LIMITS)
+    assert granted(Unified().decide(at)) == [0, 1]
+    assert granted(Unified().decide(replace(at, kv_waiting=1))) == [0]
+    started = view([begun(prompt(1, 20), 10)], [row], role=Role.DECODE, limits=LIMITS)
+    assert granted(Unified().decide(replace(started, kv_waiting=1))) == [0, 1]
 
 
 TRUTH = Coefficients(fixed=0.002, prefill=1e-4, decode=1e-5, quadratic=0.0, longest=1e-7, context=0.0)
