@@ -122,8 +122,7 @@ def _logits(weights: Tree, rows: jax.Array, *, spec: ModelSpec, whole: NamedShar
     Each device first computes its share of the vocabulary. Asked for the whole alone, XLA gathers the head instead,
     a gigabyte and more at every step.
     """
-    split = spec.vocab % whole.mesh.shape["tp"] == 0  # as `Info.partition` has the head
-    share = NamedSharding(whole.mesh, PartitionSpec(None, "tp" if split else None))
+    share = NamedSharding(whole.mesh, PartitionSpec(None, "tp"))
     logits: jax.Array = lax.with_sharding_constraint(registry.logits(spec, weights, rows), share)
     logits = lax.with_sharding_constraint(logits, whole)
     return logits

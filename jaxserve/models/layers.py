@@ -23,6 +23,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxserve.models.spec import ModelSpec, Rope
+from jaxserve.sched.errors import InvalidValue
 from pallas_kernels.dispatch import Attention as Kernel
 from pallas_kernels.dispatch import Pool
 from pallas_kernels.layout import Scales
@@ -56,8 +57,18 @@ class Info:
     fill: float = 0.0
     dtype: Any = None  # None: that of the model
 
+    def __post_init__(self) -> None:
+        split = [axis for axis in self.axes if axis in SHARDED]
+        if len(self.axes) != len(self.shape) or len(split) > 1:
+            what = (
+                f"axes {' and '.join(map(repr, split))} would both be split over the mesh axis 'tp'; at most one may be"
+            )
+            lengths = f"{len(self.axes)} axes {self.axes} for a shape of {len(self.shape)}; they must be as many"
+            names = ", ".join(source.name for source in self.sources[:3])
+            raise InvalidValue(f"weight {self.shape} of {names}: {what if len(split) > 1 else lengths}")
+
     def partition(self, tp: int) -> PartitionSpec:
-        """Split over `tp`; a vocabulary that does not divide is kept whole on each device."""
+        """Split over `tp`; what does not divide is kept whole on each device (see `ModelSpec.for_tp`)."""
         named = zip(self.axes, self.shape, strict=True)
         return PartitionSpec(*("tp" if axis in SHARDED and size % tp == 0 else None for axis, size in named))
 
@@ -301,13 +312,17 @@ class Decoder(nnx.Module):
         self.head = None if spec.tied else self.table("lm_head.weight")
 
     def table(self, name: str) -> nnx.Param[Info]:
-        """One row [E] per id of the vocabulary."""
-        shape = (self.spec.vocab, self.spec.dim)
-        return nnx.Param(Info(shape, ("vocab", "dim"), (Source(name, shape),), same))
+        """One row [E] per id of the vocabulary, and the rows of `vocab_padding`."""
+        vocab, dim, padding = self.spec.vocab, self.spec.dim, self.spec.vocab_padding
+
+        def padded(x: Array) -> Array:
+            return np.pad(x, ((0, padding), (0, 0))) if padding else x
+
+        return nnx.Param(Info((vocab + padding, dim), ("vocab", "dim"), (Source(name, (vocab, dim)),), padded))
 
     def embedded(self, weights: Tree, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """tokens, positions [T] int32 -> [T, E]; ids outside the vocabulary read its nearest end."""
-        x = jnp.take(weights["embed"], tokens, axis=0, mode="clip")
+        x = jnp.take(weights["embed"], jnp.minimum(tokens, self.spec.vocab - 1), axis=0, mode="clip")
         return x * jnp.asarray(self.spec.embed_scale, x.dtype) if self.spec.embed_scale != 1.0 else x
 
     def turns(self, positions: jax.Array) -> Turns:
@@ -329,6 +344,6 @@ class Decoder(nnx.Module):
     def logits(self, weights: Tree, hidden: jax.Array) -> jax.Array:
         """hidden [S, E] -> [S, V] float32."""
         table = weights["embed" if self.spec.tied else "head"]
-        out = jnp.einsum("se,ve->sv", hidden, table, preferred_element_type=jnp.float32)
+        out = jnp.einsum("se,ve->sv", hidden, table, preferred_element_type=jnp.float32)[:, : self.spec.vocab]
         cap = self.spec.logit_softcap
         return cap * jnp.tanh(out / cap) if cap else out

@@ -170,6 +170,7 @@ class ModelSpec:
     dtype: str = "float32"  # of the checkpoint
     kv_copies: int = 1  # each kv head is held by this many shards
     kv_scales: bool = False  # pools are of 8 bits: beside the weights lies what keys and values are divided by
+    vocab_padding: int = 0  # rows that no id reads at the end of tables, so that shards divide them
 
     def __post_init__(self) -> None:
         for name in ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ff_dim", "max_positions"):
@@ -226,7 +227,7 @@ class ModelSpec:
         return self.heads // self.pool_heads
 
     def for_tp(self, tp: int) -> ModelSpec:
-        """The spec as `tp` shards hold it. Where there are fewer kv heads than shards, each is copied."""
+        """The spec as `tp` shards hold it: fewer kv heads than shards are copied, a vocabulary is padded."""
         copies = max(1, tp // self.kv_heads)
         if self.moe is not None and tp >= 1 and self.moe.experts % tp:
             raise InvalidValue(
@@ -240,7 +241,7 @@ class ModelSpec:
                 f"ff_dim={self.ff_dim}, and divide or be a multiple of kv_heads={self.kv_heads}",
                 "mesh",
             )
-        return replace(self, kv_copies=copies)
+        return replace(self, kv_copies=copies, vocab_padding=-self.vocab % tp)
 
 
 def need(config: Config, key: str) -> Any:

@@ -191,9 +191,10 @@ def _harmless(name: str, spec: ModelSpec) -> bool:
 
 
 def _check_tp(spec: ModelSpec, tp: int) -> None:
-    if spec.for_tp(tp).kv_copies != spec.kv_copies:
+    if spec.for_tp(tp) != spec:
         raise WeightsError(
-            f"the spec holds {spec.kv_copies} copies of each kv head; use spec.for_tp({tp}) on this mesh"
+            f"the spec holds {spec.kv_copies} copies of each kv head and {spec.vocab_padding} rows of padding in its "
+            f"tables; use spec.for_tp({tp}) on this mesh"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.engine import compat, kv
-from jaxserve.engine.build import temporaries
+from jaxserve.engine.build import ExecutorConfig, build_executors, random_init, temporaries
 from jaxserve.engine.inputs import Limits
 from jaxserve.engine.mesh import plan_mesh, sub_meshes
 from jaxserve.engine.transfer import cut, piece_sizes
@@ -97,6 +98,17 @@ def test_all_meshes_give_the_same_tokens(tiny: Path, executor: Any, mesh: str) -
     expected = alone(executor, Job(prompt), 8)
     for instance in executors(tiny, mesh, warm=False, max_num_seqs=8):
         assert alone(instance, Job(prompt), 8) == expected
+
+
+def test_a_vocabulary_that_tp_does_not_divide_gives_the_same_tokens(tiny: Path) -> None:
+    spec = replace(registry.load_spec(tiny), vocab=97)
+    config = ExecutorConfig(spec, random_init(), plan_mesh("1x1"), 8, 32, LENGTH, page_size=4, kv_cache_memory=1 << 18)
+    jobs = [Job((5, 6, 96, 8)) for _ in range(2)]
+    for job, mesh in zip(jobs, ("1x1", "1x4"), strict=True):
+        (made,) = build_executors(replace(config, mesh=plan_mesh(mesh), warm=False))
+        alone(made, job, 8)
+        assert made.state.weights["head"].addressable_shards[0].data.shape[0] == -(-97 // int(mesh[2:]))
+    assert jobs[0].output == jobs[1].output
 
 
 def test_alike_instances_share_programs(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax-m2": ("MiniMaxM2", MINIMAX),
     "deepseek-v2, groups, a latent of queries": ("DeepseekV2", {**DEEPSEEK, **GROUPS, "q_lora_rank": 20}),
     "gpt-oss": ("GptOss", GPT_OSS),
+    "odd vocabulary": ("Llama", {"vocab_size": 97}),
 }
 FULL: dict[str, tuple[str, dict[str, Any]]] = {
     "llama linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
@@ -98,7 +99,7 @@ FULL: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss, tight limit": ("GptOss", {**GPT_OSS, "swiglu_limit": 0.2, "swiglu_alpha": 1.1, "num_key_value_heads": 4}),
     "opt, untied": ("OPT", {**OPT, "tie_word_embeddings": False}),
     "qwen3 tied, biases": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True}),
-    "odd vocabulary": ("Llama", {"vocab_size": 97}),
+    "odd vocabulary, tied": ("Qwen2", {"vocab_size": 97, "tie_word_embeddings": True}),
     "eight heads": ("Qwen3", {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}),
 }
 TOKENS: Ints = np.random.default_rng(0).integers(0, 96, 48).astype(np.int32)
@@ -121,7 +122,7 @@ def check(path: Path, case: tuple[str, dict[str, Any]], tps: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "tps"), list(zip(CASES, [(1, 2), (1,), (4,), (2,), (1, 4), (4,), (1,), (1, 4), (1, 4)], strict=True))
+    ("name", "tps"), list(zip(CASES, [(1, 2), (1,), (4,), (2,), (1, 4), (4,), (1,), (1, 4), (1, 4), (4,)], strict=True))
 )
 def test_logits_are_those_of_transformers(tmp_path: Path, name: str, tps: tuple[int, ...]) -> None:
     check(tmp_path, CASES[name], tps)

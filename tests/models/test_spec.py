@@ -11,10 +11,11 @@ import jax
 import numpy as np
 import pytest
 import transformers
+from jax.sharding import PartitionSpec
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jaxserve.models import registry
-from jaxserve.models.layers import Info
+from jaxserve.models.layers import Info, Source
 from jaxserve.models.registry import spec_from_config
 from jaxserve.sched.errors import InvalidValue
 
@@ -244,6 +245,24 @@ def test_the_bias_that_chooses_experts_stays_in_float32() -> None:
 def test_a_tensor_parallel_size_that_does_not_fit_is_named(tp: int) -> None:
     with pytest.raises(InvalidValue, match=f"tensor parallel size {tp} does not fit LlamaForCausalLM: .*heads=4"):
         spec_from_config(LLAMA).for_tp(tp)
+
+
+@pytest.mark.parametrize(("tp", "padding"), [(1, 0), (2, 1), (4, 3)])
+def test_a_vocabulary_is_padded_so_that_shards_divide_it(tp: int, padding: int) -> None:
+    spec = spec_from_config({**LLAMA, "vocab_size": 97}).for_tp(tp)
+    assert spec.vocab_padding == padding and spec.for_tp(tp) == spec
+    tree = registry.abstract_weights(spec, "float32")
+    assert tree["embed"].shape == tree["head"].shape == (97 + padding, 32)
+    assert tree["head"].partition(tp) == PartitionSpec("tp", None)
+    built = tree["head"].build(np.ones((97, 32), np.float32))
+    assert built.shape == tree["head"].shape and not built[97:].any()
+
+
+def test_two_axes_of_a_weight_on_one_mesh_axis_are_both_named() -> None:
+    with pytest.raises(InvalidValue, match=r"of a\.weight: axes 'heads' and 'ff' would both be split over .* 'tp'"):
+        Info((4, 8), ("heads", "ff"), (Source("a.weight", (8, 4)),), lambda x: x)
+    with pytest.raises(InvalidValue, match=r"of a\.weight: 1 axes \('heads',\) for a shape of 2"):
+        Info((4, 8), ("heads",), (Source("a.weight", (8, 4)),), lambda x: x)
 
 
 def test_one_tree_describes_every_weight() -> None:

@@ -41,8 +41,11 @@ def spec() -> ModelSpec:
 @pytest.fixture
 def tensors(spec: ModelSpec) -> Tensors:
     rng = np.random.default_rng(0)
-    infos = jax.tree.leaves(registry.abstract_weights(spec, "float32"), is_leaf=lambda x: isinstance(x, Info))
-    return {s.name: rng.standard_normal(s.shape, np.float32) for info in infos for s in info.sources}
+    return {s.name: rng.standard_normal(s.shape, np.float32) for info in _infos(spec) for s in info.sources}
+
+
+def _infos(spec: ModelSpec) -> list[Info]:
+    return jax.tree.leaves(registry.abstract_weights(spec, "float32"), is_leaf=lambda x: isinstance(x, Info))
 
 
 def test_a_folder_loads_and_says_how_far_it_is(tmp_path: Path, spec: ModelSpec, tensors: Tensors) -> None:
@@ -147,6 +150,18 @@ def test_random_weights_are_the_same_on_every_sharding(spec: ModelSpec) -> None:
     (other,) = random_weights(spec, "float32", [mesh(1)], seed=4)
     assert np.any(np.asarray(other["embed"]) != np.asarray(one["embed"]))
     np.testing.assert_array_equal(one["norm"], np.ones(8))
+
+
+def test_a_vocabulary_that_does_not_divide_is_split_all_the_same(tmp_path: Path) -> None:
+    spec = spec_from_config({**CONFIG, "vocab_size": 23})
+    tensors = {s.name: np.ones(s.shape, np.float32) for info in _infos(spec) for s in info.sources}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tree,) = load_weights(tmp_path, spec.for_tp(2), "float32", [mesh(2)])
+    for name in ("embed", "head"):
+        assert [shard.data.shape for shard in tree[name].addressable_shards] == [(12, 8)] * 2
+        assert np.asarray(tree[name]).sum() == 23 * 8
+    with pytest.raises(WeightsError, match=r"0 rows of padding .* use spec\.for_tp\(2\)"):
+        load_weights(tmp_path, spec, "float32", [mesh(2)])
 
 
 def test_a_spec_of_another_mesh_is_refused(spec: ModelSpec) -> None:
