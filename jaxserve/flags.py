@@ -77,10 +77,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file with these settings by name; flags given here win over it"
     )
-    hints = typing.get_type_hints(ServeConfig, include_extras=True)
     groups = {name: parser.add_argument_group(text) for name, text in _GROUPS.items()}
     for field in dataclasses.fields(ServeConfig):
-        _add(groups[field.metadata["group"]], field, hints[field.name])
+        add_setting(groups[field.metadata["group"]], field.name)
+
+
+def add_setting(group: Any, name: str) -> None:
+    """Add the flag of one field of ServeConfig."""
+    field = next(field for field in dataclasses.fields(ServeConfig) if field.name == name)
+    _add(group, field, typing.get_type_hints(ServeConfig, include_extras=True)[name])
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of ServeConfig that were given as flags."""
+    names = {field.name for field in dataclasses.fields(ServeConfig)}
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in vars(args).items() if k in names}
 
 
 def _add(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
@@ -122,8 +133,7 @@ def _parser(hint: Any) -> Any:
 
 def config_of(args: argparse.Namespace) -> ServeConfig:
     """The settings that parsed flags and the `--config` file say together. Raises InvalidValue."""
-    names = {field.name for field in dataclasses.fields(ServeConfig)}
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(args).items() if k in names}
+    given = settings_of(args)
     if args.model_tag is not None:
         if given.get("model", args.model_tag) != args.model_tag:
             raise InvalidValue(f"model is given twice: {args.model_tag!r} and --model {given['model']!r}", "model")

@@ -13,7 +13,7 @@ from typing import IO, Any
 import jax
 
 from jaxserve.config import ServeConfig
-from jaxserve.engine import profile
+from jaxserve.engine import kv, profile
 from jaxserve.engine.build import ExecutorConfig, build_executors, from_folder, random_init
 from jaxserve.engine.executor import JaxExecutor
 from jaxserve.engine.info import EngineInfo, InstanceInfo
@@ -32,9 +32,6 @@ from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
-
-PAGE_SIZE = {"cpu": 16}  # tokens; elsewhere what the accelerators' kernels are written for
-PAGE_SIZE_ELSEWHERE = 64
 
 
 class Machine:
@@ -117,7 +114,7 @@ def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
     platform = jax.default_backend()
     length = config.max_model_len or spec.max_positions
     rows, tokens = config.rows(platform), config.step_tokens(platform)
-    page_size = config.block_size or PAGE_SIZE.get(platform, PAGE_SIZE_ELSEWHERE)
+    page_size = config.block_size or kv.default_page_size(platform)
     executors = build_executors(
         ExecutorConfig(
             spec=spec,

@@ -44,6 +44,11 @@ def scaled(name: str) -> bool:
     return name != "auto" and bool(pool_dtype(name, None).itemsize == 1)
 
 
+def default_page_size(platform: str) -> int:
+    """Tokens of a page: on accelerators what their kernels are written for."""
+    return 16 if platform == "cpu" else 64
+
+
 def page_bytes(spec: ModelSpec, page_size: int, dtype: Any) -> int:
     """Bytes of one page over all layers, whole on all devices of an instance."""
     return spec.cache.page_bytes(page_size, dtype)
@@ -70,14 +75,29 @@ def device_pool_bytes(
                 f"{device} does not tell its memory: set --kv-cache-memory to the bytes of all KV caches together",
                 "kv_cache_memory",
             )
+    return pool_bytes(
+        memory,
+        mesh.size,
+        utilization=utilization,
+        weights=weights,
+        temporaries=temporaries,
+        where=str(device),
+        sharing=sharing,
+    )
+
+
+def pool_bytes(
+    memory: float, devices: int, *, utilization: float, weights: int, temporaries: int, where: str, sharing: int = 1
+) -> int:
+    """As `device_pool_bytes`, of `devices` devices with `memory` bytes each; `where` names one in errors."""
     left = utilization * memory - weights - temporaries
     if left <= 0:
         raise InvalidValue(
-            f"gpu_memory_utilization={utilization} of {memory} bytes on {device} leaves nothing for the KV cache: "
+            f"gpu_memory_utilization={utilization} of {memory:.0f} bytes on {where} leaves nothing for the KV cache: "
             f"weights take {weights} bytes and a step's temporaries {temporaries}",
             "gpu_memory_utilization",
         )
-    return int(left / sharing) * mesh.size
+    return int(left / sharing) * devices
 
 
 def free_memory() -> int:

@@ -29,19 +29,26 @@ def resolve_model(name_or_path: str, revision: str | None = None) -> Path:
             "a Hugging Face Hub id such as Qwen/Qwen3-8B",
             "model",
         )
+    return _fetch(name_or_path, revision, FILES)
+
+
+def fetch_config(name: str, revision: str | None = None) -> Path:
+    """A folder with the config.json of a repository of the Hub, without weights. Raises ModelNotFound."""
+    return _fetch(name, revision, ("config.json",))
+
+
+def _fetch(name: str, revision: str | None, files: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
         return Path(
-            snapshot_download(
-                name_or_path, revision=revision, allow_patterns=list(FILES), ignore_patterns=list(SKIPPED)
-            )
+            snapshot_download(name, revision=revision, allow_patterns=list(files), ignore_patterns=list(SKIPPED))
         )
     except Exception as error:  # its errors come from five libraries; each means: no such files
         at = f" at revision {revision!r}" if revision else ""
         raise ModelNotFound(
-            f"model {name_or_path!r}{at} is not a folder here, and the Hub did not give it: "
-            f"{type(error).__name__}: {_in_a_line(error)}\nWhere there is a network, run `hf download {name_or_path}` "
+            f"model {name!r}{at} is not a folder here, and the Hub did not give it: "
+            f"{type(error).__name__}: {_in_a_line(error)}\nWhere there is a network, run `hf download {name}` "
             f"(private and gated models need HF_TOKEN); then either copy the Hub cache (HF_HOME) to this machine, or "
             "copy config.json, *.safetensors and the tokenizer's files into a folder and pass its path as --model"
         ) from error

@@ -44,12 +44,17 @@ def _family(name: str) -> Any:
 
 def load_spec(path: Path) -> ModelSpec:
     """The spec of the model in folder `path`, from its config.json (and generation_config.json, for EOS ids)."""
-    spec = spec_from_config(_read_json(path, "config.json"))
+    spec = spec_from_config(read_config(path))
     if (path / "generation_config.json").is_file():
         eos = _read_json(path, "generation_config.json").get("eos_token_id")
         more = eos if isinstance(eos, list) else [] if eos is None else [eos]
         spec = replace(spec, eos=tuple(dict.fromkeys([*spec.eos, *more])))
     return spec
+
+
+def read_config(path: Path) -> Config:
+    """The config.json of the model in folder `path`. Raises InvalidValue where it is none."""
+    return _read_json(path, "config.json")
 
 
 def spec_from_config(config: Config) -> ModelSpec:

@@ -1,0 +1,1 @@
+"""What a model needs and what a device has, on paper: no weights, no devices."""

@@ -1,0 +1,82 @@
+"""What the largest step holds beside weights and KV pages, on each device: counted from the weight tree.
+
+A matrix of width W makes T rows of W. Counted are the residual stream, going in and coming out, and the rows that all
+matrices of one module make, as its last one still reads what its first ones made. Llama-3-8B, 8,192 tokens: 839 MB;
+XLA's own plan for an H200 has 841 MB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.models import registry
+from jaxserve.models.layers import Info, Tree
+from jaxserve.models.spec import ModelSpec
+
+COUNTS = jnp.dtype(jnp.int16).itemsize  # of a slot's token counts, for penalties
+EXPANDED = 4  # buffers that XLA keeps of the experts' inputs, spread over all experts (seen: 3 and 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes on one device."""
+
+    step: int  # of the largest step
+    draw: int  # of drawing from it, which follows it
+    counts: int  # token counts of all slots
+    expanded: int = 0  # of the step: what spreading over all experts takes
+    source: str = "counted"
+
+    @property
+    def bytes(self) -> int:
+        return max(self.step, self.draw) + self.counts
+
+    @classmethod
+    def counted(
+        cls, spec: ModelSpec, tp: int, dtype: Any, tokens: int, rows: int, *, expands: bool = False
+    ) -> Activations:
+        """Of a step of so many tokens, and of drawing for so many rows.
+
+        expands: a device on which XLA spreads the rows of a mixture over all experts of the device (`ragged_dot` on
+        GPUs), which makes each product as large as all experts would make it.
+        """
+        shared = spec.for_tp(tp)
+        tree = registry.abstract_weights(shared, dtype)
+        item, widest = jnp.dtype(dtype).itemsize, 0.0
+        for kind in set(shared.kinds):
+            for module in tree["layers"][kind].values():
+                widest = max(widest, _module(module, shared, tp, item))
+        step = tokens * (2 * spec.dim * item + widest)
+        spread = 0
+        if spec.moe is not None and expands:
+            spread = EXPANDED * tokens * spec.moe.chosen * spec.moe.experts // tp * spec.dim * item
+        logits = rows * spec.vocab * 4
+        return cls(round(step) + spread, 2 * logits, rows * spec.vocab * COUNTS, spread)
+
+
+def _module(module: Tree, spec: ModelSpec, tp: int, item: int) -> float:
+    """Bytes for each token."""
+    matrices = [info for info in _infos(module) if len(info.sources[0].shape) > 1]
+    routed = [info for info in matrices if "experts" in info.axes]
+    bytes_ = sum(_width(info, spec, tp) for info in matrices if info not in routed) * item
+    if spec.moe is not None and routed:
+        # Each shard sorts all tokens' copies [T, C, E] by expert, and puts back what its experts made, in float32.
+        inner = sum(prod(info.shape) // spec.moe.experts // spec.dim for info in routed)
+        bytes_ += spec.moe.chosen * (inner * item + spec.dim * (item + 2 * 4))
+    return bytes_
+
+
+def _width(info: Info, spec: ModelSpec, tp: int) -> float:
+    return (
+        prod(size // tp if axis else size for size, axis in zip(info.shape, info.partition(tp), strict=True)) / spec.dim
+    )
+
+
+def _infos(module: Tree) -> Iterator[Info]:
+    yield from jax.tree.leaves(module, is_leaf=lambda x: isinstance(x, Info))

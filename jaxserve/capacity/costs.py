@@ -1,0 +1,153 @@
+"""What a step must read and compute at least, and hold, on each device: counted from the abstract weight tree.
+
+Letters: E model dim, H query heads, D head dim, V vocabulary, X experts, C chosen per token, T tokens, S rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.capacity.devices import Device
+from jaxserve.engine import kv
+from jaxserve.models import registry
+from jaxserve.models.layers import Info
+from jaxserve.models.spec import ModelSpec
+
+LOOKED_UP = ("embed", "positions")  # tables of which a token reads one row
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Bytes that a device reads or writes in its memory, and FLOPs that it computes."""
+
+    bytes: float
+    flops: float
+
+    def seconds(self, device: Device) -> float:
+        """The roofline: no step of it is faster, as reading and computing overlap at best."""
+        return max(self.bytes / device.bandwidth, self.flops / device.flops)
+
+    def bound(self, device: Device) -> str:
+        """Which of the two it waits for."""
+        return "bytes" if self.bytes / device.bandwidth >= self.flops / device.flops else "FLOPs"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """One device's share of a model over `tp` devices. `parameters` are the whole model's, without copies."""
+
+    spec: ModelSpec  # as `for_tp` has it
+    tp: int
+    dtype: Any
+    cache_dtype: Any
+    parameters: int
+    active: int  # of them, those that one token multiplies with, tables left out
+    tables: int  # bytes of tables that are only looked up
+    head: int  # bytes of the output head, read where a row is drawn
+    experts: int  # bytes of routed experts
+    every: int  # bytes of all the rest: read by each step
+    token: float  # FLOPs for each token, beside attention and head
+    draw: float  # FLOPs of the head for each drawn row
+
+    @classmethod
+    def of(cls, spec: ModelSpec, tp: int, dtype: Any, cache_dtype: Any = None) -> Costs:
+        """Count. Raises InvalidValue where `tp` does not fit the model."""
+        shared, kinds = spec.for_tp(tp), {"tables": 0, "head": 0, "experts": 0, "every": 0}
+        token, draw = 0.0, 0.0
+        for kind, info in _weights(shared, dtype):
+            size = _shard(info, tp)
+            kinds[kind] += size * jnp.dtype(info.dtype).itemsize
+            if kind == "head":
+                draw += 2 * size
+            elif kind != "tables" and len(info.sources[0].shape) > 1:  # norms and biases cost next to nothing
+                token += 2 * size * (_chosen(spec) if kind == "experts" else 1)
+        whole = list(_weights(spec.for_tp(1), dtype))
+        counted = sum(prod(info.shape) for _, info in whole)
+        active = sum(prod(i.shape) * (_chosen(spec) if k == "experts" else 1) for k, i in whole if k != "tables")
+        return cls(shared, tp, dtype, cache_dtype or dtype, counted, round(active), **kinds, token=token, draw=draw)
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all weights on a device."""
+        return self.tables + self.head + self.experts + self.every
+
+    @property
+    def kv_token(self) -> float:
+        """Bytes on a device of one token's keys and values in all layers."""
+        return kv.page_bytes(self.spec, 1, self.cache_dtype) / self.tp
+
+    def touched(self, tokens: float) -> float:
+        """The share of the experts that some of so many tokens choose, where each is as likely as another.
+
+        A token chooses C of X, so an expert is left out by all of them with probability (1 - C / X)^tokens.
+        """
+        return 1.0 if self.spec.moe is None else 1 - (1 - _chosen(self.spec)) ** tokens
+
+    def decode(self, rows: int, context: int) -> Work:
+        """A step of `rows` rows, each of which attends to `context` tokens, its own included."""
+        seen = sum(min(context, self.spec.window_of(layer) or context) for layer in range(self.spec.layers))
+        weights = self.every + self.head + self.experts * self.touched(rows)
+        moved = weights + rows * (self._layer_token * seen + self.kv_token + self._embedded)
+        return Work(moved, rows * (self.token + self.draw + self._pair * seen))
+
+    def prefill(self, tokens: int, chunk: int) -> Work:
+        """A prompt in chunks: each reads the weights, and the keys and values of those before it; one row is drawn."""
+        moved, flops = float(self.head), self.draw + tokens * self.token
+        for start in range(0, tokens, chunk):
+            length = min(chunk, tokens - start)
+            moved += self.every + self.experts * self.touched(length) + length * (self.kv_token + self._embedded)
+            for layer in range(self.spec.layers):
+                window = self.spec.window_of(layer) or tokens
+                moved += self._layer_token * min(start, window)
+                flops += self._pair * (_pairs(start + length, window) - _pairs(start, window))
+        return Work(moved, flops)
+
+    @property
+    def _layer_token(self) -> float:
+        return self.kv_token / self.spec.layers
+
+    @property
+    def _embedded(self) -> int:
+        """Bytes of a token's row in the tables."""
+        return self.spec.dim * int(jnp.dtype(self.dtype).itemsize)
+
+    @property
+    def _pair(self) -> float:
+        """FLOPs in a layer for a token and one that it attends to: a score and a sum, over H heads of D."""
+        return 4 * self.spec.heads * self.spec.head_dim / self.tp
+
+
+def _chosen(spec: ModelSpec) -> float:
+    """C / X."""
+    return 1.0 if spec.moe is None else spec.moe.chosen / spec.moe.experts
+
+
+def _pairs(tokens: int, window: int) -> int:
+    """Pairs of a token and one that it attends to, itself included: min(1, w) + min(2, w) + ... + min(T, w)."""
+    full = min(tokens, window)
+    return full * (full + 1) // 2 + (tokens - full) * window
+
+
+def _shard(info: Info, tp: int) -> int:
+    """Elements on a device."""
+    split = tuple(info.partition(tp)) + (None,) * len(info.shape)
+    return prod(size // tp if axis else size for size, axis in zip(info.shape, split, strict=False))
+
+
+def _weights(spec: ModelSpec, dtype: Any) -> Iterator[tuple[str, Info]]:
+    """Every weight with the kind of `Costs` that it counts to."""
+    tree = registry.abstract_weights(spec, dtype)
+    for path, info in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, Info))[0]:
+        top = path[0].key
+        if top == "head" or (top == "embed" and spec.tied):
+            yield "head", info
+        elif top in LOOKED_UP:
+            yield "tables", info
+        else:
+            yield ("experts" if "experts" in info.axes else "every"), info

@@ -1,0 +1,65 @@
+"""Published models by name: their sizes from a table that comes with jaxserve, a folder, or the Hub's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jaxserve.config import preset
+from jaxserve.models import registry
+from jaxserve.models.hub import fetch_config
+from jaxserve.models.spec import Config, ModelSpec
+from jaxserve.sched.errors import InvalidValue
+from jaxserve.yamlio import load_yaml, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A line of configs/model/published.yaml."""
+
+    hub: str
+    config: Any  # a mapping, as in config.json
+    parameters: int | None = None  # counted by others
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    models: Mapping[str, Published]
+    families: Any = None  # what the models' configs share
+
+
+@cache
+def published() -> Mapping[str, Published]:
+    """The table, by short name."""
+    return load_yaml(preset("model", "published"), _Table).models
+
+
+def published_spec(name: str) -> ModelSpec:
+    """The spec of a model of the table. Raises InvalidValue naming what there is."""
+    if name not in published():
+        raise InvalidValue(f"no published model {name!r}; {nearest(name, published())}", "model")
+    return registry.spec_from_config(published()[name].config)
+
+
+def find_config(name: str) -> tuple[Config, str]:
+    """The config of a model, and where it is from: a folder, a name of the table (or its Hub id), or else the Hub.
+
+    Raises InvalidValue or ModelNotFound naming the model and what would be understood.
+    """
+    folder = Path(name).expanduser()
+    if name and folder.is_dir():
+        return registry.read_config(folder), f"{folder}/config.json"
+    hubs = {entry.hub.lower(): short for short, entry in published().items()}
+    short = hubs.get(name.lower(), name.lower())
+    if short in published():
+        return published()[short].config, f"the table of published models ({published()[short].hub})"
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise InvalidValue(
+            f"model {name!r} is neither a folder with a config.json, nor a Hugging Face Hub id such as Qwen/Qwen3-8B, "
+            f"nor one of {', '.join(published())}",
+            "model",
+        )
+    return registry.read_config(fetch_config(name)), f"config.json of {name} on the Hub"
