@@ -20,7 +20,10 @@ COMMANDS = {
     "replay": ("jaxserve.replay", "feed a server's journal back: equal plans, and the same load simulated"),
     "profile": ("jaxserve.profile", "measure step times of a model on this machine, for the simulator"),
     "fit": ("jaxserve.fit", "fit step-time models to measured steps, and write a latency preset"),
-    "plan": ("jaxserve.planner", "how many devices, which split and policy, for a trace and an SLO"),
+    "plan": (
+        "jaxserve.planner",
+        "whether a model fits given devices, on which mesh, and what they could serve at best",
+    ),
     "distill": ("jaxserve.distill", "train a draft model for speculation"),
     "convert": ("jaxserve.convert", "turn safetensors into an Orbax checkpoint"),
 }

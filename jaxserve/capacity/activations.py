@@ -1,8 +1,8 @@
 """What the largest step holds beside weights and KV pages, on each device: counted from the weight tree.
 
-A matrix of width W makes T rows of W. Counted are the residual stream, going in and coming out, and the rows that all
-matrices of one module make, as its last one still reads what its first ones made. Llama-3-8B, 8,192 tokens: 839 MB;
-XLA's own plan for an H200 has 841 MB.
+A matrix of width W makes T rows of W. Counted are the residual stream, what a module reads of it, and what the step
+hands over, [T, E] each, and the rows that all matrices of one module make, as its last one still reads what its first
+ones made. Llama-3-8B, 8,192 tokens: 906 MB; XLA's own plan for an H200 has 908 MB.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jaxserve.models.layers import Info, Tree
 from jaxserve.models.spec import ModelSpec
 
 COUNTS = jnp.dtype(jnp.int16).itemsize  # of a slot's token counts, for penalties
+STREAMS = 3  # [T, E]
 EXPANDED = 4  # buffers that XLA keeps of the experts' inputs, spread over all experts (seen: 3 and 4)
 
 
@@ -52,7 +53,7 @@ class Activations:
         for kind in set(shared.kinds):
             for module in tree["layers"][kind].values():
                 widest = max(widest, _module(module, shared, tp, item))
-        step = tokens * (2 * spec.dim * item + widest)
+        step = tokens * (STREAMS * spec.dim * item + widest)
         spread = 0
         if spec.moe is not None and expands:
             spread = EXPANDED * tokens * spec.moe.chosen * spec.moe.experts // tp * spec.dim * item

@@ -111,7 +111,8 @@ def fit(spec: ModelSpec, setting: Setting, instances: int, tp: int, measured: Ac
         )
     except InvalidValue as error:
         return replace(with_pool, refusal=str(error))
-    return replace(with_pool, pages=pages, batch=largest(costs, setting, pages))
+    used = pages * kv.page_bytes(costs.spec, setting.page_size, costs.cache_dtype) // tp
+    return replace(with_pool, pool=used, pages=pages, batch=largest(costs, setting, pages))
 
 
 def _room(setting: Setting, instances: int, tp: int, costs: Costs, held: Activations) -> tuple[int, str]:

@@ -72,6 +72,9 @@ def notes(plan: Plan) -> list[str]:
     """What a reader should know beside the figures."""
     spec, setting = plan.spec, plan.setting
     said = [f"{setting.name}: {setting.device.note}"] if setting.device.note else []
+    said += sorted(
+        {f"activations {f.activations.source}" for f in plan.fits if f.activations} - {"activations counted"}
+    )
     if spec.moe is not None and any(fit.activations and fit.activations.expanded for fit in plan.fits):
         said.append(
             "XLA spreads the experts' inputs over all experts on a GPU: most of the activations, and far more FLOPs "

@@ -1,12 +1,12 @@
 """Whole steps for the compile gate: the engine's own programs, with weights that are only described.
 
 `python -m pallas_kernels.aot` finds them by the name of this module; kernels know no engines, so they cannot be there.
-To add a model: a line in MODELS, a line in SERVED, and its bounds (`--record`).
+To add a model: a line in SERVED, of one in configs/model/published.yaml, and its bounds (`--record`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -24,7 +24,7 @@ from jaxserve.engine.sampling import Column
 from jaxserve.engine.step import Programs, Tree
 from jaxserve.models import registry
 from jaxserve.models.layers import Info
-from jaxserve.models.spec import ModelSpec
+from jaxserve.models.published import published_spec
 from pallas_kernels.aot.cases import Step
 from pallas_kernels.aot.targets import memory_of
 
@@ -35,42 +35,14 @@ DTYPE = jnp.dtype(jnp.bfloat16)
 SPARE = 6 << 30  # bytes left for temporaries; an engine measures them
 BACKENDS = {"gpu": "mosaic_gpu", "tpu": "tpu"}  # named, because one that is named does not fall back
 
-LLAMA3 = {"architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "rope_theta": 5e5}
-QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6}
-QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "rope_theta": 1e6, "head_dim": 128}
-
-
-def _model(family: dict[str, Any], dim: int, layers: int, heads: int, kv_heads: int, ff: int, **more: Any) -> ModelSpec:
-    return registry.spec_from_config(
-        {
-            "hidden_size": dim,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "intermediate_size": ff,
-            "max_position_embeddings": LENGTH,
-            **family,
-            **more,
-        }
-    )
-
-
-MODELS = {
-    "llama3-8b": _model(LLAMA3, 4096, 32, 32, 8, 14336),
-    "llama3-70b": _model(LLAMA3, 8192, 80, 64, 8, 28672),
-    "qwen2.5-0.5b": _model(QWEN2, 896, 24, 14, 2, 4864, vocab_size=151936, tie_word_embeddings=True),
-    "qwen2.5-7b": _model(QWEN2, 3584, 28, 28, 4, 18944, vocab_size=152064),
-    "qwen3-0.6b": _model(QWEN3, 1024, 28, 16, 8, 3072, tie_word_embeddings=True),
-    "qwen3-32b": _model(QWEN3, 5120, 64, 64, 8, 25600),
-}
-
 
 class Served(NamedTuple):
-    """A model on a mesh, and those of its steps that every run of the gate compiles."""
+    """A published model on a mesh, and those of its steps that every run of the gate compiles."""
 
     model: str
     tp: int
     usual: tuple[str, ...] = ()
+    rows: int = ROWS
 
 
 SERVED = (
@@ -87,13 +59,32 @@ SERVED = (
 
 def cases() -> list[Step]:
     """The largest decode step and the largest step with prompts of each, and drawing."""
-    return [step for served in SERVED for step in _steps(served)]
+    return [step for served in SERVED for step in served_steps(served)]
 
 
-def _steps(served: Served) -> Iterator[Step]:
+def served_steps(served: Served) -> Iterator[Step]:
     named = f"{served.model} tp{served.tp}"
+    return steps(named, partial(_config, served), served.tp, served.usual)
+
+
+def _config(served: Served, backend: str) -> ExecutorConfig:
+    return ExecutorConfig(
+        published_spec(served.model),
+        random_init(),
+        plan_mesh(f"1x{served.tp}"),
+        served.rows,
+        TOKENS,
+        LENGTH,
+        page_size=PAGE,
+        attention_backend=backend,
+    )
+
+
+def steps(named: str, config: Callable[[str], ExecutorConfig], tp: int, usual: tuple[str, ...] = ()) -> Iterator[Step]:
+    """The largest decode step, the largest step with prompts, and drawing, of the engine that `config` makes for an
+    attention backend."""
     # One CUDA graph a step. Over several devices collectives are outside of it, unless XLA is asked to take them in.
-    graphs = 1 if served.tp == 1 else None
+    graphs = 1 if tp == 1 else None
     for kind, program, needs, buffers in (
         ("decode", _decode, frozenset({"tma"}), graphs),
         ("prefill", _prefill, frozenset({"tma", "wgmma"}), None),
@@ -101,12 +92,18 @@ def _steps(served: Served) -> Iterator[Step]:
     ):
         yield Step(
             f"{named} {kind}",
-            partial(program, served),
-            served.tp,
+            partial(_program, config, program),
+            tp,
             needs=needs,
-            usual=kind in served.usual,
+            usual=kind in usual,
             command_buffers=buffers,
         )
+
+
+def _program(
+    config: Callable[[str], ExecutorConfig], program: Callable[[Instance], jax.stages.Lowered], mesh: Mesh
+) -> jax.stages.Lowered:
+    return program(described(config(BACKENDS[mesh.devices.flat[0].platform]), mesh))
 
 
 @dataclass(frozen=True)
@@ -130,21 +127,11 @@ class Instance:
         return lowered
 
 
-def _instance(served: Served, mesh: Mesh) -> Instance:
+def described(config: ExecutorConfig, mesh: Mesh) -> Instance:
     """As `build_executors` makes them, with as many pages as the devices have room for."""
-    config = ExecutorConfig(
-        MODELS[served.model],
-        random_init(),
-        plan_mesh(f"1x{served.tp}"),
-        ROWS,
-        TOKENS,
-        LENGTH,
-        page_size=PAGE,
-        attention_backend=BACKENDS[mesh.devices.flat[0].platform],
-    )
-    spec = config.spec.for_tp(served.tp)
+    spec, tp, page = config.spec.for_tp(config.mesh.tp), config.mesh.tp, config.page_size
     weights = jax.tree.map(
-        lambda info: jax.ShapeDtypeStruct(info.shape, DTYPE, sharding=NamedSharding(mesh, info.partition(served.tp))),
+        lambda info: jax.ShapeDtypeStruct(info.shape, DTYPE, sharding=NamedSharding(mesh, info.partition(tp))),
         registry.abstract_weights(spec, DTYPE),
         is_leaf=lambda leaf: isinstance(leaf, Info),
     )
@@ -156,28 +143,27 @@ def _instance(served: Served, mesh: Mesh) -> Instance:
         sharing=1,
         memory=memory_of(mesh.devices.flat[0].device_kind),
     )
-    pages = kv.fit_pages(spec, PAGE, DTYPE, pool_bytes=room, max_model_len=LENGTH)
-    limits = Limits(ROWS, TOKENS, pages, PAGE, LENGTH // PAGE, spec.vocab)
+    pages = kv.fit_pages(spec, page, DTYPE, pool_bytes=room, max_model_len=config.max_model_len)
+    row_pages = -(-config.max_model_len // page)
+    limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, pages, page, row_pages, spec.vocab)
     part = jax.ShapeDtypeStruct(
-        spec.cache.shape(pages, PAGE), DTYPE, sharding=NamedSharding(mesh, spec.cache.partition)
+        spec.cache.shape(pages, page), DTYPE, sharding=NamedSharding(mesh, spec.cache.partition)
     )
     programs = Programs(spec, mesh, limits, resolve_attention(config, spec, DTYPE, mesh))
     return Instance(programs, weights, spec.cache.pools(part), NamedSharding(mesh, PartitionSpec()))
 
 
-def _decode(served: Served, mesh: Mesh) -> jax.stages.Lowered:
-    made = _instance(served, mesh)
+def _decode(made: Instance) -> jax.stages.Lowered:
     return made.step(max(bucket for bucket in made.programs.limits.buckets if bucket.decode))
 
 
-def _prefill(served: Served, mesh: Mesh) -> jax.stages.Lowered:
-    made = _instance(served, mesh)
+def _prefill(made: Instance) -> jax.stages.Lowered:
     return made.step(max(bucket for bucket in made.programs.limits.buckets if not bucket.decode))
 
 
-def _draw(served: Served, mesh: Mesh) -> jax.stages.Lowered:
-    made = _instance(served, mesh)
-    rows, carry = made.plain((ROWS, made.programs.spec.dim), DTYPE), made.plain((ROWS,))
-    sampling = made.plain((ROWS, len(Column)))
+def _draw(made: Instance) -> jax.stages.Lowered:
+    slots = made.programs.limits.slots
+    rows, carry = made.plain((slots, made.programs.spec.dim), DTYPE), made.plain((slots,))
+    sampling = made.plain((slots, len(Column)))
     lowered: jax.stages.Lowered = made.programs.plain.lower(made.weights, rows, carry, sampling)
     return lowered

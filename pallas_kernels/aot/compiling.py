@@ -34,19 +34,25 @@ class _Running:
     process: BaseProcess
     pipe: Connection
     ends: float
+    limit: float
     said: Path  # what it and its compilers write
 
 
 def compile_all(
-    cases: Sequence[Compilable], target: Target, *, jobs: int, tell: Callable[[Compilable, Outcome], None]
+    cases: Sequence[Compilable],
+    target: Target,
+    *,
+    jobs: int,
+    tell: Callable[[Compilable, Outcome], None],
+    limit: float = LIMIT,
 ) -> None:
-    """Compile `cases`, `jobs` at a time; `tell` hears of each as it ends."""
+    """Compile `cases`, `jobs` at a time, each in `limit` seconds; `tell` hears of each as it ends."""
     todo = list(reversed(cases))
     running: list[_Running] = []
     with tempfile.TemporaryDirectory(prefix="aot-") as folder:
         while todo or running:
             while todo and len(running) < jobs:
-                running.append(_begin(todo.pop(), target, Path(folder)))
+                running.append(_begin(todo.pop(), target, Path(folder), limit))
             ready = wait([one.pipe for one in running], timeout=1.0)
             for one in list(running):
                 late = time.monotonic() > one.ends
@@ -55,7 +61,7 @@ def compile_all(
                     tell(one.case, _end(one, late=late and one.pipe not in ready))
 
 
-def _begin(case: Compilable, target: Target, folder: Path) -> _Running:
+def _begin(case: Compilable, target: Target, folder: Path, limit: float) -> _Running:
     context = get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     said = folder / f"said-{time.monotonic_ns()}"
@@ -64,14 +70,14 @@ def _begin(case: Compilable, target: Target, folder: Path) -> _Running:
         warnings.simplefilter("ignore")  # that jax has threads: none before it is started
         process.start()
     sender.close()
-    return _Running(case, process, receiver, time.monotonic() + LIMIT, said)
+    return _Running(case, process, receiver, time.monotonic() + limit, limit, said)
 
 
 def _end(one: _Running, late: bool) -> Outcome:
     outcome: Outcome
     if late:
         one.process.kill()
-        outcome = f"did not end within {LIMIT:.0f} s"
+        outcome = f"did not end within {one.limit:.0f} s"
     else:
         try:
             outcome = one.pipe.recv()
@@ -128,6 +134,8 @@ def compile_case(case: Compilable, target: Target) -> Figures:
                 spent[:4]
             ),  # this process is young: all of it is the case's, and its compilers' are waited for
             temp=memory.temp_size_in_bytes,
+            arguments=memory.argument_size_in_bytes,
+            code=memory.generated_code_size_in_bytes or len(compiled.runtime_executable().serialize()),
             alias=memory.alias_size_in_bytes,
             memory=used + memory.temp_size_in_bytes,
             donated=donated,

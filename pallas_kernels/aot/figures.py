@@ -31,7 +31,9 @@ class Figures:
     smem: int = 0  # bytes per block
     serialised: tuple[str, ...] = ()  # ptxas on wgmma that waits for itself
     instructions: dict[str, int] = field(default_factory=dict)
-    temp: int = 0  # bytes, as the next four, per device
+    temp: int = 0  # bytes per device, as the next five
+    arguments: int = 0
+    code: int = 0  # of the whole program as it is kept, where the backend does not tell the code alone
     alias: int = 0
     memory: int = 0  # arguments, outputs and temporaries at once
     donated: int = 0  # arguments given away

@@ -1,0 +1,59 @@
+"""Activations as the compiler plans them: an engine's largest programs, compiled for a device that is not there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from jaxserve.capacity.activations import COUNTS, Activations
+from jaxserve.capacity.fit import Setting
+from jaxserve.engine import aot
+from jaxserve.engine.build import ExecutorConfig, random_init
+from jaxserve.engine.mesh import plan_mesh
+from jaxserve.errors import InvalidValue
+from jaxserve.models.spec import ModelSpec
+from pallas_kernels.aot.compiling import compile_all
+from pallas_kernels.aot.targets import TARGETS
+
+LIMIT = 3600.0  # seconds for one program
+Progress = Callable[[int, int, str], None]
+
+
+def compiled(spec: ModelSpec, setting: Setting, tp: int, progress: Progress | None = None) -> Activations:
+    """Of the largest step and the largest drawing of one instance. Raises InvalidValue, saying what the compiler said,
+    where one does not compile. The environment must be that of `targets.prepare`."""
+    found: dict[str, Any] = {}
+    cases = [
+        case for case in aot.steps("", partial(_config, spec, setting, tp), tp) if not case.name.endswith("decode")
+    ]
+
+    def tell(case: Any, outcome: Any) -> None:
+        found[case.name.strip()] = outcome
+        if progress is not None:
+            progress(len(found), len(cases), case.name.strip())
+
+    target = TARGETS[setting.device.target or ""]
+    compile_all(cases, target, jobs=os.cpu_count() or 1, tell=tell, limit=LIMIT)
+    for name, outcome in found.items():
+        if isinstance(outcome, str):
+            raise InvalidValue(f"--compile: {name} of {setting.name} at tp={tp}: {outcome}", "compile")
+    step, draw = (found[name].memory - found[name].arguments for name in ("prefill", "draw"))
+    source = f"compiled with {target.compiler()}"
+    return Activations(step, draw, setting.max_num_seqs * spec.vocab * COUNTS, source=source)
+
+
+def _config(spec: ModelSpec, setting: Setting, tp: int, backend: str) -> ExecutorConfig:
+    return ExecutorConfig(
+        spec,
+        random_init(),
+        plan_mesh(f"1x{tp}"),
+        setting.max_num_seqs,
+        setting.max_num_batched_tokens,
+        min(setting.max_model_len, spec.max_positions),
+        dtype=str(setting.dtype),
+        page_size=setting.page_size,
+        gpu_memory_utilization=setting.utilization,
+        attention_backend=backend,
+    )

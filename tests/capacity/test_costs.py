@@ -1,0 +1,155 @@
+"""Bytes, FLOPs and parameters against sums by hand, and against what others count and compile."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.capacity.activations import Activations
+from jaxserve.capacity.costs import Costs, Work, _pairs
+from jaxserve.capacity.devices import devices
+from jaxserve.models.published import published, published_spec
+from jaxserve.models.registry import spec_from_config
+from pallas_kernels.aot import bounds
+from pallas_kernels.aot.targets import TARGETS
+
+# V=96, E=32, L=2, H=4, K=2, D=8, F=64
+SIZES: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 64, "architectures": ["LlamaForCausalLM"],
+}  # fmt: skip
+QKV, OUT, MLP, HEAD = 32 * (4 + 2 * 2) * 8, 4 * 8 * 32, 3 * 32 * 64, 96 * 32
+MATRICES, NORMS = 2 * (QKV + OUT + MLP), 2 * 2 * 32 + 32
+KV = 2 * 2 * 2 * 8 * 4  # k and v, L, K, D, float32
+
+
+def costs(tp: int = 1, **changes: Any) -> Costs:
+    return Costs.of(spec_from_config({**SIZES, **changes}), tp, "float32")
+
+
+def test_a_decode_step_by_hand() -> None:
+    made = costs()
+    assert made.parameters == MATRICES + NORMS + 2 * HEAD
+    assert made.active == made.parameters - HEAD
+    assert (made.weights, made.tables, made.kv_token) == (4 * made.parameters, 4 * HEAD, KV)
+    weights = 4 * (MATRICES + NORMS + HEAD)
+    each = 10 * KV + KV + 4 * 32  # reads ten tokens, writes one, and its row of the embedding
+    flops = 2 * MATRICES + 2 * HEAD + 10 * 2 * (2 * 4 * 8 + 2 * 4 * 8)  # ten pairs: a score and a sum, in each layer
+    assert made.decode(3, 10) == Work(weights + 3 * each, 3 * flops)
+
+
+def test_a_prefill_in_chunks_by_hand() -> None:
+    made = costs()
+    every = 4 * (MATRICES + NORMS)
+    moved = 3 * every + 4 * HEAD + 10 * (KV + 4 * 32) + (0 + 4 + 8) * KV  # chunks of 4, 4 and 2
+    flops = 10 * 2 * MATRICES + 2 * HEAD + 55 * 2 * 4 * 4 * 8
+    assert made.prefill(10, 4) == Work(moved, flops)
+    assert made.prefill(10, 10).flops == flops
+
+
+def test_shards_take_their_part_and_copies_of_what_cannot_be_split() -> None:
+    one, two, four = costs(1), costs(2), costs(4)
+    assert two.weights == 4 * (MATRICES // 2 + NORMS + 2 * HEAD // 2)
+    assert two.kv_token == KV / 2
+    assert four.weights == 4 * (
+        (MATRICES + 2 * 32 * 2 * 2 * 8) // 4 + NORMS + 2 * HEAD // 4
+    )  # two kv heads become four
+    assert four.kv_token == KV / 2
+    assert one.parameters == two.parameters == four.parameters
+    assert two.decode(1, 10).flops == one.decode(1, 10).flops / 2
+    padded = costs(2, vocab_size=95)
+    assert padded.head == 4 * 48 * 32 and padded.parameters == one.parameters - 2 * 32
+
+
+def test_a_tied_head_is_read_whole() -> None:
+    tied = costs(tie_word_embeddings=True)
+    assert (tied.tables, tied.head) == (0, 4 * HEAD)
+    assert tied.decode(1, 1) == costs().decode(1, 1)
+
+
+def test_a_window_bounds_what_is_read() -> None:
+    far, near = (costs(architectures=["MistralForCausalLM"], sliding_window=w) for w in (None, 4))
+    assert far.decode(1, 10).bytes - near.decode(1, 10).bytes == (10 - 4) * KV
+    assert near.decode(1, 3) == far.decode(1, 3)
+    assert near.prefill(10, 5).bytes == far.prefill(10, 5).bytes - (5 - 4) * KV
+
+
+@given(st.integers(1, 60), st.integers(1, 70))
+def test_pairs_are_those_of_a_causal_mask(tokens: int, window: int) -> None:
+    assert _pairs(tokens, window) == sum(min(i + 1, window) for i in range(tokens))
+
+
+def test_experts_are_read_as_tokens_touch_them() -> None:
+    moe = costs(
+        architectures=["Qwen3MoeForCausalLM"],
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+    )
+    experts, router = 2 * 8 * 3 * 32 * 16, 2 * 32 * 8
+    assert moe.experts == 4 * experts
+    assert [moe.touched(n) for n in (1, 2, 3)] == pytest.approx([0.25, 0.4375, 0.578125])
+    other = 4 * (2 * (QKV + OUT) + router + NORMS + 2 * 2 * 8 + HEAD)  # and the norms of queries and keys
+    assert moe.decode(2, 1).bytes == other + 0.4375 * moe.experts + 2 * (KV + KV + 4 * 32)
+    flops = 2 * (2 * (QKV + OUT) + router + experts / 4 + HEAD) + 2 * 4 * 4 * 8
+    assert moe.decode(1, 1).flops == flops
+    assert moe.touched(8192) == pytest.approx(1.0)
+
+
+def test_llama_3_8b_is_what_everybody_knows() -> None:
+    made = Costs.of(published_spec("llama3-8b"), 1, "bfloat16")
+    assert made.parameters == 8_030_261_248
+    assert made.kv_token == 128 << 10
+    assert made.weights == 2 * made.parameters
+    assert Costs.of(published_spec("llama3-8b"), 1, "bfloat16", "int8").kv_token == 64 << 10
+
+
+@pytest.mark.parametrize("name", [name for name, entry in published().items() if entry.parameters])
+def test_published_models_have_the_parameters_that_others_count(name: str) -> None:
+    assert Costs.of(published_spec(name), 1, "bfloat16").parameters == published()[name].parameters
+
+
+def test_minimax_m2_has_229_billion_of_which_ten_are_used() -> None:
+    made = Costs.of(published_spec("minimax-m2"), 4, "bfloat16")
+    assert made.parameters == pytest.approx(228.7e9, rel=1e-3)
+    assert made.active == pytest.approx(10e9, rel=0.06)
+    assert 4 * made.kv_token == 253_952  # as the latency preset has it
+
+
+def test_the_roofline_is_the_slower_of_the_two() -> None:
+    device = devices()["h200"]
+    assert Work(4.8e9, 0.0).seconds(device) == pytest.approx(1e-3)
+    assert Work(4.8e9, 989e10).seconds(device) == pytest.approx(1e-2)
+    assert (Work(4.8e9, 0.0).bound(device), Work(4.8e9, 989e10).bound(device)) == ("bytes", "FLOPs")
+
+
+def test_counted_activations_are_near_what_the_compiler_plans() -> None:
+    """The temporaries that the compile gate recorded, and the hidden states that a step hands over."""
+    recorded = json.loads(bounds.FILE.read_text())["h200"]["0.11"]
+    seen = 0
+    for name, bound in recorded.items():
+        model, _, rest = name.partition(" tp")
+        if model not in published():
+            continue
+        tp, kind = rest.split()
+        spec = published_spec(model)
+        if spec.moe is not None or kind == "decode":
+            continue
+        counted = Activations.counted(spec, int(tp), "bfloat16", 8192, 256)
+        if kind == "draw":
+            assert counted.draw == pytest.approx(bound["temp"], rel=0.02), name
+        else:
+            assert counted.step == pytest.approx(bound["temp"] + 8192 * spec.dim * 2, rel=0.15), name
+        seen += 1
+    assert seen >= 10
+
+
+def test_devices_agree_with_those_that_the_compile_gate_knows() -> None:
+    for device in devices().values():
+        if device.target is not None:
+            assert device.memory == TARGETS[device.target].memory

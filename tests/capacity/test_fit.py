@@ -1,0 +1,125 @@
+"""What fits is what the engine's own arithmetic says, and the largest batch is the largest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.capacity.activations import Activations
+from jaxserve.capacity.costs import Costs
+from jaxserve.capacity.devices import Device, devices, meshes, parse_devices
+from jaxserve.capacity.fit import Setting, choose, fit, largest, remedy
+from jaxserve.errors import InvalidValue
+from jaxserve.models.published import published_spec
+from jaxserve.models.registry import spec_from_config
+
+from .test_costs import KV, SIZES
+
+SPEC = spec_from_config({**SIZES, "max_position_embeddings": 64})
+WEIGHTS = Costs.of(SPEC, 1, "float32").weights
+DEVICE = Device("made up", "gpu", 1e6, 1e9, 1e9, "nobody")
+HELD = Activations(1000, 10, 24)
+
+
+def setting(**changes: Any) -> Setting:
+    made = Setting(DEVICE, "made-up", 4, 64, 8, 32, 4, 0.5, "float32", "float32", 10, 20, 1.0)
+    return replace(made, **changes)
+
+
+def test_pages_by_hand() -> None:
+    made = fit(SPEC, setting(), 1, 1, HELD)
+    left = 500_000 - WEIGHTS - 1024
+    pages = left // (4 * KV)
+    grid = 2 ** (pages.bit_length() - 1) // 16  # pools come in sixteen sizes per octave
+    assert made.pages == pages // grid * grid and made.tokens == 4 * made.pages
+    assert made.pool == made.pages * 4 * KV
+    assert made.fits and made.activations == HELD
+    both = fit(SPEC, setting(), 1, 2, HELD)
+    assert both.tokens > 2 * made.tokens  # half the weights on each, and pages on both
+
+
+def test_what_does_not_fit_says_so_in_the_words_of_the_engine() -> None:
+    small = replace(DEVICE, memory=100_000.0)
+    refused = fit(SPEC, setting(device=small), 1, 1, HELD)
+    assert refused.refusal.startswith("gpu_memory_utilization=0.5 of 100000 bytes on made-up leaves nothing for the KV")
+    tight = fit(SPEC, setting(device=replace(DEVICE, memory=2.0 * (WEIGHTS + 1024 + 15 * 4 * KV))), 1, 1, HELD)
+    assert "holds 15 pages of 4 tokens" in tight.refusal and "fewer than the 16 that max_model_len=64" in tight.refusal
+    assert remedy(SPEC, setting(), [tight]) == "a request of 64 tokens does not fit; --max-model-len 60 does"
+    assert "must divide heads=4" in fit(SPEC, setting(), 1, 3, HELD).refusal
+    assert not any(one.fits for one in (refused, tight))
+
+
+def test_a_cpu_shares_one_memory_among_instances() -> None:
+    cpu = replace(DEVICE, platform="cpu", memory=4e6 + WEIGHTS)
+    one, two = (fit(SPEC, setting(device=cpu, max_model_len=8), r, 1, HELD) for r in (1, 2))
+    assert one.pages == 1_000_000 // (4 * KV) // 32 * 32
+    assert two.tokens == pytest.approx(one.tokens / 2, rel=0.07)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 4000), st.floats(1e-4, 0.2), st.integers(1, 64))
+def test_the_largest_batch_cannot_be_larger(pages: int, tpot: float, context: int) -> None:
+    asked, costs = setting(tpot=tpot, context=context), Costs.of(SPEC, 1, "float32")
+    batch = largest(costs, asked, pages)
+    room = pages // -(-context // 4)
+    if batch is None:
+        assert room < 1 or costs.decode(1, context).seconds(DEVICE) > tpot
+        return
+    assert 1 <= batch.rows <= room and batch.seconds <= tpot
+    assert batch.limit == ("KV" if batch.rows == room else "TPOT")
+    assert batch.rows == room or costs.decode(batch.rows + 1, context).seconds(DEVICE) > tpot
+
+
+def h200(count: int, **changes: Any) -> Setting:
+    device = devices()["h200"]
+    return setting(
+        device=device, name="h200", count=count, max_model_len=8192, max_num_seqs=256, max_num_batched_tokens=8192,
+        page_size=64, utilization=0.9, dtype="bfloat16", cache_dtype="bfloat16", context=2048, prompt=8192, tpot=0.05,
+        **changes,
+    )  # fmt: skip
+
+
+def test_llama_3_70b_needs_two_h200() -> None:
+    spec, asked = published_spec("llama3-70b"), h200(8)
+    fits = [fit(spec, asked, *mesh) for mesh in meshes(8)]
+    assert [(one.mesh, one.fits) for one in fits] == [("8x1", False), ("4x2", True), ("2x4", True), ("1x8", True)]
+    chosen = choose(fits)
+    assert chosen is not None and chosen[0].mesh == "2x4"
+    assert "within a fifth of the most tokens/s (1x8 has" in chosen[1]
+    assert remedy(spec, h200(1), fits[:1]) == "one instance needs at least 2 of h200: --devices h200:2"
+
+
+def test_choosing_without_a_choice() -> None:
+    spec = published_spec("llama3-70b")
+    slow = [fit(spec, replace(h200(4), tpot=1e-4), *mesh) for mesh in meshes(4)]
+    chosen = choose(slow)
+    assert chosen is not None and chosen[0].mesh == "1x4" and chosen[1].startswith("no mesh keeps the TPOT")
+    assert choose(slow[:1]) is None
+    only = choose(slow[:2])
+    assert only is not None and only[0].mesh == "2x2"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("b200:8", "no device 'b200' is known; allowed: h200, h100, a100-80, "),
+        ("h200:0", "must be a device and how many of them, as in h200:8"),
+        ("h200:x", "must be a device and how many of them"),
+        ("h200:", "must be a device and how many of them"),
+        ("", "no device '' is known"),
+    ],
+)
+def test_devices_that_are_none_are_named(text: str, message: str) -> None:
+    with pytest.raises(InvalidValue, match=f"devices='{text}'.*{message}"):
+        parse_devices(text)
+
+
+def test_devices_by_name() -> None:
+    assert parse_devices("H200:8") == ("h200", 8)
+    assert parse_devices("a100-40") == ("a100-40", 1)
+    assert all(device.source for device in devices().values())
+    assert list(meshes(6)) == [(6, 1), (3, 2), (2, 3), (1, 6)]
