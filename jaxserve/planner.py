@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import ServeConfig, parse_mesh
@@ -129,7 +129,7 @@ def make_plan(
 
     device = devices()[name]
     found, source = find_config(args.model)
-    spec = spec_from_config(found)
+    spec = replace(spec_from_config(found), kv_scales=kv.scaled(config.kv_cache_dtype))
     dtype = device.dtype if config.dtype == "auto" else config.dtype
     setting = fit.Setting(
         device=device,
@@ -141,7 +141,7 @@ def make_plan(
         page_size=config.block_size or kv.default_page_size(device.platform),
         utilization=config.gpu_memory_utilization,
         dtype=dtype,
-        cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
         context=args.context,
         prompt=args.prompt,
         tpot=args.tpot_ms / 1000,

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxserve.capacity.costs import is_matrix
 from jaxserve.models import registry
 from jaxserve.models.layers import Info, Tree
 from jaxserve.models.spec import ModelSpec
@@ -63,7 +64,7 @@ class Activations:
 
 def _module(module: Tree, spec: ModelSpec, tp: int, item: int) -> float:
     """Bytes for each token."""
-    matrices = [info for info in _infos(module) if len(info.sources[0].shape) > 1]
+    matrices = [info for info in _infos(module) if is_matrix(info)]
     routed = [info for info in matrices if "experts" in info.axes]
     bytes_ = sum(_width(info, spec, tp) for info in matrices if info not in routed) * item
     if spec.moe is not None and routed:

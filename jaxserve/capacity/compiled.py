@@ -54,6 +54,7 @@ def _config(spec: ModelSpec, setting: Setting, tp: int, backend: str) -> Executo
         min(setting.max_model_len, spec.max_positions),
         dtype=str(setting.dtype),
         page_size=setting.page_size,
+        kv_cache_dtype=setting.kv_cache_dtype,
         gpu_memory_utilization=setting.utilization,
         attention_backend=backend,
     )

@@ -46,7 +46,7 @@ class Costs:
     tp: int
     dtype: Any
     cache_dtype: Any
-    parameters: int
+    parameters: int  # of the checkpoint
     active: int  # of them, those that one token multiplies with, tables left out
     tables: int  # bytes of tables that are only looked up
     head: int  # bytes of the output head, read where a row is drawn
@@ -65,11 +65,11 @@ class Costs:
             kinds[kind] += size * jnp.dtype(info.dtype).itemsize
             if kind == "head":
                 draw += 2 * size
-            elif kind != "tables" and len(info.sources[0].shape) > 1:  # norms and biases cost next to nothing
+            elif kind != "tables" and is_matrix(info):  # norms and biases cost next to nothing
                 token += 2 * size * (_chosen(spec) if kind == "experts" else 1)
-        whole = list(_weights(spec.for_tp(1), dtype))
-        counted = sum(prod(info.shape) for _, info in whole)
-        active = sum(prod(i.shape) * (_chosen(spec) if k == "experts" else 1) for k, i in whole if k != "tables")
+        read = [(kind, prod(source.shape)) for kind, info in _weights(spec, dtype) for source in info.sources]
+        counted = sum(size for _, size in read)
+        active = sum(size * (_chosen(spec) if kind == "experts" else 1) for kind, size in read if kind != "tables")
         return cls(shared, tp, dtype, cache_dtype or dtype, counted, round(active), **kinds, token=token, draw=draw)
 
     @property
@@ -121,6 +121,11 @@ class Costs:
     def _pair(self) -> float:
         """FLOPs in a layer for a token and one that it attends to: a score and a sum, over H heads of D."""
         return 4 * self.spec.heads * self.spec.head_dim / self.tp
+
+
+def is_matrix(info: Info) -> bool:
+    """Whether tokens multiply with it."""
+    return any(len(source.shape) > 1 for source in info.sources)
 
 
 def _chosen(spec: ModelSpec) -> float:

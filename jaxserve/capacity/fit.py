@@ -29,7 +29,7 @@ class Setting:
     page_size: int
     utilization: float
     dtype: Any
-    cache_dtype: Any
+    kv_cache_dtype: str  # as for `kv.pool_dtype`
     context: int  # tokens that a row of a decode step attends to
     prompt: int  # tokens of a prefill
     tpot: float  # seconds
@@ -81,7 +81,7 @@ def fit(spec: ModelSpec, setting: Setting, instances: int, tp: int, measured: Ac
     """The model on that mesh. `measured`: activations of compiled programs, in place of those that are counted."""
     nothing = Fit(instances, tp, None, None, 0, 0, setting.page_size, None, "")
     try:
-        costs = Costs.of(spec, tp, setting.dtype, setting.cache_dtype)
+        costs = Costs.of(spec, tp, setting.dtype, kv.pool_dtype(setting.kv_cache_dtype, setting.dtype))
     except InvalidValue as error:
         return replace(nothing, refusal=str(error))
     held = measured or Activations.counted(

@@ -129,7 +129,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             name: getattr(setting, name)
             for name in (
                 "max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "utilization", "dtype",
-                "cache_dtype", "context", "prompt", "tpot",
+                "kv_cache_dtype", "context", "prompt", "tpot",
             )
         },
         "notes": notes(plan),

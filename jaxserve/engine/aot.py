@@ -7,7 +7,7 @@ To add a model: a line in SERVED, of one in configs/model/published.yaml, and it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -129,25 +129,28 @@ class Instance:
 
 def described(config: ExecutorConfig, mesh: Mesh) -> Instance:
     """As `build_executors` makes them, with as many pages as the devices have room for."""
-    spec, tp, page = config.spec.for_tp(config.mesh.tp), config.mesh.tp, config.page_size
+    tp, page, stored = config.mesh.tp, config.page_size, kv.pool_dtype(config.kv_cache_dtype, DTYPE)
+    spec = replace(config.spec.for_tp(tp), kv_scales=kv.scaled(config.kv_cache_dtype))
     weights = jax.tree.map(
-        lambda info: jax.ShapeDtypeStruct(info.shape, DTYPE, sharding=NamedSharding(mesh, info.partition(tp))),
+        lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=NamedSharding(mesh, info.partition(tp))),
         registry.abstract_weights(spec, DTYPE),
         is_leaf=lambda leaf: isinstance(leaf, Info),
     )
     room = kv.device_pool_bytes(
         mesh,
         utilization=config.gpu_memory_utilization,
-        weights=sum(prod(leaf.sharding.shard_shape(leaf.shape)) * DTYPE.itemsize for leaf in jax.tree.leaves(weights)),
+        weights=sum(
+            prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights)
+        ),
         temporaries=SPARE,
         sharing=1,
         memory=memory_of(mesh.devices.flat[0].device_kind),
     )
-    pages = kv.fit_pages(spec, page, DTYPE, pool_bytes=room, max_model_len=config.max_model_len)
+    pages = kv.fit_pages(spec, page, stored, pool_bytes=room, max_model_len=config.max_model_len)
     row_pages = -(-config.max_model_len // page)
     limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, pages, page, row_pages, spec.vocab)
     part = jax.ShapeDtypeStruct(
-        spec.cache.shape(pages, page), DTYPE, sharding=NamedSharding(mesh, spec.cache.partition)
+        spec.cache.shape(pages, page), stored, sharding=NamedSharding(mesh, spec.cache.partition)
     )
     programs = Programs(spec, mesh, limits, resolve_attention(config, spec, DTYPE, mesh))
     return Instance(programs, weights, spec.cache.pools(part), NamedSharding(mesh, PartitionSpec()))

@@ -126,6 +126,7 @@ def compile_case(case: Compilable, target: Target) -> Figures:
         memory, text = compiled.memory_analysis(), compiled.as_text() or ""
         if memory is None:
             raise RuntimeError("this backend does not tell the memory of a program")
+        program = compiled.runtime_executable()
         donated = sum(bool(info.donated) for info in jax.tree.leaves(lowered.args_info))
         used = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         return Figures(
@@ -135,7 +136,7 @@ def compile_case(case: Compilable, target: Target) -> Figures:
             ),  # this process is young: all of it is the case's, and its compilers' are waited for
             temp=memory.temp_size_in_bytes,
             arguments=memory.argument_size_in_bytes,
-            code=memory.generated_code_size_in_bytes or len(compiled.runtime_executable().serialize()),
+            code=memory.generated_code_size_in_bytes or len(program.serialize() if program else b""),
             alias=memory.alias_size_in_bytes,
             memory=used + memory.temp_size_in_bytes,
             donated=donated,

@@ -26,7 +26,7 @@ HELD = Activations(1000, 10, 24)
 
 
 def setting(**changes: Any) -> Setting:
-    made = Setting(DEVICE, "made-up", 4, 64, 8, 32, 4, 0.5, "float32", "float32", 10, 20, 1.0)
+    made = Setting(DEVICE, "made-up", 4, 64, 8, 32, 4, 0.5, "float32", "auto", 10, 20, 1.0)
     return replace(made, **changes)
 
 
@@ -78,7 +78,7 @@ def h200(count: int, **changes: Any) -> Setting:
     device = devices()["h200"]
     return setting(
         device=device, name="h200", count=count, max_model_len=8192, max_num_seqs=256, max_num_batched_tokens=8192,
-        page_size=64, utilization=0.9, dtype="bfloat16", cache_dtype="bfloat16", context=2048, prompt=8192, tpot=0.05,
+        page_size=64, utilization=0.9, dtype="bfloat16", kv_cache_dtype="auto", context=2048, prompt=8192, tpot=0.05,
         **changes,
     )  # fmt: skip
 

@@ -43,7 +43,7 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan("--model", "llama3-8b", "--devices", "h200", "--json", "--kv-cache-dtype", "auto") == 0
+    assert plan("--model", "llama3-8b", "--devices", "h200", "--json") == 0
     made = json.loads(capsys.readouterr().out)
     (only,) = made["meshes"]
     assert (made["fits"], made["mesh"], only["mesh"]) == (True, "1x1", "1x1")
@@ -51,6 +51,14 @@ def test_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert only["steps"]["prefill 8192"]["waits_for"] == "FLOPs"
     assert only["batch"]["rows"] * 2048 <= only["kv_tokens"]
     assert made["settings"]["tpot"] == 0.05 and made["devices"]["source"]
+
+
+def test_a_cache_of_8_bits_holds_twice_as_much(capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = []
+    for dtype in ("auto", "fp8"):
+        assert plan("--model", "llama3-8b", "--devices", "h100", "--kv-cache-dtype", dtype, "--json") == 0
+        tokens.append(json.loads(capsys.readouterr().out)["meshes"][0]["kv_tokens"])
+    assert tokens[1] == 2 * tokens[0]
 
 
 def test_a_folder_and_one_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
