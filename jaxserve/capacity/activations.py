@@ -18,11 +18,12 @@ import jax.numpy as jnp
 from jaxserve.capacity.costs import is_matrix
 from jaxserve.models import registry
 from jaxserve.models.layers import Info, Tree
+from jaxserve.models.moe import AT_ONCE
 from jaxserve.models.spec import ModelSpec
 
 COUNTS = jnp.dtype(jnp.int16).itemsize  # of a slot's token counts, for penalties
 STREAMS = 3  # [T, E]
-EXPANDED = 4  # buffers that XLA keeps of the experts' inputs, spread over all experts (seen: 3 and 4)
+EXPANDED = 4  # buffers that XLA keeps of the inputs of a mixture, spread over all its experts (seen: 3 and 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class Activations:
         step = tokens * (STREAMS * spec.dim * item + widest)
         spread = 0
         if spec.moe is not None and expands:
-            spread = EXPANDED * tokens * spec.moe.chosen * spec.moe.experts // tp * spec.dim * item
+            spread = EXPANDED * min(tokens, AT_ONCE) * spec.moe.chosen * spec.moe.experts // tp * spec.dim * item
         logits = rows * spec.vocab * 4
         return cls(round(step) + spread, 2 * logits, rows * spec.vocab * COUNTS, spread)
 
@@ -66,7 +67,10 @@ def _module(module: Tree, spec: ModelSpec, tp: int, item: int) -> float:
     """Bytes for each token."""
     matrices = [info for info in _infos(module) if is_matrix(info)]
     routed = [info for info in matrices if "experts" in info.axes]
-    bytes_ = sum(_width(info, spec, tp) for info in matrices if info not in routed) * item
+    widths = sum(_width(info, spec, tp) for info in matrices if info not in routed and "dim" in info.axes)
+    if spec.latent is not None and "kv_down" in module:  # queries before and after absorption, and what comes of them
+        widths += spec.heads // tp * (spec.head_dim + 2 * spec.cache.dim + spec.latent.value)
+    bytes_ = widths * item
     if spec.moe is not None and routed:
         # Each shard sorts all tokens' copies [T, C, E] by expert, and puts back what its experts made, in float32.
         inner = sum(prod(info.shape) // spec.moe.experts // spec.dim for info in routed)

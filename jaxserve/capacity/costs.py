@@ -67,9 +67,10 @@ class Costs:
                 draw += 2 * size
             elif kind != "tables" and is_matrix(info):  # norms and biases cost next to nothing
                 token += 2 * size * (_chosen(spec) if kind == "experts" else 1)
-        read = [(kind, prod(source.shape)) for kind, info in _weights(spec, dtype) for source in info.sources]
-        counted = sum(size for _, size in read)
-        active = sum(size * (_chosen(spec) if kind == "experts" else 1) for kind, size in read if kind != "tables")
+        read = {source: kind for kind, info in _weights(spec, dtype) for source in info.sources}
+        counted = sum(prod(source.shape) for source in read)
+        used = {"tables": 0.0, "experts": _chosen(spec)}
+        active = sum(prod(source.shape) * used.get(kind, 1.0) for source, kind in read.items())
         return cls(shared, tp, dtype, cache_dtype or dtype, counted, round(active), **kinds, token=token, draw=draw)
 
     @property
@@ -119,8 +120,13 @@ class Costs:
 
     @property
     def _pair(self) -> float:
-        """FLOPs in a layer for a token and one that it attends to: a score and a sum, over H heads of D."""
-        return 4 * self.spec.heads * self.spec.head_dim / self.tp
+        """FLOPs in a layer for a token and one that it attends to: a score and a sum, over H heads.
+
+        A latent is both key and value (absorbed), wider than a head, and its turned part is not summed.
+        """
+        latent = self.spec.latent
+        value = self.spec.head_dim if latent is None else latent.rank
+        return 2 * self.spec.heads * (self.spec.cache.dim + value) / self.tp
 
 
 def is_matrix(info: Info) -> bool:

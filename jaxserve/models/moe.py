@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxserve.models.layers import ACTIVATIONS, Array, Info, Mlp, Source, like, matrix, same, vector
 from jaxserve.models.spec import ModelSpec
+
+AT_ONCE = 512  # tokens
 
 
 class Matrices(NamedTuple):
@@ -140,7 +143,32 @@ def grouped(
     *,
     gated: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """What these experts add to each token, [T, E] float32. A token's sum has one order, whoever shares the step."""
+    """What these experts add to each token, [T, E] float32. A token's sum has one order, whoever shares the step.
+
+    Many tokens go through in parts: but for TPUs the rows of a `ragged_dot` are spread over all experts, which for the
+    8,192 tokens of a prefill takes tens of gigabytes.
+    """
+    compute = partial(_at_once, held=held, first=first, gated=gated)
+    if len(x) <= AT_ONCE or len(x) % AT_ONCE:
+        return compute(x, chosen, weights)
+
+    def in_parts(*whole: jax.Array) -> jax.Array:
+        parts = [part.reshape(-1, AT_ONCE, part.shape[1]) for part in whole]
+        out: jax.Array = lax.map(lambda part: compute(*part), parts)
+        return out.reshape(x.shape)
+
+    out: jax.Array = lax.platform_dependent(x, chosen, weights, tpu=compute, default=in_parts)
+    return out
+
+
+def _at_once(
+    x: jax.Array,
+    chosen: jax.Array,
+    weights: jax.Array,
+    held: Matrices,
+    first: jax.Array,
+    gated: Callable[[jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
     (experts, width, _), (tokens, count) = held.down.shape, chosen.shape
     mine = chosen.reshape(-1) - first
     mine = jnp.where((mine >= 0) & (mine < experts), mine, experts)  # [T * C]; what is not here comes last

@@ -121,6 +121,22 @@ def test_minimax_m2_has_229_billion_of_which_ten_are_used() -> None:
     assert 4 * made.kv_token == 253_952  # as the latency preset has it
 
 
+@pytest.mark.parametrize(
+    ("name", "whole", "used"), [("gpt-oss-20b", 20.91e9, 3.61e9), ("gpt-oss-120b", 116.83e9, 5.13e9)]
+)
+def test_gpt_oss_is_as_its_card_says(name: str, whole: float, used: float) -> None:
+    made = Costs.of(published_spec(name), 1, "bfloat16")
+    assert (made.parameters, made.active) == (pytest.approx(whole, rel=1e-3), pytest.approx(used, rel=1e-3))
+
+
+def test_a_latent_is_read_once_and_each_shard_has_all_of_it() -> None:
+    one, four = (Costs.of(published_spec("deepseek-v2-lite"), tp, "bfloat16") for tp in (1, 4))
+    assert one.kv_token == four.kv_token == 27 * (512 + 64) * 2  # as the latency preset has it
+    more = one.decode(1, 11).flops - one.decode(1, 10).flops
+    assert more == 27 * 2 * 16 * (576 + 512)
+    assert four.decode(1, 11).flops - four.decode(1, 10).flops == more / 4
+
+
 def test_the_roofline_is_the_slower_of_the_two() -> None:
     device = devices()["h200"]
     assert Work(4.8e9, 0.0).seconds(device) == pytest.approx(1e-3)
