@@ -140,12 +140,17 @@ def _files(path: Path) -> list[Path]:
             raise WeightsError(f"no *.safetensors in {str(path)!r}; expected {EXPECTED}")
         return files
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        where = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        names = sorted(set(where.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{index} is not an index of safetensors: {error!r}; expected a 'weight_map'") from error
     absent = [name for name in names if not (path / name).is_file()]
     if absent:
-        raise WeightsError(f"{index} names files that are not there: {', '.join(absent)}")
+        lost = [name for name, file in where.items() if file in absent]
+        raise WeightsError(
+            f"{index} names files that are not there: {', '.join(absent)}; with them {len(lost)} tensors, {lost[0]} "
+            "the first: download them, or all again"
+        )
     return [path / name for name in names]
 
 
@@ -153,7 +158,10 @@ def _first_cut(file: Path) -> str:
     """Which tensor of a truncated file is the first to be incomplete, as the end of an error message."""
     try:
         with file.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
+            head = stream.read(8)
+            if head == b"version ":
+                return "; it is a Git LFS pointer in the place of the tensors: `git lfs pull`, or `hf download`"
+            size = int.from_bytes(head, "little")
             if size > file.stat().st_size:
                 return "; the header itself is cut off"
             header = json.loads(stream.read(size))

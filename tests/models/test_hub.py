@@ -80,9 +80,11 @@ def hub() -> Iterator[tuple[str, list[str]]]:
     server.server_close()
 
 
-def resolve(home: Path, endpoint: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """`resolve_model(*args)` in a process of its own, because huggingface_hub reads the environment at import."""
-    code = "import sys; from jaxserve.models.hub import resolve_model; print(resolve_model(*sys.argv[1:]))"
+def resolve(
+    home: Path, endpoint: str, *args: str, function: str = "resolve_model", **env: str
+) -> subprocess.CompletedProcess[str]:
+    """`function(*args)` in a process of its own, because huggingface_hub reads the environment at import."""
+    code = f"import sys; from jaxserve.models.hub import {function} as get; print(get(*sys.argv[1:]))"
     settings = {
         "HF_ENDPOINT": endpoint,
         "HF_HOME": str(home),
@@ -112,6 +114,14 @@ def test_a_model_is_fetched_once_and_only_what_is_needed(tmp_path: Path, hub: tu
     asked.clear()
     again = resolve(tmp_path, endpoint, "someone/model", COMMIT, HF_HUB_OFFLINE="1")
     assert (again.stdout, asked) == (first.stdout, [])
+
+
+def test_a_config_is_fetched_without_weights(tmp_path: Path, hub: tuple[str, list[str]]) -> None:
+    endpoint, asked = hub
+    done = resolve(tmp_path, endpoint, "someone/model", function="fetch_config")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in Path(done.stdout.strip()).iterdir()] == ["config.json"]
+    assert not any("safetensors" in path for path in asked)
 
 
 @pytest.mark.parametrize(

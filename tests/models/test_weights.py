@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import save_file
 
-from jaxserve.models import registry
+from jaxserve.models import registry, weights
 from jaxserve.models.layers import Info
 from jaxserve.models.registry import spec_from_config
 from jaxserve.models.spec import ModelSpec
@@ -74,7 +75,11 @@ def test_several_files_with_an_index_load_like_one(tmp_path: Path, spec: ModelSp
     (tree,) = load_weights(tmp_path, spec, "float32", [mesh(1)])
     np.testing.assert_array_equal(tree["head"], tensors["lm_head.weight"])
     (tmp_path / "b.safetensors").unlink()
-    with pytest.raises(WeightsError, match=r"names files that are not there: b\.safetensors"):
+    first = next(name for name in where if where[name] == "b.safetensors")
+    message = (
+        rf"names files that are not there: b\.safetensors; with them {len(parts['b.safetensors'])} tensors, {first} "
+    )
+    with pytest.raises(WeightsError, match=message):
         load_weights(tmp_path, spec, "float32", [mesh(1)])
 
 
@@ -123,6 +128,71 @@ def test_a_truncated_file_is_named(tmp_path: Path, spec: ModelSpec, tensors: Ten
     message = r"tensor 'model\.norm\.weight' ends at byte .* the file is truncated" if cut < 0 else "safetensors"
     with pytest.raises(WeightsError, match=rf"model\.safetensors cannot be read.*{message}"):
         load_weights(tmp_path, spec, "float32", [mesh(1)])
+
+
+def test_a_pointer_in_the_place_of_a_file_is_told(tmp_path: Path, spec: ModelSpec) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (tmp_path / "model.safetensors").write_text(pointer)
+    with pytest.raises(WeightsError, match=r"model\.safetensors cannot be read .* a Git LFS pointer"):
+        load_weights(tmp_path, spec, "float32", [mesh(1)])
+
+
+@pytest.mark.parametrize("wrong", [{"shape": [8, 4]}, {"data_offsets": [0, 7]}, {"dtype": "F99"}])
+def test_a_header_that_contradicts_itself_is_refused(
+    tmp_path: Path, spec: ModelSpec, tensors: Tensors, wrong: dict[str, Any]
+) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file(tensors, file)
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header["lm_head.weight"] |= wrong
+    changed = json.dumps(header).encode()
+    file.write_bytes(len(changed).to_bytes(8, "little") + changed + content[8 + size :])
+    with pytest.raises(WeightsError, match=r"model\.safetensors"):
+        load_weights(tmp_path, spec, "float32", [mesh(1)])
+
+
+def test_a_tensor_that_cannot_be_read_is_named_and_nothing_stays_loaded(
+    tmp_path: Path, spec: ModelSpec, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing:
+        def __init__(self, handle: Any) -> None:
+            self.handle = handle
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.handle, name)
+
+        def get_tensor(self, name: str) -> Any:
+            if name == "model.norm.weight":
+                raise OSError(5, "Input/output error")
+            return self.handle.get_tensor(name)
+
+    def failing(path: Path, open_files: Any) -> Any:
+        return {name: (file, Failing(handle)) for name, (file, handle) in index(path, open_files).items()}
+
+    def attempt() -> tuple[str, int]:
+        done = 0
+
+        def progress(count: int, total: int) -> None:
+            nonlocal done
+            done = count
+
+        try:
+            load_weights(tmp_path, spec, "float32", [mesh(2)], progress=progress)
+        except WeightsError as error:
+            return str(error), done
+        raise AssertionError("it loaded")
+
+    save_file(tensors, tmp_path / "model.safetensors")
+    index = weights._index
+    monkeypatch.setattr(weights, "_index", failing)
+    before = len(jax.live_arrays())
+    said, done = attempt()
+    gc.collect()
+    assert "model.safetensors: tensor 'model.norm.weight' cannot be read: [Errno 5] Input/output error" in said
+    assert 0 < done < 15  # some were on the devices
+    assert len(jax.live_arrays()) == before
 
 
 def test_what_is_not_there_is_named(tmp_path: Path, spec: ModelSpec) -> None:
