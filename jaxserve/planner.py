@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.config import ServeConfig, parse_mesh
 from jaxserve.errors import InvalidValue
 from jaxserve.flags import add_setting, settings_of
+from jaxserve.report.progress import bar
 
 if TYPE_CHECKING:
     from jaxserve.capacity.fit import Fit, Setting
@@ -155,7 +156,8 @@ def make_plan(
     if args.compile:
         from jaxserve.capacity.compiled import compiled
 
-        measured = compiled(spec, setting, asked[0][1])
+        with bar("compile") as progress:
+            measured = compiled(spec, setting, asked[0][1], progress)
     fits = [fit.fit(spec, setting, instances, tp, measured) for instances, tp in asked]
     chosen = fit.choose(fits)
     if chosen is None:

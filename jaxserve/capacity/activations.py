@@ -7,7 +7,7 @@ ones made. Llama-3-8B, 8,192 tokens: 906 MB; XLA's own plan for an H200 has 908 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -53,8 +53,8 @@ class Activations:
         tree = registry.abstract_weights(shared, dtype)
         item, widest = jnp.dtype(dtype).itemsize, 0.0
         for kind in set(shared.kinds):
-            for module in tree["layers"][kind].values():
-                widest = max(widest, _module(module, shared, tp, item))
+            modules = [part for part in tree["layers"][kind].values() if isinstance(part, Mapping)]
+            widest = max(widest, *(_module(module, shared, tp, item) for module in modules))
         step = tokens * (STREAMS * spec.dim * item + widest)
         spread = 0
         if spec.moe is not None and expands:

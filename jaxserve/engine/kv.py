@@ -135,7 +135,7 @@ def fit_pages(
     if pages < needed:
         raise InvalidValue(
             f"a KV pool of {pool_bytes} bytes holds {pages} pages of {page_size} tokens ({each} bytes each), fewer "
-            f"than the {needed} that {max_model_len=} needs: raise {name} to {needed * each} bytes per instance, or "
+            f"than the {needed} that {max_model_len=} needs ({needed * each} bytes per instance): raise {name}, or "
             f"lower max_model_len to {pages * page_size}",
             name,
         )

@@ -14,7 +14,7 @@ from jaxserve.capacity.costs import Costs
 from jaxserve.capacity.devices import Device, devices, meshes, parse_devices
 from jaxserve.capacity.fit import Setting, choose, fit, largest, remedy
 from jaxserve.errors import InvalidValue
-from jaxserve.models.published import published_spec
+from jaxserve.models.published import published, published_spec
 from jaxserve.models.registry import spec_from_config
 
 from .test_costs import KV, SIZES
@@ -74,12 +74,24 @@ def test_the_largest_batch_cannot_be_larger(pages: int, tpot: float, context: in
     assert batch.rows == room or costs.decode(batch.rows + 1, context).seconds(DEVICE) > tpot
 
 
+@pytest.mark.parametrize("name", published())
+def test_every_published_model_can_be_planned_for(name: str) -> None:
+    """On as many of the largest devices as the table allows; what a step holds is more than its hidden states."""
+    spec = published_spec(name)
+    able = [one for one in (fit(spec, h200(8, max_model_len=2048), 1, tp) for tp in (1, 2, 4, 8)) if one.fits]
+    assert able and all(one.batch is not None for one in able)
+    for one in able:
+        assert one.activations is not None and one.activations.step > 8192 * spec.dim * 2
+
+
 def h200(count: int, **changes: Any) -> Setting:
     device = devices()["h200"]
     return setting(
-        device=device, name="h200", count=count, max_model_len=8192, max_num_seqs=256, max_num_batched_tokens=8192,
-        page_size=64, utilization=0.9, dtype="bfloat16", kv_cache_dtype="auto", context=2048, prompt=8192, tpot=0.05,
-        **changes,
+        **{
+            "device": device, "name": "h200", "count": count, "max_model_len": 8192, "max_num_seqs": 256,
+            "max_num_batched_tokens": 8192, "page_size": 64, "utilization": 0.9, "dtype": "bfloat16",
+            "context": 2048, "prompt": 8192, "tpot": 0.05, **changes,
+        }
     )  # fmt: skip
 
 
