@@ -79,6 +79,10 @@ class ServeConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = flag(
         "auto", "model", "Type of weights and activations. auto: float32 on CPU, bfloat16 on accelerators."
     )
+    quantization: Literal["int8", "fp8", "fp8_per_block"] | None = flag(
+        None, "model", "Keep the weights of matrix products in 8 bits: int8 or fp8 with a scale for each output, or "
+        "fp8_per_block with one for 128 x 128. Default: as the checkpoint has them.",
+    )  # fmt: skip
     load_format: Literal["auto", "safetensors", "orbax", "dummy"] = flag(
         "auto", "model", "Where weights come from. dummy: random ones, for measuring speed without a download."
     )
@@ -228,11 +232,13 @@ class ServeConfig:
             ("attention_backend", ("auto", "mosaic_gpu", "tpu", "xla")),
             ("first_token", ("prefill", "decode")),
             ("log_level", ("debug", "info", "warning", "error")),
+            ("quantization", (None, "int8", "fp8", "fp8_per_block")),
             ("kv_cache_dtype", ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "int8")),
         )
         for name, allowed in choices:
             if getattr(self, name) not in allowed:
-                raise InvalidValue(f"{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}", name)
+                words = ", ".join(word for word in allowed if word is not None)
+                raise InvalidValue(f"{name}={getattr(self, name)!r} must be one of {words}", name)
         supported: tuple[tuple[str, tuple[Any, ...]], ...] = (
             ("speculative_config", (None,)),
             ("preempt_boundary", ("chunk",)),

@@ -106,13 +106,19 @@ def _add(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
         if default:
             text += " [on]"
         group.add_argument(name, action=argparse.BooleanOptionalAction, **{**more, "help": text})
-    elif typing.get_origin(hint) is Literal:
-        group.add_argument(name, choices=typing.get_args(hint), **more)
+    elif choices := _choices(hint):
+        group.add_argument(name, choices=choices, **more)
     elif typing.get_origin(hint) is tuple:
         group.add_argument(name, nargs="+", **more)
     else:
         more.setdefault("metavar", _metavar(hint))
         group.add_argument(name, type=_parser(hint), **more)
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """Of a Literal, which may be optional."""
+    inner = [a for a in typing.get_args(hint) if a is not types.NoneType] if typing.get_origin(hint) is not Literal else [hint]
+    return typing.get_args(inner[0]) if len(inner) == 1 and typing.get_origin(inner[0]) is Literal else ()
 
 
 def _metavar(hint: Any) -> str:

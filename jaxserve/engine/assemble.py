@@ -108,7 +108,7 @@ def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
     """Load, compile, measure. Raises JaxserveError with what to do about it."""
     began = time.perf_counter()
     path = resolve_model(config.model_source, config.revision)
-    spec = load_spec(path)
+    spec = load_spec(path).quantised_as(config.quantization)
     mesh = plan_of(config)
     sub_meshes(mesh, share_devices=config.share_devices)  # before jax starts, so that devices can be emulated
     platform = jax.default_backend()

@@ -20,6 +20,7 @@ from flax import nnx
 from jaxserve.models import layers
 from jaxserve.models.layers import Array, Info, Source, Turns, angles, matrix, rms_norm, vector
 from jaxserve.models.moe import Moe
+from jaxserve.models.quantised import einsum
 from jaxserve.models.spec import (
     Config,
     Experts,
@@ -112,9 +113,9 @@ class Attention(nnx.Module):
         self.q_down = matrix(prefix + "q_a_proj.weight", e, inner, ("dim", "rank")) if m.query_rank else None
         self.q_norm = vector(prefix + "q_a_layernorm.weight", inner, "rank") if m.query_rank else None
         source = Source(prefix + name, (h * spec.head_dim, inner))
-        self.q = nnx.Param(Info((inner, h, spec.head_dim), ("dim", "heads", "pack"), (source,), self._query))
+        self.q = nnx.Param(Info((inner, h, spec.head_dim), ("dim", "heads", "pack"), (source,), self._query, contract=0))
         source = Source(prefix + "kv_a_proj_with_mqa.weight", (m.rank + m.turned, e))
-        self.kv_down = nnx.Param(Info((e, m.rank + m.turned), ("dim", "rank"), (source,), self._down))
+        self.kv_down = nnx.Param(Info((e, m.rank + m.turned), ("dim", "rank"), (source,), self._down, contract=0))
         self.kv_norm = vector(prefix + "kv_a_layernorm.weight", m.rank, "rank")
         up = (Source(prefix + "kv_b_proj.weight", (h * (m.straight + m.value), m.rank)),)
         self.k_up = nnx.Param(Info((h, m.straight, m.rank), ("heads", "pack", "rank"), up, self._keys))
@@ -151,7 +152,7 @@ class Attention(nnx.Module):
         inner = x
         if self.q_down is not None and self.q_norm is not None:
             inner = rms_norm(x @ self.q_down[...], self.q_norm[...], EPS)
-        straight, turned = jnp.split(jnp.einsum("te,ehd->thd", inner, self.q[...]), [m.straight], axis=-1)
+        straight, turned = jnp.split(einsum("te,ehd->thd", inner, self.q[...]), [m.straight], axis=-1)
         q = jnp.concatenate([jnp.einsum("thn,hnr->thr", straight, self.k_up[...]), rotate(turned, turn)], axis=-1)
         own, shared = jnp.split(x @ self.kv_down[...], [m.rank], axis=-1)
         own, shared = rms_norm(own, self.kv_norm[...], EPS), rotate(shared[:, None], turn)[:, 0]

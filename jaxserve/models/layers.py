@@ -22,6 +22,7 @@ import numpy.typing as npt
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from jaxserve.models.quantised import einsum
 from jaxserve.models.spec import ModelSpec, Rope
 from jaxserve.sched.errors import InvalidValue
 from pallas_kernels.dispatch import Attention as Kernel
@@ -56,6 +57,7 @@ class Info:
     init: float = 0.02  # std of a random weight; 0: constant `fill`
     fill: float = 0.0
     dtype: Any = None  # None: that of the model
+    contract: int | None = None  # axis that a product sums over: the last of each source, which are [out, in] then
 
     def __post_init__(self) -> None:
         split = [axis for axis in self.axes if axis in SHARDED]
@@ -90,9 +92,11 @@ def vector(name: str, size: int, axis: str = "dim", fill: float = 1.0) -> nnx.Pa
     return nnx.Param(Info((size,), (axis,), (Source(name, (size,)),), same, 0.0, fill))
 
 
-def matrix(name: str, inputs: int, outputs: int, axes: tuple[str, str]) -> nnx.Param[Info]:
-    """A projection stored [in, out]; the checkpoint has [out, in]."""
-    return nnx.Param(Info((inputs, outputs), axes, (Source(name, (outputs, inputs)),), transposed))
+def matrix(name: str, inputs: int, outputs: int, axes: tuple[str, str], contract: int | None = 0) -> nnx.Param[Info]:
+    """A projection stored [in, out]; the checkpoint has [out, in]. `contract` None: it is never kept in 8 bits."""
+    return nnx.Param(
+        Info((inputs, outputs), axes, (Source(name, (outputs, inputs)),), transposed, contract=contract)
+    )
 
 
 def kv_scale(heads: int) -> nnx.Param[Info]:
@@ -171,7 +175,7 @@ class Attention(nnx.Module):
         self.window = spec.window_of(index)
         e, d, k, g = spec.dim, spec.head_dim, spec.pool_heads, spec.group
         self.qkv = nnx.Param(
-            Info((e, k, (g + 2) * d), ("dim", "heads", "pack"), self._sources(prefix, "weight", e), self._pack)
+            Info((e, k, (g + 2) * d), ("dim", "heads", "pack"), self._sources(prefix, "weight", e), self._pack, contract=0)
         )
         bias = Info((k, (g + 2) * d), ("heads", "pack"), self._sources(prefix, "bias"), self._pack, 0.0)
         self.qkv_bias = nnx.Param(bias) if spec.qkv_bias else None
@@ -218,7 +222,7 @@ class Attention(nnx.Module):
         self, x: jax.Array, turn: Turn | None, pool: Pool, work: Any, kernel: Kernel
     ) -> tuple[jax.Array, Pool]:  # x [T, E] -> [T, E]
         spec, tokens, d = self.spec, x.shape[0], self.spec.head_dim
-        qkv = jnp.einsum("te,ekp->tkp", x, self.qkv[...])  # [T, K, (G + 2) * D]
+        qkv = einsum("te,ekp->tkp", x, self.qkv[...])  # [T, K, (G + 2) * D]
         if self.qkv_bias is not None:
             qkv = qkv + like(self.qkv_bias[...], qkv)
         q, k, v = jnp.split(qkv, [spec.group * d, (spec.group + 1) * d], axis=-1)
@@ -246,14 +250,14 @@ class Mlp(nnx.Module):
         self.activation = spec.activation
         names = (prefix + "gate_proj.", prefix + "up_proj.")
         sources = tuple(Source(name + "weight", (f, e)) for name in names)
-        self.gate_up = nnx.Param(Info((e, 2, f), ("dim", "pack", "ff"), sources, stacked))
+        self.gate_up = nnx.Param(Info((e, 2, f), ("dim", "pack", "ff"), sources, stacked, contract=0))
         self.down = matrix(prefix + "down_proj.weight", f, e, ("ff", "dim"))
         bias = Info((2, f), ("pack", "ff"), tuple(Source(name + "bias", (f,)) for name in names), stacked, 0.0)
         self.gate_up_bias = nnx.Param(bias) if spec.mlp_bias else None
         self.down_bias = vector(prefix + "down_proj.bias", e, fill=0.0) if spec.mlp_bias else None
 
     def __call__(self, x: jax.Array, mesh: Any = None) -> jax.Array:  # [T, E] -> [T, E]
-        gate_up = jnp.einsum("te,epf->tpf", x, self.gate_up[...])  # [T, 2, F]
+        gate_up = einsum("te,epf->tpf", x, self.gate_up[...])  # [T, 2, F]
         if self.gate_up_bias is not None:
             gate_up = gate_up + like(self.gate_up_bias[...], gate_up)
         out: jax.Array = (ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1]) @ self.down[...]

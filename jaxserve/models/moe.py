@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.models.layers import ACTIVATIONS, Array, Info, Mlp, Source, like, matrix, same, vector
+from jaxserve.models.quantised import Weight, ragged_dot
 from jaxserve.models.spec import ModelSpec
 
 AT_ONCE = 512  # tokens
@@ -27,8 +28,8 @@ AT_ONCE = 512  # tokens
 class Matrices(NamedTuple):
     """Arrays of some experts."""
 
-    gate_up: jax.Array  # [X, E, 2 * F]
-    down: jax.Array  # [X, F, E]
+    gate_up: Weight  # [X, E, 2 * F]
+    down: Weight  # [X, F, E]
     gate_up_bias: jax.Array | None = None  # [X, 2 * F]
     down_bias: jax.Array | None = None  # [X, E]
 
@@ -51,7 +52,7 @@ class Moe(nnx.Module):
         # In float32 whatever the model's: biases of experts lie closer together than bfloat16 can tell.
         wide = Info((x,), ("choice",), (Source(prefix + correction, (x,)),), same, 0.0, dtype=jnp.dtype(jnp.float32))
         self.correction = nnx.Param(wide) if spec.moe.corrected else None
-        self.router = matrix(prefix + router + "weight", e, x, ("dim", "choice"))
+        self.router = matrix(prefix + router + "weight", e, x, ("dim", "choice"), contract=None)
         self.router_bias = vector(prefix + router + "bias", x, "choice", 0.0) if spec.moe.biased else None
         self.gate_up, self.down = self.matrices(spec, prefix + "experts.", leaves)
         self.gate_up_bias, self.down_bias = self.biases(spec, prefix + "experts.")
@@ -65,8 +66,8 @@ class Moe(nnx.Module):
         pairs = tuple(Source(f"{prefix}{i}.{leaf}.weight", (f, e)) for i in range(x) for leaf in (gate, up))
         downs = tuple(Source(f"{prefix}{i}.{down}.weight", (e, f)) for i in range(x))
         return (
-            nnx.Param(Info((x, e, 2 * f), ("experts", "dim", "pack"), pairs, _pairs)),
-            nnx.Param(Info((x, f, e), ("experts", "pack", "dim"), downs, _each)),
+            nnx.Param(Info((x, e, 2 * f), ("experts", "dim", "pack"), pairs, _pairs, contract=1)),
+            nnx.Param(Info((x, f, e), ("experts", "pack", "dim"), downs, _each, contract=1)),
         )
 
     def biases(self, spec: ModelSpec, prefix: str) -> tuple[nnx.Param[Info] | None, ...]:
@@ -174,13 +175,14 @@ def _at_once(
     mine = jnp.where((mine >= 0) & (mine < experts), mine, experts)  # [T * C]; what is not here comes last
     order = jnp.argsort(mine, stable=True)
     sizes = jnp.bincount(mine, length=experts + 1)[:experts].astype(jnp.int32)
-    hidden = lax.ragged_dot(x[order // count], held.gate_up, sizes)  # [T * C, 2 * F]
+    owner = mine[order]
+    hidden = ragged_dot(x[order // count], held.gate_up, sizes, owner)  # [T * C, 2 * F]
     if held.gate_up_bias is not None:
-        hidden = hidden + jnp.take(held.gate_up_bias, mine[order], axis=0, mode="clip")
+        hidden = hidden + jnp.take(held.gate_up_bias, owner, axis=0, mode="clip")
     hidden = gated(hidden[:, :width], hidden[:, width:])
-    sorted_out = lax.ragged_dot(hidden, held.down, sizes, preferred_element_type=jnp.float32)  # [T * C, E]
+    sorted_out = ragged_dot(hidden, held.down, sizes, owner, preferred_element_type=jnp.float32)  # [T * C, E]
     if held.down_bias is not None:
-        sorted_out = sorted_out + jnp.take(held.down_bias, mine[order], axis=0, mode="clip")
+        sorted_out = sorted_out + jnp.take(held.down_bias, owner, axis=0, mode="clip")
     out = jnp.zeros_like(sorted_out).at[order].set(sorted_out, unique_indices=True)
     out = jnp.where((mine < experts)[:, None], out, 0.0).reshape(tokens, count, -1)
     return jnp.einsum("tce,tc->te", out, weights, precision="highest")

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.layers import Decoder, Info, Tree, tree_of
+from jaxserve.models.narrow import narrowed
+from jaxserve.models.quantised import Quantised
 from jaxserve.models.spec import Config, ModelSpec, architecture
 from jaxserve.sched.errors import InvalidValue
 from pallas_kernels.dispatch import Attention, Pool
@@ -92,12 +94,14 @@ def decoder(spec: ModelSpec) -> Decoder:
 
 
 def abstract_weights(spec: ModelSpec, dtype: Any) -> Tree:
-    """The weight tree with an `Info` in each place: {"embed", "layers": [...], "norm", "head" unless tied}."""
-    return jax.tree.map(
-        lambda info: replace(info, dtype=jnp.dtype(dtype)) if info.dtype is None else info,
-        tree_of(decoder(spec)),
-        is_leaf=lambda x: isinstance(x, Info),
-    )
+    """The weight tree with an `Info` in each place, or two of them in a `Quantised`: {"embed", "layers": [...], "norm",
+    "head" unless tied}."""
+
+
+    def typed(info: Info) -> Info | Quantised:
+        return narrowed(replace(info, dtype=jnp.dtype(dtype)) if info.dtype is None else info, spec.quantised)
+
+    return jax.tree.map(typed, tree_of(decoder(spec)), is_leaf=lambda x: isinstance(x, Info))
 
 
 def forward(

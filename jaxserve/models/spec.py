@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from jaxserve.models import quantisation
 from jaxserve.models.cache import Cache
+from jaxserve.models.quantisation import Quantisation
 from jaxserve.sched.errors import InvalidValue
 
 Config = Mapping[str, Any]  # the object in config.json
@@ -169,6 +171,7 @@ class ModelSpec:
     eos: tuple[int, ...] = ()
     dtype: str = "float32"  # of the checkpoint
     kv_copies: int = 1  # each kv head is held by this many shards
+    quantised: Quantisation | None = None  # weights in 8 bits
     kv_scales: bool = False  # pools are of 8 bits: beside the weights lies what keys and values are divided by
     vocab_padding: int = 0  # rows that no id reads at the end of tables, so that shards divide them
 
@@ -226,6 +229,20 @@ class ModelSpec:
         """Query heads that share a kv head of the pool."""
         return self.heads // self.pool_heads
 
+    def quantised_as(self, name: str | None) -> ModelSpec:
+        """The spec with weights as `--quantization` says; None: as the checkpoint has them."""
+        if name is None:
+            return self
+        how = quantisation.named(name)
+        if self.quantised is None:
+            return replace(self, quantised=how)
+        if self.quantised.dtype != how.dtype:
+            raise InvalidValue(
+                f"quantization={name!r}: the checkpoint is quantised already, to {self.quantised.dtype}; leave it out",
+                "quantization",
+            )
+        return self
+
     def for_tp(self, tp: int) -> ModelSpec:
         """The spec as `tp` shards hold it: fewer kv heads than shards are copied, a vocabulary is padded."""
         copies = max(1, tp // self.kv_heads)
@@ -267,7 +284,6 @@ def common(
     activations: what the family's feed-forward computes. windows: whether it has layers with a sliding window.
     partials: whether heads may turn in part.
     """
-    _refuse(config)
     heads, dim = int(need(config, "num_attention_heads")), int(need(config, "hidden_size"))
     rope, max_positions = read_rope(config, partials=partials)
     eos = config.get("eos_token_id")
@@ -287,19 +303,9 @@ def common(
         "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "tied": bool(config.get("tie_word_embeddings", False)),
         "eos": tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (int(eos),),
+        "quantised": quantisation.read(config),
         "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
     }
-
-
-def _refuse(config: Config) -> None:
-    """Facts that would change the mathematics, and which no family here computes."""
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method")
-        raise InvalidValue(
-            f"config.json: quantization_config of method {method!r} is not supported; supported are unquantised "
-            "float32, float16 and bfloat16 weights",
-            "quantization_config",
-        )
 
 
 def _activation(config: Config, allowed: tuple[str, ...]) -> str:

@@ -1,14 +1,14 @@
 """Weights onto meshes: from a folder of safetensors, one parameter at a time, or random.
 
-Every parameter is read (or drawn) once, built from its tensors, cast, and put on each distinct mesh before the
-next is read: the host holds about one fused matrix. Instances on the same mesh share one copy.
+Every parameter is read (or drawn) once, built from its tensors, cast or quantised, and put on each distinct mesh before
+the next is read: the host holds about one fused matrix. Instances on the same mesh share one copy.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,25 @@ import jax
 import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from jaxserve.models.layers import Info, Source, Tree
 from jaxserve.models.mxfp4 import unpacked
+from jaxserve.models.narrow import SCALE, Dequantised, quantise
+from jaxserve.models.quantisation import LARGEST
+from jaxserve.models.quantised import Quantised
 from jaxserve.models.registry import abstract_weights
 from jaxserve.models.spec import ModelSpec
+from jaxserve.models.tensor_file import TensorFile
 from jaxserve.sched.errors import JaxserveError
 
 Progress = Callable[[int, int], None]
 Array = npt.NDArray[Any]
+Param = Info | Quantised  # of two Infos
+Tensors = dict[str, tuple[Path, Any]]  # by name: the file it is in, and that file, open
 
 FLOATS = ("F32", "F16", "BF16")
+NARROW = {"float8_e4m3fn": "F8_E4M3", "int8": "I8"}  # as safetensors calls them
 EXPECTED = "model.safetensors, or model.safetensors.index.json and the files it names"
 DRAWN = 1 << 22  # random numbers drawn for one tensor; larger ones repeat them
 
@@ -39,11 +46,13 @@ class WeightsError(JaxserveError):
 
 def shardings(spec: ModelSpec, mesh: Mesh) -> Tree:
     """The weight tree with a NamedSharding in each place. `spec` must come from `for_tp(mesh.shape["tp"])`."""
+    _check_tp(spec, mesh.shape["tp"])
+    return _shardings(abstract_weights(spec, "float32"), mesh)
+
+
+def _shardings(tree: Tree, mesh: Mesh) -> Tree:
     tp = mesh.shape["tp"]
-    _check_tp(spec, tp)
-    return jax.tree.map(
-        lambda info: NamedSharding(mesh, info.partition(tp)), abstract_weights(spec, "float32"), is_leaf=_is_info
-    )
+    return jax.tree.map(lambda info: NamedSharding(mesh, info.partition(tp)), tree, is_leaf=_is_info)
 
 
 def load_weights(
@@ -56,7 +65,7 @@ def load_weights(
     """
     abstract = abstract_weights(spec, dtype)
     with ExitStack() as open_files:
-        tensors = _index(path, open_files)
+        tensors = _widened(_index(path, open_files), abstract, spec)
         _check_names(path, tensors, _infos(abstract), spec)
 
         def read(source: Source) -> Array:
@@ -67,7 +76,18 @@ def load_weights(
                 raise WeightsError(f"{file}: tensor {source.name!r} cannot be read: {error}") from error
             return tensor
 
-        return _place(abstract, spec, meshes, lambda info: [read(source) for source in info.sources], progress)
+        def build(param: Param) -> Any:
+            if isinstance(param, Info):
+                return _built(param, map(read, param.sources))
+            if param.scale.sources:
+                values, scales = (map(read, info.sources) for info in (param.values, param.scale))
+            else:
+                assert spec.quantised is not None
+                parts = [quantise(read(source), spec.quantised) for source in param.values.sources]
+                values, scales = (iter(part) for part in zip(*parts, strict=True))
+            return Quantised(_built(param.values, values), _built(param.scale, scales), param.axis)
+
+        return _place(abstract, spec, meshes, build, progress)
 
 
 def random_weights(
@@ -78,10 +98,14 @@ def random_weights(
     They depend on the seed and the tensor's name alone, so every sharding holds the same model.
     """
 
-    def draw(info: Info) -> list[Array]:
-        return [_draw(info, source, seed) for source in info.sources]
+    def build(param: Param) -> Any:
+        info = param if isinstance(param, Info) else param.values
+        values = _built(info, (_draw(info, source, seed) for source in info.sources))
+        if isinstance(param, Info):
+            return values
+        return Quantised(values, np.full(param.scale.shape, _drawn_scale(info), np.float32), param.axis)
 
-    return _place(abstract_weights(spec, dtype), spec, meshes, draw, progress)
+    return _place(abstract_weights(spec, dtype), spec, meshes, build, progress)
 
 
 def _draw(info: Info, source: Source, seed: int) -> Array:
@@ -90,44 +114,75 @@ def _draw(info: Info, source: Source, seed: int) -> Array:
     size = int(np.prod(source.shape))
     rng = np.random.default_rng((seed, zlib.crc32(source.name.encode())))
     drawn = rng.standard_normal(min(size, DRAWN - 1), np.float32) * np.float32(info.init)
+    if (name := np.dtype(info.dtype).name) in LARGEST:
+        narrow = np.clip(drawn / _drawn_scale(info), -LARGEST[name], LARGEST[name])
+        drawn = (np.rint(narrow) if name == "int8" else narrow).astype(info.dtype)
     return np.resize(drawn, source.shape)  # an odd period, so that no two rows of a matrix are alike
+
+
+def _drawn_scale(info: Info) -> np.float32:
+    """Of random 8-bit weights: the largest value is six standard deviations."""
+    return np.float32(6 * info.init / LARGEST[np.dtype(info.dtype).name])
+
+
+def _built(info: Info, tensors: Iterator[Array]) -> Array:
+    built = np.ascontiguousarray(info.build(*tensors)).astype(info.dtype, copy=False)
+    if not built.flags.writeable:  # it is the file still, which a device would go on reading
+        built = built.copy()
+    if built.shape != info.shape:
+        raise WeightsError(f"{info.sources}: built {built.shape}, but the parameter is {info.shape}")
+    return built
 
 
 def _place(
     abstract: Tree,
     spec: ModelSpec,
     meshes: Sequence[Mesh],
-    read: Callable[[Info], list[Array]],
+    build: Callable[[Param], Any],
     progress: Progress | None,
 ) -> list[Tree]:
     """Build every parameter and put it on each distinct mesh."""
     distinct = list(dict.fromkeys(meshes))
     for mesh in distinct:
         _check_tp(spec, mesh.shape["tp"])
-    infos, structure = jax.tree.flatten(abstract, is_leaf=_is_info)
-    placed: dict[Mesh, list[jax.Array]] = {mesh: [] for mesh in distinct}
-    for done, info in enumerate(infos, start=1):
-        built = np.ascontiguousarray(info.build(*read(info))).astype(info.dtype, copy=False)
-        if built.shape != info.shape:
-            raise WeightsError(f"{info.sources}: built {built.shape}, but the parameter is {info.shape}")
+    params, structure = jax.tree.flatten(abstract, is_leaf=lambda x: isinstance(x, (Info, Quantised)))
+    placed: dict[Mesh, list[Any]] = {mesh: [] for mesh in distinct}
+    for done, param in enumerate(params, start=1):
+        built = build(param)
         for mesh in distinct:
-            placed[mesh].append(jax.device_put(built, NamedSharding(mesh, info.partition(mesh.shape["tp"]))))
+            placed[mesh].append(jax.device_put(built, _shardings(param, mesh)))
         jax.block_until_ready([leaves[-1] for leaves in placed.values()])  # else host copies of all would pile up
         if progress is not None:
-            progress(done, len(infos))
+            progress(done, len(params))
     return [jax.tree.unflatten(structure, placed[mesh]) for mesh in meshes]
 
 
-def _index(path: Path, open_files: ExitStack) -> dict[str, tuple[Path, Any]]:
+def _index(path: Path, open_files: ExitStack) -> Tensors:
     """Every tensor of the folder: its file, and the open file."""
-    tensors: dict[str, tuple[Path, Any]] = {}
+    tensors: Tensors = {}
     for file in _files(path):
         try:
-            handle = open_files.enter_context(safe_open(file, framework="numpy"))
+            handle = open_files.enter_context(TensorFile(file))
             tensors |= dict.fromkeys(handle.keys(), (file, handle))
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, ValueError) as error:
             raise WeightsError(f"{file} cannot be read as safetensors: {error}{_first_cut(file)}") from error
     return unpacked(tensors)
+
+
+def _widened(tensors: Tensors, abstract: Tree, spec: ModelSpec) -> Tensors:
+    """Tensors that are 8-bit in the file, and not in the tree, look as if they were not."""
+    if spec.quantised is None or spec.quantised.block is None:
+        return tensors
+    narrow = {source.name for info in _infos(abstract) for source in info.sources if _is_narrow(info)}
+    found = dict(tensors)
+    for name, (path, file) in tensors.items():
+        if name + SCALE in tensors and name not in narrow and file.get_slice(name).get_dtype() in NARROW.values():
+            found[name] = path, Dequantised(file, found.pop(name + SCALE)[1], spec.quantised.block)
+    return found
+
+
+def _is_narrow(info: Info) -> bool:
+    return np.dtype(info.dtype).name in NARROW
 
 
 def _files(path: Path) -> list[Path]:
@@ -173,8 +228,10 @@ def _first_cut(file: Path) -> str:
     return f"; tensor {name!r} ends at byte {end} of {room}: the file is truncated" if name else ""
 
 
-def _check_names(path: Path, tensors: Mapping[str, tuple[Path, Any]], infos: Sequence[Info], spec: ModelSpec) -> None:
+def _check_names(path: Path, tensors: Tensors, infos: Sequence[Info], spec: ModelSpec) -> None:
     wanted = {source.name: source.shape for info in infos for source in info.sources}
+    stored = spec.quantised is not None and spec.quantised.stored
+    narrow = {source.name: info for info in infos for source in info.sources if stored and _is_narrow(info)}
     problems = [f"missing {name} {list(shape)}" for name, shape in wanted.items() if name not in tensors]
     for name, (file, handle) in tensors.items():
         part = handle.get_slice(name)
@@ -184,7 +241,9 @@ def _check_names(path: Path, tensors: Mapping[str, tuple[Path, Any]], infos: Seq
                 problems.append(f"unexpected {name} {list(shape)} in {file.name}")
         elif shape != wanted[name]:
             problems.append(f"misshapen {name}: {list(shape)} in {file.name}, the config says {list(wanted[name])}")
-        elif dtype not in FLOATS:
+        elif name in narrow and dtype != NARROW[np.dtype(narrow[name].dtype).name]:
+            problems.append(f"{name} is {dtype} in {file.name}; config.json's quantization_config says it is 8-bit")
+        elif name not in narrow and dtype not in FLOATS:
             problems.append(f"{name} is {dtype} in {file.name}; supported are {', '.join(FLOATS)}")
     if problems:
         lines = "\n  ".join(problems)

@@ -31,8 +31,9 @@ def executors(folder: Path, mesh: str = "1x1", **options: Any) -> list[JaxExecut
         "page_size": PAGE,
         "kv_cache_memory": POOL * plan.instances,
     }
-    spec, load = registry.load_spec(folder), from_folder(folder)
-    return build_executors(ExecutorConfig(spec=spec, load=load, mesh=plan, **settings | options))
+    load = from_folder(folder)
+    settings["spec"] = registry.load_spec(folder)
+    return build_executors(ExecutorConfig(load=load, mesh=plan, **settings | options))
 
 
 @dataclass

@@ -1,0 +1,115 @@
+"""From the description of a weight, and its tensors, to those of its 8-bit form.
+
+Scales are kept finer than checkpoints have them: one for each output, and for each block of inputs. So whatever a
+family does to outputs when it builds a weight (packs heads, turns them round, splits them over shards), it does to
+their scales by the same function, and no shard's border can lie within a block of outputs. Of inputs a block is as
+long as divides them: 192 inputs in blocks of 128 have three scales, of which the first two are equal. For blocks of
+128 that is 4 bytes more for 128 weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import gcd
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.models.layers import Array, Info, Source
+from jaxserve.models.quantisation import LARGEST, Quantisation
+from jaxserve.models.quantised import Quantised
+
+SCALE = "_scale_inv"  # what a checkpoint's scales are called, behind the name of their weight
+ROWS = 1024  # outputs quantised at a time: what is float32 on the way stays small
+
+
+def narrowed(info: Info, how: Quantisation | None) -> Info | Quantised:
+    """The description of the 8-bit form where there is one: of products' weights that `how` covers whole."""
+    axis = info.contract
+    if how is None or axis is None or not info.sources or not all(how.takes(source.name) for source in info.sources):
+        return info
+    inputs = info.shape[axis]
+    blocks = 1 if how.block is None else inputs // gcd(how.block[1], inputs)
+    stored = tuple(Source(source.name + SCALE, how.scales(_matrix(source))) for source in info.sources)
+
+    def build(*scales: Array) -> Array:
+        return info.build(*(_spread(scale, _matrix(s), how, blocks) for scale, s in zip(scales, info.sources, strict=True)))
+
+    shape = (*info.shape[:axis], blocks, *info.shape[axis + 1 :])
+    dtype = jnp.dtype(jnp.float32)
+    scale = replace(info, shape=shape, sources=stored if how.stored else (), build=build, dtype=dtype)
+    return Quantised(replace(info, dtype=jnp.dtype(how.dtype)), scale, axis)
+
+
+def _matrix(source: Source) -> tuple[int, int]:
+    """[out, in]"""
+    outputs, inputs = source.shape
+    return outputs, inputs
+
+
+def _spread(scales: Array, shape: tuple[int, int], how: Quantisation, blocks: int) -> Array:
+    """Scales as the checkpoint has them -> [out, blocks] of a weight [out, in]."""
+    outputs, inputs = shape
+    if how.block is None:
+        return scales
+    rows, columns = how.block
+    return np.repeat(scales, rows, axis=0)[:outputs, np.arange(blocks) * (inputs // blocks) // columns]
+
+
+def quantise(x: Array, how: Quantisation) -> tuple[Array, Array]:
+    """A weight [out, in] as values and scales, as a checkpoint has them."""
+    outputs, inputs = x.shape
+    rows, columns = how.block or (1, inputs)
+    dtype, largest = jnp.dtype(how.dtype), np.float32(LARGEST[how.dtype])
+    values, scales = np.empty(x.shape, dtype), np.empty(how.scales((outputs, inputs)), np.float32)
+    step = max(ROWS // rows, 1) * rows
+    for at in range(0, outputs, step):
+        part = x[at : at + step].astype(np.float32)
+        edges = [np.arange(0, length, block) for length, block in zip(part.shape, (rows, columns), strict=True)]
+        peaks = np.maximum.reduceat(np.maximum.reduceat(np.abs(part), edges[0], axis=0), edges[1], axis=1)
+        scale = np.where(peaks > 0, peaks / largest, np.float32(1.0)).astype(np.float32)
+        scales[at // rows : at // rows + len(scale)] = scale
+        part /= _every(scale, (rows, columns), part.shape)
+        values[at : at + step] = np.rint(part) if dtype.kind == "i" else np.clip(part, -largest, largest)
+    return values, scales
+
+
+def dequantise(values: Array, scales: Array, block: tuple[int, int]) -> Array:
+    """What `quantise` was given, rounded: [out, in] float32."""
+    out: Array = values.astype(np.float32)
+    out *= _every(scales.astype(np.float32), block, values.shape)
+    return out
+
+
+def _every(scales: Array, block: tuple[int, int], shape: Sequence[int]) -> Array:
+    """A scale for each value."""
+    if block == (1, shape[1]):
+        return scales
+    tall = np.repeat(scales, block[0], axis=0)[: shape[0]]
+    return np.repeat(tall, block[1], axis=1)[:, : shape[1]]
+
+
+class Dequantised:
+    """Stands for an open file where a tensor is asked for that is 8-bit there, and not here."""
+
+    def __init__(self, file: Any, scales: Any, block: tuple[int, int]) -> None:
+        self.file, self.scales, self.block = file, scales, block
+
+    def get_slice(self, name: str) -> Any:
+        return _Described(self.file.get_slice(name).get_shape())
+
+    def get_tensor(self, name: str) -> Array:
+        return dequantise(self.file.get_tensor(name), self.scales.get_tensor(name + SCALE), self.block)
+
+
+class _Described:
+    def __init__(self, shape: Iterable[int]) -> None:
+        self.shape = list(shape)
+
+    def get_shape(self) -> list[int]:
+        return self.shape
+
+    def get_dtype(self) -> str:
+        return "F32"

@@ -1,0 +1,87 @@
+"""Weights in 8 bits with scales, and products with them.
+
+    weight[..., i, ..., o] = values[..., i, ..., o] * scale[..., i // (I / n), ..., o]
+
+where I is the axis that a product sums over and n the number of scales along it. With one (per channel) the scale is
+a factor of the product's result, and what the product reads is the narrow array: a conversion of its operand is all
+that is left, and exact. With more (per block) the weight is widened first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["axis"])
+@dataclass(frozen=True)
+class Quantised:
+    """A weight in two parts: arrays, or descriptions of arrays."""
+
+    values: Any  # int8 or float8
+    scale: Any  # float32; as many axes as `values`, and as long, but for `axis`
+    axis: int = 0  # I
+
+    def __getitem__(self, key: Any) -> Quantised:
+        """The whole: modules say `weight[...]`."""
+        if key is not Ellipsis:
+            raise TypeError(f"weight[{key!r}]: a quantised weight can be had as a whole only, as weight[...]")
+        return self
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    def widened(self, dtype: Any) -> jax.Array:
+        """The weight in `dtype`, multiplied in float32."""
+        return (self.values.astype(jnp.float32) * self._spread()).astype(dtype)
+
+    def _spread(self) -> jax.Array:
+        return jnp.repeat(self.scale, self.values.shape[self.axis] // self.scale.shape[self.axis], axis=self.axis)
+
+    @property
+    def per_channel(self) -> bool:
+        return bool(self.scale.shape[self.axis] == 1)
+
+    def __rmatmul__(self, x: jax.Array) -> jax.Array:  # x [..., I] @ weight [I, O]
+        return einsum("...i,io->...o", x, self)
+
+
+Weight = jax.Array | Quantised
+
+
+def einsum(subscripts: str, x: jax.Array, weight: Weight) -> jax.Array:
+    """`jnp.einsum` of x and a weight that may be quantised; the result's last axes are the weight's, without I."""
+    if not isinstance(weight, Quantised):
+        out: jax.Array = jnp.einsum(subscripts, x, weight)
+        return out
+    if not weight.per_channel:
+        return einsum(subscripts, x, weight.widened(x.dtype))
+    out = jnp.einsum(subscripts, x, weight.values.astype(x.dtype))
+    scale = jnp.squeeze(weight.scale, weight.axis)
+    return _times(out, scale.reshape((1,) * (out.ndim - scale.ndim) + scale.shape))
+
+
+def ragged_dot(
+    x: jax.Array,  # [T, I], rows of the same expert together
+    weight: Weight,  # [X, I, O]
+    sizes: jax.Array,  # [X] int32, rows of each expert
+    owner: jax.Array,  # [T] int32, expert of each row; out of range where none computes it
+    preferred_element_type: Any = None,
+) -> jax.Array:
+    """`lax.ragged_dot` of x and weights that may be quantised, [T, O]."""
+    if not isinstance(weight, Quantised):
+        return lax.ragged_dot(x, weight, sizes, preferred_element_type=preferred_element_type)
+    if not weight.per_channel:
+        return ragged_dot(x, weight.widened(x.dtype), sizes, owner, preferred_element_type)
+    out = lax.ragged_dot(x, weight.values.astype(x.dtype), sizes, preferred_element_type=preferred_element_type)
+    return _times(out, jnp.take(jnp.squeeze(weight.scale, weight.axis), owner, axis=0, mode="clip"))
+
+
+def _times(out: jax.Array, scale: jax.Array) -> jax.Array:
+    return (out.astype(jnp.float32) * scale).astype(out.dtype)

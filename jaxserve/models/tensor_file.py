@@ -1,0 +1,65 @@
+"""A safetensors file whose tensors are views of it: the pages of one are in memory only while it is used.
+
+The library checks the file; it has no numpy type for 8-bit floats, and copies what it reads.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from safetensors import safe_open
+
+DTYPES: dict[str, Any] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "I8": np.int8,
+    "U8": np.uint8,
+}
+
+
+class TensorFile:
+    """An open file. Raises what `safe_open` raises for one that is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._checked = safe_open(path, framework="numpy")
+        with path.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            self._header: dict[str, Any] = json.loads(stream.read(size))
+        self._header.pop("__metadata__", None)
+        self._start = 8 + size
+
+    def __enter__(self) -> Self:
+        self._checked.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._checked.__exit__(kind, error, trace)
+
+    def keys(self) -> list[str]:
+        return list(self._header)
+
+    def get_slice(self, name: str) -> Any:
+        """Shape and dtype of a tensor, by `get_shape` and `get_dtype`."""
+        return self._checked.get_slice(name)
+
+    def get_tensor(self, name: str) -> npt.NDArray[Any]:
+        """A tensor, read where it is looked at. Raises ValueError for a type that is unknown here."""
+        told = self._header[name]
+        if told["dtype"] not in DTYPES:
+            raise ValueError(f"{name} is {told['dtype']}; known are {', '.join(DTYPES)}")
+        shape, dtype = tuple(told["shape"]), np.dtype(DTYPES[told["dtype"]])
+        if not np.prod(shape):
+            return np.zeros(shape, dtype)
+        return np.memmap(self.path, dtype, "r", self._start + told["data_offsets"][0], shape)
