@@ -117,7 +117,11 @@ def _add(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
 
 def _choices(hint: Any) -> tuple[Any, ...]:
     """Of a Literal, which may be optional."""
-    inner = [a for a in typing.get_args(hint) if a is not types.NoneType] if typing.get_origin(hint) is not Literal else [hint]
+    inner = (
+        [a for a in typing.get_args(hint) if a is not types.NoneType]
+        if typing.get_origin(hint) is not Literal
+        else [hint]
+    )
     return typing.get_args(inner[0]) if len(inner) == 1 and typing.get_origin(inner[0]) is Literal else ()
 
 

@@ -113,7 +113,9 @@ class Attention(nnx.Module):
         self.q_down = matrix(prefix + "q_a_proj.weight", e, inner, ("dim", "rank")) if m.query_rank else None
         self.q_norm = vector(prefix + "q_a_layernorm.weight", inner, "rank") if m.query_rank else None
         source = Source(prefix + name, (h * spec.head_dim, inner))
-        self.q = nnx.Param(Info((inner, h, spec.head_dim), ("dim", "heads", "pack"), (source,), self._query, contract=0))
+        self.q = nnx.Param(
+            Info((inner, h, spec.head_dim), ("dim", "heads", "pack"), (source,), self._query, contract=0)
+        )
         source = Source(prefix + "kv_a_proj_with_mqa.weight", (m.rank + m.turned, e))
         self.kv_down = nnx.Param(Info((e, m.rank + m.turned), ("dim", "rank"), (source,), self._down, contract=0))
         self.kv_norm = vector(prefix + "kv_a_layernorm.weight", m.rank, "rank")

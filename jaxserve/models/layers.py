@@ -94,9 +94,7 @@ def vector(name: str, size: int, axis: str = "dim", fill: float = 1.0) -> nnx.Pa
 
 def matrix(name: str, inputs: int, outputs: int, axes: tuple[str, str], contract: int | None = 0) -> nnx.Param[Info]:
     """A projection stored [in, out]; the checkpoint has [out, in]. `contract` None: it is never kept in 8 bits."""
-    return nnx.Param(
-        Info((inputs, outputs), axes, (Source(name, (outputs, inputs)),), transposed, contract=contract)
-    )
+    return nnx.Param(Info((inputs, outputs), axes, (Source(name, (outputs, inputs)),), transposed, contract=contract))
 
 
 def kv_scale(heads: int) -> nnx.Param[Info]:
@@ -175,7 +173,13 @@ class Attention(nnx.Module):
         self.window = spec.window_of(index)
         e, d, k, g = spec.dim, spec.head_dim, spec.pool_heads, spec.group
         self.qkv = nnx.Param(
-            Info((e, k, (g + 2) * d), ("dim", "heads", "pack"), self._sources(prefix, "weight", e), self._pack, contract=0)
+            Info(
+                (e, k, (g + 2) * d),
+                ("dim", "heads", "pack"),
+                self._sources(prefix, "weight", e),
+                self._pack,
+                contract=0,
+            )
         )
         bias = Info((k, (g + 2) * d), ("heads", "pack"), self._sources(prefix, "bias"), self._pack, 0.0)
         self.qkv_bias = nnx.Param(bias) if spec.qkv_bias else None

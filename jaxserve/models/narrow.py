@@ -35,7 +35,9 @@ def narrowed(info: Info, how: Quantisation | None) -> Info | Quantised:
     stored = tuple(Source(source.name + SCALE, how.scales(_matrix(source))) for source in info.sources)
 
     def build(*scales: Array) -> Array:
-        return info.build(*(_spread(scale, _matrix(s), how, blocks) for scale, s in zip(scales, info.sources, strict=True)))
+        return info.build(
+            *(_spread(scale, _matrix(s), how, blocks) for scale, s in zip(scales, info.sources, strict=True))
+        )
 
     shape = (*info.shape[:axis], blocks, *info.shape[axis + 1 :])
     dtype = jnp.dtype(jnp.float32)

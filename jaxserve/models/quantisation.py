@@ -52,6 +52,19 @@ def named(name: str) -> Quantisation:
     return FLAG[name]
 
 
+def chosen(stored: Quantisation | None, name: str | None) -> Quantisation | None:
+    """What `--quantization NAME` makes of what the checkpoint has; None: it is not given."""
+    if name is None:
+        return stored
+    how = named(name)
+    if stored is not None and stored.dtype != how.dtype:
+        raise InvalidValue(
+            f"quantization={name!r}: the checkpoint is quantised already, to {stored.dtype}; leave it out",
+            "quantization",
+        )
+    return stored or how
+
+
 def read(config: Mapping[str, Any]) -> Quantisation | None:
     """What a config.json says of its weights; None: they are as its `dtype` says.
 
@@ -65,9 +78,9 @@ def read(config: Mapping[str, Any]) -> Quantisation | None:
     whole = isinstance(block, (list, tuple)) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
     if method != "fp8" or form not in ("e4m3", "float8_e4m3fn") or not whole:
         raise InvalidValue(
-            f"config.json: quantization_config of method {method!r} (fmt={form!r}, weight_block_size={block!r}) is not "
-            "supported; supported are quant_method 'fp8' in e4m3 with weight_block_size [rows, columns], and "
-            "unquantised float32, float16 and bfloat16 weights",
+            f"config.json: quantization_config of method {method!r} is not supported with fmt={form!r}, "
+            f"weight_block_size={block!r}; supported are quant_method 'fp8' in e4m3 with weight_block_size "
+            "[rows, columns], and unquantised float32, float16 and bfloat16 weights",
             "quantization_config",
         )
     kept = given.get("modules_to_not_convert") or ()

@@ -39,7 +39,8 @@ class Quantised:
 
     def widened(self, dtype: Any) -> jax.Array:
         """The weight in `dtype`, multiplied in float32."""
-        return (self.values.astype(jnp.float32) * self._spread()).astype(dtype)
+        wide: jax.Array = (self.values.astype(jnp.float32) * self._spread()).astype(dtype)
+        return wide
 
     def _spread(self) -> jax.Array:
         return jnp.repeat(self.scale, self.values.shape[self.axis] // self.scale.shape[self.axis], axis=self.axis)

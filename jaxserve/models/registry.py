@@ -97,7 +97,6 @@ def abstract_weights(spec: ModelSpec, dtype: Any) -> Tree:
     """The weight tree with an `Info` in each place, or two of them in a `Quantised`: {"embed", "layers": [...], "norm",
     "head" unless tied}."""
 
-
     def typed(info: Info) -> Info | Quantised:
         return narrowed(replace(info, dtype=jnp.dtype(dtype)) if info.dtype is None else info, spec.quantised)
 

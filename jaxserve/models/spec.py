@@ -231,17 +231,7 @@ class ModelSpec:
 
     def quantised_as(self, name: str | None) -> ModelSpec:
         """The spec with weights as `--quantization` says; None: as the checkpoint has them."""
-        if name is None:
-            return self
-        how = quantisation.named(name)
-        if self.quantised is None:
-            return replace(self, quantised=how)
-        if self.quantised.dtype != how.dtype:
-            raise InvalidValue(
-                f"quantization={name!r}: the checkpoint is quantised already, to {self.quantised.dtype}; leave it out",
-                "quantization",
-            )
-        return self
+        return replace(self, quantised=quantisation.chosen(self.quantised, name))
 
     def for_tp(self, tp: int) -> ModelSpec:
         """The spec as `tp` shards hold it: fewer kv heads than shards are copied, a vocabulary is padded."""

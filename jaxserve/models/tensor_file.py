@@ -31,7 +31,7 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._checked = safe_open(path, framework="numpy")
+        self._checked: Any = safe_open(path, framework="numpy")
         with path.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             self._header: dict[str, Any] = json.loads(stream.read(size))

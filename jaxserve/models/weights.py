@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -80,12 +80,12 @@ def load_weights(
             if isinstance(param, Info):
                 return _built(param, map(read, param.sources))
             if param.scale.sources:
-                values, scales = (map(read, info.sources) for info in (param.values, param.scale))
+                parts = [list(map(read, info.sources)) for info in (param.values, param.scale)]
             else:
                 assert spec.quantised is not None
-                parts = [quantise(read(source), spec.quantised) for source in param.values.sources]
-                values, scales = (iter(part) for part in zip(*parts, strict=True))
-            return Quantised(_built(param.values, values), _built(param.scale, scales), param.axis)
+                made = [quantise(read(source), spec.quantised) for source in param.values.sources]
+                parts = [[pair[i] for pair in made] for i in (0, 1)]
+            return Quantised(_built(param.values, parts[0]), _built(param.scale, parts[1]), param.axis)
 
         return _place(abstract, spec, meshes, build, progress)
 
@@ -125,7 +125,7 @@ def _drawn_scale(info: Info) -> np.float32:
     return np.float32(6 * info.init / LARGEST[np.dtype(info.dtype).name])
 
 
-def _built(info: Info, tensors: Iterator[Array]) -> Array:
+def _built(info: Info, tensors: Iterable[Array]) -> Array:
     built = np.ascontiguousarray(info.build(*tensors)).astype(info.dtype, copy=False)
     if not built.flags.writeable:  # it is the file still, which a device would go on reading
         built = built.copy()

@@ -33,7 +33,7 @@ def held_out() -> tuple[int, ...]:
     return tuple(tokenizer.encode(inspect.getsource(textwrap), verbose=False))
 
 
-def perplexity(executor: JaxExecutor, pieces: int = 3) -> float:
+def perplexity(executor: JaxExecutor, pieces: int) -> float:
     """Over `pieces` prompts of `PROMPT` tokens, each computed in chunks."""
     losses: list[float] = []
     for at in range(pieces):
@@ -48,6 +48,6 @@ def perplexity(executor: JaxExecutor, pieces: int = 3) -> float:
 
 
 @cache
-def unquantised() -> float:
+def unquantised(pieces: int) -> float:
     """Of weights and cache in float32."""
-    return perplexity(demo())
+    return perplexity(demo(), pieces)

@@ -1,7 +1,8 @@
 """The law of tokens with an 8-bit KV cache: meshes, chunks, a tight pool and migration change nothing.
 
-In float32, against the request alone with the same kind of cache. Rounding of another order of sums may carry a stored
-value over to the next of 8 bits, so scores closer than `CLOSE` may change places.
+In float32, against the request alone with the same kind of cache; the model with the int8 cache has int8 weights too.
+Another order of sums may carry a stored value over to the next of 8 bits, so scores closer than `CLOSE` may change
+places.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BARE = [("fp8", "2x1", 16, TIGHT), ("int8", "2x2", 64, ROOMY)]
 
 @cache
 def model(kind: str) -> Model:
-    return Model(SPEC, close=CLOSE, kv=kind)
+    return Model(SPEC.quantised_as("int8") if kind == "int8" else SPEC, close=CLOSE, kv=kind)
 
 
 @cache

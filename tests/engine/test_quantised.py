@@ -1,0 +1,36 @@
+"""The demo model with weights in 8 bits: what it loses, and the memory that pays for it."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from jaxserve.config import ServeConfig
+from jaxserve.demo import model_path
+from jaxserve.errors import InvalidValue
+from jaxserve.models import registry
+from jaxserve.models.quantisation import FLAG
+
+from .perplexity import demo, perplexity, unquantised
+
+
+@pytest.mark.parametrize("name", list(FLAG))
+def test_the_demo_model_loses_at_most_one_per_cent(name: str) -> None:
+    executor = demo(spec=registry.load_spec(model_path()).quantised_as(name))
+    tree = executor.state.weights["layers"]
+    held, count = (sum(getattr(leaf, what) for leaf in jax.tree.leaves(tree)) for what in ("nbytes", "size"))
+    assert held < 1.05 * count, f"{held} bytes for {count} numbers"
+    found = perplexity(executor, pieces=1)
+    assert found != unquantised(1), "no weight was rounded"
+    assert abs(found / unquantised(1) - 1) <= 0.01, f"{found} against {unquantised(1)}"
+
+
+def test_weights_and_cache_in_8_bits_together() -> None:
+    executor = demo(spec=registry.load_spec(model_path()).quantised_as("int8"), kv_cache_dtype="int8")
+    assert abs(perplexity(executor, pieces=1) / unquantised(1) - 1) <= 0.01
+
+
+def test_the_flag_is_checked_where_it_is_given() -> None:
+    assert ServeConfig(quantization="fp8").quantization == "fp8"
+    with pytest.raises(InvalidValue, match="quantization='awq' must be one of int8, fp8, fp8_per_block"):
+        ServeConfig(quantization="awq")  # type: ignore[arg-type]
