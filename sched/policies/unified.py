@@ -21,6 +21,7 @@ import numpy as np
 from ..feasibility import (
     Mask,
     decode_load,
+    guest_speed,
     largest_chunk,
     left_behind,
     mixed_bound,
@@ -35,6 +36,8 @@ from ..request import BEST_EFFORT, State
 
 CYCLE = 20.0  # seconds over which `ageing` is shared out
 GAP = 0.45  # of the tbt: who joins waits for the running step and for its own
+ALONE = 0.95  # of the tpot, for steps of mixed instances: nobody joins them from elsewhere
+SLOWEST = 0.05  # of an instance's speed: guests that have next to nothing may still be ordered
 LONG = 65536  # tokens: prompts that an on-time set by count drops first
 
 
@@ -121,13 +124,16 @@ class Unified:
         if not len(rows) and not view.suspended:
             return _Queue(np.arange(0), (), lambda: np.arange(0))
         work, deadline = remaining_work(view, rows), _deadlines(rows)
+        hopeless = view.start + work > deadline  # whatever else runs here
+        if view.role is not Role.PREFILL and len(view.decode):
+            work = work / max(SLOWEST, guest_speed(view, self._bound(view)))
         jobs = [_job(view, task) for task in view.suspended]
         kept = np.concatenate([self._kept(rows), np.zeros(len(jobs), bool)]) if self._keep else None
         every = on_time_set(view.start, *_with(deadline, work, jobs), kept)
         chosen, picked = every[: len(rows)], every[len(rows) :].tolist()
         on_time = np.flatnonzero(chosen)
         on_time = on_time[np.argsort(deadline[on_time], kind="stable")]
-        best, hopeless = rows.best_effort > 0, view.start + work > deadline
+        best = rows.best_effort > 0
 
         def others() -> Order:
             rank = np.where(best, 3, np.where(hopeless, 2, 1))
@@ -196,7 +202,8 @@ class Unified:
 
     def _bound(self, view: View) -> float:
         """Where prompts are no guests (mixed instances) decoding that is too slow by itself must not shut them out."""
-        bound = mixed_bound(view, self._share, self._stretch, self._cushion, GAP)
+        share = max(self._share, ALONE) if view.role is Role.MIXED else self._share
+        bound = mixed_bound(view, share, self._stretch, self._cushion, GAP)
         alone = view.perf.step_time(decode_load(view.decode)) if view.role is Role.MIXED else 0.0
         return max(bound, 1.5 * alone)
 

@@ -138,6 +138,18 @@ def test_no_new_guest_comes_where_prompts_computed_elsewhere_wait_for_pages() ->
     assert granted(Unified().decide(replace(started, kv_waiting=1))) == [0, 1]
 
 
+def test_beside_decoding_prompts_are_on_time_at_the_speed_that_is_left() -> None:
+    """Steps of 75 ms, 1.5 tpot, of which decoding takes 11: 3.9 s of work take 4.6, and 4 s are too few."""
+    row = decoding(0, 1000, due=0.1)
+    tight = prompt(1, 3900, slo=SLO(ttft=4.0))
+    short = prompt(2, 40, slo=SLO(ttft=9.0))
+    policy = Unified(share=1.5)
+    at = view([tight, short], [row], role=Role.DECODE, limits=LIMITS)
+    assert granted(policy.decide(at)) == [0, 2]
+    assert policy.decide(at).demote == ()  # the row may end
+    assert granted(policy.decide(replace(at, role=Role.PREFILL, decode=view([], []).decode)))[0] == 1
+
+
 TRUTH = Coefficients(fixed=0.002, prefill=1e-4, decode=1e-5, quadratic=0.0, longest=1e-7, context=0.0)
 LATENCY = Latency("toy", kv_bytes_per_token=1000, kv_tokens=400_000, coefficients=TRUTH, layers=10)
 
