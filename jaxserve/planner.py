@@ -35,8 +35,8 @@ docs/plan.md says what is counted, and what is not.
 """
 # Settings of the engine that decide what fits; they mean here what they mean there.
 SETTINGS = (
-    "mesh", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_dtype",
-    "gpu_memory_utilization",
+    "mesh", "dtype", "quantization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
+    "kv_cache_dtype", "gpu_memory_utilization",
 )  # fmt: skip
 
 
@@ -130,7 +130,8 @@ def make_plan(
 
     device = devices()[name]
     found, source = find_config(args.model)
-    spec = replace(spec_from_config(found), kv_scales=kv.scaled(config.kv_cache_dtype))
+    spec = spec_from_config(found).quantised_as(config.quantization)
+    spec = replace(spec, kv_scales=kv.scaled(config.kv_cache_dtype))
     dtype = device.dtype if config.dtype == "auto" else config.dtype
     setting = fit.Setting(
         device=device,

@@ -6,7 +6,7 @@ Letters: E model dim, H query heads, D head dim, V vocabulary, X experts, C chos
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -17,6 +17,7 @@ from jaxserve.capacity.devices import Device
 from jaxserve.engine import kv
 from jaxserve.models import registry
 from jaxserve.models.layers import Info
+from jaxserve.models.narrow import SCALE
 from jaxserve.models.spec import ModelSpec
 
 LOOKED_UP = ("embed", "positions")  # tables of which a token reads one row
@@ -65,9 +66,10 @@ class Costs:
             kinds[kind] += size * jnp.dtype(info.dtype).itemsize
             if kind == "head":
                 draw += 2 * size
-            elif kind != "tables" and is_matrix(info):  # norms and biases cost next to nothing
+            elif kind != "tables" and is_matrix(info):
                 token += 2 * size * (_chosen(spec) if kind == "experts" else 1)
-        read = {source: kind for kind, info in _weights(spec, dtype) for source in info.sources}
+        plain = replace(spec, quantised=None)  # scales are no parameters
+        read = {source: kind for kind, info in _weights(plain, dtype) for source in info.sources}
         counted = sum(prod(source.shape) for source in read)
         used = {"tables": 0.0, "experts": _chosen(spec)}
         active = sum(prod(source.shape) * used.get(kind, 1.0) for source, kind in read.items())
@@ -130,8 +132,8 @@ class Costs:
 
 
 def is_matrix(info: Info) -> bool:
-    """Whether tokens multiply with it."""
-    return any(len(source.shape) > 1 for source in info.sources)
+    """Whether tokens multiply with it: no norm or bias, which cost next to nothing, and no scales of another weight."""
+    return any(len(source.shape) > 1 and not source.name.endswith(SCALE) for source in info.sources)
 
 
 def _chosen(spec: ModelSpec) -> float:

@@ -40,7 +40,7 @@ def tables(plan: Plan) -> None:
             "rows in TPOT",
             "limit",
             "tokens/s",
-            "mark",
+            "",
         ],
         [_row(fit, fit is plan.taken) for fit in plan.fits],
     )
@@ -72,6 +72,8 @@ def notes(plan: Plan) -> list[str]:
     """What a reader should know beside the figures."""
     spec, setting = plan.spec, plan.setting
     said = [f"{setting.name}: {setting.device.note}"] if setting.device.note else []
+    if spec.quantised is not None:
+        said.append(f"weights of matrix products in {spec.quantised.dtype}; arithmetic is counted in {setting.dtype}")
     said += sorted(
         {f"activations {f.activations.source}" for f in plan.fits if f.activations} - {"activations counted"}
     )

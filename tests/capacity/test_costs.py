@@ -119,6 +119,9 @@ def test_minimax_m2_has_229_billion_of_which_ten_are_used() -> None:
     assert made.parameters == pytest.approx(228.7e9, rel=1e-3)
     assert made.active == pytest.approx(10e9, rel=0.06)
     assert 4 * made.kv_token == 253_952  # as the latency preset has it
+    products = 62 * (3 * 256 * 1536 + (48 + 2 * 8 + 48) * 128) * 3072  # in FP8, a scale for 128 of them
+    bytes_ = 2 * made.parameters - (1 - 4 / 128) * products
+    assert Costs.of(published_spec("minimax-m2"), 1, "bfloat16").weights == pytest.approx(bytes_, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +138,14 @@ def test_a_latent_is_read_once_and_each_shard_has_all_of_it() -> None:
     more = one.decode(1, 11).flops - one.decode(1, 10).flops
     assert more == 27 * 2 * 16 * (576 + 512)
     assert four.decode(1, 11).flops - four.decode(1, 10).flops == more / 4
+
+
+def test_weights_of_8_bits_by_hand() -> None:
+    spec = spec_from_config(SIZES)
+    plain, narrow = Costs.of(spec, 1, "float32"), Costs.of(spec.quantised_as("int8"), 1, "float32")
+    scales = 2 * ((4 + 2 * 2) * 8 + 32 + 2 * 64 + 32)  # of each output of each product
+    assert narrow.every == MATRICES + 4 * (NORMS + scales)
+    assert (narrow.parameters, narrow.token) == (plain.parameters, plain.token)
 
 
 def test_the_roofline_is_the_slower_of_the_two() -> None:

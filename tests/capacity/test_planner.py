@@ -61,6 +61,15 @@ def test_a_cache_of_8_bits_holds_twice_as_much(capsys: pytest.CaptureFixture[str
     assert tokens[1] == 2 * tokens[0]
 
 
+def test_weights_of_8_bits_leave_more_for_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for words in ((), ("--quantization", "fp8")):
+        assert plan("--model", "llama3-8b", "--devices", "l4", "--json", *words) == 0
+        found.append(json.loads(capsys.readouterr().out)["meshes"][0])
+    assert found[1]["weight_bytes"] < 0.6 * found[0]["weight_bytes"]
+    assert found[1]["kv_tokens"] > 1.5 * found[0]["kv_tokens"]
+
+
 def test_a_folder_and_one_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, "max_position_embeddings": 64}))
     assert plan("--model", str(tmp_path), "--devices", "l4:4", "--mesh", "2x2", "--tpot-ms", "20", "--json") == 0
