@@ -84,8 +84,9 @@ class ServeConfig:
         "fp8_per_block with one for 128 x 128. Default: as the checkpoint has them.",
     )  # fmt: skip
     load_format: Literal["auto", "safetensors", "orbax", "dummy"] = flag(
-        "auto", "model", "Where weights come from. dummy: random ones, for measuring speed without a download."
-    )
+        "auto", "model", "Where weights come from: safetensors, or orbax as made by `jaxserve convert`; auto: as the "
+        "folder is. dummy: random ones, for measuring speed without a download.",
+    )  # fmt: skip
     max_model_len: int | None = flag(
         None, "model", "Longest prompt plus output, in tokens. Default: the model's own limit."
     )
@@ -242,7 +243,6 @@ class ServeConfig:
         supported: tuple[tuple[str, tuple[Any, ...]], ...] = (
             ("speculative_config", (None,)),
             ("preempt_boundary", ("chunk",)),
-            ("load_format", ("auto", "safetensors", "dummy")),
         )
         for name, allowed in supported:
             if getattr(self, name) not in allowed:

@@ -135,7 +135,6 @@ def test_mesh_and_roles():
         ({"placement": "deflect:never"}, "placement"),
         ({"dtype": "float16"}, "dtype"),
         ({"load_format": "gguf"}, "load_format"),
-        ({"load_format": "orbax"}, "load_format"),
         ({"mesh": "2x1", "prefill": 2}, "prefill"),
         ({"mesh": "1x1", "prefill": 1}, "prefill"),
         ({"prefill": 1}, "prefill"),

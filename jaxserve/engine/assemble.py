@@ -118,7 +118,9 @@ def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
     executors = build_executors(
         ExecutorConfig(
             spec=spec,
-            load=random_init(config.seed) if config.load_format == "dummy" else from_folder(path),
+            load=random_init(config.seed)
+            if config.load_format == "dummy"
+            else from_folder(path, config.load_format, progress),
             mesh=mesh,
             max_num_seqs=rows,
             max_num_batched_tokens=tokens,

@@ -20,7 +20,7 @@ from jaxserve.engine.mesh import MeshPlan, sub_meshes
 from jaxserve.engine.state import DeviceState
 from jaxserve.engine.step import Programs, Tree
 from jaxserve.engine.warmup import Progress, idle_batch, use_persistent_cache, warm_up
-from jaxserve.models import weights
+from jaxserve.models import converted, manifest, weights
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.errors import InvalidValue
 from pallas_kernels import dispatch
@@ -68,9 +68,21 @@ class ExecutorConfig:
             )
 
 
-def from_folder(path: Path) -> LoadWeights:
-    """Weights of a Hugging Face folder."""
-    return lambda spec, dtype, meshes: weights.load_weights(path, spec, dtype, meshes)
+def from_folder(path: Path, load_format: str = "auto", progress: Progress | None = None) -> LoadWeights:
+    """Weights of a Hugging Face folder, or of one that `jaxserve convert` made; auto: as it is.
+
+    `progress`: told how many parameters (or parts) there are of all.
+    """
+
+    def told(done: int, total: int) -> None:
+        if progress is not None:
+            progress(done, total, "weights")
+
+    def load(spec: ModelSpec, dtype: Any, meshes: Sequence[Mesh]) -> list[Tree]:
+        orbax = load_format == "orbax" or (load_format == "auto" and manifest.find(path) is not None)
+        return (converted.load if orbax else weights.load_weights)(path, spec, dtype, meshes, progress=told)
+
+    return load
 
 
 def random_init(seed: int = 0) -> LoadWeights:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxserve.models import manifest
 from jaxserve.models.layers import Decoder, Info, Tree, tree_of
 from jaxserve.models.narrow import narrowed
 from jaxserve.models.quantised import Quantised
@@ -45,13 +46,15 @@ def _family(name: str) -> Any:
 
 
 def load_spec(path: Path) -> ModelSpec:
-    """The spec of the model in folder `path`, from its config.json (and generation_config.json, for EOS ids)."""
+    """The spec of the model in folder `path`, from its config.json (and generation_config.json, for EOS ids; of a
+    converted one also what its weights were quantised to)."""
     spec = spec_from_config(read_config(path))
     if (path / "generation_config.json").is_file():
         eos = _read_json(path, "generation_config.json").get("eos_token_id")
         more = eos if isinstance(eos, list) else [] if eos is None else [eos]
         spec = replace(spec, eos=tuple(dict.fromkeys([*spec.eos, *more])))
-    return spec
+    made = manifest.find(path)
+    return spec if made is None else replace(spec, quantised=made.quantised)
 
 
 def read_config(path: Path) -> Config:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,16 @@ def load_weights(
     `progress(done, total)` counts parameters. Raises WeightsError naming every tensor that is missing, unexpected
     or misshapen, or the file that cannot be read.
     """
+    with reader(path, spec, dtype) as (abstract, build):
+        return _place(abstract, spec, meshes, build, progress)
+
+
+@contextmanager
+def reader(path: Path, spec: ModelSpec, dtype: Any) -> Iterator[tuple[Tree, Callable[[Param], Any]]]:
+    """The description of the tree, and a function that builds one of its parameters on the host.
+
+    Raises WeightsError as `load_weights` does.
+    """
     abstract = abstract_weights(spec, dtype)
     with ExitStack() as open_files:
         tensors = _widened(_index(path, open_files), abstract, spec)
@@ -87,7 +97,7 @@ def load_weights(
                 parts = [[pair[i] for pair in made] for i in (0, 1)]
             return Quantised(_built(param.values, parts[0]), _built(param.scale, parts[1]), param.axis)
 
-        return _place(abstract, spec, meshes, build, progress)
+        yield abstract, build
 
 
 def random_weights(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import pytest
 
+from jaxserve.__main__ import dispatch
 from jaxserve.config import ServeConfig
 from jaxserve.demo import model_path
 from jaxserve.errors import InvalidValue
@@ -12,6 +15,7 @@ from jaxserve.models import registry
 from jaxserve.models.quantisation import FLAG
 
 from .perplexity import demo, perplexity, unquantised
+from .steps import Job, alone, executors
 
 
 @pytest.mark.parametrize("name", list(FLAG))
@@ -28,6 +32,15 @@ def test_the_demo_model_loses_at_most_one_per_cent(name: str) -> None:
 def test_weights_and_cache_in_8_bits_together() -> None:
     executor = demo(spec=registry.load_spec(model_path()).quantised_as("int8"), kv_cache_dtype="int8")
     assert abs(perplexity(executor, pieces=1) / unquantised(1) - 1) <= 0.01
+
+
+def test_a_converted_folder_is_served_like_its_source(tiny: Path, tmp_path: Path) -> None:
+    pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed; pip install 'jaxserve[orbax]'")
+    assert dispatch("convert", ["--model", str(tiny), "--out", str(tmp_path / "made"), "--quantization", "int8"]) == 0
+    source = executors(tiny, spec=registry.load_spec(tiny).quantised_as("int8"), warm=False)[0]
+    made = executors(tmp_path / "made", warm=False)[0]
+    want, found = (alone(executor, Job((5, 17, 40, 2, 9)), 8) for executor in (source, made))
+    assert found == want
 
 
 def test_the_flag_is_checked_where_it_is_given() -> None:

@@ -1,0 +1,199 @@
+"""Weights as Orbax checkpoints, in the form in which they are computed with, and from there straight to shards.
+
+A checkpoint for each part of the tree: writing holds one layer in memory, and what is read is told as it goes on.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxserve.models.hub import FILES
+from jaxserve.models.layers import Info, Tree
+from jaxserve.models.manifest import FOLDER, NAME, Manifest, find
+from jaxserve.models.quantised import Quantised
+from jaxserve.models.registry import abstract_weights
+from jaxserve.models.spec import ModelSpec
+from jaxserve.models.weights import Progress, WeightsError, reader
+from jaxserve.sched.errors import InvalidValue
+
+CHUNK = 64 << 20  # bytes: shards read the chunks that they lie in
+
+
+def save(source: Path, out: Path, spec: ModelSpec, dtype: Any, *, progress: Progress | None = None) -> None:
+    """Convert the safetensors of folder `source` into the folder `out`. `spec` says for how many shards (`for_tp`).
+
+    Raises InvalidValue where `out` holds something else than an unfinished conversion, WeightsError as `load_weights`.
+    """
+    ocp = _orbax()
+    with reader(source, spec, dtype) as (abstract, build):
+        parts = _parts(abstract)
+        _make_room(out)
+        (out / FOLDER).mkdir(parents=True)
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            for done, (part, tree) in enumerate(parts.items(), start=1):
+                held = {name: build(info) for name, info in _params(tree).items()}
+                arrays = {name: np.asarray(leaf) for name, leaf in _named(held).items()}
+                chunks = {name: ocp.SaveArgs(chunk_byte_size=CHUNK) for name in arrays}
+                checkpointer.save((out / FOLDER / part).absolute(), arrays, save_args=chunks)
+                if progress is not None:
+                    progress(done, len(parts))
+    for pattern in FILES:
+        for file in source.glob(pattern):
+            if not file.name.endswith((".safetensors", ".safetensors.index.json")) and file.name != NAME:
+                shutil.copy(file, out / file.name)
+    held_shapes = {part: _shapes(_named(tree)) for part, tree in parts.items()}
+    Manifest(spec.architecture, spec.kv_copies, spec.quantised, held_shapes).write(out)
+
+
+def load(
+    path: Path, spec: ModelSpec, dtype: Any, meshes: Sequence[Mesh], *, progress: Progress | None = None
+) -> list[Tree]:
+    """The weights on each mesh, as `weights.load_weights` gives them. `progress(done, total)` counts parts.
+
+    Raises InvalidValue for a folder that is no finished conversion, WeightsError for one of another model, naming what
+    does not fit.
+    """
+    manifest = find(path)
+    if manifest is None:
+        raise InvalidValue(
+            f"{str(path)!r} is no Orbax checkpoint of jaxserve: it has no {NAME}; make one by `jaxserve convert "
+            f"--model {path} --out DIR`, or leave --load-format out",
+            "load_format",
+        )
+    parts = _parts(abstract_weights(spec, dtype))
+    saved = _parts(abstract_weights(replace(spec, kv_scales=False), dtype))
+    measured = {part: set(_named(tree)) - set(_named(saved[part])) for part, tree in parts.items()}  # never saved
+    _check(path, manifest, parts, spec, measured)
+    distinct = list(dict.fromkeys(meshes))
+    made: dict[Mesh, dict[str, Tree]] = {mesh: {} for mesh in distinct}
+    total = len(parts) * len(distinct)
+    with _orbax().PyTreeCheckpointer() as checkpointer:
+        for i, mesh in enumerate(distinct):
+            for done, (part, tree) in enumerate(parts.items(), start=1 + i * len(parts)):
+                made[mesh][part] = _restored(checkpointer, path / FOLDER / part, tree, mesh, measured[part])
+                if progress is not None:
+                    progress(done, total)
+    return [_whole(made[mesh]) for mesh in meshes]
+
+
+def _orbax() -> Any:
+    try:
+        import orbax.checkpoint as ocp
+    except ImportError as error:
+        raise InvalidValue(
+            f"Orbax checkpoints need a package that is not here ({error}): pip install 'jaxserve[orbax]'", "load_format"
+        ) from error
+    return ocp
+
+
+def _make_room(out: Path) -> None:
+    """An empty folder, or one where a conversion stopped half-way."""
+    if out.is_dir() and any(out.iterdir()):
+        unfinished = (out / FOLDER).is_dir() and not (out / NAME).exists()
+        others = sorted(file.name for file in out.iterdir() if file.name != FOLDER)
+        if not unfinished or others:
+            what = "holds a finished conversion" if (out / NAME).exists() else f"is not empty: {', '.join(others[:5])}"
+            raise InvalidValue(f"--out {str(out)!r} {what}; name a folder that is new or empty", "out")
+        shutil.rmtree(out / FOLDER)
+
+
+def _restored(checkpointer: Any, path: Path, tree: Tree, mesh: Mesh, measured: set[str]) -> Tree:
+    ocp, tp = _orbax(), mesh.shape["tp"]
+    named, arrays = _named(tree), {}
+    wanted = {}
+    for name, info in named.items():
+        sharding = NamedSharding(mesh, info.partition(tp))
+        if name in measured:
+            arrays[name] = jax.device_put(info.build().astype(info.dtype), sharding)
+        else:  # not strict: rows that pad a vocabulary are zeros, as many as the mesh needs
+            wanted[name] = ocp.ArrayRestoreArgs(
+                sharding=sharding, global_shape=info.shape, dtype=info.dtype, strict=False
+            )
+    try:
+        arrays |= checkpointer.restore(path.absolute(), restore_args=wanted)
+    except (OSError, ValueError, KeyError) as error:
+        raise WeightsError(f"{path} cannot be restored: {error}; convert again") from error
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_info)
+    assert len(leaves) == len(named)
+    return jax.tree.unflatten(structure, [arrays[name] for name in named])
+
+
+def _check(
+    path: Path, manifest: Manifest, parts: Mapping[str, Tree], spec: ModelSpec, measured: Mapping[str, set[str]]
+) -> None:
+    if manifest.architecture != spec.architecture:
+        raise WeightsError(f"{path} holds {manifest.architecture}, config.json says {spec.architecture}")
+    if spec.latent is None and manifest.kv_copies != spec.kv_copies:  # copies of a latent are not of weights
+        tp = spec.kv_copies * spec.kv_heads
+        raise WeightsError(
+            f"{path} holds {manifest.kv_copies} copies of each kv head, this mesh needs {spec.kv_copies}: convert with "
+            f"--mesh 1x{tp if spec.kv_copies > 1 else 1}, or load the safetensors"
+        )
+    problems = []
+    for part in [*parts, *(part for part in manifest.parts if part not in parts)]:
+        held = manifest.parts.get(part, {})
+        infos = _named(parts[part]) if part in parts else {}
+        wanted = {name: shape for name, shape in _shapes(infos).items() if name not in measured.get(part, ())}
+        problems += [f"missing {part}/{name} {list(shape)}" for name, (shape, _) in wanted.items() if name not in held]
+        for name, (shape, dtype) in held.items():
+            if name not in wanted:
+                problems.append(f"unexpected {part}/{name} {list(shape)}")
+            elif not _fits(shape, wanted[name][0], infos[name]) or _bits(dtype) != _bits(wanted[name][1]):
+                problems.append(f"{part}/{name} is {dtype} {list(shape)}, the config says {wanted[name]}")
+    if problems:
+        lines = "\n  ".join(problems)
+        raise WeightsError(f"{path} does not fit {spec.architecture}, {len(problems)} arrays:\n  {lines}")
+
+
+def _fits(held: Sequence[int], wanted: Sequence[int], info: Info) -> bool:
+    """But for the rows that pad a vocabulary."""
+    pairs = zip(held, wanted, info.axes, strict=False)
+    return len(held) == len(wanted) and all(a == b or axis == "vocab" for a, b, axis in pairs)
+
+
+def _bits(dtype: str) -> str:
+    """Floats of 16 and 32 bits are cast into each other, others are what they are."""
+    return "float" if dtype in ("float32", "float16", "bfloat16") else dtype
+
+
+def _parts(tree: Tree) -> dict[str, Tree]:
+    """Top-level parts of the tree by name, each layer by itself."""
+    layers = {f"layers.{i}": layer for i, layer in enumerate(tree["layers"])}
+    return {name: part for name, part in tree.items() if name != "layers"} | layers
+
+
+def _whole(parts: Mapping[str, Tree]) -> Tree:
+    """What `_parts` took apart."""
+    layers = [part for name, part in parts.items() if name.startswith("layers.")]
+    return {name: part for name, part in parts.items() if not name.startswith("layers.")} | {"layers": layers}
+
+
+def _named(tree: Tree) -> dict[str, Any]:
+    """Leaves by their path, in the order of the tree."""
+    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_info)}
+
+
+def _params(tree: Tree) -> dict[str, Any]:
+    """Infos, and pairs of them, by their path."""
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: _is_info(x) or isinstance(x, Quantised))
+    return {_name(path): leaf for path, leaf in found}
+
+
+def _name(path: Sequence[Any]) -> str:
+    return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", "")))) for key in path) or "array"
+
+
+def _shapes(infos: Mapping[str, Info]) -> dict[str, Any]:
+    return {name: (tuple(info.shape), np.dtype(info.dtype).name) for name, info in infos.items()}
+
+
+def _is_info(x: Any) -> bool:
+    return isinstance(x, Info)
