@@ -25,6 +25,8 @@ from pallas_kernels.hopper.spec import Spec as Wanted
 from pallas_kernels.layout import Ragged
 
 from .ragged import deal, make
+from .reference import attention as reference
+from .reference import rotate, written
 
 CPU = Spec("cpu", "float32", heads=4, kv_heads=2, head_dim=16, page=16)
 H200 = Spec("gpu", "bfloat16", heads=32, kv_heads=8, head_dim=128, page=64, device="NVIDIA H200", capability="9.0")
@@ -60,6 +62,13 @@ def test_what_is_refused_falls_through_with_its_reason(monkeypatch: pytest.Monke
     assert choice.backend == "xla" and choice.refusals == (("mosaic_gpu", "page=8 is too small"),)
 
 
+def test_a_latent_cache_goes_to_xla_and_says_why() -> None:
+    for spec, backend in ((H200, "mosaic_gpu"), (V6E, "tpu")):
+        choice = resolve(replace(spec, kv_heads=1, head_dim=576, latent=True))
+        assert choice.backend == "xla" and [name for name, _ in choice.refusals] == [backend]
+        assert "latent KV cache" in choice.refusals[0][1]
+
+
 def test_a_named_backend_never_falls_back() -> None:
     with pytest.raises(Unsupported, match=r"'mosaic_gpu' cannot run here: .*; allowed: auto, xla"):
         resolve(CPU, "mosaic_gpu")
@@ -79,6 +88,7 @@ def test_a_named_backend_never_falls_back() -> None:
         ({"head_dim": 80}, "must be 64, 128"),
         ({"head_dim": 256}, "for 256 there is room for one stage only"),
         ({"heads": 6, "kv_heads": 4}, "must be a multiple of"),
+        ({"kv_heads": 1, "head_dim": 576, "latent": True}, r"none yet for a latent KV cache \(MLA\)"),
     ],
 )
 def test_hopper_says_why_not(changes: dict[str, Any], reason: str) -> None:
@@ -99,6 +109,7 @@ def test_hopper_has_configs_for_what_is_served(page: int, dim: int, heads: tuple
         ({"platform": "cpu"}, "it is for TPUs; this is cpu"),
         ({"dtype": "float16"}, "float16 is not computed on a TPU"),
         ({"kv_heads": 3, "heads": 6}, "a power of two is needed"),
+        ({"kv_heads": 1, "head_dim": 576, "latent": True}, r"none yet for a latent KV cache \(MLA\)"),
     ],
 )
 def test_tpu_says_why_not(changes: dict[str, Any], reason: str) -> None:
@@ -141,8 +152,10 @@ def step(decode: bool) -> tuple[Any, ...]:
     return values(tokens, 8, DIM), values(tokens, 4, DIM), values(tokens, 4, DIM), turn, pool, ragged
 
 
-def program(one: dispatch.Attention, q: Any, k: Any, v: Any, turn: Any, pool: Any, ragged: Ragged) -> Any:
-    return one(q, k, v, turn, pool, one.plan(ragged), scale=SCALE)
+def program(
+    one: dispatch.Attention, q: Any, k: Any, v: Any, turn: Any, pool: Any, ragged: Ragged, **options: Any
+) -> Any:
+    return one(q, k, v, turn, pool, one.plan(ragged), scale=SCALE, **options)
 
 
 @pytest.mark.parametrize("decode", [True, False])
@@ -151,6 +164,30 @@ def test_split_heads_compute_the_same(decode: bool) -> None:
     one, other = (jax.jit(partial(program, attention(m, decode=decode)))(*step(decode)) for m in (None, mesh))
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_sink_takes_its_share_of_each_softmax(tp: int, decode: bool) -> None:
+    q, k, v, turn, pool, ragged = step(decode)
+    one, sinks = attention(Mesh(np.array(jax.devices()[:tp]), ("tp",)), decode=decode), values(8, seed=4)
+    got, _ = jax.jit(partial(program, one))(q, k, v, turn, pool, ragged, sinks=sinks)
+    pools = [written(part, x, ragged.write) for part, x in zip(pool, (rotate(k, turn), v), strict=True)]
+    mixed, lse = reference(rotate(q, turn), *pools, ragged, scale=SCALE)
+    total = np.exp(lse)
+    np.testing.assert_allclose(got, mixed * (total / (total + np.exp(sinks)))[..., None], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_latent_is_key_and_value(tp: int, decode: bool) -> None:
+    q, k, _, _, pool, ragged = step(decode)
+    latent, held = (np.repeat(x[..., :1, :], tp, axis=-2) for x in (k, pool[0]))  # a copy on each shard
+    one = attention(Mesh(np.array(jax.devices()[:tp]), ("tp",)), decode=decode)
+    got, (after,) = jax.jit(partial(program, one))(q, latent, None, None, (held,), ragged)
+    want = written(held, latent, ragged.write)
+    np.testing.assert_array_equal(after, want)
+    np.testing.assert_allclose(got, reference(q, want, want, ragged, scale=SCALE)[0], atol=1e-5, rtol=0)
 
 
 def test_no_turn_is_no_rotation() -> None:

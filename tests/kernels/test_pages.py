@@ -38,6 +38,18 @@ def test_pages_arrive_as_they_left_and_nothing_else_changes(dtype: Any) -> None:
         np.testing.assert_array_equal(np.asarray(got), want)
 
 
+def test_pools_of_one_array_are_moved_alike() -> None:
+    """A latent KV cache: neither its width nor its number of heads is a power of two."""
+    here, there = ([(k,) for k, _ in pools(jnp.bfloat16, seed, (12, 4, 1, 20))] for seed in (0, 1))
+    parcel = jax.jit(export_pages)(here, PAGES)
+    assert parcel.shape == (LAYERS, 1, len(PAGES), 4, 1, 20)
+    after = jax.jit(import_pages)(there, PAGES, parcel)
+    for (was,), (source,), (got,) in zip(there, here, after, strict=True):
+        want = np.array(was)
+        want[[7, 2, 0]] = np.asarray(source)[[7, 2, 0]]
+        np.testing.assert_array_equal(np.asarray(got), want)
+
+
 def test_an_odd_head_dim_is_moved_as_it_is() -> None:
     here = pools(jnp.bfloat16, shape=(6, 4, 2, 5))
     parcel = export_pages(here, PAGES[1:2])

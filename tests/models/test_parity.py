@@ -57,6 +57,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "odd vocabulary": ("Llama", {"vocab_size": 97}),
 }
 FULL: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    "llama yarn": ("Llama", {"rope_parameters": YARN}),
     "llama linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
     "llama dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
     "llama one kv head": ("Llama", {"num_key_value_heads": 1, "head_dim": 32}),
@@ -134,11 +136,13 @@ def test_logits_are_those_of_transformers_full(tmp_path: Path, name: str) -> Non
     check(tmp_path, {**CASES, **FULL}[name], (1, 2, 4))
 
 
-def test_shards_reduce_and_move_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "reductions"), [("Qwen3", 2 * 2 + 1), ("DeepseekV2", 2 * 3 + 1)])
+def test_shards_reduce_and_move_nothing_else(tmp_path: Path, family: str, reductions: int) -> None:
     """Two reductions per layer and one for the embedding; no weight and no page is gathered."""
-    peer("Qwen3", head_dim=16).save_pretrained(tmp_path)  # type: ignore[operator]
+    changes = {"Qwen3": {"head_dim": 16}, "DeepseekV2": {**DEEPSEEK, **GROUPS}}[family]
+    peer(family, **changes).save_pretrained(tmp_path)  # type: ignore[operator]
     driver = Driver.of(tmp_path, tp=4)  # four shards of two kv heads
     assert driver.pools[0][0].shape[2] == 4
     text = driver.compiled(TOKENS[:1])
     moved = {name: text.count(f" {name}(") for name in ("all-gather", "all-to-all", "collective-permute", "all-reduce")}
-    assert moved == {"all-gather": 0, "all-to-all": 0, "collective-permute": 0, "all-reduce": 2 * 2 + 1}
+    assert moved == {"all-gather": 0, "all-to-all": 0, "collective-permute": 0, "all-reduce": reductions}

@@ -74,6 +74,13 @@ CASES = [
     pytest.param("mosaic_gpu", "1x1", id="mosaic_gpu", marks=needs_interpreter),
     pytest.param("mosaic_gpu", "1x2", id="mosaic_gpu-tp2", marks=[needs_interpreter, pytest.mark.full]),
 ]
+SINKS = registry.spec_from_config(
+    {
+        "architectures": ["GptOssForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 32, "vocab_size": 256, "sliding_window": 20,
+        "max_position_embeddings": LENGTH, "num_local_experts": 4, "num_experts_per_tok": 2, "eos_token_id": 7,
+    }
+)  # fmt: skip
 EIGHT = [
     pytest.param("tpu", "int8", id="tpu-int8"),
     pytest.param("tpu", "fp8", id="tpu-fp8", marks=pytest.mark.full),
@@ -102,6 +109,12 @@ def test_tokens_are_those_of_xla(backend: str, mesh: str, several: None) -> None
 def test_tokens_are_those_of_xla_with_a_cache_of_8_bits(backend: str, kv: str) -> None:
     model = MODELS[backend]
     check(backend, "1x1", replace(model, kv=kv, close=max(model.close, 0.05)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("backend", "mesh"), CASES)
+def test_tokens_are_those_of_xla_with_sinks_and_windows(backend: str, mesh: str, several: None) -> None:
+    check(backend, mesh, replace(MODELS[backend], spec=SINKS))
 
 
 def check(backend: str, mesh: str, model: Model) -> None:
