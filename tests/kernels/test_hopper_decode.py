@@ -97,6 +97,13 @@ def test_queries_of_rows_around_pages_and_tiles(warps: bool) -> None:
     check(Problem(EDGES, heads=4, padded=1), replace(SMALL, warps=warps, consumers=1))
 
 
+@needs_interpreter
+@pytest.mark.parametrize("warps", [False, True])
+def test_a_query_that_sees_nothing_of_a_tile(warps: bool) -> None:
+    """The last tile begins behind the first token: it must not weigh there, and it has a consumer of its own."""
+    check(Problem(((12, 75), (1, 6)), heads=4), replace(SMALL, warps=warps, queries=16, tile=64, consumers=2))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("warps", BODIES)
 @pytest.mark.parametrize("page", [16, 128, 256])
