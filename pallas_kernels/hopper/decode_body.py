@@ -275,8 +275,8 @@ def _consume(shape: Shape, refs: Refs, me: Any) -> None:
         count = lax.div(tiles - mine + (shape.consumers - 1), shape.consumers)
         start = (
             full(0.0, (shape.rows, shape.dim), acc_layout),
-            # Not MASKED: of a tile that a row sees nothing of, that times `unit` would be the highest score, and where a
-            # multiply-add rounds once and that product twice, its weight 2 to the power of 1e22.
+            # Not MASKED: of a tile that a row sees nothing of, that times `unit` would be the highest score, and where
+            # a multiply-add rounds once and that product twice, its weight 2 to the power of 1e22.
             full(LEAST, (shape.rows,), acc_layout.reduce(1)),
             full(0.0, (shape.rows, shape.tile), acc_layout)
             if shape.warps
