@@ -24,7 +24,7 @@ from jaxserve.models.spec import ModelSpec
 from jaxserve.models.weights import Progress, WeightsError, reader
 from jaxserve.sched.errors import InvalidValue
 
-CHUNK = 64 << 20  # bytes: shards read the chunks that they lie in
+CHUNK = 8 << 20  # bytes: shards read the chunks that they lie in
 
 
 def save(source: Path, out: Path, spec: ModelSpec, dtype: Any, *, progress: Progress | None = None) -> None:
@@ -34,7 +34,7 @@ def save(source: Path, out: Path, spec: ModelSpec, dtype: Any, *, progress: Prog
     """
     ocp = _orbax()
     with reader(source, spec, dtype) as (abstract, build):
-        parts = _parts(abstract)
+        parts = parts_of(abstract)
         _make_room(out)
         (out / FOLDER).mkdir(parents=True)
         with ocp.PyTreeCheckpointer() as checkpointer:
@@ -68,8 +68,8 @@ def load(
             f"--model {path} --out DIR`, or leave --load-format out",
             "load_format",
         )
-    parts = _parts(abstract_weights(spec, dtype))
-    saved = _parts(abstract_weights(replace(spec, kv_scales=False), dtype))
+    parts = parts_of(abstract_weights(spec, dtype))
+    saved = parts_of(abstract_weights(replace(spec, kv_scales=False), dtype))
     measured = {part: set(_named(tree)) - set(_named(saved[part])) for part, tree in parts.items()}  # never saved
     _check(path, manifest, parts, spec, measured)
     distinct = list(dict.fromkeys(meshes))
@@ -164,14 +164,14 @@ def _bits(dtype: str) -> str:
     return "float" if dtype in ("float32", "float16", "bfloat16") else dtype
 
 
-def _parts(tree: Tree) -> dict[str, Tree]:
+def parts_of(tree: Tree) -> dict[str, Tree]:
     """Top-level parts of the tree by name, each layer by itself."""
     layers = {f"layers.{i}": layer for i, layer in enumerate(tree["layers"])}
     return {name: part for name, part in tree.items() if name != "layers"} | layers
 
 
 def _whole(parts: Mapping[str, Tree]) -> Tree:
-    """What `_parts` took apart."""
+    """What `parts_of` took apart."""
     layers = [part for name, part in parts.items() if name.startswith("layers.")]
     return {name: part for name, part in parts.items() if not name.startswith("layers.")} | {"layers": layers}
 

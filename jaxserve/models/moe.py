@@ -127,7 +127,11 @@ class Moe(nnx.Module):
 
 def _pairs(*parts: Array) -> Array:
     """[F, E] of gate and up, expert by expert -> [X, E, 2 * F]."""
-    return np.stack([np.concatenate(pair).T for pair in zip(parts[::2], parts[1::2], strict=True)])
+    width, dim = parts[0].shape
+    out = np.empty((len(parts) // 2, dim, 2, width), parts[0].dtype)
+    for i, part in enumerate(parts):
+        out[i // 2, :, i % 2] = part.T
+    return out.reshape(-1, dim, 2 * width)
 
 
 def _each(*parts: Array) -> Array:

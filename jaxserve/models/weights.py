@@ -37,6 +37,7 @@ Tensors = dict[str, tuple[Path, Any]]  # by name: the file it is in, and that fi
 FLOATS = ("F32", "F16", "BF16")
 NARROW = {"float8_e4m3fn": "F8_E4M3", "int8": "I8"}  # as safetensors calls them
 EXPECTED = "model.safetensors, or model.safetensors.index.json and the files it names"
+ALIGNED = 64  # bytes; an array that begins at a multiple of it becomes XLA's on a CPU without being copied
 DRAWN = 1 << 22  # random numbers drawn for one tensor; larger ones repeat them
 
 
@@ -137,11 +138,18 @@ def _drawn_scale(info: Info) -> np.float32:
 
 def _built(info: Info, tensors: Iterable[Array]) -> Array:
     built = np.ascontiguousarray(info.build(*tensors)).astype(info.dtype, copy=False)
-    if not built.flags.writeable:  # it is the file still, which a device would go on reading
-        built = built.copy()
     if built.shape != info.shape:
         raise WeightsError(f"{info.sources}: built {built.shape}, but the parameter is {info.shape}")
-    return built
+    return built if built.flags.writeable else _copied(built)
+
+
+def _copied(view: Array) -> Array:
+    """A copy of what is the file still: a CPU would go on reading that. Aligned, so that it takes the copy as it is."""
+    room = np.empty(view.nbytes + ALIGNED, np.uint8)
+    start = -room.ctypes.data % ALIGNED
+    copy = room[start : start + view.nbytes].view(view.dtype).reshape(view.shape)
+    np.copyto(copy, view)
+    return copy
 
 
 def _place(
@@ -161,6 +169,7 @@ def _place(
         built = build(param)
         for mesh in distinct:
             placed[mesh].append(jax.device_put(built, _shardings(param, mesh)))
+        del built  # before the next is
         jax.block_until_ready([leaves[-1] for leaves in placed.values()])  # else host copies of all would pile up
         if progress is not None:
             progress(done, len(params))

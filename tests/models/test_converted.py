@@ -106,7 +106,7 @@ def test_wrong_folders_and_models_are_named(tmp_path: Path, capsys: pytest.Captu
         assert part in str(caught.value)
     with pytest.raises(WeightsError, match=r"layers\.0/mlp\.down is float32 .* the config says|missing .*mlp.down.val"):
         converted.load(out, replace(spec, quantised=None).quantised_as("int8"), "float32", [mesh(1)])
-    with pytest.raises(WeightsError, match="holds LlamaForCausalLM, config.json says MistralForCausalLM"):
+    with pytest.raises(WeightsError, match=r"holds LlamaForCausalLM, config\.json says MistralForCausalLM"):
         converted.load(out, replace(spec, architecture="MistralForCausalLM"), "float32", [mesh(1)])
     shutil.rmtree(out / FOLDER / "layers.1")
     with pytest.raises(WeightsError, match=r"weights/layers\.1 cannot be restored: .*; convert again"):

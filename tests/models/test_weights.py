@@ -237,3 +237,15 @@ def test_a_vocabulary_that_does_not_divide_is_split_all_the_same(tmp_path: Path)
 def test_a_spec_of_another_mesh_is_refused(spec: ModelSpec) -> None:
     with pytest.raises(WeightsError, match=r"use spec\.for_tp\(4\)"):
         random_weights(spec, "float32", [mesh(4)])
+
+
+def test_weights_do_not_change_with_their_file(tmp_path: Path, spec: ModelSpec, tensors: Tensors) -> None:
+    """Tensors are views of the file until they are placed."""
+    file = tmp_path / "model.safetensors"
+    save_file(tensors, file)
+    (tree,) = load_weights(tmp_path, spec, "float32", [mesh(1)])
+    with file.open("r+b") as stream:
+        stream.seek(int.from_bytes(stream.read(8), "little") + 8)
+        stream.write(b"\0" * sum(x.nbytes for x in tensors.values()))
+    np.testing.assert_array_equal(tree["embed"], tensors["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(tree["norm"], tensors["model.norm.weight"])
