@@ -36,7 +36,7 @@ docs/plan.md says what is counted, and what is not.
 # Settings of the engine that decide what fits; they mean here what they mean there.
 SETTINGS = (
     "mesh", "dtype", "quantization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
-    "kv_cache_dtype", "gpu_memory_utilization",
+    "kv_cache_dtype", "gpu_memory_utilization", "kv_cache_memory",
 )  # fmt: skip
 
 
@@ -53,10 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     asked.add_argument(
         "--tpot-ms", type=_positive(float), default=50.0, metavar="MS", help="time per output token [50]"
     )
-    asked.add_argument(
-        "--context", type=_positive(int), default=2048, metavar="N", help="tokens a decoding row attends to [2048]"
-    )
-    asked.add_argument("--prompt", type=_positive(int), default=8192, metavar="N", help="tokens of a prefill [8192]")
+    asked.add_argument("--context", type=_positive(int), metavar="N", help="tokens a decoding row attends to [2048]")
+    asked.add_argument("--prompt", type=_positive(int), metavar="N", help="tokens of a prefill [8192]")
     asked.add_argument(
         "--compile",
         action="store_true",
@@ -132,27 +130,28 @@ def make_plan(
     found, source = find_config(args.model)
     spec = spec_from_config(found).quantised_as(config.quantization)
     spec = replace(spec, kv_scales=kv.scaled(config.kv_cache_dtype))
+    length = config.max_model_len or spec.max_positions
+    if length > spec.max_positions:
+        raise InvalidValue(
+            f"max_model_len={length} is above the model's {spec.max_positions} positions", "max_model_len"
+        )
     dtype = device.dtype if config.dtype == "auto" else config.dtype
     setting = fit.Setting(
         device=device,
         name=name,
         count=count,
-        max_model_len=config.max_model_len or spec.max_positions,
+        max_model_len=length,
         max_num_seqs=config.rows(device.platform),
         max_num_batched_tokens=config.step_tokens(device.platform),
         page_size=config.block_size or kv.default_page_size(device.platform),
         utilization=config.gpu_memory_utilization,
+        kv_cache_memory=config.kv_cache_memory,
         dtype=dtype,
         kv_cache_dtype=config.kv_cache_dtype,
-        context=args.context,
-        prompt=args.prompt,
+        context=_within(length, args.context, 2048, "context"),
+        prompt=_within(length, args.prompt, 8192, "prompt"),
         tpot=args.tpot_ms / 1000,
     )
-    if setting.max_model_len > spec.max_positions:
-        raise InvalidValue(
-            f"max_model_len={setting.max_model_len} is above the model's {spec.max_positions} positions",
-            "max_model_len",
-        )
     measured = None
     if args.compile:
         from jaxserve.capacity.compiled import compiled
@@ -164,6 +163,13 @@ def make_plan(
     if chosen is None:
         return Plan(args.model, source, spec, setting, fits, None, fit.remedy(spec, setting, fits))
     return Plan(args.model, source, spec, setting, fits, *chosen)
+
+
+def _within(length: int, given: int | None, usual: int, name: str) -> int:
+    """Tokens that were asked for, or as many as usual where a request may have so many."""
+    if given is not None and given > length:
+        raise InvalidValue(f"{name}={given} is above max_model_len={length}, the longest request", name)
+    return given or min(usual, length)
 
 
 def _asked(mesh: str | None, count: int, devices: str) -> list[tuple[int, int]]:

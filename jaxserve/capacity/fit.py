@@ -28,6 +28,7 @@ class Setting:
     max_num_batched_tokens: int
     page_size: int
     utilization: float
+    kv_cache_memory: int | None  # bytes of all pools together; None: what is left
     dtype: Any
     kv_cache_dtype: str  # as for `kv.pool_dtype`
     context: int  # tokens that a row of a decode step attends to
@@ -117,9 +118,8 @@ def fit(spec: ModelSpec, setting: Setting, instances: int, tp: int, measured: Ac
 
 def _room(setting: Setting, instances: int, tp: int, costs: Costs, held: Activations) -> tuple[int, str]:
     """Bytes for an instance's pool, and the setting that decides them."""
-    if setting.device.platform == "cpu":  # all instances are in the one memory
-        free = setting.device.memory - tp * costs.weights
-        return kv.cpu_pool_bytes(min(kv.MOST_ON_CPU, max(0, int(free)) // 4), instances), "kv_cache_memory"
+    if setting.device.platform == "cpu" or setting.kv_cache_memory is not None:
+        return _told(setting, instances, tp, costs, held), "kv_cache_memory"
     name = "gpu_memory_utilization"
     return kv.pool_bytes(
         setting.device.memory,
@@ -129,6 +129,23 @@ def _room(setting: Setting, instances: int, tp: int, costs: Costs, held: Activat
         temporaries=held.bytes,
         where=setting.name,
     ), name
+
+
+def _told(setting: Setting, instances: int, tp: int, costs: Costs, held: Activations) -> int:
+    """Bytes for an instance's pool where a setting says them, or on a CPU, where all instances are in one memory."""
+    memory, total = setting.device.memory, setting.kv_cache_memory
+    on_cpu = setting.device.platform == "cpu"
+    weights = costs.weights * (tp if on_cpu else 1)  # instances share one copy
+    if total is None:
+        total = min(kv.MOST_ON_CPU, max(0, int(memory - weights)) // 4)
+    pools = total if on_cpu else total // (instances * tp)
+    if weights + held.bytes + pools > memory:
+        raise InvalidValue(
+            f"weights of {weights} bytes, a step's temporaries of {held.bytes} and KV pools of {pools} are more than "
+            f"the {memory:.0f} bytes of {setting.name}: lower kv_cache_memory",
+            "kv_cache_memory",
+        )
+    return kv.cpu_pool_bytes(total, instances)
 
 
 def largest(costs: Costs, setting: Setting, pages: int) -> Batch | None:

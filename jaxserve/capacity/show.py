@@ -23,7 +23,7 @@ def tables(plan: Plan) -> None:
             f"{plan.model}: {spec.architecture}, {some.parameters / GB:.4g} billion parameters{active}; {plan.source}"
         )
     print(
-        f"{setting.count} x {setting.name}: {device.title}; {device.bandwidth / 1e12:.4g} TB/s, "
+        f"{setting.count} x {setting.name}: {device.title}; {device.bandwidth / GB:.4g} GB/s, "
         f"{device.flops / 1e12:.4g} TFLOP/s ({device.source})"
     )
     for note in notes(plan):

@@ -26,7 +26,7 @@ HELD = Activations(1000, 10, 24)
 
 
 def setting(**changes: Any) -> Setting:
-    made = Setting(DEVICE, "made-up", 4, 64, 8, 32, 4, 0.5, "float32", "auto", 10, 20, 1.0)
+    made = Setting(DEVICE, "made-up", 4, 64, 8, 32, 4, 0.5, None, "float32", "auto", 10, 20, 1.0)
     return replace(made, **changes)
 
 
@@ -51,6 +51,15 @@ def test_what_does_not_fit_says_so_in_the_words_of_the_engine() -> None:
     assert remedy(SPEC, setting(), [tight]) == "a request of 64 tokens does not fit; --max-model-len 60 does"
     assert "must divide heads=4" in fit(SPEC, setting(), 1, 3, HELD).refusal
     assert not any(one.fits for one in (refused, tight))
+
+
+def test_a_pool_of_a_given_size() -> None:
+    asked = setting(kv_cache_memory=2 * 64 * 4 * KV)
+    made = fit(SPEC, asked, 2, 1, HELD)
+    assert made.pages == 64 and made.fits
+    assert fit(SPEC, asked, 1, 2, HELD).pages == 128
+    refused = fit(SPEC, setting(kv_cache_memory=2_000_000), 2, 1, HELD).refusal
+    assert refused.endswith("KV pools of 1000000 are more than the 1000000 bytes of made-up: lower kv_cache_memory")
 
 
 def test_a_cpu_shares_one_memory_among_instances() -> None:
@@ -78,7 +87,7 @@ def test_the_largest_batch_cannot_be_larger(pages: int, tpot: float, context: in
 def test_every_published_model_can_be_planned_for(name: str) -> None:
     """On as many of the largest devices as the table allows; what a step holds is more than its hidden states."""
     spec = published_spec(name)
-    able = [one for one in (fit(spec, h200(8, max_model_len=2048), 1, tp) for tp in (1, 2, 4, 8)) if one.fits]
+    able = [one for one in (fit(spec, h200(8, max_model_len=2048), 1, tp) for tp in (1, 8)) if one.fits]
     assert able and all(one.batch is not None for one in able)
     for one in able:
         assert one.activations is not None and one.activations.step > 8192 * spec.dim * 2

@@ -96,6 +96,11 @@ def test_what_does_not_fit_ends_in_status_1_and_a_remedy(capsys: pytest.CaptureF
         ),
         (("--model", "llama3-8b", "--devices", "h200:8", "--mesh", "8"), "mesh='8' must be RxT"),
         (("--model", "llama3-8b", "--devices", "h200", "--max-model-len", "9000"), "9000 is above the model's 8192"),
+        (("--model", "opt-30b", "--devices", "h200", "--prompt", "4096"), "prompt=4096 is above max_model_len=2048"),
+        (
+            ("--model", "llama3-8b", "--devices", "h200", "--context", "9000"),
+            "context=9000 is above max_model_len=8192",
+        ),
         (("--model", "llama3-8b", "--devices", "h200", "--block-size", "48"), "block_size=48 must be a power of two"),
         (("--model", "llama3-8b", "--devices", "l4", "--compile"), "cannot compile for 'l4'; allowed: h200, v5e, v6e"),
         (("--model", "llama3-8b", "--devices", "h200:2", "--compile"), "add --mesh, one of 2x1, 1x2"),
