@@ -15,10 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.capacity.costs import is_matrix
+from jaxserve.capacity.costs import is_matrix, shard
 from jaxserve.models import registry
 from jaxserve.models.layers import Info, Tree
 from jaxserve.models.moe import AT_ONCE
+from jaxserve.models.quantised import Quantised
 from jaxserve.models.spec import ModelSpec
 
 COUNTS = jnp.dtype(jnp.int16).itemsize  # of a slot's token counts, for penalties
@@ -56,6 +57,8 @@ class Activations:
             modules = [part for part in tree["layers"][kind].values() if isinstance(part, Mapping)]
             widest = max(widest, *(_module(module, shared, tp, item) for module in modules))
         step = tokens * (STREAMS * spec.dim * item + widest)
+        if spec.quantised is not None:
+            step += max(_widened(tree["layers"][kind], tp, item) for kind in set(shared.kinds))
         spread = 0
         if spec.moe is not None and expands:
             spread = EXPANDED * min(tokens, AT_ONCE) * spec.moe.chosen * spec.moe.experts // tp * spec.dim * item
@@ -76,6 +79,12 @@ def _module(module: Tree, spec: ModelSpec, tp: int, item: int) -> float:
         inner = sum(prod(info.shape) // spec.moe.experts // spec.dim for info in routed)
         bytes_ += spec.moe.chosen * (inner * item + spec.dim * (item + 2 * 4))
     return bytes_
+
+
+def _widened(layer: Tree, tp: int, item: int) -> float:
+    """Bytes of a layer's largest 8-bit weight in the dtype that products are computed in."""
+    parts = jax.tree.leaves(layer, is_leaf=lambda x: isinstance(x, Quantised | Info))
+    return max((shard(part.values, tp) * item for part in parts if isinstance(part, Quantised)), default=0)
 
 
 def _width(info: Info, spec: ModelSpec, tp: int) -> float:

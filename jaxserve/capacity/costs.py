@@ -62,7 +62,7 @@ class Costs:
         shared, kinds = spec.for_tp(tp), {"tables": 0, "head": 0, "experts": 0, "every": 0}
         token, draw = 0.0, 0.0
         for kind, info in _weights(shared, dtype):
-            size = _shard(info, tp)
+            size = shard(info, tp)
             kinds[kind] += size * jnp.dtype(info.dtype).itemsize
             if kind == "head":
                 draw += 2 * size
@@ -147,7 +147,7 @@ def _pairs(tokens: int, window: int) -> int:
     return full * (full + 1) // 2 + (tokens - full) * window
 
 
-def _shard(info: Info, tp: int) -> int:
+def shard(info: Info, tp: int) -> int:
     """Elements on a device."""
     split = tuple(info.partition(tp)) + (None,) * len(info.shape)
     return prod(size // tp if axis else size for size, axis in zip(info.shape, split, strict=False))

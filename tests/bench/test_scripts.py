@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 
-SCRIPTS = ["azure_replay", "host_gap", "kernels", "scheduler_cost", "startup", "throughput", "unified", "vs_sglang_jax"]
+SCRIPTS = [
+    "azure_replay",
+    "compiles",
+    "host_gap",
+    "kernels",
+    "scheduler_cost",
+    "startup",
+    "throughput",
+    "unified",
+    "vs_sglang_jax",
+]
 
 
 def run(repo: Path, script: str, *flags: str) -> str:
