@@ -241,6 +241,11 @@ def test_the_bias_that_chooses_experts_stays_in_float32() -> None:
         assert (mlp["correction"].dtype, mlp["router"].dtype) == ("float32", "bfloat16")
 
 
+def test_the_docs_name_every_architecture() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    assert [name for name in registry.FAMILIES if f"`{name}`" not in page] == []
+
+
 @pytest.mark.parametrize("tp", [0, 3, 8])
 def test_a_tensor_parallel_size_that_does_not_fit_is_named(tp: int) -> None:
     with pytest.raises(InvalidValue, match=f"tensor parallel size {tp} does not fit LlamaForCausalLM: .*heads=4"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,14 @@ def test_a_tied_head_in_the_file_is_not_needed(tmp_path: Path, tensors: Tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     tied = spec_from_config({**CONFIG, "tie_word_embeddings": True})
     assert "head" not in load_weights(tmp_path, tied, "float32", [mesh(1)])[0]
+
+
+def test_layers_that_only_guess_ahead_are_left_alone(tmp_path: Path, tensors: Tensors) -> None:
+    spec = replace(spec_from_config(CONFIG), guessing=1)
+    save_file({**tensors, "model.layers.2.eh_proj.weight": np.zeros((8, 16), np.float32)}, tmp_path / "a.safetensors")
+    assert len(load_weights(tmp_path, spec, "float32", [mesh(1)])[0]["layers"]) == 2
+    with pytest.raises(WeightsError, match=r"unexpected model\.layers\.2\.eh_proj"):
+        load_weights(tmp_path, replace(spec, guessing=0), "float32", [mesh(1)])
 
 
 @pytest.mark.parametrize("cut", [4, 60, -10])
