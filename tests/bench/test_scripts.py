@@ -16,6 +16,8 @@ SCRIPTS = [
     "compiles",
     "host_gap",
     "kernels",
+    "loading_memory",
+    "quantisation",
     "scheduler_cost",
     "startup",
     "throughput",
