@@ -92,7 +92,13 @@ FULL: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("DeepseekV3", DEEPSEEK3),
     "deepseek-v3, weights as they come, halves turn": (
         "DeepseekV3",
-        {**DEEPSEEK3, "norm_topk_prob": False, "rope_interleave": False, "q_lora_rank": None},
+        {
+            **DEEPSEEK3,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+            "q_lora_rank": None,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
+        },
     ),
     "gpt-oss, every layer slides, no biases": (
         "GptOss",
