@@ -192,6 +192,10 @@ class ServeConfig:
     drain_timeout: float = flag(
         30.0, "server", "After SIGTERM, how long running requests may go on; new ones get 503.", metavar="TIME"
     )
+    pace_tokens: bool = flag(
+        False, "server", "Stream tokens that are computed early no earlier than their objective asks for (first token "
+        "plus TPOT each), as a steady flow instead of bursts. A request's own pace_tokens wins.",
+    )  # fmt: skip
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", "server", "How much to log.")
     disable_log_stats: bool = flag(False, "server", "No line of statistics every 10 s.")
     journal: str | None = flag(

@@ -56,6 +56,7 @@ class Job:
     tier: str = STANDARD
     key: str = field(default_factory=lambda: f"gen-{secrets.token_hex(8)}")
     text: str | None = None  # the prompt as it was given, where it was text
+    pace: bool = False  # one piece per token, so that each can be told at its own time
 
 
 class Piece(NamedTuple):
@@ -237,11 +238,22 @@ async def pieces(engine: EngineLike, tokenizer: Tokenizer, job: Job, mailbox: Ma
             choice, delta = await news.get()
             if choice.finished:
                 continue
-            piece = choice.feed(delta)
-            open_ -= choice.finished
-            yield piece
+            for one in _each_token(delta) if job.pace else (delta,):
+                piece = choice.feed(one)
+                open_ -= choice.finished
+                yield piece
     finally:
         cancel(engine, choices)
+
+
+def _each_token(delta: Delta) -> list[Delta]:
+    """A delta as one for each of its tokens: the first brings the prompt's log-probabilities, the last the end."""
+    if len(delta.tokens) < 2:
+        return [delta]
+    made = [Delta(delta.request, (token,), delta.logprobs[at : at + 1]) for at, token in enumerate(delta.tokens)]
+    made[0] = made[0]._replace(prompt_logprobs=delta.prompt_logprobs)
+    made[-1] = delta._replace(tokens=made[-1].tokens, logprobs=made[-1].logprobs, prompt_logprobs=())
+    return made
 
 
 async def merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[tuple[int, Piece], None]:

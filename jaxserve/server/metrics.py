@@ -32,6 +32,7 @@ _TTFT = (
 )
 _TPOT = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _REQUEST = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_HELD = (0, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 20, 40)
 _SLACK = (-60, -30, -10, -5, -2, -1, -.5, -.2, -.1, -.05, 0, .05, .1, .2, .5, 1, 2, 5, 10, 30, 60)
 # fmt: on
 
@@ -77,6 +78,8 @@ class Metrics:
         text = "What was left of the objective at the first (ttft) and the last token (tpot)."
         slack = self._make(Histogram, "request_slack_seconds", text, "phase", buckets=_SLACK)
         self._slack = {phase: slack.labels(model_name, phase) for phase in ("ttft", "tpot")}
+        text = "How long paced streams held back what was computed; every other time is of when it was computed."
+        self._held = self._make(Histogram, "token_pacing_delay_seconds", text, buckets=_HELD).labels(model_name)
         self._prompt_tokens = self._make(Counter, "prompt_tokens", "Tokens of prompts.").labels(model_name)
         self._tokens = self._make(Counter, "generation_tokens", "Tokens generated.").labels(model_name)
 
@@ -93,6 +96,10 @@ class Metrics:
             self._tokens.inc(len(piece.tokens))
         if piece.metrics is not None and piece.finish_reason in ("stop", "length"):
             self._finished(job, piece.metrics)
+
+    def held(self, seconds: float) -> None:
+        """A paced stream told a piece so long after it came."""
+        self._held.observe(seconds)
 
     def _finished(self, job: Job, times: RequestMetrics) -> None:
         see, tokens = self._see, times.token_times

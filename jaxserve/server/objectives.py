@@ -23,6 +23,7 @@ class Objectives(NamedTuple):
     slo: SLO
     priority: int
     tier: str
+    pace: bool = False  # tell tokens no earlier than the objective asks for
 
 
 def objectives_of(body: Sampled, headers: Mapping[str, str], config: ServeConfig) -> Objectives:
@@ -50,7 +51,8 @@ def objectives_of(body: Sampled, headers: Mapping[str, str], config: ServeConfig
     except InvalidValue as error:
         raise InvalidValue(str(error), "stage_slo") from error
     priority = tier.priority if body.priority is None else body.priority
-    return Objectives(slo, priority, _canonical(name, tier.best_effort))
+    pace = config.pace_tokens if body.pace_tokens is None else body.pace_tokens
+    return Objectives(slo, priority, _canonical(name, tier.best_effort), pace)
 
 
 def _canonical(name: str, best_effort: bool) -> str:

@@ -70,6 +70,7 @@ class Sampled(Body):
     tpot_slo_ms: float | None = None
     tbt_slo_ms: float | None = None
     stage_slo: dict[str, StageSLO] | None = None
+    pace_tokens: bool | None = None  # of a stream
     # accepted without effect
     user: str | None = None
     metadata: dict[str, Any] | None = None

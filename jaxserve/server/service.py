@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
 from jaxserve.generation import GenerationFailed, Job, Mailbox, Piece, check_length, merged, pieces
+from jaxserve.pacing import Pace, paced
 from jaxserve.sched.params import SamplingParams
 from jaxserve.server.answers import Answer
 from jaxserve.server.failures import Refused
@@ -61,6 +62,7 @@ class Service:
             raise InvalidValue("prompt_logprobs is not supported with stream=true", "prompt_logprobs")
         params = params_of(body, self.engine.info.vocab_size)
         goals = objectives_of(body, headers, self.config)
+        goals = goals._replace(pace=goals.pace and bool(body.stream))  # a whole answer is told at its end anyway
         chat = isinstance(body, ChatBody)
         name = f"{'chatcmpl' if chat else 'cmpl'}-{body.request_id or request_id}"
         prompts = await self._prompts(body)
@@ -112,43 +114,63 @@ class Service:
 
     def _job(self, text: str | None, tokens: list[int], params: SamplingParams, goals: Objectives, key: str) -> Job:
         check_length(len(tokens), params, self.engine.info.max_model_len)
-        return Job(tokens, params, goals.slo, goals.priority, goals.tier, key, text)
+        return Job(tokens, params, goals.slo, goals.priority, goals.tier, key, text, goals.pace)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.active += 1
+        try:
+            yield
+        finally:
+            self.active -= 1
 
     async def generate(self, answer: Answer) -> AsyncGenerator[tuple[int, Piece], None]:
         """Run the jobs of an answer. Raises GenerationFailed where the engine gives one up; closing cancels all."""
         if self._mailbox is None:
             self._mailbox = Mailbox(asyncio.get_running_loop())
         mailbox = self._mailbox
-        self.active += 1
         begun = set[int]()
-        try:
-            streams = [pieces(self.engine, self.tokenizer, job, mailbox) for job in answer.jobs]
-            async with aclosing(merged(streams)) as news:
-                async for number, piece in news:
-                    job = answer.jobs[number]
-                    if number not in begun:
-                        begun.add(number)
-                        self.metrics.begun(job)
-                    if piece.finish_reason in ("error", "rejected", "refused"):
-                        raise GenerationFailed(piece.error or "the engine gave the request up", piece.finish_reason)
-                    self.metrics.news(job, piece)
-                    yield number, piece
-        finally:
-            self.active -= 1
+        streams = [pieces(self.engine, self.tokenizer, job, mailbox) for job in answer.jobs]
+        async with aclosing(merged(streams)) as news:
+            async for number, piece in news:
+                job = answer.jobs[number]
+                if number not in begun:
+                    begun.add(number)
+                    self.metrics.begun(job)
+                if piece.finish_reason in ("error", "rejected", "refused"):
+                    raise GenerationFailed(piece.error or "the engine gave the request up", piece.finish_reason)
+                self.metrics.news(job, piece)
+                yield number, piece
+
+    def _paced(self, answer: Answer) -> AsyncGenerator[tuple[int, Piece], None]:
+        """The same, counted as it comes and told at each job's pace. A server that ends waits for no pace."""
+        ends, paces = self.engine.info.end_thinking, dict[tuple[int, int], Pace]()
+
+        def due(ready: float, news: tuple[int, Piece]) -> float:
+            number, piece = news
+            pace = paces.get((number, piece.choice))
+            if pace is None:
+                pace = paces[number, piece.choice] = Pace(answer.jobs[number].slo, ends)
+            return pace.due(ready, piece.tokens)
+
+        return paced(self.generate(answer), due, hurry=lambda: self.draining, held=self.metrics.held)
 
     async def whole(self, answer: Answer) -> dict[str, Any]:
         """The whole answer."""
-        async with aclosing(self.generate(answer)) as news:
-            async for number, piece in news:
-                answer.add(number, piece)
+        with self._counted():
+            async with aclosing(self.generate(answer)) as news:
+                async for number, piece in news:
+                    answer.add(number, piece)
         return answer.whole()
 
     async def chunks(self, answer: Answer, body: Sampled) -> AsyncGenerator[dict[str, Any], None]:
         """The answer in chunks."""
         each = body.stream_options is not None and body.stream_options.continuous_usage_stats
-        async with aclosing(self.generate(answer)) as news:
-            async for number, piece in news:
-                for chunk in answer.chunks(number, piece):
-                    yield {**chunk, "usage": answer.usage} if each else chunk
+        with self._counted():
+            source = self._paced(answer) if answer.jobs[0].pace else self.generate(answer)
+            async with aclosing(source) as news:
+                async for number, piece in news:
+                    for chunk in answer.chunks(number, piece):
+                        yield {**chunk, "usage": answer.usage} if each else chunk
         if body.wants_usage:
             yield answer.usage_chunk()

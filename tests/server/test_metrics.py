@@ -38,6 +38,7 @@ NAMES = [
     "compilations_total",
     "deflections_total",
     "kv_transfer_seconds",
+    "token_pacing_delay_seconds",
     "iteration_tokens_total",
     "spec_decode_num_drafts_total",
     "spec_decode_num_draft_tokens_total",

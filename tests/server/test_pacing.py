@@ -1,0 +1,240 @@
+"""Token pacing: early tokens at the objective's pace, late ones at once, and nothing else changes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator
+from itertools import accumulate, pairwise
+from math import inf
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxserve.pacing import Pace, paced
+from jaxserve.sched.sim.clock import VirtualLoop
+from jaxserve.sched.slo import SLO
+
+BODY = {"prompt": "def main(", "max_tokens": 12, "ignore_eos": True, "temperature": 0.0}
+TPOT = 0.08  # seconds: far more than the demo model needs
+END = 7  # the token after which the answer begins
+
+gaps = st.lists(st.floats(0, 0.2), min_size=1, max_size=30)
+
+
+@given(gaps, st.floats(0.001, 0.2), st.one_of(st.none(), st.floats(0.001, 0.2)))
+def test_a_token_waits_for_its_turn_and_no_longer(gaps, tpot, tbt):
+    ready = list(accumulate(gaps))
+    pace = Pace(SLO(tpot=tpot, tbt=tbt))
+    told = [pace.due(at, (1,)) for at in ready]
+    gap = tpot if tbt is None else min(tpot, tbt)
+    assert told == pytest.approx([max(at, ready[0] + k * gap) for k, at in enumerate(ready)])
+    assert told == sorted(told) and all(at >= was for at, was in zip(told, ready, strict=True))
+    if (mean := (ready[-1] - ready[0]) / max(1, len(ready) - 1)) > gap:
+        assert told[-1] == ready[-1], f"{mean=}: behind, it is told at once"
+    assert pace.due(told[-1], ()) == told[-1], "the end is told with the last token"
+
+
+@given(gaps, st.integers(0, 29), st.floats(0.001, 0.2), st.floats(0.001, 0.2))
+def test_each_stage_has_its_pace(gaps, ends, thinking, answer):
+    ready = list(accumulate(gaps))
+    tokens = [END if k == ends else 1 for k in range(len(ready))]
+    pace = Pace(SLO(tpot=1.0, stages=(("thinking", thinking), ("answer", answer))), frozenset({END}))
+    told = [pace.due(at, (token,)) for at, token in zip(ready, tokens, strict=True)]
+    due = [ready[0] + min(k, ends) * thinking + max(0, k - ends) * answer for k in range(len(ready))]
+    assert told == pytest.approx([max(pair) for pair in zip(ready, due, strict=True)])
+
+
+def test_without_an_objective_nothing_waits():
+    pace = Pace(SLO(ttft=inf, tpot=inf))
+    assert [pace.due(at, (1,)) for at in (1.0, 1.0, 1.5)] == [1.0, 1.0, 1.5]
+
+
+class Source:
+    """Items at their times on the loop's clock."""
+
+    def __init__(self, times: list[float], error: Exception | None = None) -> None:
+        self.times, self.error, self.read, self.closed = times, error, 0, False
+
+    async def __call__(self) -> AsyncGenerator[int, None]:
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        try:
+            for number, at in enumerate(self.times):
+                await asyncio.sleep(max(0.0, start + at - loop.time()))
+                self.read += 1
+                yield number
+            if self.error is not None:
+                raise self.error
+        finally:
+            self.closed = True
+
+
+def told(source: Source, tpot: float, **more: Any) -> list[tuple[float, int]]:
+    """(when, what) a paced reader hears on a virtual clock, from the first moment on."""
+    made: list[tuple[float, int]] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        start, pace = loop.time(), Pace(SLO(tpot=tpot))
+        async for item in paced(source(), lambda ready, _: pace.due(ready, (1,)), **more):
+            made.append((loop.time() - start, item))
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        try:
+            runner.run(main())
+        finally:
+            assert source.closed
+            told.last = made  # type: ignore[attr-defined]
+    return made
+
+
+@given(gaps, st.floats(0.001, 0.2))
+def test_a_stream_on_a_virtual_clock(gaps, tpot):
+    ready, held = list(accumulate(gaps)), list[float]()
+    made = told(Source(ready), tpot, held=held.append)
+    assert [item for _, item in made] == list(range(len(ready))), "none lost, none twice, in order"
+    due = [max(at, ready[0] + k * tpot) for k, at in enumerate(ready)]
+    assert [at for at, _ in made] == pytest.approx(due, abs=1e-6)
+    assert held == pytest.approx([at - was for at, was in zip(due, ready, strict=True)], abs=1e-6)
+
+
+def test_a_failure_tells_what_was_computed_first():
+    with pytest.raises(ValueError, match="bad luck"):
+        told(Source([0.0, 0.1, 0.2], ValueError("bad luck")), 1.0)
+    assert told.last == [(pytest.approx(at, abs=1e-6), item) for at, item in ((0.0, 0), (0.2, 1), (0.2, 2))]
+
+
+def test_a_hurry_tells_at_once():
+    made = told(Source([0.0, 0.1, 0.2]), 1.0, hurry=lambda: True)
+    assert [at for at, _ in made] == pytest.approx([0.0, 0.1, 0.2], abs=1e-6)
+
+
+def test_closing_closes_the_source():
+    source = Source([0.0, 0.1, 50.0])
+
+    async def main() -> None:
+        stream = paced(source(), lambda ready, item: ready + item)
+        assert await anext(stream) == 0
+        waiting = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0.5)
+        assert source.read == 2, "it reads on while items wait"
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await stream.aclose()
+        assert source.closed and asyncio.all_tasks() == {asyncio.current_task()}
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(main())
+
+
+# over HTTP, with the demo model
+
+
+def stream(live: Any, **more: Any) -> tuple[list[float], str, list[Any]]:
+    """When the tokens came, the whole text, and the finish reasons."""
+    times, parts, reasons = list[float](), list[str](), list[Any]()
+    body = {**BODY, "stream": True, **more}
+    with live.http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                times.append(time.monotonic())
+                choice = json.loads(line.removeprefix("data: "))["choices"][0]
+                parts.append(choice["text"])
+                reasons.append(choice["finish_reason"])
+    return times, "".join(parts), reasons
+
+
+def sums(live: Any) -> dict[str, float]:
+    families = text_string_to_metric_families(live.http.get("/metrics").text)
+    return {
+        sample.name: sample.value for family in families for sample in family.samples if not sample.labels.get("le")
+    }
+
+
+def test_a_paced_stream_keeps_the_pace_and_the_engine_does_not_notice(live):
+    plain, text, _ = stream(live, tpot_slo_ms=1000 * TPOT)
+    live.quiet()
+    before = sums(live)
+    times, paced_text, reasons = stream(live, tpot_slo_ms=1000 * TPOT, pace_tokens=True)
+    after = sums(live)
+    assert paced_text == text and [one for one in reasons if one] == ["length"]
+    span = TPOT * (BODY["max_tokens"] - 1)
+    assert times[-1] - times[0] > 0.9 * span > plain[-1] - plain[0], "the last token is due then"
+    name = "jaxserve:request_decode_time_seconds_sum"
+    assert after[name] - before[name] < 0.9 * span, "when tokens were computed is measured as ever"
+    held = "jaxserve:token_pacing_delay_seconds"
+    assert after[held + "_count"] - before[held + "_count"] == BODY["max_tokens"]
+    assert after[held + "_sum"] > before[held + "_sum"]
+
+
+def test_the_engine_is_free_while_a_paced_stream_goes_on(live):
+    body = {**BODY, "stream": True, "tpot_slo_ms": 400, "pace_tokens": True}
+    with live.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()  # kept: httpx closes the stream with it
+        next(lines)
+        end = time.monotonic() + 3.0
+        while live.engine.stats().running:
+            assert time.monotonic() < end, "the request should be computed long before it is told"
+            time.sleep(0.01)
+        assert live.service.active == 1, "it is not over before it is told"
+    live.quiet()  # the client left with tokens still waiting
+
+
+def test_leaving_a_paced_stream_frees_the_request(live):
+    before = live.engine.stats().finished.get("abort", 0)
+    body = {**BODY, "max_tokens": 200, "stream": True, "tpot_slo_ms": 400, "pace_tokens": True}
+    with live.http.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+    live.quiet()
+    assert live.engine.stats().finished.get("abort", 0) == before + 1
+    live.engine.check()
+
+
+def test_a_stop_string_ends_a_paced_stream_and_the_work(live):
+    _, text, _ = stream(live)
+    stop = text[4:7]
+    times, cut, reasons = stream(live, stop=[stop], tpot_slo_ms=30, pace_tokens=True, max_tokens=100)
+    assert cut == text[: text.index(stop)] and reasons[-1] == "stop" and times
+    live.quiet()
+
+
+def test_several_outputs_each_have_their_pace(live):
+    times, _, reasons = stream(live, n=2, seed=1, temperature=1.0, tpot_slo_ms=1000 * TPOT, pace_tokens=True)
+    assert sorted(one for one in reasons if one) == ["length", "length"]
+    assert times[-1] - times[0] > 0.9 * TPOT * (BODY["max_tokens"] - 1)
+
+
+def test_a_whole_answer_is_not_held(live):
+    begin = time.monotonic()
+    made = live.http.post("/v1/completions", json={**BODY, "tpot_slo_ms": 5000, "pace_tokens": True}).json()
+    assert made["usage"]["completion_tokens"] == BODY["max_tokens"] and time.monotonic() - begin < 50
+
+
+def test_a_server_that_ends_does_not_wait_for_the_pace(fake):
+    live = fake(config={"pace_tokens": True})
+    body = {"prompt": [5, 6, 7], "max_tokens": 9, "stream": True, "tpot_slo_ms": 500}
+    with live.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        begin = time.monotonic()
+        live.call(live.ending.drain)
+        rest = [line for line in lines if line]
+    assert len(rest) == 9 and rest[-1] == "data: [DONE]", "8 tokens more and the end"
+    assert time.monotonic() - begin < 3.0, "paced it would take 4 s"
+
+
+def test_pieces_of_several_tokens_are_told_one_by_one():
+    from jaxserve.generation import _each_token
+    from jaxserve.sched.plan import Delta
+
+    whole = Delta(3, (4, 5, 6), finish_reason="stop", stop_token=6)
+    parts = _each_token(whole)
+    assert [one.tokens for one in parts] == [(4,), (5,), (6,)]
+    assert [one.finish_reason for one in parts] == [None, None, "stop"] and parts[-1].stop_token == 6
+    assert all(before is not after for before, after in pairwise(parts))
