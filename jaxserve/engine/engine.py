@@ -7,11 +7,9 @@ theirs. A failure of one request is told to that request; a failure of the machi
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import logging
 import queue
-import sys
 import threading
 import zlib
 from collections import Counter, OrderedDict
@@ -20,6 +18,7 @@ from concurrent.futures import Future
 
 from jaxserve.config import ServeConfig
 from jaxserve.engine.assemble import Machine, assemble
+from jaxserve.engine.hygiene import Hygiene, Stalls, least_slack, watched_loop
 from jaxserve.engine.info import EngineInfo, InstanceStats, Stats
 from jaxserve.engine.inputs import check_adjusted
 from jaxserve.engine.warmup import Progress
@@ -35,7 +34,6 @@ from jaxserve.sched.slo import NO_SLO, SLO
 log = logging.getLogger(__name__)
 
 REHEARSED = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
-SWITCH = 0.5e-3  # seconds: Python's 5 ms let whoever detokenises hold up the thread that plans the next step
 REMEMBERED = 4096  # finished requests whose timings can still be asked for
 REBUILDS_A_MINUTE = 3  # from this many on the engine calls itself unhealthy
 
@@ -59,7 +57,9 @@ class Engine:
         self._reasons: Counter[str] = Counter()
         self._violations: Counter[str] = Counter()
         self._attained = 0
-        self._loop = asyncio.new_event_loop()
+        self._stalls = Stalls()
+        self._hygiene = Hygiene(self._slack)
+        self._loop = watched_loop(self._stalls)
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._main, name="jaxserve-engine", daemon=True)
 
@@ -67,11 +67,10 @@ class Engine:
     def start(cls, config: ServeConfig, *, progress: Progress | None = None) -> Engine:
         """Load the model, compile every program, and begin to serve. Blocks until ready; raises JaxserveError."""
         engine = cls(config, assemble(config, progress))
-        sys.setswitchinterval(SWITCH)
-        gc.collect()
-        gc.freeze()  # what was loaded stays; looking at it in every collection would stall steps
         engine._thread.start()
         engine._rehearse()
+        engine._hygiene.begin()
+        engine._loop.call_soon_threadsafe(engine._stalls.clear)  # warm-up's are nobody's
         engine._bound = config.max_num_queued_reqs
         return engine
 
@@ -191,18 +190,26 @@ class Engine:
         for id, listener in list(self._listeners.items()):
             listener(Delta(id, finish_reason="error" if self._error else "abort", error=self._error))
         self._listeners.clear()
+        self._hygiene.end()  # also where the engine failed: nobody would collect any more
 
     async def _serve(self) -> None:
         running = asyncio.ensure_future(self._cluster.run())
+        tending = asyncio.ensure_future(self._hygiene.tend())
         stop = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait([running, stop], return_when=asyncio.FIRST_COMPLETED)
         failed = running.done()
-        running.cancel()
-        stop.cancel()
-        await asyncio.gather(running, stop, return_exceptions=True)
+        for task in (running, tending, stop):
+            task.cancel()
+        await asyncio.gather(running, tending, stop, return_exceptions=True)
         await self._machine.close()
         if failed:
             running.result()
+
+    def _slack(self) -> float:
+        """Seconds for which the engine's thread may be away without making anything late; inf where nothing runs."""
+        now = self._machine.now()
+        schedulers = [core.scheduler for core in self._cluster.cores]
+        return least_slack((max(now, one.ends), one) for one in schedulers)
 
     def _enter(self, request: Request, on_delta: Callable[[Delta], None]) -> None:
         with self._lock:
@@ -266,6 +273,11 @@ class Engine:
             compiled.compilations_total,
             compiled.after_warmup,
             compiled.cache_loads_total,
+            self._stalls.count,
+            self._stalls.seconds,
+            tuple(self._stalls.sizes),
+            dict(self._hygiene.collections),
+            self._hygiene.seconds,
         )
 
     def drain(self, timeout: float) -> bool:
@@ -294,4 +306,4 @@ class Engine:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
             self._loop.close()
-        gc.unfreeze()
+        self._hygiene.end()

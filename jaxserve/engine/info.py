@@ -63,6 +63,11 @@ class Stats:
     compilations: int = 0
     compilations_after_warmup: int = 0
     cache_loads: int = 0
+    stalls: int = 0  # times the engine's loop heard of nothing for longer than 5 ms
+    stall_seconds: float = 0.0
+    stall_sizes: tuple[int, ...] = ()  # by the upper edges in engine/hygiene.py, and above
+    collections: dict[str, int] = field(default_factory=dict)  # of garbage, by why: idle, slack, memory
+    collection_seconds: float = 0.0
 
     @property
     def running(self) -> int:

@@ -16,6 +16,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from jaxserve.engine.hygiene import EDGES
 from jaxserve.generation import Job, Piece
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.counters import SIZES
@@ -195,6 +196,7 @@ class EngineCollector(Collector):
             ("compilations", "Programs compiled, warm-up included.", stats.compilations),
             ("compilations_after_warmup", "Programs compiled while serving: 0.", stats.compilations_after_warmup),
             ("compilation_cache_loads", "Programs read from the cache on disk.", stats.cache_loads),
+            ("event_loop_stalls", "Times the engine's event loop was away for more than 5 ms.", stats.stalls),
             ("deflections", "Requests prefilled on a decode instance.", getattr(stats, "deflections", 0)),
             ("spec_decode_num_drafts", "Drafts verified.", counters.drafts),
             ("spec_decode_num_draft_tokens", "Tokens drafted.", counters.drafted),
@@ -207,6 +209,10 @@ class EngineCollector(Collector):
         yield self._family(CounterMetricFamily, "request_success", text, by_reason, "finished_reason")
         phases = {**dict.fromkeys(("ttft", "tpot", "tbt"), 0), **stats.violations}
         by_phase = [((phase,), float(count)) for phase, count in phases.items()]
+        collections = {**dict.fromkeys(("idle", "slack", "memory"), 0), **stats.collections}
+        by_why = [((why,), float(count)) for why, count in collections.items()]
+        text = "Garbage collections by the engine, by what allowed them."
+        yield self._family(CounterMetricFamily, "garbage_collections", text, by_why, "reason")
         text = "Requests that missed an objective, by which."
         yield self._family(CounterMetricFamily, "slo_violations", text, by_phase, "phase")
 
@@ -215,17 +221,29 @@ class EngineCollector(Collector):
         for name, text, count, total in (
             ("predicted_step_seconds", "Step times as predicted.", counters.steps, counters.predicted_seconds),
             ("measured_step_seconds", "Step times as measured.", counters.steps, counters.measured_seconds),
+            (
+                "garbage_collection_seconds",
+                "Garbage collections by the engine.",
+                sum(stats.collections.values()),
+                stats.collection_seconds,
+            ),
             ("kv_transfer_seconds", "Moves of KV between instances.", stats.transfers, stats.transfer_seconds),
         ):
             family: Any = SummaryMetricFamily(PREFIX + name, text, labels=["model_name"])
             family.add_metric([self._model], count, total)
             yield family
-        steps: Any = HistogramMetricFamily(
-            PREFIX + "iteration_tokens_total", "Tokens of a step.", labels=["model_name"]
-        )
-        up_to = zip((*map(str, map(float, SIZES)), "+Inf"), accumulate(counters.sizes), strict=True)
-        steps.add_metric([self._model], list(up_to), counters.tokens)
-        yield steps
+        text = "Times for which the engine's event loop was away, where more than 5 ms."
+        sizes = stats.stall_sizes or (0,) * (len(EDGES) + 1)
+        yield self._histogram("event_loop_stall_seconds", text, EDGES, sizes, stats.stall_seconds)
+        yield self._histogram("iteration_tokens_total", "Tokens of a step.", SIZES, counters.sizes, counters.tokens)
+
+    def _histogram(self, name: str, text: str, edges: Sequence[float], sizes: Sequence[int], total: float) -> Metric:
+        """`sizes`: how many up to each edge and above the one before, then those above the last."""
+        family: Any = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
+        up_to = zip((*map(str, map(float, edges)), "+Inf"), accumulate(sizes), strict=True)
+        family.add_metric([self._model], list(up_to), total)
+        made: Metric = family
+        return made
 
 
 class StatsLine:

@@ -1,0 +1,184 @@
+"""Host hygiene: stalls are counted, garbage goes in gaps, and the process is as it was when the engine is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from math import inf
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxserve.engine import hygiene
+from jaxserve.engine.hygiene import EDGES, UNPROMISED, Hygiene, Stalls, least_slack, watched_loop
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.request import BEST_EFFORT, Request
+from jaxserve.sched.slo import NO_SLO, SLO
+
+
+class Knot:
+    """Garbage that only the collector finds."""
+
+    def __init__(self) -> None:
+        self.self = self
+
+
+def litter(count: int = 0) -> weakref.ref[Knot]:
+    """Leave so many knots behind, by default more than the collector's threshold; a reference to one."""
+    knots = [Knot() for _ in range(count or 2 * gc.get_threshold()[0])]
+    return weakref.ref(knots[0])
+
+
+def until(said: Any, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not said():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def process(monkeypatch) -> Iterator[None]:
+    """A process of its own for the hygiene of one test, as if no engine ran beside it; afterwards as before."""
+    enabled, interval, frozen = gc.isenabled(), sys.getswitchinterval(), gc.get_freeze_count()
+    monkeypatch.setattr(hygiene, "_process", hygiene._Process())
+    gc.enable()
+    sys.setswitchinterval(5e-3)
+    yield
+    sys.setswitchinterval(interval)
+    if frozen:
+        gc.freeze()  # an engine of the session serves on
+    (gc.enable if enabled else gc.disable)()
+
+
+def test_a_callback_that_blocks_is_counted():
+    stalls = Stalls()
+    loop = watched_loop(stalls)
+
+    async def main() -> None:
+        await asyncio.sleep(0.01)
+        stalls.clear()
+        time.sleep(0.03)
+        await asyncio.sleep(0)
+
+    loop.run_until_complete(main())
+    loop.close()
+    assert stalls.count >= 1 and stalls.seconds >= 0.03
+    assert sum(stalls.sizes) == stalls.count and sum(stalls.sizes[EDGES.index(0.02) + 1 :]) >= 1
+
+
+def test_short_work_and_waiting_are_no_stalls():
+    stalls = Stalls()
+    for seconds in (0.0, 0.004, 0.005):
+        stalls.saw(seconds)
+    assert stalls.count == 0 and not any(stalls.sizes)
+    for seconds in (0.006, 0.01, 7.0):
+        stalls.saw(seconds)
+    assert stalls.sizes == [0, 2, *[0] * (len(EDGES) - 2), 1] and stalls.seconds == pytest.approx(7.016)
+
+
+def test_a_request_that_blocks_the_engines_loop_is_exported(live):
+    def sums() -> dict[str, float]:
+        families = text_string_to_metric_families(live.http.get("/metrics").text)
+        return {one.name: one.value for family in families for one in family.samples if "le" not in one.labels}
+
+    before = sums()
+    live.engine._loop.call_soon_threadsafe(time.sleep, 0.06)
+    until(lambda: live.engine.stats().stall_seconds - before["jaxserve:event_loop_stall_seconds_sum"] >= 0.06)
+    after = sums()
+    gained = {name: after[name] - before[name] for name in after}
+    assert gained["jaxserve:event_loop_stalls_total"] >= 1
+    assert gained["jaxserve:event_loop_stall_seconds_sum"] >= 0.06
+    assert after["jaxserve:event_loop_stalls_total"] <= after["jaxserve:event_loop_stall_seconds_count"]
+
+
+def test_an_engine_collects_where_nobody_waits(live):
+    live.quiet()
+    assert not gc.isenabled() and gc.get_freeze_count() > 0
+    knot = litter()
+    until(lambda: knot() is None)
+    assert live.engine.stats().collections["idle"] >= 1 and live.engine.stats().collection_seconds > 0
+
+
+def test_the_process_is_as_it_was(process):
+    interval = sys.getswitchinterval()
+    first, second = Hygiene(lambda: inf), Hygiene(lambda: inf)
+    first.end()
+    assert gc.isenabled(), "it had not begun"
+    first.begin()
+    second.begin()
+    assert not gc.isenabled() and sys.getswitchinterval() < interval and gc.get_freeze_count() > 0
+    first.end()
+    first.end()
+    assert not gc.isenabled(), "the second still serves"
+    second.end()
+    assert gc.isenabled() and sys.getswitchinterval() == interval and gc.get_freeze_count() == 0
+
+
+def test_a_collector_that_was_off_stays_off(process):
+    gc.disable()
+    one = Hygiene(lambda: inf)
+    one.begin()
+    one.end()
+    assert not gc.isenabled()
+
+
+@pytest.fixture
+def tended(process) -> Iterator[Any]:
+    """A Hygiene whose slack the test says, and which it asks to look."""
+    said: dict[str, float] = {"slack": inf}
+    one: Any = Hygiene(lambda: said["slack"])
+    one.said = said
+    one.begin()
+    yield one
+    one.end()
+
+
+def test_garbage_waits_for_a_gap(tended):
+    tended.said["slack"] = 1e-9
+    knot = litter()
+    tended.look()
+    assert knot() is not None and not tended.collections, "somebody would be late"
+    tended.said["slack"] = 1000.0
+    tended.look()
+    assert knot() is None and tended.collections == {"slack": 1}
+
+
+def test_an_idle_process_collects_all_generations(tended):
+    knots = [Knot()]
+    gc.collect(0)
+    gc.collect(1)
+    knot = weakref.ref(knots.pop())
+    litter()
+    tended.look()
+    assert knot() is not None and tended.collections == {"idle": 1}, "old, and a full collection was just made"
+    tended._full_at -= 60.0
+    tended.look()
+    assert knot() is None and tended.collections == {"idle": 2}
+    tended.look()
+    assert tended.collections == {"idle": 2}, "nothing new"
+
+
+def test_memory_is_bounded_without_gaps(tended, monkeypatch):
+    tended.said["slack"] = 1e-9
+    monkeypatch.setattr(hygiene, "MOST", 2000)
+    knot = litter(5000)
+    tended.look()
+    assert knot() is None and tended.collections == {"memory": 1}
+
+
+def request(slo: SLO, **more: Any) -> Request:
+    return Request(1, (5,), SamplingParams(), slo, 10.0, **more)
+
+
+def test_slack_is_the_least_of_those_who_run():
+    early, late, free = request(SLO(ttft=4.0)), request(SLO(ttft=0.5)), request(NO_SLO, tier=BEST_EFFORT)
+    assert least_slack([(12.0, [early, late, free])]) == UNPROMISED
+    assert least_slack([(12.0, [early])]) == pytest.approx(2.0)
+    assert least_slack([(12.0, [early]), (13.0, [early])]) == pytest.approx(1.0)
+    assert least_slack([(12.0, [late, free]), (12.0, [])]) == UNPROMISED, "they run, and should not be held up for long"
+    assert least_slack([(12.0, []), (12.0, [])]) == inf
