@@ -83,7 +83,7 @@ def least_slack(residents: Iterable[tuple[float, Iterable[Request]]]) -> float:
     for end, requests in residents:
         for one in requests:
             slack = -1.0 if one.tier == BEST_EFFORT else one.deadline - end
-            least = min(least, slack if slack >= 0 else UNPROMISED)
+            least = min(least, slack if 0 <= slack < inf else UNPROMISED)
     return least
 
 

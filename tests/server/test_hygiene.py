@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxserve import LLM
 from jaxserve.engine import hygiene
 from jaxserve.engine.hygiene import EDGES, UNPROMISED, Hygiene, Stalls, least_slack, watched_loop
 from jaxserve.sched.params import SamplingParams
@@ -119,6 +120,16 @@ def test_the_process_is_as_it_was(process):
     assert gc.isenabled() and sys.getswitchinterval() == interval and gc.get_freeze_count() == 0
 
 
+def test_an_llm_leaves_the_process_as_it_was(process):
+    interval = sys.getswitchinterval()
+    with LLM(max_model_len=32, max_num_seqs=2, max_num_batched_tokens=16, kv_cache_memory="4MiB") as llm:
+        assert not gc.isenabled()
+        assert llm.generate([5, 6], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)[0].finished
+    assert gc.isenabled() and sys.getswitchinterval() == interval
+    llm.close()
+    assert gc.isenabled(), "closing twice changes nothing"
+
+
 def test_a_collector_that_was_off_stays_off(process):
     gc.disable()
     one = Hygiene(lambda: inf)
@@ -128,10 +139,11 @@ def test_a_collector_that_was_off_stays_off(process):
 
 
 @pytest.fixture
-def tended(process) -> Iterator[Any]:
-    """A Hygiene whose slack the test says, and which it asks to look."""
-    said: dict[str, float] = {"slack": inf}
+def tended(process, monkeypatch) -> Iterator[Any]:
+    """A Hygiene whose slack the test says, and which it asks to look; an engine of the session must not look now."""
+    said, look = {"slack": inf}, Hygiene.look
     one: Any = Hygiene(lambda: said["slack"])
+    monkeypatch.setattr(Hygiene, "look", lambda self: look(self) if self is one else None)
     one.said = said
     one.begin()
     yield one
@@ -180,5 +192,6 @@ def test_slack_is_the_least_of_those_who_run():
     assert least_slack([(12.0, [early, late, free])]) == UNPROMISED
     assert least_slack([(12.0, [early])]) == pytest.approx(2.0)
     assert least_slack([(12.0, [early]), (13.0, [early])]) == pytest.approx(1.0)
-    assert least_slack([(12.0, [late, free]), (12.0, [])]) == UNPROMISED, "they run, and should not be held up for long"
+    assert least_slack([(12.0, [late, free]), (12.0, [])]) == UNPROMISED
+    assert least_slack([(12.0, [request(NO_SLO)])]) == UNPROMISED, "they run, and should not be held up for long"
     assert least_slack([(12.0, []), (12.0, [])]) == inf
