@@ -7,8 +7,9 @@ tokens; a block computes a tile for 1, 2, 4 or 8 query heads of one kv head, who
 do. q and out stay as the layers have them, [T, H, D]; nothing is transposed outside. Floor: 4 D operations for each
 query head and key that it sees, at the rate of the tensor cores.
 
-Refused (`supports` says why): pools of 8 bits, since the tensor core takes 8-bit values only transposed; D = 256, since
-what the compiler makes of it spills 440 bytes of registers.
+Of D = 256 a block mixes one half of the values' columns, and another block the other, for all of them spill: scores are
+formed twice, and the products are half as many again. Pools of 8 bits are widened on their way (prefill_copy.py);
+with D = 256 they are refused, for there is room for one tile of keys, which spills 460 bytes.
 
 Letters: T tokens, S rows, P pages per row, N pages in the pool, B page size, H query heads, K kv heads, G = H / K,
 D head dim, I tiles of the plan.
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 from pallas_kernels import compat
 from pallas_kernels.aot.cases import Case, shapes
 from pallas_kernels.hopper.prefill_body import body
-from pallas_kernels.hopper.prefill_shape import GRID, ROLE, ROWS, WARPGROUPS, Shape
+from pallas_kernels.hopper.prefill_shape import GRID, MOST, ROLE, ROWS, WARPGROUPS, Shape
 from pallas_kernels.hopper.spec import CORES, SMEM, Spec, allowed
 from pallas_kernels.interpret import Interpret
 from pallas_kernels.layout import MASKED, Ragged, Scales
@@ -64,8 +65,10 @@ class Config:
             raise ValueError(f"{spec.heads=} must be a multiple of {spec.kv_heads=}")
         if self.heads not in (1, 2, 4, 8) or spec.group % self.heads:
             raise ValueError(f"{self.heads=} must be 1, 2, 4 or 8 and divide the {spec.group} query heads of a kv head")
-        if spec.dim not in (64, 128):
-            raise ValueError(f"{spec.dim=} must be 64 or 128: for 256 there is room for one stage only, which spills")
+        if spec.dim not in (64, 128, 256):
+            raise ValueError(f"{spec.dim=} must be 64, 128 or 256")
+        if spec.quantised and spec.dim > MOST:
+            raise ValueError(f"{spec.kv_dtype=} with {spec.dim=}: there is room for one tile of keys, which spills")
         if spec.page % 8 or not 8 <= spec.page <= 256:
             raise ValueError(f"{spec.page=} must be a multiple of 8 up to 256")
         if self.keys not in (64, 128) or (self.keys % spec.page and spec.page % self.keys):
@@ -74,20 +77,18 @@ class Config:
             raise ValueError(f"{self.stages=} and {self.blocks=} must be positive, {self.above=} not negative")
         if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
             raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
-        if spec.quantised:
-            raise ValueError(
-                f"{spec.kv_dtype=}: the tensor core takes 8-bit values only transposed, which pages are not"
-            )
-        if jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
-            raise ValueError(f"{spec.kv_dtype=} must be {spec.dtype=}")
+        if not spec.quantised and jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
+            raise ValueError(f"{spec.kv_dtype=} must be float8_e4m3fn, int8 or {spec.dtype=}")
         if (size := self.smem_bytes(spec)) > SMEM:
             raise ValueError(f"{self} needs {size} bytes of shared memory for {spec}; a block has {SMEM}")
 
     def smem_bytes(self, spec: Spec) -> int:
         """Shared memory of a block: queries, results, the ring, weights; barriers and alignment."""
         wide, rows = int(jnp.dtype(spec.dtype).itemsize), WARPGROUPS * ROWS
-        ring = 2 * self.stages * self.keys * spec.dim * wide
-        return 2 * rows * spec.dim * wide + ring + rows * (self.keys if self.p_in_smem else 16) * wide + 2048
+        columns = min(spec.dim, MOST)
+        ring = self.stages * self.keys * (spec.dim + columns) * (wide + spec.quantised)
+        weights = rows * (self.keys if self.p_in_smem else 16) * wide
+        return rows * (spec.dim + columns) * wide + ring + weights + 2048
 
 
 def heuristic(spec: Spec, *, window: int | None = None) -> Config:
@@ -151,30 +152,13 @@ def paged_prefill(
     page, kv_heads = k_pool.shape[1:3]
     spec = Spec(ragged.lengths.shape[0], heads, kv_heads, dim, page, tokens, q.dtype, k_pool.dtype)
     config.validate(spec)
-    if scales is not None or scale <= 0:
-        raise ValueError(f"{scales=} must be None and {scale=} positive")
-    span = config.tile // WARPGROUPS
-    padded = jnp.pad(q, ((0, max(0, span - tokens)), (0, 0), (0, 0)))
+    if spec.quantised != (scales is not None):
+        raise ValueError(f"pools of {k_pool.dtype} and {scales=} do not fit: 8-bit pools have scales, others none")
+    if scale <= 0:
+        raise ValueError(f"{scale=} must be positive")
+    padded = jnp.pad(q, ((0, max(0, config.tile // WARPGROUPS - tokens)), (0, 0), (0, 0)))
     tiles = work.tiles.shape[0]
-    shape = Shape(
-        tokens=padded.shape[0],
-        group=spec.group,
-        kv_heads=kv_heads,
-        dim=dim,
-        page=page,
-        heads=config.heads,
-        keys=config.keys,
-        stages=config.stages,
-        blocks=min(config.blocks, tiles * heads // config.heads),
-        tiles=tiles,
-        p_in_smem=config.p_in_smem,
-        ping_pong=config.ping_pong,
-        dtype=jnp.dtype(q.dtype),
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        interpret=interpret,
-    )
+    shape = _shape(spec, config, padded.shape[0], tiles, scale, window, softcap, interpret)
     run = compat.kernel(
         body(shape),
         out=(
@@ -186,12 +170,46 @@ def paged_prefill(
         threads=(ROLE, WARPGROUPS + 1),
         interpret=interpret,
     )
-    out, lse = run(padded, k_pool, v_pool, work.tiles, work.used, work.table)
+    out, lse = run(padded, k_pool, v_pool, work.tiles, work.used, work.table, *(scales or ()))
     out = out[:tokens]
     covered = work.place >= 0
     if clean:
         out = jnp.where(covered[:, None, None], out, 0)
     return out, jnp.where(covered[:, None], _by_tokens(lse, work.place, shape), MASKED)
+
+
+def _shape(
+    spec: Spec,
+    config: Config,
+    tokens: int,
+    tiles: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    interpret: Interpret,
+) -> Shape:
+    items = tiles * spec.heads // config.heads * (spec.dim // min(spec.dim, MOST))
+    return Shape(
+        tokens=tokens,
+        group=spec.group,
+        kv_heads=spec.kv_heads,
+        dim=spec.dim,
+        page=spec.page,
+        heads=config.heads,
+        keys=config.keys,
+        stages=config.stages,
+        blocks=min(config.blocks, items),
+        tiles=tiles,
+        p_in_smem=config.p_in_smem,
+        ping_pong=config.ping_pong,
+        dtype=jnp.dtype(spec.compute_dtype),
+        outer_dtype=jnp.dtype(spec.dtype),
+        kv_dtype=jnp.dtype(spec.kv_dtype),
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        interpret=interpret,
+    )
 
 
 def _by_tokens(lse: jax.Array, place: jax.Array, shape: Shape) -> jax.Array:
@@ -221,15 +239,22 @@ def cases() -> Iterator[Case]:
     yield _case("8b", replace(spec, dtype=jnp.float16, kv_dtype=jnp.float16), 2048)
     yield _case("8b registers", spec, 2048, replace(heuristic(spec), p_in_smem=False, ping_pong=False))
     yield _case("d64", Spec(64, 16, 8, 64, 64), 2048)
+    wide = Spec(64, 16, 8, 256, 64)  # Gemma 3 12B
+    yield _case("d256", wide, 2048)
+    yield _case("d256 window", wide, 2048, heuristic(wide, window=1024), window=1024)
+    for stored in (jnp.float8_e4m3fn, jnp.int8):
+        yield _case("8b", replace(spec, kv_dtype=stored), 2048)
     yield _case("group 5", Spec(64, 40, 8, 128, 64), 2048)
     windowed = Spec(64, 16, 8, 128, 64)
     yield _case("softcap window", windowed, 2048, heuristic(windowed, window=4096), window=4096, softcap=50.0)
 
 
 def _case(name: str, spec: Spec, tokens: int, config: Config | None = None, **options: Any) -> Case:
+    stored = f" {jnp.dtype(spec.kv_dtype).name}" if spec.quantised else ""
+    scales = [((spec.kv_heads,), jnp.float32)] * 2 if spec.quantised else []
     pool, row = (4096, spec.page, spec.kv_heads, spec.dim), ((spec.rows,), jnp.int32)
     return Case(
-        name=f"prefill {name} {jnp.dtype(spec.dtype).name} page{spec.page} t{tokens}",
+        name=f"prefill {name} {jnp.dtype(spec.dtype).name}{stored} page{spec.page} t{tokens}",
         program=partial(_step, spec=spec, config=config or heuristic(spec), **options),
         arguments=shapes(
             ((tokens, spec.heads, spec.dim), spec.dtype),
@@ -238,15 +263,17 @@ def _case(name: str, spec: Spec, tokens: int, config: Config | None = None, **op
             *[((tokens,), jnp.int32)] * 3,
             *[row] * 3,
             ((spec.rows, 32768 // spec.page), jnp.int32),
+            *scales,
         ),
         needs=frozenset({"wgmma", "tma"}),
     )
 
 
 def _step(
-    q: jax.Array, k: jax.Array, v: jax.Array, *ragged: jax.Array, spec: Spec, config: Config, **options: Any
+    q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array, spec: Spec, config: Config, **options: Any
 ) -> tuple[jax.Array, jax.Array]:
     """The plan and one layer."""
-    step = Ragged(*ragged)
+    fields = len(Ragged._fields)
+    step, scales = Ragged(*rest[:fields]), Scales(*rest[fields:]) if spec.quantised else None
     work = config.plan(step, page=spec.page, window=options.get("window"))
-    return paged_prefill(q, k, v, step, work, scale=spec.dim**-0.5, config=config, **options)
+    return paged_prefill(q, k, v, step, work, scale=spec.dim**-0.5, scales=scales, config=config, **options)

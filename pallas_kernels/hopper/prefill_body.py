@@ -1,4 +1,4 @@
-"""What one block of prefill attention does: two warpgroups compute, a third copies pages into shared memory.
+"""What one block of prefill attention does: two warpgroups compute, a third (prefill_copy.py) brings keys and values.
 
 A block takes items in turn; an item is one tile of query tokens for `heads` query heads of one kv head. Row r of a
 warpgroup's product is head r // span, token r % span of the tile's part for that warpgroup. Queries come by TMA, head
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from jax import lax
 
 from pallas_kernels import compat
 from pallas_kernels.compat import plgpu
+from pallas_kernels.hopper.prefill_copy import drain, produce
 from pallas_kernels.hopper.prefill_shape import (
     GRID,
     LEAST,
@@ -37,14 +39,15 @@ from pallas_kernels.hopper.prefill_shape import (
 from pallas_kernels.interpret import cast, fence, is_interpreting, wgmma
 from pallas_kernels.layout import MASKED
 
-State = tuple[jax.Array, jax.Array, jax.Array]  # mixed [M, D], peak [M] in log2 units, total [M]
+State = tuple[jax.Array, jax.Array, jax.Array]  # mixed [M, columns], peak [M] in log2 units, total [M]
 
 
 def body(shape: Shape) -> Callable[..., None]:
     """The kernel's body."""
 
     def run(*refs: Any) -> None:
-        _block(shape, Refs(*refs))
+        scales = () if shape.quantised else (None, None)
+        _block(shape, Refs(*refs[:6], *scales, *refs[6:]))
 
     return run
 
@@ -53,7 +56,7 @@ def _block(shape: Shape, refs: Refs) -> None:
     role, block = lax.axis_index(ROLE), lax.axis_index(GRID)
 
     def rounds() -> jax.Array:
-        return lax.div(refs.used[0] * shape.head_blocks + (shape.blocks - 1), jnp.int32(shape.blocks))
+        return lax.div(refs.used[0] * shape.per_tile + (shape.blocks - 1), jnp.int32(shape.blocks))
 
     def item(turn: jax.Array) -> Item:
         # Back and forth over the blocks: who has the longest of one round has the shortest of the next.
@@ -63,84 +66,24 @@ def _block(shape: Shape, refs: Refs) -> None:
     @pl.when(role < WARPGROUPS)
     def _compute() -> None:
         if not is_interpreting(shape.interpret):
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(208 if shape.quantised else 232, action="increase")
         lax.fori_loop(0, rounds(), lambda turn, step: _consume(shape, refs, item(turn), role, step), jnp.int32(0))
 
     @pl.when(role == WARPGROUPS)
     def _copy() -> None:
         if not is_interpreting(shape.interpret):
-            plgpu.set_max_registers(40, action="decrease")
-        steps = lax.fori_loop(0, rounds(), lambda turn, step: _produce(shape, refs, item(turn), step), jnp.int32(0))
-        if not is_interpreting(shape.interpret):
-            return
-        for slot in range(shape.stages):  # the interpreter wants every barrier waited for; a device does not
-
-            @pl.when(steps > slot)
-            def _drain(slot: int = slot) -> None:
-                plgpu.barrier_wait(refs.k_free.at[slot])
-                plgpu.barrier_wait(refs.v_free.at[slot])
-
-
-# The warpgroup that copies.
-
-
-def _produce(shape: Shape, refs: Refs, item: Item, step: jax.Array) -> jax.Array:
-    head = lax.div(item.head_block * shape.heads, jnp.int32(shape.group))
-
-    def copy(j: jax.Array, step: jax.Array) -> jax.Array:
-        i = item.start + item.key_tile(j)
-        slot = lax.rem(step, jnp.int32(shape.stages))
-        for pool, ring, full, free in (
-            (refs.k, refs.k_s, refs.k_full, refs.k_free),
-            (refs.v, refs.v_s, refs.v_full, refs.v_free),
-        ):
-
-            @pl.when(step >= shape.stages)
-            def _wait(free: Any = free) -> None:
-                plgpu.barrier_wait(free.at[slot])
-
-            for part in range(shape.copies):
-                size = min(shape.page, shape.keys)
-                source = _keys(shape, refs, pool, item.row, i, part, head)
-                plgpu.copy_gmem_to_smem(source, ring.at[slot, pl.ds(part * size, size)], full.at[slot])
-        return step + 1
-
-    after: jax.Array = lax.fori_loop(0, item.steps, copy, step)
-    return after
-
-
-def _keys(shape: Shape, refs: Refs, pool: Any, row: jax.Array, i: jax.Array, part: int, head: jax.Array) -> Any:
-    """Page `part` of tile i of the row's keys, or tile i as a part of its page."""
-    if shape.page <= shape.keys:
-        return pool.at[refs.table[row, i * shape.copies + part], :, head]
-    parts = jnp.int32(shape.page // shape.keys)
-    return pool.at[refs.table[row, lax.div(i, parts)], pl.ds(lax.rem(i, parts) * shape.keys, shape.keys), head]
-
-
-# The warpgroups that compute.
+            plgpu.set_max_registers(88 if shape.quantised else 40, action="decrease")
+        steps = lax.fori_loop(0, rounds(), lambda turn, step: produce(shape, refs, item(turn), step), jnp.int32(0))
+        if is_interpreting(shape.interpret):
+            drain(shape, refs, steps)
 
 
 def _consume(shape: Shape, refs: Refs, item: Item, role: jax.Array, step: jax.Array) -> jax.Array:
-    @pl.when(item.tokens > 0)
-    def _queries() -> None:
-        part, head = item.part(shape, role), item.head_block * shape.heads
-
-        for h in range(shape.heads):
-            for c in range(shape.dim // WIDE):
-                plgpu.copy_gmem_to_smem(
-                    refs.q.at[pl.ds(part.begin - part.back, shape.span), head + h, pl.ds(c * WIDE, WIDE)],
-                    refs.stage.at[role, c, pl.ds(h * shape.span, shape.span)],
-                    refs.q_full.at[role],
-                )
-        plgpu.barrier_wait(refs.q_full.at[role])
-        for c in range(shape.dim // WIDE):
-            loaded = compat.load(refs.stage.at[role, c], layout=_layout(), optimized=False)
-            refs.q_s[role, :, pl.ds(c * WIDE, WIDE)] = loaded
-        plgpu.commit_smem()
-
+    pl.when(item.tokens > 0)(partial(_queries, shape, refs, item, role))
     if shape.ping_pong:
         pl.when(role == 1)(partial(_hand_over, refs))
-    tile = partial(_tile, shape, refs, item, role, step)
+    raw = shape.scale * (refs.k_scale[item.kv_head(shape)] if shape.quantised else 1.0)
+    tile = partial(_tile, shape, refs, item, role, step, raw)
     state = lax.fori_loop(
         0, item.masked, partial(tile, item.part(shape, role).offset - item.start * shape.keys), _begin(shape)
     )
@@ -155,6 +98,23 @@ def _consume(shape: Shape, refs: Refs, item: Item, role: jax.Array, step: jax.Ar
     return step + item.steps
 
 
+def _queries(shape: Shape, refs: Refs, item: Item, role: jax.Array) -> None:
+    """The item's queries, from global memory to `q_s`."""
+    part, head = item.part(shape, role), item.head_block * shape.heads
+    for begin in range(0, shape.dim, shape.columns):
+        for h, c in product(range(shape.heads), range(0, shape.columns, WIDE)):
+            plgpu.copy_gmem_to_smem(
+                refs.q.at[pl.ds(part.begin - part.back, shape.span), head + h, pl.ds(begin + c, WIDE)],
+                refs.stage.at[role, c // WIDE, pl.ds(h * shape.span, shape.span)],
+                refs.q_full.at[role],
+            )
+        plgpu.barrier_wait(refs.q_full.at[role])
+        for c in range(0, shape.columns, WIDE):
+            loaded = compat.load(refs.stage.at[role, c // WIDE], layout=_layout(), optimized=False)
+            refs.q_s[role, :, pl.ds(begin + c, WIDE)] = loaded.astype(shape.dtype)
+        plgpu.commit_smem()
+
+
 def _hand_over(refs: Refs) -> None:
     """Let the other warpgroup have the tensor core, and wait until it does the same."""
     plgpu.barrier_arrive(refs.turn)
@@ -167,7 +127,7 @@ def _layout(reduced: bool = False) -> Any:
 
 def _begin(shape: Shape) -> State:
     row = partial(cast, layout=_layout(reduced=True), interpret=shape.interpret)
-    mixed = cast(jnp.zeros((ROWS, shape.dim), jnp.float32), _layout(), shape.interpret)
+    mixed = cast(jnp.zeros((ROWS, shape.columns), jnp.float32), _layout(), shape.interpret)
     return mixed, row(jnp.full((ROWS,), LEAST, jnp.float32)), row(jnp.zeros((ROWS,), jnp.float32))
 
 
@@ -181,11 +141,15 @@ def _tile(
     item: Item,
     role: jax.Array,
     step: jax.Array,
+    raw: jax.Array | float,
     ahead: jax.Array | None,
     j: jax.Array,
     state: State,
 ) -> State:
-    """Attend to the j-th tile of keys. Where it needs a mask, `ahead` is the first row's position from tile `start`."""
+    """Attend to the j-th tile of keys; `raw` is what products are multiplied by to be scores.
+
+    Where the tile needs a mask, `ahead` is the first row's position from tile `start`.
+    """
     mixed, peak, total = state
     slot = lax.rem(step + j, jnp.int32(shape.stages))
     plgpu.barrier_wait(refs.k_full.at[slot])
@@ -193,16 +157,16 @@ def _tile(
     fence(shape.interpret)
     plgpu.barrier_arrive(refs.k_free.at[slot])
 
-    factor = shape.scale * LOG2E  # scores in units of log2, so that exp2 takes them after one multiply-add
+    factor = raw * LOG2E  # scores in units of log2, so that exp2 takes them after one multiply-add
     if shape.softcap is not None:
-        score, factor = jnp.tanh(score * (shape.scale / shape.softcap)), shape.softcap * LOG2E
+        score, factor = jnp.tanh(score * (raw / shape.softcap)), shape.softcap * LOG2E
     if ahead is not None:
         there = j if shape.window is None else item.key_tile(j)
         score = _mask(shape, score, ahead - there * shape.keys)
     higher = jnp.maximum(peak, jnp.max(score, axis=1) * factor)
     fade = jnp.exp2(peak - higher)
     weight = jnp.exp2(score * factor - _rows(higher, shape.keys))
-    mixed, total = mixed * _rows(fade, shape.dim), total * fade + jnp.sum(weight, axis=1)
+    mixed, total = mixed * _rows(fade, shape.columns), total * fade + jnp.sum(weight, axis=1)
     narrow = weight.astype(shape.dtype)
     if shape.p_in_smem:
         refs.p_s[role] = narrow
@@ -230,14 +194,14 @@ def _scores(shape: Shape, refs: Refs, role: jax.Array, slot: jax.Array) -> jax.A
             _hand_over(refs)
         return score
 
-    def product(acc: Any) -> jax.Array:
+    def formed(acc: Any) -> jax.Array:
         plgpu.wgmma(acc, refs.q_s.at[role], compat.transpose(refs.k_s.at[slot]))
         if shape.ping_pong:
             _hand_over(refs)
         score: jax.Array = acc[...]
         return score
 
-    scores: jax.Array = pl.run_scoped(product, plgpu.ACC((ROWS, shape.keys), jnp.float32))
+    scores: jax.Array = pl.run_scoped(formed, plgpu.ACC((ROWS, shape.keys), jnp.float32))
     return scores
 
 
@@ -260,29 +224,43 @@ def _iota(shape: Shape, size: tuple[int, ...], axis: int) -> jax.Array:
 
 
 def _finish(shape: Shape, refs: Refs, item: Item, role: jax.Array, state: State) -> None:
-    part = item.part(shape, role)
     mixed, peak, total = state
     total = jnp.maximum(total, 1e-30)  # of rows that are not stored
-    mixed = (mixed * _rows(1.0 / total, shape.dim)).astype(shape.dtype)
-    for c in range(shape.dim // WIDE):
-        refs.stage[role, c] = mixed[:, c * WIDE : (c + 1) * WIDE]
+    share = (refs.v_scale[item.kv_head(shape)] if shape.quantised else 1.0) / total
+    mixed = (mixed * _rows(share, shape.columns)).astype(shape.outer_dtype)
+    for c in range(0, shape.columns, WIDE):
+        refs.stage[role, c // WIDE] = mixed[:, c : c + WIDE]
     plgpu.commit_smem()
-    refs.lse[item.head_block, item.tile, pl.ds(role * ROWS, ROWS)] = peak * (1.0 / LOG2E) + jnp.log(total)
-    # A copy has a fixed size: a number of tokens goes out as the powers of two that it is the sum of.
-    left = part.left
-    done, size = left * 0, shape.span
+
+    def tell() -> None:
+        refs.lse[item.head_block, item.tile, pl.ds(role * ROWS, ROWS)] = peak * (1.0 / LOG2E) + jnp.log(total)
+
+    if shape.halves > 1:
+        pl.when(item.half == 0)(tell)
+    else:
+        tell()
+    _store(shape, refs, item, role)
+
+
+def _store(shape: Shape, refs: Refs, item: Item, role: jax.Array) -> None:
+    """The staged results, to global memory.
+
+    A copy has a fixed size: a number of tokens goes out as the powers of two that it is the sum of.
+    """
+    part = item.part(shape, role)
+    first = item.half * shape.columns if shape.halves > 1 else 0
+    done, size = part.left * 0, shape.span
     while size:
 
-        @pl.when((left & size) != 0)
+        @pl.when((part.left & size) != 0)
         def _copy(size: int = size, done: jax.Array = done) -> None:
-            for h in range(shape.heads):
-                for c in range(shape.dim // WIDE):
-                    plgpu.copy_smem_to_gmem(
-                        refs.stage.at[role, c, pl.ds(h * shape.span + part.back + done, size)],
-                        refs.out.at[
-                            pl.ds(part.begin + done, size), item.head_block * shape.heads + h, pl.ds(c * WIDE, WIDE)
-                        ],
-                    )
+            for h, c in product(range(shape.heads), range(0, shape.columns, WIDE)):
+                plgpu.copy_smem_to_gmem(
+                    refs.stage.at[role, c // WIDE, pl.ds(h * shape.span + part.back + done, size)],
+                    refs.out.at[
+                        pl.ds(part.begin + done, size), item.head_block * shape.heads + h, pl.ds(first + c, WIDE)
+                    ],
+                )
 
-        done, size = done + (left & size), size // 2
+        done, size = done + (part.left & size), size // 2
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

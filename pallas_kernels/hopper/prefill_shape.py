@@ -19,6 +19,7 @@ from pallas_kernels.layout import MASKED
 
 ROWS = 64  # M, the least of a warpgroup's product
 WARPGROUPS = 2  # that compute
+MOST = 128  # columns of values that a warpgroup's registers hold beside the rest
 WIDE = 64  # columns of 2 bytes that are swizzled together
 LOG2E = math.log2(math.e)
 LEAST = MASKED * 1e-10  # below any score, far above what is masked: a row that sees nothing yet adds up to nothing
@@ -41,7 +42,9 @@ class Shape:
     tiles: int  # I, of the plan
     p_in_smem: bool
     ping_pong: bool
-    dtype: Any
+    dtype: Any  # of the products
+    outer_dtype: Any  # of queries and results
+    kv_dtype: Any  # of the pools
     scale: float
     window: int | None
     softcap: float | None
@@ -57,25 +60,51 @@ class Shape:
         return self.kv_heads * self.group // self.heads
 
     @property
+    def columns(self) -> int:
+        """Columns of the values that an item mixes: more than 128 would leave no registers for the rest."""
+        return min(self.dim, MOST)
+
+    @property
+    def halves(self) -> int:
+        """Items that a tile of tokens makes for each block of heads: each forms all scores, for its part of V."""
+        return self.dim // self.columns
+
+    @property
+    def per_tile(self) -> int:
+        """Items of a tile of tokens."""
+        return self.head_blocks * self.halves
+
+    @property
+    def quantised(self) -> bool:
+        return bool(jnp.dtype(self.kv_dtype).itemsize == 1)
+
+    @property
     def copies(self) -> int:
         """TMA copies for a tile of keys."""
         return max(1, self.keys // self.page)
 
     def scratch(self) -> list[Any]:
-        ring = plgpu.SMEM((self.stages, self.keys, self.dim), self.dtype, transforms=_tiled(self.dim, self.dtype))
         weights = self.keys if self.p_in_smem else 16  # columns; of no use where they stay in registers
         free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=self.stages)
-        full = plgpu.Barrier(num_arrivals=self.copies, num_barriers=self.stages)
+        copied = plgpu.Barrier(num_arrivals=self.copies, num_barriers=self.stages)
+        full = plgpu.Barrier(num_barriers=self.stages) if self.quantised else copied
         product = (WARPGROUPS, ROWS, self.dim)
         return [
             plgpu.SMEM(product, self.dtype, transforms=_tiled(self.dim, self.dtype)),
-            plgpu.SMEM((WARPGROUPS, self.dim // WIDE, ROWS, WIDE), self.dtype),
-            ring,
-            ring,
+            plgpu.SMEM((WARPGROUPS, self.columns // WIDE, ROWS, WIDE), self.outer_dtype),
+            *self._rings(self.dtype),
             plgpu.SMEM((WARPGROUPS, ROWS, weights), self.dtype, transforms=_tiled(weights, self.dtype)),
-            plgpu.Barrier(num_arrivals=self.heads * self.dim // WIDE, num_barriers=WARPGROUPS),
+            plgpu.Barrier(num_arrivals=self.heads * self.columns // WIDE, num_barriers=WARPGROUPS),
             *(full, full, free, free),
             plgpu.Barrier(num_arrivals=WARPGROUPS),
+            *([*self._rings(self.kv_dtype), copied, copied] if self.quantised else []),
+        ]
+
+    def _rings(self, dtype: Any) -> list[Any]:
+        """Of keys and of values."""
+        return [
+            plgpu.SMEM((self.stages, self.keys, width), dtype, transforms=_tiled(width, dtype))
+            for width in (self.dim, self.columns)
         ]
 
 
@@ -94,12 +123,14 @@ class Refs(NamedTuple):
     tiles: Any  # [I, 4], and so on: of PrefillWork
     used: Any  # [1]
     table: Any  # [S, P']
+    k_scale: Any  # [K], or None where pools are not quantised
+    v_scale: Any
     out: Any  # [T, H, D]
     lse: Any  # [head blocks, I, 2 M] float32, natural log
     q_s: Any  # [2, M, D]
-    stage: Any  # [2, D / 64, M, 64], in rows that can be copied to and from any token
+    stage: Any  # [2, columns / 64, M, 64], in rows that can be copied to and from any token
     k_s: Any  # [stages, keys, D]
-    v_s: Any  # [stages, keys, D]
+    v_s: Any  # [stages, keys, columns]
     p_s: Any  # [2, M, keys]
     q_full: Any  # barriers
     k_full: Any
@@ -107,6 +138,10 @@ class Refs(NamedTuple):
     k_free: Any
     v_free: Any
     turn: Any
+    k_8: Any = None  # as k_s and v_s, of 8 bits, and their barriers
+    v_8: Any = None
+    k_in: Any = None
+    v_in: Any = None
 
 
 class Part(NamedTuple):
@@ -123,6 +158,7 @@ class Item(NamedTuple):
 
     tile: jax.Array
     head_block: jax.Array
+    half: jax.Array  # of the columns of V
     row: jax.Array
     begin: jax.Array
     tokens: jax.Array  # 0 where there is nothing to do
@@ -139,6 +175,9 @@ class Item(NamedTuple):
         left = jnp.clip(self.tokens - role * shape.span, 0, shape.span)
         return Part(begin, back, left, self.position + role * shape.span - back)
 
+    def kv_head(self, shape: Shape) -> jax.Array:
+        return lax.div(self.head_block * shape.heads, jnp.int32(shape.group))
+
     def key_tile(self, j: jax.Array) -> jax.Array:
         """The j-th tile of keys, counted from `start`: the tail, which needs a mask, then round to the window's edge.
 
@@ -148,9 +187,9 @@ class Item(NamedTuple):
 
 
 def find_item(shape: Shape, refs: Refs, index: jax.Array) -> Item:
-    tile = jnp.minimum(lax.div(index, jnp.int32(shape.head_blocks)), shape.tiles - 1)
+    tile = jnp.minimum(lax.div(index, jnp.int32(shape.per_tile)), shape.tiles - 1)
     row, begin, tokens, position = (refs.tiles[tile, i] for i in range(4))
-    tokens = jnp.where(index < shape.tiles * shape.head_blocks, tokens, 0)
+    tokens = jnp.where(index < shape.tiles * shape.per_tile, tokens, 0)
     last, keys = position + tokens - 1, jnp.int32(shape.keys)
     high = jnp.where(tokens > 0, lax.div(last, keys) + 1, 0)
     low = edge = 0 * tile  # tiles from `low` are seen, `edge` of them not by all tokens
@@ -160,5 +199,7 @@ def find_item(shape: Shape, refs: Refs, index: jax.Array) -> Item:
         whole = lax.div(jnp.maximum(last - shape.window + 1, 0) + (keys - 1), keys)
         edge = jnp.clip(whole, low, high) - low
         end = jnp.maximum(end, low + edge)
-    head_block = lax.rem(index, jnp.int32(shape.head_blocks))
-    return Item(tile, head_block, row, begin, tokens, position, end, high - end, high - low, high - end + edge)
+    within = lax.rem(index, jnp.int32(shape.per_tile))
+    # Halves side by side: they read the same keys.
+    head_block, half = (lax.div(within, jnp.int32(shape.halves)), lax.rem(within, jnp.int32(shape.halves)))
+    return Item(tile, head_block, half, row, begin, tokens, position, end, high - end, high - low, high - end + edge)

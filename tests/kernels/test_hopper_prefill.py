@@ -19,7 +19,7 @@ from pallas_kernels.layout import MASKED, Ragged, Scales
 
 from .interpreted import needs_interpreter, without_races
 from .ragged import deal, make
-from .reference import attention, error
+from .reference import attention, error, quantised
 
 LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, of the whole output
 POOL, SCALE = 40, 0.15
@@ -42,6 +42,7 @@ class Problem:
     dim: int = 64
     page: int = 16
     dtype: Any = jnp.bfloat16
+    kv_dtype: Any = None  # of 8-bit pools
     window: int | None = None
     softcap: float | None = None
     tables: tuple[tuple[int, ...], ...] | None = None
@@ -59,14 +60,25 @@ class Problem:
         tokens = sum(length for length, _ in self.rows) + self.padded
         pool = (POOL, self.page, self.kv_heads, self.dim)
         q, k, v = (random.standard_normal(shape) for shape in ((tokens, self.heads, self.dim), pool, pool))
-        return jnp.asarray(q, self.dtype), jnp.asarray(k, self.dtype), jnp.asarray(v, self.dtype)
+        if self.kv_dtype is None:
+            return jnp.asarray(q, self.dtype), jnp.asarray(k, self.dtype), jnp.asarray(v, self.dtype)
+        k, v = (quantised(x, scale, self.kv_dtype) for x, scale in zip((k, v), self.scales or (), strict=True))
+        return jnp.asarray(q, self.dtype), jnp.asarray(k), jnp.asarray(v)
+
+    @property
+    def scales(self) -> Scales | None:
+        """Such that values of about one use much of what 8 bits can tell apart."""
+        if self.kv_dtype is None:
+            return None
+        k = jnp.linspace(0.02, 0.03, self.kv_heads)
+        return Scales(k, k[::-1] + 0.01)
 
 
 def compute(problem: Problem, config: Config) -> tuple[jax.Array, jax.Array]:
     @partial(jax.jit, static_argnames=("interpret",))
     def run(q: Any, k: Any, v: Any, ragged: Ragged, interpret: Any) -> tuple[jax.Array, jax.Array]:
         work = config.plan(ragged, page=problem.page, window=problem.window)
-        options = {"window": problem.window, "softcap": problem.softcap}
+        options = {"window": problem.window, "softcap": problem.softcap, "scales": problem.scales}
         return paged_prefill(q, k, v, ragged, work, scale=SCALE, config=config, interpret=interpret, **options)
 
     with without_races() as interpret:
@@ -76,7 +88,8 @@ def compute(problem: Problem, config: Config) -> tuple[jax.Array, jax.Array]:
 def check(problem: Problem, config: Config) -> None:
     ragged = problem.ragged()
     out, lse = compute(problem, config)
-    want, sums = attention(*problem.arrays(), ragged, scale=SCALE, window=problem.window, softcap=problem.softcap)
+    options = {"window": problem.window, "softcap": problem.softcap, "scales": problem.scales}
+    want, sums = attention(*problem.arrays(), ragged, scale=SCALE, **options)
     lengths = np.append(np.asarray(ragged.lengths), 0)
     others = lengths[np.asarray(ragged.rows)] <= config.above
     want[others], sums[others] = 0, MASKED
@@ -90,7 +103,23 @@ def test_a_mix_of_chunks_equals_the_dense_twin_without_races() -> None:
     check(Problem(padded=3), SMALL)
 
 
+@needs_interpreter
+def test_pools_of_8_bits_are_widened_without_races() -> None:
+    check(Problem(heads=4, kv_heads=2, kv_dtype=jnp.int8), SMALL)
+
+
 CASES = {
+    "head dim 256": (Problem(dim=256), SMALL),
+    "head dim 256, a window and a soft cap": (Problem(dim=256, heads=4, kv_heads=2, window=33, softcap=4.0), SMALL),
+    "head dim 256, each block one item": (Problem(dim=256, heads=3), Config(heads=1, keys=64, blocks=1000)),
+    "float8": (Problem(kv_dtype=jnp.float8_e4m3fn, heads=4, kv_heads=2), SMALL),
+    "float8, head dim 128": (Problem(kv_dtype=jnp.float8_e4m3fn, dim=128), replace(SMALL, keys=128, stages=1)),
+    "float8 beside float16": (Problem(kv_dtype=jnp.float8_e4m3fn, dtype=jnp.float16), SMALL),
+    "int8, three stages": (Problem(kv_dtype=jnp.int8), replace(SMALL, stages=3)),
+    "int8, one stage": (Problem(kv_dtype=jnp.int8), replace(SMALL, stages=1)),
+    "int8, a page of two tiles": (Problem(kv_dtype=jnp.int8, page=128), SMALL),
+    "int8, a window, a soft cap and padding": (Problem(kv_dtype=jnp.int8, window=20, softcap=5.0, padded=5), SMALL),
+    "int8, each block one item": (Problem(kv_dtype=jnp.int8), replace(SMALL, blocks=1000)),
     "one head of a group of three": (Problem(heads=3), Config(heads=1, keys=64, blocks=1)),
     "groups of four": (Problem(heads=8, kv_heads=2), Config(heads=4, keys=64, blocks=3)),
     "groups of eight, tiles of 16 tokens": (Problem(heads=8), Config(heads=8, keys=64, blocks=2)),
@@ -142,7 +171,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     np.testing.assert_array_equal(alone, together[:40])
 
 
-MODELS = [(32, 8, 128), (8, 2, 128), (16, 2, 128), (40, 8, 128), (24, 8, 128), (16, 16, 64), (8, 1, 128)]
+MODELS = [(32, 8, 128), (8, 2, 128), (16, 2, 128), (40, 8, 128), (24, 8, 128), (16, 16, 64), (8, 1, 128), (16, 8, 256)]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), MODELS)
@@ -161,11 +190,11 @@ def test_heuristic_and_candidates_fit_the_block(heads: int, kv_heads: int, dim: 
 def test_what_is_not_supported_is_named() -> None:
     spec = Spec(64, 32, 8, 128, 64)
     for change, reason in (
-        ({"kv_dtype": jnp.int8}, "only transposed"),
-        ({"kv_dtype": jnp.float8_e4m3fn}, "only transposed"),
+        ({"kv_dtype": jnp.int8, "dim": 256}, "there is room for one tile of keys"),
+        ({"kv_dtype": jnp.float16}, "must be float8_e4m3fn, int8 or"),
         ({"page": 48}, "must be 64 or 128, and a multiple or a divisor of spec.page=48"),
         ({"page": 12}, "spec.page=12 must be a multiple of 8"),
-        ({"dim": 256}, "spec.dim=256 must be 64 or 128"),
+        ({"dim": 192}, "spec.dim=192 must be 64, 128 or 256"),
         ({"kv_heads": 5}, "spec.heads=32 must be a multiple of spec.kv_heads=5"),
         ({"dtype": jnp.float32}, "must be bfloat16 or float16"),
     ):
@@ -178,12 +207,14 @@ def test_what_is_not_supported_is_named() -> None:
         Config(heads=4, stages=3).validate(spec)
 
 
-def test_scales_are_refused() -> None:
-    problem = Problem()
-    ragged, ones = problem.ragged(), jnp.ones(1)
+@pytest.mark.parametrize("kv_dtype", [None, jnp.int8])
+def test_scales_go_with_pools_of_8_bits(kv_dtype: Any) -> None:
+    problem, one = Problem(kv_dtype=kv_dtype), jnp.ones(1)
+    scales = Scales(one, one) if kv_dtype is None else None
+    ragged = problem.ragged()
     work = jax.eval_shape(partial(SMALL.plan, page=16), ragged)
-    with pytest.raises(ValueError, match="must be None"):
-        paged_prefill(*problem.arrays(), ragged, work, scale=SCALE, scales=Scales(ones, ones), config=SMALL)
+    with pytest.raises(ValueError, match="8-bit pools have scales, others none"):
+        paged_prefill(*problem.arrays(), ragged, work, scale=SCALE, scales=scales, config=SMALL)
 
 
 def test_cases_name_each_program_once() -> None:
