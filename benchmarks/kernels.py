@@ -80,7 +80,9 @@ def measure(session: Session, args: argparse.Namespace) -> None:
     if args.executable is not None:
         session.part("travelled executable", lambda: questions.load(session, args.executable))
     for name in args.only:
+        began = time.perf_counter()
         SECTIONS[name](session)
+        session.facts.setdefault("sections_s", {})[name] = round(time.perf_counter() - began, 1)
 
 
 def main() -> None:

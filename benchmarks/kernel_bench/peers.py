@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -65,7 +66,9 @@ def cudnn_paged(session: Session, case: Case) -> list[float]:
 
 def jax_triton(session: Session, case: Case) -> list[float]:
     """jax's own paged attention in Pallas for Triton: pools are [K, N, B, D], one token a row."""
-    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # 0.11 has nothing in its place
+        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
     if case.queries != 1:
         raise NotImplementedError("more than one query token a row")

@@ -49,11 +49,16 @@ SERVED = (
     Served("llama3-8b", 1, ("decode", "prefill", "draw")),
     Served("qwen2.5-7b", 1, ("decode",)),
     Served("qwen3-0.6b", 1, ("decode",)),
+    Served("gemma3-1b", 1, ("decode",)),
+    Served("opt-6.7b", 1, ("decode",)),
+    Served("qwen3-30b-a3b", 1, ("decode",)),
     Served("llama3-8b", 4),
     Served("llama3-70b", 4),
     Served("qwen2.5-0.5b", 1),
     Served("qwen3-32b", 1),
     Served("qwen3-32b", 4),
+    Served("qwen3-30b-a3b", 4),
+    Served("gpt-oss-20b", 1),
 )
 
 
@@ -68,13 +73,14 @@ def served_steps(served: Served) -> Iterator[Step]:
 
 
 def _config(served: Served, backend: str) -> ExecutorConfig:
+    spec = published_spec(served.model)
     return ExecutorConfig(
-        published_spec(served.model),
+        spec,
         random_init(),
         plan_mesh(f"1x{served.tp}"),
         served.rows,
         TOKENS,
-        LENGTH,
+        min(LENGTH, spec.max_positions),
         page_size=PAGE,
         attention_backend=backend,
     )

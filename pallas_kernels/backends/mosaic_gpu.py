@@ -1,7 +1,7 @@
 """Attention on NVIDIA Hopper by the kernels of `hopper/`: rope and write, then decode and prefill, merged by token.
 
-Rows of few tokens are decode's, longer ones are prefill's: a row is in exactly one of the two plans. Of pools of 8 bits
-prefill has no form: steps with longer rows are left to XLA, those of one token a row are decode's.
+Rows of few tokens are decode's, longer ones are prefill's: a row is in exactly one of the two plans. Of 8-bit pools of
+head dim 256 prefill has no form: steps with longer rows are left to XLA, those of one token a row are decode's.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _interpreter() -> str | None:
 
 
 def _refused(spec: Spec) -> str | None:
-    """Every shape of step must have its configs, but for 8-bit pools, of which XLA takes what prefill does not."""
+    """Every shape of step must have its configs, but for those that are left to XLA."""
     if spec.latent:
         return "its kernels read keys and values; there is none yet for a latent KV cache (MLA)"
     if spec.page not in PAGES:
@@ -65,7 +65,7 @@ def _refused(spec: Spec) -> str | None:
         for queries in (1, QUERIES):
             decode, wanted = _decode(spec, queries)
             decode.validate(wanted)
-        if not wanted.quantised:
+        if not _left_to_xla(spec):
             prefill, wanted = _prefill(spec)
             prefill.validate(wanted)
     except ValueError as reason:
@@ -88,6 +88,11 @@ def _shape(spec: Spec, queries: int) -> Any:
         kv_dtype=jnp.dtype(spec.stored),
         cores=spec.cores,
     )
+
+
+def _left_to_xla(spec: Spec) -> bool:
+    """Whether prefill has no form of these pools: 8 bits of head dim 256 spill registers."""
+    return spec.head_dim > 128 and jnp.dtype(spec.stored).itemsize == 1
 
 
 def _config(op: str, module: ModuleType, spec: Spec, queries: int) -> tuple[Any, Any]:
@@ -124,7 +129,7 @@ class MosaicAttention:
 
     @property
     def _by_xla(self) -> bool:
-        return not self.decode and jnp.dtype(self.spec.stored).itemsize == 1
+        return not self.decode and _left_to_xla(self.spec)
 
     @property
     def _queries(self) -> int:

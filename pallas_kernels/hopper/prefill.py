@@ -241,6 +241,7 @@ def cases() -> Iterator[Case]:
     yield _case("d64", Spec(64, 16, 8, 64, 64), 2048)
     wide = Spec(64, 16, 8, 256, 64)  # Gemma 3 12B
     yield _case("d256", wide, 2048)
+    yield _case("d256 group 4", replace(wide, heads=4, kv_heads=1), 8192)  # Gemma 3 1B
     yield _case("d256 window", wide, 2048, heuristic(wide, window=1024), window=1024)
     for stored in (jnp.float8_e4m3fn, jnp.int8):
         yield _case("8b", replace(spec, kv_dtype=stored), 2048)

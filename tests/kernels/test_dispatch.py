@@ -86,7 +86,7 @@ def test_a_named_backend_never_falls_back() -> None:
         ({"page": 8}, "pages of 8 tokens; it reads pages of 16, 32, 64, 128, 256"),
         ({"dtype": "float32"}, "must be bfloat16 or float16"),
         ({"head_dim": 80}, "must be 64, 128"),
-        ({"head_dim": 256}, "for 256 there is room for one stage only"),
+        ({"head_dim": 192}, "must be 64, 128 or 256"),
         ({"heads": 6, "kv_heads": 4}, "must be a multiple of"),
         ({"kv_heads": 1, "head_dim": 576, "latent": True}, r"none yet for a latent KV cache \(MLA\)"),
     ],
@@ -97,7 +97,7 @@ def test_hopper_says_why_not(changes: dict[str, Any], reason: str) -> None:
 
 
 @pytest.mark.parametrize("page", [16, 32, 64, 128, 256])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("heads", [(32, 8), (8, 2), (16, 16), (8, 1), (5, 1), (64, 4)])
 def test_hopper_has_configs_for_what_is_served(page: int, dim: int, heads: tuple[int, int]) -> None:
     assert resolve(replace(H200, page=page, head_dim=dim, heads=heads[0], kv_heads=heads[1])).backend == "mosaic_gpu"
