@@ -250,6 +250,7 @@ def cases() -> list[Case]:
             found += _both(model, replace(spec, kv_dtype=stored), usual=usual)
     for dim in (64, 256):
         found += _both(f"d{dim}", Spec(64, 16, 4, dim, 64))
+    found += _both("d256 window", Spec(64, 4, 1, 256, 64, queries=16), window=512)
     found += _both("softcap window", Spec(64, 16, 8, 128, 64), window=4096, softcap=50.0)
     return found
 

@@ -369,11 +369,15 @@ def _mask(shape: Shape, score: jax.Array, key: Any, position: Any, raw: Any, lay
     def iota(axis: int) -> jax.Array:
         return cast(lax.broadcasted_iota(jnp.int32, score.shape, axis), layout, shape.interpret)
 
-    # How far key c lies ahead of the block's first token.
-    ahead = iota(1) + (key - position)
-    if shape.block > 1:
-        ahead = ahead - lax.div(iota(0), jnp.int32(shape.group))
-    seen = ahead <= 0
+    token = lax.div(iota(0), jnp.int32(shape.group)) if shape.block > 1 else 0
+    if shape.dim > 128:
+        # A thread has columns 8 i + 0, 1 of its place: of 8 i the compiler makes constants. Whole columns would be held
+        # in a register each, and beside so many others they spill. Narrower heads do better with them.
+        column = iota(1)
+        ahead, last = column & ~7, (position - key) + token - (column & 7)
+    else:
+        ahead, last = iota(1) + (key - position), token  # of the block's first token
+    seen = ahead <= last
     if shape.window is not None:
-        seen &= ahead > -shape.window
+        seen &= ahead > last - shape.window
     return jnp.where(seen, score, MASKED)

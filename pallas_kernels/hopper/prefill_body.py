@@ -79,7 +79,10 @@ def _block(shape: Shape, refs: Refs) -> None:
 
 
 def _consume(shape: Shape, refs: Refs, item: Item, role: jax.Array, step: jax.Array) -> jax.Array:
-    pl.when(item.tokens > 0)(partial(_queries, shape, refs, item, role))
+    # The same, but not before the item is known: else where queries and results lie is worked out once, before the loop
+    # over items, and held in registers that the loop over keys lacks where heads are wide.
+    here = role + jnp.minimum(item.row, 0) if shape.halves > 1 else role
+    pl.when(item.tokens > 0)(partial(_queries, shape, refs, item, here))
     if shape.ping_pong:
         pl.when(role == 1)(partial(_hand_over, refs))
     raw = shape.scale * (refs.k_scale[item.kv_head(shape)] if shape.quantised else 1.0)
@@ -93,7 +96,7 @@ def _consume(shape: Shape, refs: Refs, item: Item, role: jax.Array, step: jax.Ar
 
     @pl.when(item.tokens > 0)
     def _results() -> None:
-        _finish(shape, refs, item, role, state)
+        _finish(shape, refs, item, here, state)
 
     return step + item.steps
 

@@ -155,9 +155,9 @@ def test_dtypes(dtype: Any, stored: Any, warps: bool) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("warps", BODIES)
-@pytest.mark.parametrize(("window", "softcap"), [(1, None), (30, 5.0), (None, 1.0)])
-def test_windows_and_soft_caps(window: int | None, softcap: float | None, warps: bool) -> None:
-    problem = Problem(((1, 200), (3, 70), (2, 2)), heads=4, window=window, softcap=softcap)
+@pytest.mark.parametrize(("window", "softcap", "dim"), [(1, None, 64), (30, 5.0, 64), (None, 1.0, 64), (30, None, 256)])
+def test_windows_and_soft_caps(window: int | None, softcap: float | None, dim: int, warps: bool) -> None:
+    problem = Problem(((1, 200), (3, 70), (2, 2)), heads=4, dim=dim, window=window, softcap=softcap)
     check(problem, replace(SMALL, warps=warps, queries=3))
 
 

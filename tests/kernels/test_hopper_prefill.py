@@ -75,7 +75,10 @@ class Problem:
 
 
 def compute(problem: Problem, config: Config) -> tuple[jax.Array, jax.Array]:
-    @partial(jax.jit, static_argnames=("interpret",))
+    # In haste: compiling is most of the time that this takes.
+    hasty = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+    @partial(jax.jit, static_argnames=("interpret",), compiler_options=hasty)
     def run(q: Any, k: Any, v: Any, ragged: Ragged, interpret: Any) -> tuple[jax.Array, jax.Array]:
         work = config.plan(ragged, page=problem.page, window=problem.window)
         options = {"window": problem.window, "softcap": problem.softcap, "scales": problem.scales}
