@@ -57,8 +57,6 @@ SERVED = (
     Served("qwen2.5-0.5b", 1),
     Served("qwen3-32b", 1),
     Served("qwen3-32b", 4),
-    Served("qwen3-30b-a3b", 4),
-    Served("gpt-oss-20b", 1),
 )
 
 
