@@ -15,6 +15,7 @@ import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from jaxserve.config import ServeConfig
 from jaxserve.engine.assemble import Machine, assemble
@@ -196,14 +197,14 @@ class Engine:
         running = asyncio.ensure_future(self._cluster.run())
         tending = asyncio.ensure_future(self._hygiene.tend())
         stop = asyncio.ensure_future(self._stop.wait())
-        await asyncio.wait([running, stop], return_when=asyncio.FIRST_COMPLETED)
-        failed = running.done()
-        for task in (running, tending, stop):
+        tasks: list[asyncio.Future[Any]] = [running, tending, stop]
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(running, tending, stop, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._machine.close()
-        if failed:
-            running.result()
+        for one in ended:
+            one.result()
 
     def _slack(self) -> float:
         """Seconds for which the engine's thread may be away without making anything late; inf where nothing runs."""

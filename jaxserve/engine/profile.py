@@ -40,7 +40,7 @@ def _plans(limits: Limits, max_model_len: int) -> Iterator[tuple[Load, list[Span
         for batch in (batches[-1], batches[0], batches[len(batches) // 2]):
             position = min(context, max_model_len - 1)
             pages = position // limits.page_size + 1
-            if batch * pages > limits.pages:
+            if batch > limits.rows or batch * pages > limits.pages:
                 continue
             load, spans = Load(), []
             for row in range(batch):

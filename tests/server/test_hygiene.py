@@ -122,7 +122,7 @@ def test_the_process_is_as_it_was(process):
 
 def test_an_llm_leaves_the_process_as_it_was(process):
     interval = sys.getswitchinterval()
-    with LLM(max_model_len=32, max_num_seqs=2, max_num_batched_tokens=16, kv_cache_memory="4MiB") as llm:
+    with LLM(max_model_len=32, max_num_seqs=1, max_num_batched_tokens=16, kv_cache_memory="4MiB") as llm:
         assert not gc.isenabled()
         assert llm.generate([5, 6], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)[0].finished
     assert gc.isenabled() and sys.getswitchinterval() == interval
