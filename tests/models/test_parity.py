@@ -69,8 +69,14 @@ FULL: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2",
         {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1},
     ),
-    "gemma3, every other layer": ("Gemma3", {**GEMMA, "layer_types": ["sliding_attention", "full_attention"]}),
-    "gemma3, soft caps": ("Gemma3", {**GEMMA, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 5.0}),
+    "gemma3, every other layer": (
+        "Gemma3",
+        {**GEMMA, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "gemma3, a soft cap": (
+        "Gemma3",
+        {**GEMMA, "final_logit_softcapping": 2.0},
+    ),  # transformers leaves out that of scores
     "qwen3-moe, a dense layer, weights as they come": (
         "Qwen3Moe",
         {**QWEN3_MOE, "norm_topk_prob": False, "mlp_only_layers": [0]},
