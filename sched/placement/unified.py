@@ -51,11 +51,10 @@ class Unified(LeastWork):
         rows = view.prefill
         if not len(rows):
             return []
-        work, deadline = remaining_work(view, rows), np.where(rows.best_effort > 0, -np.inf, rows.deadline)
-        deadline = np.where(deadline > view.start, view.start + self._early * (deadline - view.start), deadline)
-        able = view.start + work <= deadline
-        chosen = on_time_set(view.start, deadline, work)
-        if chosen.sum() == able.sum():
+        work, due = remaining_work(view, rows), np.where(rows.best_effort > 0, -np.inf, rows.deadline)
+        soon = np.where(due > view.start, view.start + self._early * (due - view.start), due)
+        able = view.start + work <= soon
+        if on_time_set(view.start, soon, work).sum() == able.sum():
             return []
         moves: list[Move] = []
         free = {
@@ -69,15 +68,15 @@ class Unified(LeastWork):
                 continue
             for other, (at, speed) in sorted(free.items(), key=lambda item: item[1]):
                 ends = at + work[row] / speed if speed > 0.05 else np.inf
-                left = (deadline[row] - fleet.now) / self._early
+                left = due[row] - fleet.now
                 if ends - fleet.now <= max(self._margin * left, min(SOON, SURE * left)):
                     moves.append(Move(request.id, index, other))
                     free[other] = (float(ends), speed)
-                    able[row], deadline[row] = False, -np.inf
+                    able[row], soon[row] = False, -np.inf
                     break
             else:
                 continue
-            if on_time_set(view.start, deadline, work).sum() == able.sum():
+            if on_time_set(view.start, soon, work).sum() == able.sum():
                 break
         return moves
 

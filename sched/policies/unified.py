@@ -2,7 +2,8 @@
 
 Prompts: the largest set that can be on time (feasibility.on_time_set over own remaining work), by deadline; then
 those that lost their place in it, then the hopeless, each by remaining work; best effort last. Prompts that cannot be
-on time never share a step with those that can, and stop at the next segment boundary when one of these comes.
+on time never share a step with those that can, and stop at the next segment boundary when one of these comes; a step
+that is on time makes way where more are on time for it.
 Predictions that are off for good are put right by what steps took (View.drift).
 Decoding: everything while the joint step keeps the tightest tpot; beyond that the longest wait (see `shed`). On decode
 and mixed instances prompts are guests of a step that keeps every row in time.
