@@ -2,7 +2,8 @@
 
 A matrix of width W makes T rows of W. Counted are the residual stream, what a module reads of it, and what the step
 hands over, [T, E] each, and the rows that all matrices of one module make, as its last one still reads what its first
-ones made. Llama-3-8B, 8,192 tokens: 906 MB; XLA's own plan for an H200 has 908 MB.
+ones made. Llama-3-8B, 8,192 tokens: 906 MB; XLA's own plan for an H200 has 908 MB. An activation without a gate (OPT)
+is computed in place: counted are 738 MB, planned 537.
 """
 
 from __future__ import annotations
