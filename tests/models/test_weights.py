@@ -196,12 +196,12 @@ def test_a_tensor_that_cannot_be_read_is_named_and_nothing_stays_loaded(
     save_file(tensors, tmp_path / "model.safetensors")
     index = weights._index
     monkeypatch.setattr(weights, "_index", failing)
-    before = len(jax.live_arrays())
+    before = jax.live_arrays()  # held, so that none of their ids is given to another
     said, done = attempt()
     gc.collect()
     assert "model.safetensors: tensor 'model.norm.weight' cannot be read: [Errno 5] Input/output error" in said
     assert 0 < done < 15  # some were on the devices
-    assert len(jax.live_arrays()) == before
+    assert {id(one) for one in jax.live_arrays()} <= {id(one) for one in before}
 
 
 def test_what_is_not_there_is_named(tmp_path: Path, spec: ModelSpec) -> None:
