@@ -6,6 +6,7 @@ import asyncio
 import gc
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Iterator
 from math import inf
@@ -47,6 +48,11 @@ def process(monkeypatch) -> Iterator[None]:
     """A process of its own for the hygiene of one test, as if no engine ran beside it; afterwards as before."""
     enabled, interval, frozen = gc.isenabled(), sys.getswitchinterval(), gc.get_freeze_count()
     monkeypatch.setattr(hygiene, "_process", hygiene._Process())
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", ResourceWarning
+        )  # of connections that other tests broke off: not ours to fail for
+        gc.collect()
     gc.enable()
     sys.setswitchinterval(5e-3)
     yield
