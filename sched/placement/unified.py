@@ -15,7 +15,7 @@ from . import Fleet, Move
 from .least_work import LeastWork
 
 SOON = 0.5  # seconds
-SURE = 0.6
+SURE = 0.6  # of the time left: what ends soon is as certain as that
 
 
 class Unified(LeastWork):
