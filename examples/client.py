@@ -10,7 +10,11 @@ from openai import OpenAI
 
 
 def main(url: str) -> None:
-    client = OpenAI(base_url=f"{url}/v1", api_key="none")
+    with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        talk(client)
+
+
+def talk(client: OpenAI) -> None:
     model = client.models.list().data[0].id
 
     # Somebody is waiting for this one: first token within 500 ms, then 30 ms per token.
