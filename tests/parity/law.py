@@ -191,6 +191,23 @@ def compare(asks: Sequence[Ask], served: Sequence[Request], reference: Sequence[
     return stopped
 
 
+@cache
+def alone(model: Model, requests: tuple[Ask, ...], pages: int) -> tuple[Request, ...]:
+    """Each request by itself on 1x1: the reference."""
+    setup = Setup("1x1", 64, pages, model=model)
+    assert {str(part.dtype) for pool in setup.executors[0].state.pools for part in pool} == {str(model.stored)}
+    return tuple(setup.run([ask])[0][0] for ask in requests)
+
+
+def hold(model: Model, requests: Sequence[Ask], mesh: str, chunk: int, pages: int, roomy: int) -> None:
+    """Assert the law of requests served together, with `pages`, against each alone with `roomy` ones."""
+    served, cluster = Setup(mesh, chunk, pages, model=model).run(requests, "unified")
+    assert all(request.finish_reason in ("stop", "length") for request in served)
+    if not mesh.startswith("1x"):
+        assert cluster.mover.transfers > 0, "nothing was migrated"
+    assert compare(requests, served, alone(model, tuple(requests), roomy), model) <= 1
+
+
 # the reference's scores
 
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from jaxserve.models import registry
-from jaxserve.sched.request import Request
 
-from .law import LENGTH, PAGE, Model, Setup, compare
+from .law import LENGTH, PAGE, Model, hold
 from .test_law import ROOMY, asks
 
 TIGHT = LENGTH // PAGE + 4
@@ -53,29 +52,15 @@ def model(name: str) -> Model:
     return Model(registry.spec_from_config({**SIZES, **FAMILIES[name], "architectures": [f"{name}ForCausalLM"]}))
 
 
-@cache
-def alone(name: str) -> tuple[Request, ...]:
-    setup = Setup("1x1", 64, ROOMY, model=model(name))
-    return tuple(setup.run([ask])[0][0] for ask in asks(1, 6))
-
-
-def check(name: str, mesh: str, chunk: int, pages: int) -> None:
-    requests = asks(1, 6)
-    served, cluster = Setup(mesh, chunk, pages, model=model(name)).run(requests, "unified")
-    assert all(request.finish_reason in ("stop", "length") for request in served)
-    assert cluster.mover.transfers > 0, "nothing was migrated"
-    assert compare(requests, served, alone(name), model(name)) <= 1
-
-
 @pytest.mark.parametrize(("name", "mesh", "chunk", "pages"), BARE)
 def test_no_schedule_changes_the_tokens_of_a_family(name: str, mesh: str, chunk: int, pages: int) -> None:
-    check(name, mesh, chunk, pages)
+    hold(model(name), asks(1, 6), mesh, chunk, pages, ROOMY)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "mesh", "chunk", "pages"), CASES)
 def test_no_schedule_changes_the_tokens_of_any_family(name: str, mesh: str, chunk: int, pages: int) -> None:
-    check(name, mesh, chunk, pages)
+    hold(model(name), asks(1, 6), mesh, chunk, pages, ROOMY)
 
 
 def test_every_family_is_here() -> None:

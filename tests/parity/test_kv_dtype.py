@@ -11,9 +11,7 @@ from functools import cache
 
 import pytest
 
-from jaxserve.sched.request import Request
-
-from .law import LENGTH, PAGE, SPEC, Model, Setup, compare
+from .law import LENGTH, PAGE, SPEC, Model, Setup, hold
 from .test_law import ROOMY, asks
 
 CLOSE = 0.05
@@ -28,25 +26,9 @@ def model(kind: str) -> Model:
     return Model(SPEC.quantised_as("int8") if kind == "int8" else SPEC, close=CLOSE, kv=kind)
 
 
-@cache
-def alone(kind: str) -> tuple[Request, ...]:
-    setup = Setup("1x1", 64, ROOMY, model=model(kind))
-    assert {str(part.dtype) for pool in setup.executors[0].state.pools for part in pool} == {str(model(kind).stored)}
-    return tuple(setup.run([ask])[0][0] for ask in asks(1))
-
-
-def check(kind: str, mesh: str, chunk: int, pages: int) -> None:
-    requests = asks(1)
-    served, cluster = Setup(mesh, chunk, pages, model=model(kind)).run(requests, "unified")
-    assert all(request.finish_reason in ("stop", "length") for request in served)
-    if not mesh.startswith("1x"):
-        assert cluster.mover.transfers > 0, "nothing was migrated"
-    assert compare(requests, served, alone(kind), model(kind)) <= 1
-
-
 @pytest.mark.parametrize(("kind", "mesh", "chunk", "pages"), BARE)
 def test_no_schedule_changes_the_tokens(kind: str, mesh: str, chunk: int, pages: int) -> None:
-    check(kind, mesh, chunk, pages)
+    hold(model(kind), asks(1), mesh, chunk, pages, ROOMY)
 
 
 @pytest.mark.full
@@ -55,7 +37,7 @@ def test_no_schedule_changes_the_tokens(kind: str, mesh: str, chunk: int, pages:
     [(kind, *shape) for kind in KINDS for shape in SHAPES if (kind, *shape) not in BARE],
 )
 def test_no_schedule_changes_the_tokens_anywhere(kind: str, mesh: str, chunk: int, pages: int) -> None:
-    check(kind, mesh, chunk, pages)
+    hold(model(kind), asks(1), mesh, chunk, pages, ROOMY)
 
 
 def test_the_same_buckets_give_the_same_bits_after_migration() -> None:
