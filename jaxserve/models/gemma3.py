@@ -71,15 +71,17 @@ class Block(layers.Block):
         self.mlp_norm = vector(prefix + "pre_feedforward_layernorm.weight", spec.dim)
         self.fed_norm = vector(prefix + "post_feedforward_layernorm.weight", spec.dim)
 
-    def __call__(
+    def mix(
         self, x: jax.Array, turns: Turns, pool: Pool, work: Any, kernel: Kernel
     ) -> tuple[jax.Array, Pool]:  # x [T, E] -> [T, E]
         with jax.named_scope("attention"):
             normed = self.normed(x, self.attention_norm)
             mixed, pool = self.attention(normed, turns[self.rope], pool, work, kernel)
-            x = x + self.normed(mixed, self.mixed_norm)
+            return x + self.normed(mixed, self.mixed_norm), pool
+
+    def feed(self, x: jax.Array, kernel: Kernel) -> jax.Array:  # x [T, E] -> [T, E]
         with jax.named_scope("mlp"):
-            return x + self.normed(self.mlp(self.normed(x, self.mlp_norm)), self.fed_norm), pool
+            return x + self.normed(self.mlp(self.normed(x, self.mlp_norm), kernel.mesh), self.fed_norm)
 
 
 Decoder = partial(layers.Decoder, block=Block)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -268,6 +269,14 @@ class Mlp(nnx.Module):
         return out if self.down_bias is None else out + like(self.down_bias[...], out)
 
 
+class Part(Enum):
+    """What to compute of a layer. Its halves can be programs of their own."""
+
+    WHOLE = "layer"
+    MIX = "attention"
+    FEED = "feed-forward"
+
+
 class Block(nnx.Module):
     """One layer: normalised attention and feed-forward, each added to the residual stream."""
 
@@ -279,15 +288,18 @@ class Block(nnx.Module):
         self.mlp_norm = vector(prefix + "post_attention_layernorm.weight", spec.dim)
         self.mlp = self.feed_forward(prefix, index)
 
-    def __call__(
+    def mix(
         self, x: jax.Array, turns: Turns, pool: Pool, work: Any, kernel: Kernel
     ) -> tuple[jax.Array, Pool]:  # x [T, E] -> [T, E]
-        turn = turns[self.rope]
+        """With what attention adds."""
         with jax.named_scope("attention"):
-            mixed, pool = self.attention(self.normed(x, self.attention_norm), turn, pool, work, kernel)
-            x = x + mixed
+            mixed, pool = self.attention(self.normed(x, self.attention_norm), turns[self.rope], pool, work, kernel)
+            return x + mixed, pool
+
+    def feed(self, x: jax.Array, kernel: Kernel) -> jax.Array:  # x [T, E] -> [T, E]
+        """With what the feed-forward adds."""
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.normed(x, self.mlp_norm), kernel.mesh), pool
+            return x + self.mlp(self.normed(x, self.mlp_norm), kernel.mesh)
 
     def attend(self, prefix: str, index: int) -> Any:
         """What is called as `Attention` is."""
@@ -339,11 +351,13 @@ class Decoder(nnx.Module):
         return tuple(angles(rope, self.spec.head_dim, positions) for rope in ropes)
 
     def layer(
-        self, kind: int, leaves: Tree, pool: Pool, x: jax.Array, turns: Turns, work: Any, kernel: Kernel
+        self, kind: int, part: Part, leaves: Tree, pool: Pool, x: jax.Array, turns: Turns, work: Any, kernel: Kernel
     ) -> tuple[jax.Array, Pool]:
-        """A layer of a kind (see `ModelSpec.kinds`), with its own weights, x [T, E] -> [T, E]."""
-        block: Any = self.layers[kind]
-        return cast("tuple[jax.Array, Pool]", bind(block, leaves)(x, turns, pool, work, kernel))
+        """A layer of a kind (see `ModelSpec.kinds`), or a part of it, with its own weights, x [T, E] -> [T, E]."""
+        block: Any = bind(cast(nnx.Module, self.layers[kind]), leaves)
+        if part is not Part.FEED:
+            x, pool = block.mix(x, turns, pool, work, kernel)
+        return (x if part is Part.MIX else block.feed(x, kernel)), pool
 
     def finish(self, weights: Tree, x: jax.Array) -> jax.Array:
         """The final norm, [T, E] -> [T, E]: what `logits` takes."""

@@ -6,17 +6,18 @@ To add a family, see docs/add-a-model.md.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxserve.models import manifest
-from jaxserve.models.layers import Decoder, Info, Tree, tree_of
+from jaxserve.models.layers import Decoder, Info, Part, Tree, Turns, tree_of
 from jaxserve.models.narrow import narrowed
 from jaxserve.models.quantised import Quantised
 from jaxserve.models.spec import Config, ModelSpec, architecture
@@ -106,6 +107,49 @@ def abstract_weights(spec: ModelSpec, dtype: Any) -> Tree:
     return jax.tree.map(typed, tree_of(decoder(spec)), is_leaf=lambda x: isinstance(x, Info))
 
 
+class Stream(NamedTuple):
+    """A step on its way through the layers."""
+
+    x: jax.Array  # [T, E]
+    turns: Turns  # see `Decoder.turns`
+    work: Any  # see `Attention.plan`
+
+
+def begin(spec: ModelSpec, weights: Tree, tokens: jax.Array, ragged: Ragged, *, attention: Attention) -> Stream:
+    """tokens [T] int32 -> what goes into the first layer. Needs no weights of layers."""
+    model = decoder(spec)
+    with jax.named_scope("embed"):
+        x = model.embedded(weights, tokens, ragged.positions)
+    turns = model.turns(ragged.positions)
+    with jax.named_scope("plan"):
+        return Stream(x, turns, attention.plan(ragged))
+
+
+def through(
+    spec: ModelSpec,
+    kinds: Sequence[int],
+    layers: Sequence[Tree],
+    pools: Sequence[Pool],
+    stream: Stream,
+    *,
+    attention: Attention,
+    part: Part = Part.WHOLE,
+) -> tuple[jax.Array, list[Pool]]:
+    """Through some layers of given kinds, one after the other, or a part of each -> x [T, E], and their pools."""
+    model, (x, turns, work), filled = decoder(spec), stream, []
+    # Jitted, so that layers of a kind are traced and lowered once: a kernel traced per layer is compiled per layer.
+    one = {kind: jax.jit(partial(model.layer, kind, part, kernel=attention)) for kind in set(kinds)}
+    for kind, leaves, pool in zip(kinds, layers, pools, strict=True):
+        x, pool = one[kind](leaves, pool, x, turns, work)
+        filled.append(pool)
+    return x, filled
+
+
+def finish(spec: ModelSpec, weights: Tree, x: jax.Array) -> jax.Array:
+    """What came out of the last layer, after the final norm, [T, E]. Needs no weights of layers."""
+    return decoder(spec).finish(weights, x)
+
+
 def forward(
     spec: ModelSpec, weights: Tree, pools: list[Pool], tokens: jax.Array, ragged: Ragged, *, attention: Attention
 ) -> tuple[jax.Array, list[Pool]]:
@@ -113,18 +157,9 @@ def forward(
 
     pools: per layer the arrays that `spec.cache` says. attention: `dispatch.attention(mesh, choice, decode=...)`.
     """
-    model, filled = decoder(spec), []
-    with jax.named_scope("embed"):
-        x = model.embedded(weights, tokens, ragged.positions)
-    turns = model.turns(ragged.positions)
-    with jax.named_scope("plan"):
-        work = attention.plan(ragged)
-    # Jitted, so that layers of a kind are traced and lowered once: a kernel traced per layer is compiled per layer.
-    one = {kind: jax.jit(partial(model.layer, kind, kernel=attention)) for kind in set(spec.kinds)}
-    for kind, leaves, pool in zip(spec.kinds, weights["layers"], pools, strict=True):
-        x, pool = one[kind](leaves, pool, x, turns, work)
-        filled.append(pool)
-    return model.finish(weights, x), filled
+    stream = begin(spec, weights, tokens, ragged, attention=attention)
+    x, filled = through(spec, spec.kinds, weights["layers"], pools, stream, attention=attention)
+    return finish(spec, weights, x), filled
 
 
 def logits(spec: ModelSpec, weights: Tree, hidden: jax.Array) -> jax.Array:
