@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from jaxserve.errors import InvalidValue
 from jaxserve.sched import admission, placement, policies
+from jaxserve.sched.boundary import Boundary
 from jaxserve.sched.request import BEST_EFFORT, STANDARD
 from jaxserve.sched.slo import NO_SLO, SLO
 from jaxserve.yamlio import convert, load_fields, load_yaml, nearest, parse_yaml, size
@@ -150,8 +151,13 @@ class ServeConfig:
         None, "scheduling", "Requests allowed to wait; further ones get 503 and Retry-After. Default: no bound."
     )
     preempt_boundary: str = flag(
-        "chunk", "scheduling", "Where a running prefill may stop for more urgent work. Only chunk is supported yet."
-    )
+        "chunk", "scheduling", "Where a running prefill may stop for more urgent work: op (attention and feed-forward "
+        "of a layer apart), layer, layers:K, or chunk (its end).", metavar="WHERE",
+    )  # fmt: skip
+    preempt_depth: int = flag(
+        2, "scheduling", "Pieces of a prefill that are sent to the devices before those ahead of them are done: "
+        "more keep them busy, fewer let urgent work begin sooner.", metavar="N",
+    )  # fmt: skip
     first_token: Literal["prefill", "decode"] = flag(
         "prefill", "scheduling", "Who sends the first token: the prefill instance at once, or the decode instance "
         "when the KV has arrived.",
@@ -215,6 +221,7 @@ class ServeConfig:
             ("max_num_seqs", 1, None),
             ("max_num_batched_tokens", 1, None),
             ("max_num_queued_reqs", 1, None),
+            ("preempt_depth", 1, None),
             ("block_size", 1, None),
             ("kv_cache_memory", 1, None),
             ("max_body_size", 1, None),
@@ -244,10 +251,8 @@ class ServeConfig:
             if getattr(self, name) not in allowed:
                 words = ", ".join(word for word in allowed if word is not None)
                 raise InvalidValue(f"{name}={getattr(self, name)!r} must be one of {words}", name)
-        supported: tuple[tuple[str, tuple[Any, ...]], ...] = (
-            ("speculative_config", (None,)),
-            ("preempt_boundary", ("chunk",)),
-        )
+        supported: tuple[tuple[str, tuple[Any, ...]], ...] = (("speculative_config", (None,)),)
+        Boundary.parse(self.preempt_boundary)
         for name, allowed in supported:
             if getattr(self, name) not in allowed:
                 words = "not setting it" if allowed == (None,) else ", ".join(allowed)

@@ -41,7 +41,6 @@ class Core:
                 running = self._submit()
                 if running is None:
                     await self._wanted.wait()
-                    self._wanted.clear()
                 continue
             await self._nearly(running)
             ahead = None if running.done() else self._submit()
@@ -51,6 +50,7 @@ class Core:
             running = ahead
 
     def _submit(self) -> Step | None:
+        self._wanted.clear()  # whatever changed until now, this plan knows
         now = self.executor.now()
         start = max(now, self.scheduler.ends)
         plan = self.scheduler.plan(now, start)
@@ -64,20 +64,23 @@ class Core:
         lead, oldest = self.executor.lead, self.scheduler.oldest
         if oldest is not None and oldest.plan.preemptible:
             await self._watch(step)
-        elif lead == 0.0:
+        if step.done():
+            return
+        if lead == 0.0:
             await asyncio.wait([step])
         elif (left := self.scheduler.ends - lead - self.executor.now()) > 0:
             await asyncio.wait([step], timeout=left)
 
     async def _watch(self, step: Step) -> None:
-        """Until a preemptible step is done: at every event the policy is asked whether to stop it."""
-        while not step.done():
-            self._wanted.clear()
+        """While a preemptible step can be stopped: at every event the policy is asked whether to."""
+        committed = self.executor.committed(step)
+        while not committed.done():
             event = asyncio.ensure_future(self._wanted.wait())
-            either: list[asyncio.Future[Any]] = [step, event]
+            either: list[asyncio.Future[Any]] = [committed, event]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             event.cancel()
-            if not step.done() and self.scheduler.interrupts(self.executor.now()):
+            self._wanted.clear()
+            if not committed.done() and self.scheduler.interrupts(self.executor.now()):
                 self.executor.preempt(step)
                 await asyncio.wait([step])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from .plan import KvParcel, StepPlan, StepResult, Suspended
 
@@ -38,13 +38,18 @@ class Executor(Protocol):
         one held: pages of the one must never be filled in the other. Transfers that have begun before it fail."""
 
     def preempt(self, step: Step) -> None:
-        """Stop a preemptible step at its next segment boundary; the step then yields Suspended."""
+        """Stop a preemptible step at its next segment boundary; the step then yields Suspended, or its result where
+        that was the end."""
+
+    def committed(self, step: Step) -> asyncio.Future[Any]:
+        """Done once a preemptible step can no longer be stopped: at its end, or before where more can be submitted
+        behind it then. Not to be cancelled."""
 
     def release(self, slots: Sequence[int]) -> None:
         """The rows are free: the requests finished, were dropped or left."""
 
     def export_kv(self, pages: Sequence[int]) -> KvParcel:
-        """Gather pages as they stand after all submitted steps."""
+        """Gather pages as they stand after all steps whose results are back."""
 
     async def import_kv(self, parcel: KvParcel, pages: Sequence[int]) -> None:
         """Move a parcel here and scatter it into `pages`; returns once later steps will see it."""

@@ -130,7 +130,9 @@ def test_mesh_and_roles():
     [
         ({"speculative_config": "{}"}, "speculative_config"),
         ({"admission": "slo"}, "admission"),
-        ({"preempt_boundary": "layer"}, "preempt_boundary"),
+        ({"preempt_boundary": "half"}, "preempt_boundary"),
+        ({"preempt_boundary": "layers:0"}, "preempt_boundary"),
+        ({"preempt_depth": 0}, "preempt_depth"),
         ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype"),
         ({"placement": "deflect:never"}, "placement"),
         ({"dtype": "float16"}, "dtype"),

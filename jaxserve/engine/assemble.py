@@ -132,10 +132,13 @@ def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
             gpu_memory_utilization=config.gpu_memory_utilization,
             share_devices=config.share_devices,
             attention_backend=config.attention_backend,
+            preempt_boundary=config.preempt_boundary,
+            preempt_depth=config.preempt_depth,
         ),
         progress,
     )
-    limits = Limits(tokens, rows, executors[0].pages, page_size)
+    preemptible = executors[0].preemptible
+    limits = Limits(tokens, rows, executors[0].pages, page_size, preemptible=preemptible)
     points = profile.measured(executors[0], limits, length)
     compile_counter().warm()
     seconds = time.perf_counter() - began

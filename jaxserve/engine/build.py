@@ -14,14 +14,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.engine import kv
 from jaxserve.engine.calibrate import with_kv_scales
-from jaxserve.engine.executor import JaxExecutor
+from jaxserve.engine.executor import DEPTH, JaxExecutor
 from jaxserve.engine.inputs import Limits, SlotTable
 from jaxserve.engine.mesh import MeshPlan, sub_meshes
+from jaxserve.engine.segments import Segments, outside
 from jaxserve.engine.state import DeviceState
 from jaxserve.engine.step import Programs, Tree
 from jaxserve.engine.warmup import Progress, idle_batch, use_persistent_cache, warm_up
 from jaxserve.models import converted, manifest, weights
 from jaxserve.models.spec import ModelSpec
+from jaxserve.sched.boundary import Boundary
 from jaxserve.sched.errors import InvalidValue
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Choice
@@ -49,12 +51,18 @@ class ExecutorConfig:
     gpu_memory_utilization: float = 0.9
     share_devices: bool = False
     attention_backend: str = "auto"  # see `dispatch.resolve`
+    preempt_boundary: str = "chunk"  # see `Boundary`
+    preempt_depth: int = DEPTH  # segments dispatched ahead of what is done
+    suspended: int = 4  # most steps stopped at a boundary at a time: memory is kept for them
     interpret: bool = False  # tests only: run an accelerator's kernels in jax's interpreters on a CPU
     persistent_cache: bool = True
     cache_folder: Path | None = None  # None: see `warmup.use_persistent_cache`
     warm: bool = True
 
     def __post_init__(self) -> None:
+        if self.preempt_depth < 1:
+            raise InvalidValue(f"preempt_depth={self.preempt_depth} must be at least 1", "preempt_depth")
+        Boundary.parse(self.preempt_boundary)
         if self.max_model_len > self.spec.max_positions:
             raise InvalidValue(
                 f"max_model_len={self.max_model_len} is above the model's {self.spec.max_positions} positions",
@@ -106,11 +114,28 @@ def build_executors(config: ExecutorConfig, progress: Progress | None = None) ->
     choice = resolve_attention(config, spec, dtype, meshes[0])
     limits = _limits(config, spec, dtype, meshes, trees[0], choice)
     programs = Programs(spec, meshes[0], limits, choice)
-    states = [DeviceState(programs, mesh, tree, stored) for mesh, tree in zip(meshes, trees, strict=True)]
+    segments = _segments(config, spec, meshes[0], limits, choice)
+    states = [DeviceState(programs, mesh, tree, stored, segments) for mesh, tree in zip(meshes, trees, strict=True)]
     if config.warm:
         warm_up(states, progress)
     roles = config.mesh.roles
-    return [JaxExecutor(f"{role.value}-{i}", state) for i, (role, state) in enumerate(zip(roles, states, strict=True))]
+    return [
+        JaxExecutor(f"{role.value}-{i}", state, config.preempt_depth)
+        for i, (role, state) in enumerate(zip(roles, states, strict=True))
+    ]
+
+
+def _segments(config: ExecutorConfig, spec: ModelSpec, mesh: Mesh, limits: Limits, choice: Choice) -> Segments | None:
+    boundary = Boundary.parse(config.preempt_boundary)
+    return Segments(spec, mesh, limits, boundary, choice) if boundary.layers else None
+
+
+def held_ahead(config: ExecutorConfig, segments: Segments | None, tree: Tree) -> int:
+    """Bytes per device beside those of a step that runs as a whole: activations of the steps that are stopped, and of
+    the segments that are dispatched ahead."""
+    if segments is None:
+        return 0
+    return (config.suspended + config.preempt_depth + 1) * segments.held_bytes(outside(tree))
 
 
 def resolve_attention(config: ExecutorConfig, spec: ModelSpec, dtype: Any, mesh: Mesh) -> Choice:
@@ -162,7 +187,8 @@ def _limits(
             meshes[0],
             utilization=config.gpu_memory_utilization,
             weights=sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree)),
-            temporaries=temporaries(spec, meshes[0], limits, tree, dtype, choice, stored=stored),
+            temporaries=temporaries(spec, meshes[0], limits, tree, dtype, choice, stored=stored)
+            + held_ahead(config, _segments(config, spec, meshes[0], limits, choice), tree),
             sharing=sum(meshes[0].devices.flat[0] in mesh.devices.flat for mesh in meshes),
         )
     pages = kv.fit_pages(spec, config.page_size, stored, pool_bytes=size, max_model_len=config.max_model_len, name=name)

@@ -8,46 +8,41 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxserve.engine.inputs import Batch, InputBuilder, SlotTable
+from jaxserve.engine.job import Job
 from jaxserve.engine.results import read
 from jaxserve.engine.state import DeviceState, Drawn, padded
 from jaxserve.engine.transfer import Parcel, cut, piece_sizes
 from jaxserve.sched.errors import InvalidValue, JaxserveError, StepFailed
 from jaxserve.sched.executor import Step
-from jaxserve.sched.plan import Span, StepPlan, StepResult
+from jaxserve.sched.plan import Span, StepPlan, StepResult, Suspended
 
 log = logging.getLogger(__name__)
 
 LEAST_LEAD, MOST_LEAD = 3e-3, 8e-3  # seconds; an event loop's timer wakes up to 1 ms late
-
-
-class InFlight(NamedTuple):
-    """A submitted step."""
-
-    plan: StepPlan
-    step: Step
-    batch: Batch
-    drawn: Drawn
-    dispatched: float
-    life: int  # of the device state it runs on
+DEPTH = 2  # segments dispatched before those ahead of them are done
 
 
 class JaxExecutor:
     """One instance. All methods belong to one event loop's thread; only waiting happens elsewhere.
 
+    A step that can be stopped is dispatched by segments, at most `depth` ahead of what the devices have done.
+
     `fault`: called with each plan where the device would raise; what it raises counts as the device's error.
     """
 
-    def __init__(self, name: str, state: DeviceState) -> None:
+    def __init__(self, name: str, state: DeviceState, depth: int = DEPTH) -> None:
         self.name = name
+        self.depth = depth
         self.fault: Callable[[StepPlan], None] | None = None
         self.submit_seconds = 0.0  # moving average of the time that `submit` takes
         self.steps = 0
@@ -59,10 +54,12 @@ class JaxExecutor:
         self._sizes = piece_sizes(self._limits.row_pages)
         self._life = 0
         self._lost = False  # the pool is gone: a step raised, and nobody has said to rebuild it yet
-        self._flying: dict[Step, StepPlan] = {}
+        self._flying: dict[Step, Job] = {}
+        self._queue: deque[Job] = deque()  # steps of which there is more to dispatch, in order
+        self._suspended: dict[int, Job] = {}  # by step
         self._dirty: set[int] = set()  # pages that may hold NaN
         self._finished = 0.0
-        self._submitted: queue.SimpleQueue[InFlight | None] = queue.SimpleQueue()
+        self._submitted: queue.SimpleQueue[tuple[Job, jax.Array | None] | None] = queue.SimpleQueue()
         self._waiter = threading.Thread(target=self._wait, name=f"jaxserve-{name}", daemon=True)
         self._movers = ThreadPoolExecutor(4, thread_name_prefix=f"jaxserve-{name}-kv")
 
@@ -73,6 +70,11 @@ class JaxExecutor:
     @property
     def page_size(self) -> int:
         return self._limits.page_size
+
+    @property
+    def preemptible(self) -> bool:
+        """Whether steps of prompt chunks alone can be stopped before their end."""
+        return self._state.segments is not None
 
     @property
     def lead(self) -> float:
@@ -87,25 +89,28 @@ class JaxExecutor:
         return time.perf_counter()
 
     def submit(self, plan: StepPlan) -> Step:
-        loop = asyncio.get_running_loop()
-        step: Step = loop.create_future()
-        if plan.resume is not None:
-            raise InvalidValue(f"{plan.resume=}: steps of this executor run to their end, none is suspended")
+        step: Step = asyncio.get_running_loop().create_future()
+        if plan.resume is not None and plan.resume not in self._suspended:
+            raise InvalidValue(f"step {plan.step} resumes step {plan.resume}, which is not suspended", "resume")
         self._check_pool()
         if not self._waiter.is_alive():
             self._waiter.start()
-        dispatched = self.now()
-        self._flying[step] = plan
+        job = self._flying[step] = Job(plan, step, self._life, self.now())
         try:
-            batch, drawn = self._dispatch(plan)
+            if plan.resume is not None:
+                job.go_on(self._suspended.pop(plan.resume))
+            else:
+                job.batch = self._prepare(plan)
+                job.walk = self._state.walk(job.batch) if plan.preemptible else None
+            self._queue.append(job)
+            self._dispatch()
         except Exception as error:  # it may have got as far as donating the pool
             self._fail(self._life, error)
             return step
-        self._submitted.put(InFlight(plan, step, batch, drawn, dispatched, self._life))
-        self._note(self.now() - dispatched)
+        self._note(self.now() - job.submitted)
         return step
 
-    def _dispatch(self, plan: StepPlan) -> tuple[Batch, Drawn]:
+    def _prepare(self, plan: StepPlan) -> Batch:
         for span in plan.spans:
             if span.draft:
                 raise InvalidValue(f"{span.draft=} of request {span.request}: this executor does not speculate")
@@ -117,10 +122,51 @@ class JaxExecutor:
                 if self._dirty:
                     self._clean(span)
                 self._slots.extend(span.slot, span.new_pages)
-        batch = self._inputs.build(plan.spans, self._slots)
-        drawn, hidden = self._state.step(batch)
-        self._score(plan.spans, drawn, hidden)
-        return batch, drawn
+        return self._inputs.build(plan.spans, self._slots)
+
+    def _dispatch(self) -> None:
+        """What may go to the devices now, in the order in which it was submitted."""
+        while self._queue and self._go(self._queue[0]):
+            self._queue.popleft()
+
+    def _go(self, job: Job) -> bool:
+        """Dispatch a step, or some of its segments; returns whether it is out of the way."""
+        if job.walk is None:
+            drawn, hidden = self._state.step(job.batch)
+        else:
+            while job.walk.left and job.ahead < self.depth and not job.stop:
+                mark = self._state.segment(job.walk)
+                job.ahead += 1
+                if job.walk.left:  # the last is waited for together with what is drawn
+                    self._submitted.put((job, mark))
+            if job.walk.left:
+                return job.stop and not job.ahead and self._suspend(job)
+            drawn, hidden = self._state.end(job.walk)
+        job.drawn = drawn
+        self._score(job.plan.spans, drawn, hidden)
+        job.commit()
+        self._submitted.put((job, None))
+        return True
+
+    def _passed(self, job: Job) -> None:
+        """A segment is done: the next may follow."""
+        if job.life != self._life:
+            return
+        job.ahead -= 1
+        try:
+            self._dispatch()
+        except Exception as error:
+            self._fail(self._life, error)
+
+    def _suspend(self, job: Job) -> bool:
+        """All that was dispatched of a step is done, and no more shall be."""
+        del self._flying[job.step]
+        self._suspended[job.plan.step] = job
+        job.commit()
+        if not job.step.done():
+            started = self.now() if job.started is None else job.started
+            job.step.set_result(Suspended(job.plan.step, started, max(started, self._finished)))
+        return True
 
     def _score(self, spans: Sequence[Span], drawn: Drawn, hidden: jax.Array) -> None:
         """Log-probabilities of the prompt tokens that follow this step's, where asked for."""
@@ -142,31 +188,38 @@ class JaxExecutor:
     # results
 
     def _wait(self) -> None:
-        """The waiter's thread: steps in order, each until the device is done with it."""
-        while (flying := self._submitted.get()) is not None:
-            loop = flying.step.get_loop()
+        """The waiter's thread: steps in order, each until the device is done with it, or with a segment of it."""
+        while (waiting := self._submitted.get()) is not None:
+            job, mark = waiting
+            loop = job.step.get_loop()
             news: partial[None]
             try:
-                if self.fault is not None:
-                    self.fault(flying.plan)
-                flying.drawn.wait()
-                started = max(flying.dispatched, self._finished)
-                self._finished = self.now()
-                result = read(flying.plan, flying.batch, flying.drawn, started, self._finished)
-                news = partial(self._resolve, flying, result)
+                if job.started is None:
+                    if self.fault is not None:
+                        self.fault(job.plan)
+                    job.started = max(job.submitted, self._finished)
+                if mark is not None:
+                    mark.block_until_ready()
+                    news = partial(self._passed, job)
+                    self._finished = self.now()
+                else:
+                    job.drawn.wait()
+                    self._finished = self.now()
+                    result = read(job.plan, job.batch, job.drawn, job.started, self._finished)
+                    news = partial(self._resolve, job, result)
             except Exception as error:
-                news = partial(self._fail, flying.life, error)
+                news = partial(self._fail, job.life, error)
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
                 loop.call_soon_threadsafe(news)
 
-    def _resolve(self, flying: InFlight, result: StepResult) -> None:
-        if flying.life != self._life:
+    def _resolve(self, job: Job, result: StepResult) -> None:
+        if job.life != self._life:
             return  # its life ended in an error, which the future has
-        del self._flying[flying.step]
+        del self._flying[job.step]
         for index in result.failed:
-            self._dirty.update(self._slots.held(flying.plan.spans[index].slot))
-        if not flying.step.done():
-            flying.step.set_result(result)
+            self._dirty.update(self._slots.held(job.plan.spans[index].slot))
+        if not job.step.done():
+            job.step.set_result(result)
 
     def _clean(self, span: Span) -> None:
         """Zero the pages that the span begins to fill if a failed row left NaN there: a weight of zero times NaN is
@@ -184,16 +237,19 @@ class JaxExecutor:
         log.error("%s: a step raised; the KV pool is rebuilt", self.name, exc_info=error)
         self._life += 1
         self._lost = True
+        self._queue.clear()
         flying, self._flying = self._flying, {}
-        for step, plan in flying.items():
+        for step, job in flying.items():
+            job.commit()
             if not step.done():
-                failure = StepFailed(f"step {plan.step} of instance {self.name}: {type(error).__name__}: {error}")
+                failure = StepFailed(f"step {job.plan.step} of instance {self.name}: {type(error).__name__}: {error}")
                 failure.__cause__ = error
                 step.set_exception(failure)
 
     def rebuild(self) -> None:
         self.rebuilds += 1
         self._dirty.clear()
+        self._suspended.clear()  # what they had computed is gone with the pool
         self._slots = SlotTable(self._limits)
         self._state.rebuild()
         self._lost = False
@@ -203,7 +259,16 @@ class JaxExecutor:
             raise StepFailed(f"instance {self.name} lost its KV pool; it takes nothing before it is rebuilt")
 
     def preempt(self, step: Step) -> None:
-        """A step has no boundary before its end, where it stops anyway."""
+        job = self._flying.get(step)
+        if job is None:
+            return
+        if not job.plan.preemptible:
+            raise InvalidValue(f"step {job.plan.step} is not preemptible", "preemptible")
+        job.stop = True
+
+    def committed(self, step: Step) -> asyncio.Future[Any]:
+        job = self._flying.get(step)
+        return step if job is None else job.committed
 
     def release(self, slots: Sequence[int]) -> None:
         for slot in slots:

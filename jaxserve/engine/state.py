@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.engine.inputs import Batch, Int32
 from jaxserve.engine.kv import pool_maker
 from jaxserve.engine.sampling import ADJUSTED, MOST_COUNTED, SEEN_IN_PROMPT
+from jaxserve.engine.segments import Segments, Walk, outside, pools_of
 from jaxserve.engine.step import SCORED, Programs, Tree
 from jaxserve.sched.plan import Begin
 from pallas_kernels.dispatch import Pool
@@ -41,9 +42,14 @@ class Drawn:
 class DeviceState:
     """Dispatches programs in order, each on what the one before it left."""
 
-    def __init__(self, programs: Programs, mesh: Mesh, weights: Tree, dtype: Any) -> None:
+    def __init__(
+        self, programs: Programs, mesh: Mesh, weights: Tree, dtype: Any, segments: Segments | None = None
+    ) -> None:
+        """`segments`: of steps that can be stopped before their end; None: there are none."""
         limits = programs.limits
         self.programs = programs
+        self.segments = segments
+        self.outer = outside(weights)
         self.mesh = mesh
         self.weights = weights
         self.pools: list[Pool] = []
@@ -69,14 +75,46 @@ class DeviceState:
 
     def step(self, batch: Batch) -> tuple[Drawn, jax.Array]:
         """Dispatch a step; returns also the hidden states of all its tokens [T, E]."""
-        programs = self.programs
-        rows, self.pools, hidden = programs.step[batch.bucket](self.weights, self.pools, self.carry, batch.packed)
-        drawn = Drawn(rows)
+        step = self.programs.step[batch.bucket]
+        rows, self.pools, hidden = step(self.weights, self.pools, self.carry, batch.packed)
+        return self._draw(batch, rows), hidden
+
+    def walk(self, batch: Batch) -> Walk | None:
+        """A step that is dispatched by segments; None where it has none."""
+        if self.segments is None or batch.bucket not in self.segments.end:
+            return None
+        return Walk(batch, len(self.segments.links))
+
+    def segment(self, walk: Walk) -> jax.Array:
+        """Dispatch the next segment of a step; returns what is ready when the segment is done."""
+        assert self.segments is not None
+        if walk.stream is None:
+            begin = self.segments.begin[walk.batch.bucket]
+            walk.stream, walk.last = begin(self.outer, self.carry, walk.batch.packed)
+        link = self.segments.links[walk.at]
+        mine = pools_of(link, self.pools)
+        x, mine = self.segments.through[link.kind](self.weights["layers"][link.layers], mine, walk.stream)
+        if mine[0]:
+            self.pools[link.layers] = mine
+        walk.stream = walk.stream._replace(x=x)
+        walk.at += 1
+        return walk.stream.x
+
+    def end(self, walk: Walk) -> tuple[Drawn, jax.Array]:
+        """As `step`, of one whose segments are all dispatched."""
+        assert self.segments is not None and walk.stream is not None
+        rows, hidden = self.segments.end[walk.batch.bucket](self.outer, walk.stream.x, walk.last)
+        walk.stream = None
+        return self._draw(walk.batch, rows), hidden
+
+    def _draw(self, batch: Batch, rows: jax.Array) -> Drawn:
+        """Dispatch the drawing of tokens from rows [G, E]."""
+        programs, drawn = self.programs, Drawn(rows)
         if batch.sampling is None:
-            return drawn, hidden
+            return drawn
         if not batch.full:
             drawn.tokens, self.carry = programs.plain(self.weights, rows, self.carry, batch.sampling)
-            return drawn, hidden
+            return drawn
         ids, values = self.unadjusted(batch.bucket.width)
         used = np.int32(0)
         if batch.adjust is not None:
@@ -87,7 +125,7 @@ class DeviceState:
         )
         if batch.logprobs:
             drawn.logprobs = logprobs
-        return drawn, hidden
+        return drawn
 
     def unadjusted(self, width: int) -> tuple[jax.Array, jax.Array]:
         """Ids and values [G, A] that change no logit."""
@@ -97,6 +135,13 @@ class DeviceState:
         """Zeros, whole on each device."""
         zeros: jax.Array = jax.device_put(np.zeros(shape, dtype), self._whole)
         return zeros
+
+    def described(self, shapes: Tree) -> Tree:
+        """Arrays of given shapes, whole on each device, without values."""
+        return jax.tree.map(
+            lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=self._whole, weak_type=one.weak_type),
+            shapes,
+        )
 
     def parcel(self, size: int) -> jax.Array:
         """A piece of zeros."""

@@ -53,23 +53,23 @@ class Programs:
         for bucket in limits.buckets:
             kernel = attention(cast(Mesh, shape), choice, decode=bucket.decode)
             program = partial(_step, spec=spec, limits=limits, bucket=bucket, kernel=kernel)
-            self.step[bucket] = _jit(program, f"step_{bucket.tokens}_{bucket.rows}", (whole, pools, whole), (1,))
-            self.block.setdefault(bucket.tokens, _jit(_block, f"block_{bucket.tokens}", whole))
+            self.step[bucket] = jitted(program, f"step_{bucket.tokens}_{bucket.rows}", (whole, pools, whole), (1,))
+            self.block.setdefault(bucket.tokens, jitted(_block, f"block_{bucket.tokens}", whole))
         logits = partial(_logits, spec=spec, whole=whole)
-        self.plain = _jit(partial(_plain, logits=logits), "draw_plain", (whole, whole))
-        self.full = _jit(partial(_full, logits=logits), "draw_full", (whole,) * 4, (3,))
-        self.score = _jit(partial(_score, logits=logits), "score", whole)
-        self.remember = _jit(_remember, "remember", whole, (0,))
+        self.plain = jitted(partial(_plain, logits=logits), "draw_plain", (whole, whole))
+        self.full = jitted(partial(_full, logits=logits), "draw_full", (whole,) * 4, (3,))
+        self.score = jitted(partial(_score, logits=logits), "score", whole)
+        self.remember = jitted(_remember, "remember", whole, (0,))
         local = partial(jax.shard_map, mesh=shape, check_vma=False)
         held = spec.cache.pools(pool.spec)
         # By hand to each shard its own heads: XLA would have every device make room for a whole parcel.
         export = local(export_pages, in_specs=(held, PartitionSpec()), out_specs=parcel.spec)
         fill = local(import_pages, in_specs=(held, PartitionSpec(), parcel.spec), out_specs=held)
-        self.gather = _jit(export, "gather", parcel)
-        self.scatter = _jit(fill, "scatter", pools, (0,))
+        self.gather = jitted(export, "gather", parcel)
+        self.scatter = jitted(fill, "scatter", pools, (0,))
 
 
-def _jit(program: Callable[..., Any], name: str, out: Any, donate: tuple[int, ...] = ()) -> Program:
+def jitted(program: Callable[..., Any], name: str, out: Any, donate: tuple[int, ...] = ()) -> Program:
     def named(*args: Any) -> Any:
         return program(*args)
 
@@ -91,8 +91,13 @@ def _step(
     """Hidden states of the rows' last tokens [G, E], the pools, and hidden states of all tokens [T, E]."""
     tokens, ragged, last = unpack(packed, carry, bucket, limits)
     hidden, pools = registry.forward(spec, weights, pools, tokens, ragged, attention=kernel)
+    return gathered(hidden, last, bucket), pools, hidden
+
+
+def gathered(hidden: jax.Array, last: jax.Array, bucket: Bucket) -> jax.Array:
+    """Of hidden [T, E] the rows' last tokens [G, E]."""
     rows = hidden if bucket.decode else hidden[last]  # [S, E]
-    return jnp.pad(rows, ((0, bucket.width - bucket.rows), (0, 0))), pools, hidden
+    return jnp.pad(rows, ((0, bucket.width - bucket.rows), (0, 0)))
 
 
 def unpack(packed: jax.Array, carry: jax.Array, bucket: Bucket, limits: Limits) -> tuple[jax.Array, Ragged, jax.Array]:

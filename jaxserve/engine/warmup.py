@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxserve.engine import compat
 from jaxserve.engine.inputs import Batch, Bucket, Int32, Layout, SlotTable
+from jaxserve.engine.segments import pools_of
 from jaxserve.engine.state import DeviceState, padded
 from jaxserve.engine.step import SCORED
 from jaxserve.engine.transfer import piece_sizes
@@ -106,6 +107,7 @@ def calls(state: DeviceState) -> list[Call]:
     for bucket in reversed(limits.buckets):
         packed = idle_batch(bucket, limits.row_pages, slots, full=False).packed
         made.append(Call(bucket.label, programs.step[bucket], (state.weights, state.pools, state.carry, packed)))
+    made.extend(_segments(state, slots))
     dtype = state.weights["embed"].dtype
     for width in limits.widths:
         rows, sampling = state.replicated((width, spec.dim), dtype), slots.columns[np.full(width, limits.slots)]
@@ -126,6 +128,22 @@ def calls(state: DeviceState) -> list[Call]:
     return made
 
 
+def _segments(state: DeviceState, slots: SlotTable) -> Iterator[Call]:
+    """The programs of steps that can be stopped; what goes from one to the next is only described."""
+    segments, limits = state.segments, state.programs.limits
+    if segments is None:
+        return
+    for bucket in reversed(segments.buckets):
+        args = state.outer, state.carry, idle_batch(bucket, limits.row_pages, slots, full=False).packed
+        yield Call(f"begin {bucket.tokens}", segments.begin[bucket], args)
+        stream, last = state.described(jax.eval_shape(segments.begin[bucket], *args))
+        for kind, link in {link.kind: link for link in segments.links}.items():
+            pools = pools_of(link, state.pools)
+            held = state.weights["layers"][link.layers], pools, stream
+            yield Call(f"{kind[1].value} {bucket.tokens}", segments.through[kind], held)
+        yield Call(f"end {bucket.tokens}", segments.end[bucket], (state.outer, stream.x, last))
+
+
 def run_through(state: DeviceState) -> None:
     """Run every program once: what jax and the device set up at a first run is then behind them."""
     limits, slots = state.programs.limits, SlotTable(state.programs.limits)
@@ -136,6 +154,11 @@ def run_through(state: DeviceState) -> None:
             drawn, hidden = state.step(batch)
             if not full:
                 state.score(hidden, 0, np.zeros(1, np.int32))
+        walk = state.walk(idle_batch(bucket, limits.row_pages, slots, full=False))
+        if walk is not None:
+            while walk.left:
+                state.segment(walk)
+            state.end(walk)
     state.remember(0, Begin(SamplingParams(), 0, (), (), 0, ()))
     for size in piece_sizes(limits.row_pages):
         pages: Int32 = padded((), size, limits.pages)

@@ -299,7 +299,8 @@ class Block(nnx.Module):
     def feed(self, x: jax.Array, kernel: Kernel) -> jax.Array:  # x [T, E] -> [T, E]
         """With what the feed-forward adds."""
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.normed(x, self.mlp_norm), kernel.mesh)
+            out: jax.Array = x + self.mlp(self.normed(x, self.mlp_norm), kernel.mesh)
+            return out
 
     def attend(self, prefix: str, index: int) -> Any:
         """What is called as `Attention` is."""
@@ -357,7 +358,7 @@ class Decoder(nnx.Module):
         block: Any = bind(cast(nnx.Module, self.layers[kind]), leaves)
         if part is not Part.FEED:
             x, pool = block.mix(x, turns, pool, work, kernel)
-        return (x if part is Part.MIX else block.feed(x, kernel)), pool
+        return (x if part is Part.MIX else cast(jax.Array, block.feed(x, kernel))), pool
 
     def finish(self, weights: Tree, x: jax.Array) -> jax.Array:
         """The final norm, [T, E] -> [T, E]: what `logits` takes."""

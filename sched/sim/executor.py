@@ -174,6 +174,9 @@ class SimExecutor:
             at = job.began + boundary * segment - job.done
             job.timer = self._loop.at(at, EVENT, self._suspend, job, boundary * segment)
 
+    def committed(self, step: Step) -> Step:
+        return step
+
     def _begin(self, job: _Job) -> None:
         self._running = job
         job.began = now = self._loop.now

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
+from ..boundary import Boundary
 from ..errors import InvalidValue
 from ..perf.derive import Derived
 from ..perf.fit import Point, solve
@@ -109,13 +110,6 @@ class Latency:
 
     def segments(self, boundary: str) -> int:
         """Equal pieces of a step at whose ends it may stop: `op`, `layer`, `layers:k` or `chunk`."""
-        if boundary == "chunk":
-            return 1
-        if boundary == "layer":
-            return self.layers
-        if boundary == "op":
-            return self.layers * self.operators
-        word, _, count = boundary.partition(":")
-        if word != "layers" or not count.isdecimal() or int(count) < 1:
-            raise InvalidValue(f"{boundary=} must be op, layer, layers:K or chunk", "preempt_boundary")
-        return -(-self.layers // int(count))
+        cut = Boundary.parse(boundary)
+        pieces = -(-self.layers // cut.layers) if cut.layers else 1
+        return pieces * self.operators if cut.operators else pieces

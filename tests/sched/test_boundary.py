@@ -1,0 +1,28 @@
+"""Boundaries as users write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.sched.boundary import Boundary
+from jaxserve.sched.errors import InvalidValue
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("chunk", (0, False)),
+        ("layer", (1, False)),
+        ("op", (1, True)),
+        ("layers:1", (1, False)),
+        ("layers:12", (12, False)),
+    ],
+)
+def test_every_spelling(text: str, expected: tuple[int, bool]) -> None:
+    assert Boundary.parse(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "layers", "layers:0", "layers:-1", "layers:x", "half", "Layer", "layer:2"])
+def test_others_are_named(text: str) -> None:
+    with pytest.raises(InvalidValue, match="must be op, layer, layers:K or chunk"):
+        Boundary.parse(text)
