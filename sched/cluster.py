@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .admission import Admission
@@ -56,9 +56,7 @@ class Cluster:
         if first_token not in ("prefill", "decode"):
             raise InvalidValue(f"{first_token=} must be 'prefill' or 'decode'", "first_token")
         self.cores = [Core(one.name, one.scheduler, one.executor, self) for one in instances]
-        roles = [core.scheduler.role.value for core in self.cores]
-        if set(roles) in ({"prefill"}, {"decode"}, {"prefill", "mixed"}):
-            raise InvalidValue(f"{roles=}: prefill and decode instances need each other, mixed ones need nobody")
+        check_roles([core.scheduler.role for core in self.cores])
         self._placement = placement
         self._admission = admission or Everybody()
         self._schedulers = [core.scheduler for core in self.cores]
@@ -71,7 +69,7 @@ class Cluster:
         self._empty = asyncio.Event()
         self._empty.set()
         self.mover = Mover(
-            self.cores, placement, self._spawn, self._arrived, self._move_failed, hold_first=self._hold_first
+            self.cores, placement, self._spawn, self._arrived, self._move_failed, self._held.__contains__
         )
 
     def __len__(self) -> int:
@@ -118,11 +116,54 @@ class Cluster:
         tell(Delta(request.id, finish_reason=request.finish_reason, error=request.error))
 
     def _redirect(self) -> None:
-        """Let requests wait elsewhere where the placement says so."""
+        """Let instances be for something else, and requests wait elsewhere, where the placement says so."""
+        roles = self._placement.roles(self.mover.fleet())
+        if roles:
+            self.turn(roles)
         for id, source, target in self._placement.redirect(self.mover.fleet()):
-            request = self._schedulers[source].disown(id)
-            self._schedulers[target].add(request)
-            self.cores[target].wake()
+            self._move(id, self.cores[source], self.cores[target])
+
+    def _move(self, id: int, source: Core, target: Core) -> None:
+        request = source.scheduler.disown(id)
+        target.scheduler.add(request)
+        target.wake()
+
+    def turn(self, roles: Mapping[int, Role]) -> None:
+        """Change what instances, by index, are for. Nobody loses a token or KV: prompts that wait go where prompts come
+        to, those begun end where they are, what decodes moves when there is room elsewhere.
+
+        Raises InvalidValue, and changes nothing, where nobody would be left to prefill or to decode.
+        """
+        unknown = sorted(index for index in roles if index not in range(len(self.cores)))
+        if unknown:
+            raise InvalidValue(f"instance={unknown[0]!r} must be 0 to {len(self.cores) - 1}", "instance")
+        check_roles([roles.get(index, one.role) for index, one in enumerate(self._schedulers)])
+        turned = [
+            core
+            for index, core in enumerate(self.cores)
+            if roles.get(index, core.scheduler.role) is not core.scheduler.role
+        ]
+        for core in turned:
+            core.scheduler.turn(roles[self.cores.index(core)], core.executor.now() if self._hold_first else None)
+        for core in turned:
+            self.mover.turned(core)
+            if core.scheduler.role is not Role.PREFILL:
+                for request in core.scheduler:
+                    self._arrived(request)
+            if core.scheduler.role is Role.DECODE:
+                self._place_again(core)
+        self.mover.place()
+        for core in self.cores:
+            core.wake()
+
+    def _place_again(self, core: Core) -> None:
+        """Prompts of which nothing is computed yet need not wait where others decode."""
+        for request in [
+            one for one in core.scheduler if one.state is State.WAITING and not (one.drops or one.generated)
+        ]:
+            better = self.cores[self._placement.prefill(request, self.mover.fleet())[0]]
+            if better is not core:
+                self._move(request.id, core, better)
 
     def cancel(self, id: int, reason: str = "abort", error: str | None = None) -> None:
         """End a request early; nothing where it is already over."""
@@ -135,7 +176,7 @@ class Cluster:
 
     def settled(self, core: Core, settled: Settled) -> None:
         for delta in settled.deltas:
-            if self._hold_first and core.scheduler.role is Role.PREFILL and delta.finish_reason is None:
+            if self._holds(core, delta):
                 self._held.setdefault(delta.request, []).append(delta)
             else:
                 if delta.finish_reason in FINISHED:
@@ -146,6 +187,12 @@ class Cluster:
         if len(self.mover):
             self.mover.place()
         self._redirect()
+
+    def _holds(self, core: Core, delta: Delta) -> bool:
+        """Whether to tell it only when the KV has arrived: the first token, and what comes before that is told."""
+        if not self._hold_first or core.scheduler.role is not Role.PREFILL or delta.finish_reason is not None:
+            return False
+        return delta.request in self._held or len(self._residents[delta.request].request.output) <= 1
 
     def recovered(self, core: Core, deltas: list[Delta]) -> None:
         self.rebuilt.append(core.executor.now())
@@ -178,3 +225,14 @@ class Cluster:
             core.scheduler.check()
         alive = {request.id for core in self.cores for request in core.scheduler if request.finish_reason is None}
         assert alive == set(self._residents), "requests told of and requests held differ"
+
+
+def check_roles(roles: Sequence[Role]) -> None:
+    """Raises InvalidValue where nobody prefills or nobody decodes."""
+    given = [role.value for role in roles]
+    if set(given) in ({"prefill"}, {"decode"}, {"prefill", "mixed"}):
+        raise InvalidValue(
+            f"roles={given}: prefill and decode instances need each other, mixed ones need nobody; give at least "
+            "one of each, or none of the kind that is without its other",
+            "roles",
+        )

@@ -1,5 +1,8 @@
 """KV on its way from a prefill instance to a decode instance, chunk by chunk while the prompt is still computed.
 
+Rows that decode on an instance whose role has become prefill take the same way, and decode where they are until
+there is room for them.
+
 The destination is chosen, and its pages reserved, when one more chunk can end the prompt, if there is room;
 otherwise the KV stays held where it is and moves when space comes. Reserving at the first chunk let prompts that a
 policy postpones hoard the decode side: half of it at 4.6 requests/s of K128 under `kairos`. A prefill owns all its
@@ -45,15 +48,22 @@ class Handover:
 
     @property
     def nearly(self) -> bool:
-        """The next chunk can end the prompt."""
-        return self.complete or self.request.remaining <= self.source.scheduler.limits.tokens
+        """The next chunk can end the prompt, or has."""
+        request = self.request
+        chunk = self.source.scheduler.limits.tokens
+        return self.complete or (request.state is State.RUNNING and request.remaining <= chunk)
+
+    @property
+    def rank(self) -> tuple[bool, bool]:
+        """Those that can decode where they are come last, best effort behind the others."""
+        return self.request.stays, self.request.tier == BEST_EFFORT
 
 
 class Mover:
     """All hand-overs of a cluster, in order of arrival. Writer of Handovers; in the Cluster's event loop.
 
     `spawn` starts a task whose failure is the cluster's; `arrived` hears of requests that have moved, `failed` of
-    those whose KV cannot be. With `hold_first` a request's first token counts when its KV has arrived.
+    those whose KV cannot be. Of those that are `held` the first token counts when their KV has arrived.
     """
 
     def __init__(
@@ -63,8 +73,7 @@ class Mover:
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         arrived: Callable[[Request], None],
         failed: Callable[[Request, str], None],
-        *,
-        hold_first: bool = False,
+        held: Callable[[int], bool],
     ) -> None:
         self._cores = cores
         self._schedulers = [core.scheduler for core in cores]
@@ -72,7 +81,7 @@ class Mover:
         self._spawn = spawn
         self._arrived = arrived
         self._failed = failed
-        self._hold_first = hold_first
+        self._held = held
         self._going: dict[int, Handover] = {}
         self.returns = Returns(spawn, placement.gives_back)
         self.transfers = 0
@@ -91,17 +100,16 @@ class Mover:
         return tokens * self.seconds / self.tokens if self.tokens else 0.0
 
     def advance(self, source: Core, request: Request, settled: int) -> None:
-        """More of a prompt's KV stands at the source."""
+        """More of a request's KV stands at the source; `place` comes next."""
         handover = self._going.get(request.id)
         if handover is None:
             handover = self._going[request.id] = Handover(request, source)
         handover.settled = settled
         handover.changed.set()
-        self.place()
 
     def place(self) -> None:
-        """Reserve room for those that wait, first come first, best effort last; none passes another of its kind."""
-        for handover in sorted(self._going.values(), key=lambda one: one.request.tier == BEST_EFFORT):
+        """Reserve room for those that wait, first come first, by rank; none passes another of its kind."""
+        for handover in sorted(self._going.values(), key=lambda one: one.rank):
             if handover.reservation is None and handover.nearly and not self._reserve(handover):
                 break
         lacking = sum(one.complete and one.reservation is None for one in self._going.values())
@@ -116,6 +124,8 @@ class Mover:
                 handover.reservation = reservation
                 handover.moved = reservation.cached
                 handover.task = self._spawn(self._carry(handover))
+                if handover.request.stays:
+                    handover.source.scheduler.leave(handover.request.id)
                 return True
         return False
 
@@ -158,7 +168,7 @@ class Mover:
         del self._going[handover.request.id]
         self.returns.came_from(handover.request.id, source)
         request = source.scheduler.disown(handover.request.id)
-        target.scheduler.adopt(request, target.executor.now() if self._hold_first else None)
+        target.scheduler.adopt(request, target.executor.now() if self._held(request.id) else None)
         self._arrived(request)
         source.wake()
         target.wake()
@@ -177,6 +187,16 @@ class Mover:
         handover = self._going.pop(id, None)
         if handover is not None:
             handover.changed.set()
+
+    def turned(self, core: Core) -> None:
+        """An instance is for something else: its requests stay where it prefills no more, and nobody comes to it to
+        decode where it does. What is under way to it ends first: its pages may be written until then."""
+        for handover in list(self._going.values()):
+            if handover.source is core and core.scheduler.role is not Role.PREFILL:
+                self.drop(handover.request.id)
+            elif handover.target is core and core.scheduler.role is Role.PREFILL:
+                handover.task = None
+                handover.changed.set()
 
     def lost(self, core: Core) -> None:
         """An instance's pool is new: what it held, or was to receive, is gone."""

@@ -3,7 +3,7 @@
 A journal holds lengths, SLOs, sampling parameters, results and digests of pages, but no prompt: which tokens it
 had shows only in digests, which is all that prefix sharing needs. Kinds of records: `instance` (how to make one),
 `add`, `cancel`, `plan` (with the clock that the policy saw), `planned` (what came out), `digest`, `settle`,
-`interrupts`, `suspend`, `recover`, `reserve`, `unreserve`, `disown`, `adopt`, `receive`, `keep`.
+`interrupts`, `suspend`, `recover`, `reserve`, `unreserve`, `disown`, `adopt`, `receive`, `keep`, `turn`, `leave`.
 """
 
 from __future__ import annotations
@@ -194,6 +194,10 @@ class _Replayer:
             scheduler.receive(record["id"], [bytes.fromhex(digest) for digest in record["digests"]])
         elif kind == "keep":
             scheduler.keep(record["id"], record["arrived"])
+        elif kind == "turn":
+            scheduler.turn(Role(record["role"]), record["first_token_at"])
+        elif kind == "leave":
+            scheduler.leave(record["id"])
         elif kind != "digest":
             raise InvalidValue(f"journal line {line}: unknown kind {kind!r}")
 

@@ -58,7 +58,7 @@ class Memory:
         """Digests of the leading pages that are here already. At least one token is always left to compute."""
         if not self.blocks.prefix_caching or request.params.prompt_logprobs is not None:
             return []
-        digests = self.digests(request, request.known - 1)
+        digests = self.digests(request, request.known - max(1, request.pending))
         return list(digests[: self.blocks.match(digests)])
 
     def admit(self, request: Request, reserve: int) -> bool:

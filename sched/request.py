@@ -97,6 +97,7 @@ class Request:
         "slot",
         "stage",
         "state",
+        "stays",
         "stops",
         "suspended",
         "tier",
@@ -148,6 +149,7 @@ class Request:
         self.hit = 0  # prompt tokens that its instance's prefix cache held when it came
         self.row = 0  # where it was last seen in its table
         self.inflight = 0  # submitted spans whose result is not back
+        self.stays = False  # it decodes on an instance that prefills, until there is room for it elsewhere
         self.suspended = False  # its step was stopped at a segment boundary and has not gone on
         self.drafting = 0  # tokens drafted by the span in flight: how many hold is not known yet
         self.slot: int | None = None

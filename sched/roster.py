@@ -23,6 +23,11 @@ class Roster:
         self.decode = Table()
         self._filed: dict[int, Table] = {}
 
+    @property
+    def seen_as(self) -> Role:
+        """What a policy is told: where rows still decode on an instance that prefills, it has both to do."""
+        return Role.MIXED if self.role is Role.PREFILL and len(self.decode) else self.role
+
     def runnable(self, id: int) -> bool:
         return id in self._filed
 
@@ -57,6 +62,22 @@ class Roster:
         if table is not None:
             table.add(request)
 
+    def turn(self, role: Role) -> list[Request]:
+        """The instance is for something else from now on; returns those that waited to be decoded elsewhere and are
+        decoded here instead."""
+        self.role = role
+        kept = []
+        for request in self.requests.values():
+            if request.state is State.FINISHED:
+                continue
+            decodes = request.state is State.RUNNING and request.generated > 0 and request.remaining == 1
+            request.stays = role is Role.PREFILL and decodes
+            if request.state is State.HANDOVER and role is not Role.PREFILL:
+                request.state = State.RUNNING
+                kept.append(request)
+            self.file(request)
+        return kept
+
     def check(self) -> None:
         """Raises AssertionError where a request is filed wrongly."""
         for request in self.requests.values():
@@ -72,6 +93,6 @@ class Roster:
             return None
         if request.suspended or request.drafting:
             return None  # what it can compute next is not known before its step ends
-        if request.pending and self.role is Role.PREFILL:
+        if request.pending and self.role is Role.PREFILL and not request.stays:
             return None  # its prompt is done: it leaves
         return self.decode if request.remaining == 1 and request.generated else self.prefill

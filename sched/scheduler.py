@@ -6,15 +6,16 @@ inputs to new Schedulers gives the same plans (see journal.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from .blocks import BlockManager
 from .counters import Counters, Drafts, Drift
 from .errors import InvalidValue
 from .flight import Flight, Settled, Submitted, task
-from .grant import Granter, reserve
+from .grant import Granter
 from .log import Log, no_log
-from .memory import Memory, Reservation, Returned
+from .memory import Memory, Reservation
+from .moves import Moves
 from .perf.model import PerfModel
 from .plan import Delta, Span, StepPlan, StepResult, Suspended, news
 from .policy import Decision, Limits, Policy, Role, Task, View
@@ -22,7 +23,7 @@ from .request import Request, State
 from .roster import Roster
 
 
-class Scheduler:
+class Scheduler(Moves):
     """Requests of one instance. Owner of every Request it holds, of their pages and slots."""
 
     def __init__(
@@ -38,7 +39,6 @@ class Scheduler:
         self.policy = policy
         self.perf = perf
         self.limits = limits
-        self.role = role
         self.kv_waiting = 0  # requests of other instances that wait for pages here; set by the Cluster
         self.ends = 0.0  # predicted end of what is submitted, executor's clock; set by the Core
         self.counters = Counters()
@@ -66,6 +66,10 @@ class Scheduler:
 
     def __contains__(self, id: int) -> bool:
         return id in self._roster.requests
+
+    @property
+    def role(self) -> Role:
+        return self._roster.role
 
     @property
     def blocks(self) -> BlockManager:
@@ -116,10 +120,6 @@ class Scheduler:
     def cached_tokens(self, request: Request) -> int:
         """Prompt tokens of a request that this instance's prefix cache holds."""
         return len(self._memory.cached(request)) * self.limits.page_size
-
-    def reserved(self, reservation: Reservation) -> bool:
-        """Whether a reservation still stands."""
-        return self._reservations.get(reservation.request) is reservation
 
     # inputs: requests
 
@@ -174,8 +174,8 @@ class Scheduler:
         tables, free = (self._roster.prefill, self._roster.decode), self._memory.blocks.available
         tasks, known = self._flight.tasks(self._roster.requests), self._drafts.acceptance
         limits, waiting = self.limits, self.kv_waiting
-        drift = self._drift.ratio
-        return View(now, start, self.role, *tables, limits, free, waiting, self.perf, tasks, running, known, drift)
+        drift, role = self._drift.ratio, self._roster.seen_as
+        return View(now, start, role, *tables, limits, free, waiting, self.perf, tasks, running, known, drift)
 
     def _resume(self, step: int) -> StepPlan:
         if step not in self._flight.suspended:
@@ -235,7 +235,7 @@ class Scheduler:
             if index in result.failed:
                 deltas += self._condemn(request, result.failed[index])
                 continue
-            if prefills and span.samples:
+            if prefills and span.samples and not (request.stays or request.inflight):
                 request.state = State.HANDOVER
             end = span.start + span.length
             if span.draft:
@@ -280,60 +280,6 @@ class Scheduler:
             else:
                 self._roster.file(request)
         return deltas
-
-    # inputs: KV that moves between instances
-
-    def reserve(self, request: Request) -> Reservation | None:
-        """Set pages and a slot aside for a request whose prompt another instance computes."""
-        self._log("reserve", id=request.id)
-        if request.id in self._reservations or any(request.comes_back for request in self):
-            return None  # an earlier move still ends here; those whose KV was dropped here come back first
-        reservation, dropped = reserve(request, self._roster, self._memory, len(self._reservations))
-        self.counters.preemptions += dropped
-        if reservation is not None:
-            self._reservations[request.id] = reservation
-        return reservation
-
-    def unreserve(self, reservation: Reservation) -> None:
-        """Give a reservation back; nothing where a step that raised has already taken it."""
-        if self.reserved(reservation):
-            self.unreserve_id(reservation.request)
-
-    def unreserve_id(self, id: int) -> None:
-        """Give the standing reservation of a request back."""
-        self._log("unreserve", id=id)
-        self._memory.release(self._reservations.pop(id))
-
-    def disown(self, id: int) -> Request:
-        """Let a request go whose KV has been taken elsewhere."""
-        self._log("disown", id=id)
-        request = self._roster.requests.pop(id)
-        self._roster.unfile(request)
-        computed = request.computed
-        self._memory.vacate(request)
-        request.computed = computed
-        return request
-
-    def adopt(self, request: Request, first_token_at: float | None = None) -> None:
-        """Take over a request whose KV has arrived in the pages reserved for it.
-
-        `first_token_at` is given where the first token counts only now (`--first-token decode`).
-        """
-        self._log("adopt", id=request.id, first_token_at=first_token_at)
-        if first_token_at is not None and len(request.output) == 1:
-            request.first_token_at = request.token_times[0] = first_token_at
-        self._memory.occupy(request, self._reservations.pop(request.id))
-        request.state = State.RUNNING
-        self._roster.requests[request.id] = request
-        self._roster.file(request)
-
-    def receive(self, id: int, digests: Sequence[bytes]) -> Returned | None:
-        """Set pages aside for KV that comes back (giveback.py); None where those that wait may want them."""
-        return self._memory.receive(id, digests, len(self._roster.decode) + self.blocks.count(self.prefill_backlog))
-
-    def keep(self, id: int, arrived: bool) -> None:
-        """The KV that came back, or did not, is nobody's."""
-        self._memory.keep(id, arrived)
 
     def check(self) -> None:
         """Raises AssertionError where a page, a slot or a request is lost."""

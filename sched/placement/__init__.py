@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from ..admission import Admission
@@ -65,6 +65,10 @@ class Placement(Protocol):
     def redirect(self, fleet: Fleet) -> Sequence[Move]:
         """Asked after every arrival and every step: who should wait elsewhere."""
         return ()
+
+    def roles(self, fleet: Fleet) -> Mapping[int, Role]:
+        """Asked as often, before that: which instances should be for something else from now on, and for what."""
+        return {}
 
 
 def make(name: str, admission: Admission | None = None) -> Placement:

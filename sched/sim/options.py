@@ -64,8 +64,8 @@ class Options:
     arrival to the instance. stale: age of what the placement knows of the instances. prefix_caching None: on where
     the workload says which prefixes are shared. pages, page_size: instead of the preset's; kv_scale: times as many
     pages. skip: requests at either end that are not counted. horizon: stop after so many seconds, unfinished
-    requests count as violated. timer: a clock of the processor, read around each decision; what it says is only
-    reported.
+    requests count as violated. turns: when roles change, and the roles of all
+    instances from then on. timer: a clock of the processor, read around each decision; what it says is only reported.
     """
 
     perf: Perf = "general"
@@ -89,6 +89,7 @@ class Options:
     kv_scale: float = 1.0
     skip: int = 0
     horizon: float | None = None
+    turns: tuple[tuple[float, tuple[Role, ...]], ...] = ()
     timer: Callable[[], float] | None = None
 
     def __post_init__(self) -> None:

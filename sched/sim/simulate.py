@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from .. import admission as admissions
 from .. import placement as placements
 from .. import policies
-from ..cluster import Cluster, Instance
+from ..cluster import Cluster, Instance, check_roles
 from ..counters import Counters
 from ..errors import InvalidValue
 from ..log import Log, no_log
@@ -172,6 +172,10 @@ class _Simulation:
         self._arrivals = arrivals
         self._policy = policy
         self._roles = mesh.roles
+        for at, roles in options.turns:
+            if at < 0 or len(roles) != len(self._roles):
+                raise InvalidValue(f"turns={at, roles} must be seconds and {len(self._roles)} roles", "turns")
+            check_roles(roles)
         self._device = options.device(latency)
         self._truth = latency.solve()
         self._seed = seed
@@ -205,6 +209,8 @@ class _Simulation:
             finished=self._finished,
         )
         machine = asyncio.create_task(cluster.run(), name="cluster")
+        for at, roles in self._options.turns:
+            loop.at(at, clock.EVENT, cluster.turn, dict(enumerate(roles)))
         self._arrive((id, one) for id, one in enumerate(self._arrivals) if one.after is None)
         waited = self._options.horizon
         await asyncio.wait([machine, self._done], timeout=waited, return_when=asyncio.FIRST_COMPLETED)

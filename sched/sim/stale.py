@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from ..placement import Fleet, Move, Placement
-from ..policy import Rows, View
+from ..policy import Role, Rows, View
 from ..request import Request, RequestView, State
 from ..scheduler import Scheduler
 
@@ -95,6 +95,9 @@ class Stale:
     def redirect(self, fleet: Fleet) -> Sequence[Move]:
         moves = self._placement.redirect(self._past(fleet))
         return [move for move in moves if _waits(fleet.instances[move.source], move.request)]
+
+    def roles(self, fleet: Fleet) -> Mapping[int, Role]:
+        return self._placement.roles(self._past(fleet))
 
     def _past(self, fleet: Fleet) -> Fleet:
         pictures, now = self._pictures, fleet.now

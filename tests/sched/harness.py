@@ -11,6 +11,7 @@ from typing import Any
 from jaxserve.sched import admission, placement, policies
 from jaxserve.sched.cluster import Cluster, Instance
 from jaxserve.sched.counters import Counters
+from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.log import Log, no_log
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
@@ -85,6 +86,7 @@ class Shape:
     first_token: str = "prefill"
     fails: Callable[[str, StepPlan], bool] = lambda name, plan: False
     loses: Callable[[], bool] = lambda: False  # whether the next transfer raises
+    turns: Sequence[tuple[float, Mapping[int, Role]]] = ()  # when, which instances are to be what
     log: Callable[[str], Log] = lambda name: no_log
     scheduler: Callable[..., Scheduler] = Scheduler
 
@@ -109,8 +111,18 @@ async def _simulate(jobs: Sequence[Job], shape: Shape) -> Outcome:
         request = Request(id, job.prompt, job.params, job.slo, loop.now, tier=job.tier, eos=frozenset([EOS]), seed=id)
         cluster.submit(request, deltas[id].append)
 
+    def turn(roles: Mapping[int, Role]) -> None:
+        before = [core.scheduler.role for core in cluster.cores]
+        try:
+            cluster.turn(roles)
+        except InvalidValue:
+            assert [core.scheduler.role for core in cluster.cores] == before
+        cluster.check()
+
     machine = asyncio.create_task(cluster.run())
     await asyncio.sleep(0)
+    for at, roles in shape.turns:
+        loop.at(at, 1, turn, roles)
     for id, job in enumerate(jobs):
         loop.at(job.arrival, 0, arrive, id, job)
         if job.cancel_at is not None:

@@ -1,0 +1,196 @@
+"""Roles that change while requests are served: nothing is lost, whatever changes into what, and whenever."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import inf
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.sched.cluster import check_roles
+from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.journal import Journal, replay
+from jaxserve.sched.log import Log
+from jaxserve.sched.perf.model import Coefficients, GeneralModel
+from jaxserve.sched.policy import Limits, Role
+from jaxserve.sched.sim import Latency, Mesh, Options, Report, simulate
+from jaxserve.sched.sim.workload import Arrival
+from jaxserve.sched.slo import SLO
+
+from . import harness
+from .harness import COEFFICIENTS, Job
+from .laws import Watch, check_tokens, check_told
+from .test_laws import ADMISSIONS, JOBS, MESHES, PLACEMENTS, POLICIES, SHAPE, Case, drawn
+
+P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
+SEVERAL = {name: roles for name, roles in MESHES.items() if len(roles) > 1}
+TURN = st.tuples(st.floats(0, 0.06), st.dictionaries(st.integers(0, 3), st.sampled_from([P, D, M]), min_size=1))
+TURNS = st.lists(TURN, min_size=1, max_size=8)
+Turns = Sequence[tuple[float, Mapping[int, Role]]]
+
+
+def check(policy: str, case: Case, jobs: list[Job], shape: dict[str, Any], turns: Turns) -> None:
+    """All laws that hold where roles stay, and that equal runs have equal histories."""
+    mesh, placement, admission = case
+    histories = []
+    for _ in range(2):
+        watch = Watch(policy, seal=False)
+        outcome = watch.run(jobs, MESHES[mesh], placement=placement, admission=admission, turns=turns, **shape)
+        check_told(outcome, jobs, admission.endswith(":refuse"))
+        check_tokens(outcome, watch.records, page_size=4)
+        histories.append((watch.records, [one.token_times for one in outcome.requests]))
+    assert histories[0] == histories[1]
+
+
+@settings(max_examples=60)
+@given(
+    policy=st.sampled_from(POLICIES),
+    mesh=st.sampled_from(sorted(SEVERAL)),
+    placement=st.sampled_from(PLACEMENTS),
+    admission=st.sampled_from(ADMISSIONS),
+    jobs=JOBS,
+    shape=SHAPE,
+    turns=TURNS,
+)
+def test_no_change_of_roles_loses_anything(policy, mesh, placement, admission, jobs, shape, turns) -> None:  # type: ignore[no-untyped-def]
+    check(policy, (mesh, placement, admission), jobs, shape, turns)
+
+
+def random_turns(draw: random.Random, count: int, instances: int = 4) -> Turns:
+    return [
+        (draw.uniform(0, 0.1), {draw.randrange(instances): draw.choice([P, D, M]) for _ in range(draw.randint(1, 3))})
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_change_of_roles_loses_anything_under_any_policy(policy: str) -> None:
+    for number in range(60):
+        draw = random.Random(f"{policy} {number}")
+        case = draw.choice(sorted(SEVERAL)), draw.choice(PLACEMENTS), draw.choice(ADMISSIONS)
+        jobs, shape = drawn((policy, number))
+        check(policy, case, jobs, shape, random_turns(draw, draw.randint(1, 20)))
+
+
+# what is journalled
+
+
+def perf(record: Mapping[str, Any]) -> GeneralModel:
+    return GeneralModel(Coefficients(**record["coefficients"]))
+
+
+def journalled(jobs: list[Job], mesh: str, policy: str, shape: dict[str, Any], turns: Turns) -> list[str]:
+    file = io.StringIO()
+    journal = Journal(file)
+    limits = Limits(16, 4, 24, 4)
+
+    def log(name: str) -> Log:
+        described = {"coefficients": {field: getattr(COEFFICIENTS, field) for field in COEFFICIENTS.__slots__}}
+        role = Role(name.rstrip("0123456789"))
+        return journal.instance(name, policy=policy, limits=limits, role=role, prefix_caching=True, perf=described)
+
+    harness.simulate(
+        jobs, SEVERAL[mesh], policy=policy, log=log, turns=turns, tokens=16, rows=4, pages=24, page_size=4, **shape
+    )
+    return file.getvalue().splitlines()
+
+
+@settings(max_examples=40)
+@given(
+    jobs=JOBS,
+    mesh=st.sampled_from(["1P1D", "2P2D"]),
+    policy=st.sampled_from(["distserve", "kairos", "unified"]),
+    first=st.sampled_from(["prefill", "decode"]),
+    lead=st.sampled_from([0.0, 0.0005]),
+    turns=TURNS,
+)
+def test_changes_of_roles_are_journalled(jobs, mesh, policy, first, lead, turns) -> None:  # type: ignore[no-untyped-def]
+    lines = journalled(jobs, mesh, policy, {"first_token": first, "lead": lead}, turns)
+    outcome = replay(lines, perf)
+    assert outcome.differences == [] and outcome.plans == sum('"kind":"planned"' in line for line in lines)
+
+
+# what happens in particular
+
+
+def run(turns: Turns, jobs: Sequence[Job], roles: Sequence[Role] = (P, D), **shape: Any) -> harness.Outcome:
+    return harness.simulate(list(jobs), roles, turns=turns, **{"pages": 200, **shape})
+
+
+def test_what_decodes_moves_where_its_instance_prefills_from_now_on() -> None:
+    """Swapped in the middle of decoding: the row goes over, and its KV is not computed again."""
+    jobs = [Job(range(30), 60)]
+    still = run([], jobs)
+    swapped = run([(0.02, {0: D, 1: P})], jobs)
+    [one], [other] = still.requests, swapped.requests
+    assert one.output == other.output and other.drops == 0
+    where = [name for name, plan in swapped.plans for _ in plan.spans]
+    assert [before for before, after in pairwise(where) if before != after] == ["prefill0", "decode1"]
+    assert where[0] == where[-1] == "prefill0"
+    computed = {name: counters.prompt_tokens for name, counters in swapped.counters.items()}
+    assert computed == {"prefill0": 30, "decode1": 0}
+
+
+def test_what_decodes_stays_where_there_is_no_room_elsewhere() -> None:
+    """The other instance has one row, and it is taken for long: who decodes goes on beside the prompts that come."""
+    jobs = [Job(range(40), 60), Job(range(100, 140), 60), Job(range(200, 230), 4, arrival=0.03)]
+    outcome = run([(0.025, {1: P, 2: D})], jobs, (P, D, P), rows=1, placement="round_robin")
+    gaps = [max(b - a for a, b in pairwise(one.token_times)) for one in outcome.requests[:2]]
+    assert all(request.drops == 0 for request in outcome.requests)
+    assert gaps[0] < 0.02, "the row that stays was stopped"
+
+
+def test_prompts_that_wait_go_where_prompts_come_to() -> None:
+    jobs = [Job(range(n * 100, n * 100 + 60), 3) for n in range(6)]
+    outcome = run([(0.0005, {1: D})], jobs, (P, P, D), placement="round_robin")
+    prompts = {name: counters.prompt_tokens for name, counters in outcome.counters.items()}
+    assert 0 < prompts["prefill1"] <= 60 and prompts["prefill0"] >= 5 * 60 and prompts["decode2"] == 0
+
+
+def test_a_first_token_that_waited_for_its_kv_counts_when_it_decodes_where_it_is() -> None:
+    """`--first-token decode`, and the only instance that decoded has no room until roles change."""
+    jobs = [Job(range(8), 80), Job(range(100, 130), 5)]
+    shape = {"first_token": "decode", "rows": 1, "roles": (P, D)}
+    held = run([], jobs, **shape)
+    freed = run([(0.06, {0: M, 1: M})], jobs, **shape)
+    assert held.requests[1].token_times[0] > 0.07
+    assert freed.requests[1].token_times[0] == 0.06
+    assert freed.deltas[1][0].tokens and [r.output for r in held.requests] == [r.output for r in freed.requests]
+
+
+@pytest.mark.parametrize("roles", [[P], [D], [P, P], [D, D], [P, M]])
+def test_a_set_of_roles_in_which_somebody_lacks_the_other_is_refused(roles: list[Role]) -> None:
+    with pytest.raises(InvalidValue, match="need each other"):
+        check_roles(roles)
+
+
+@pytest.mark.parametrize("roles", [[M], [P, D], [M, D], [P, M, D], [M, M]])
+def test_other_sets_of_roles_are_taken(roles: list[Role]) -> None:
+    check_roles(roles)
+
+
+TINY = Latency("tiny", kv_bytes_per_token=1000, kv_tokens=400, page_size=4, coefficients=COEFFICIENTS)
+
+
+def simulated(turns: tuple[tuple[float, tuple[Role, ...]], ...]) -> Report:
+    arrivals = [Arrival(0.005 * n, 40, 10, SLO(inf, inf)) for n in range(20)]
+    return simulate(arrivals, "distserve", Mesh(4), TINY, options=Options(turns=turns))
+
+
+def test_a_simulation_changes_roles_when_its_options_say() -> None:
+    before, after = simulated(()), simulated(((0.0, (P, D, D, D)), (0.05, (M, M, M, M))))
+    assert after.summary.reasons == before.summary.reasons == {"stop": 20}
+    assert before.busy[1] > 0 and before != after
+
+
+@pytest.mark.parametrize("turns", [((0.1, (P, D)),), ((0.1, (P, P, P, P)),), ((-1.0, (M, M, M, M)),)])
+def test_a_simulation_refuses_roles_that_cannot_be(turns: tuple[tuple[float, tuple[Role, ...]], ...]) -> None:
+    with pytest.raises(InvalidValue, match="roles"):
+        simulated(turns)
