@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import replace
 from types import TracebackType
@@ -34,6 +34,7 @@ from jaxserve.outputs import CompletionOutput, RequestOutput, logprob_dict
 from jaxserve.report.progress import bar
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import Delta
+from jaxserve.sched.policy import roles_of
 from jaxserve.sched.request import STANDARD
 from jaxserve.sched.slo import SLO
 from jaxserve.tokenizer import Message, Tokenizer
@@ -78,6 +79,19 @@ class _Base:
     def close(self) -> None:
         """End the engine; what is running is aborted."""
         self.engine.close()
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """What each instance is for at present: `prefill`, `decode` or `mixed`."""
+        return tuple(role.value for role in self.engine.roles)
+
+    def set_roles(self, roles: Sequence[str] | Mapping[int, str]) -> tuple[str, ...]:
+        """Change what instances are for while they serve: all of them, or some by index. Returns all roles.
+
+        No request is lost. Raises InvalidValue, and changes nothing, where a role is unknown, or nobody would be left
+        to prefill or to decode.
+        """
+        return tuple(role.value for role in self.engine.set_roles(roles_of(roles, len(self.engine.roles))))
 
     def _job(self, prompt: Prompt, params: SamplingParams, slo: SLO | None, priority: int, tier: str = STANDARD) -> Job:
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)

@@ -138,14 +138,11 @@ class Cluster:
         if unknown:
             raise InvalidValue(f"instance={unknown[0]!r} must be 0 to {len(self.cores) - 1}", "instance")
         check_roles([roles.get(index, one.role) for index, one in enumerate(self._schedulers)])
-        turned = [
-            core
-            for index, core in enumerate(self.cores)
-            if roles.get(index, core.scheduler.role) is not core.scheduler.role
-        ]
-        for core in turned:
-            core.scheduler.turn(roles[self.cores.index(core)], core.executor.now() if self._hold_first else None)
-        for core in turned:
+        turned = [index for index, role in roles.items() if role is not self._schedulers[index].role]
+        now = self.mover.fleet().now if self._hold_first else None
+        for index in turned:
+            self._schedulers[index].turn(roles[index], now)
+        for core in map(self.cores.__getitem__, turned):
             self.mover.turned(core)
             if core.scheduler.role is not Role.PREFILL:
                 for request in core.scheduler:
@@ -158,9 +155,10 @@ class Cluster:
 
     def _place_again(self, core: Core) -> None:
         """Prompts of which nothing is computed yet need not wait where others decode."""
-        for request in [
-            one for one in core.scheduler if one.state is State.WAITING and not (one.drops or one.generated)
-        ]:
+        waiting = [one for one in core.scheduler if one.state is State.WAITING]
+        for request in waiting:
+            if request.drops or request.generated:
+                continue  # it comes back where its KV was dropped
             better = self.cores[self._placement.prefill(request, self.mover.fleet())[0]]
             if better is not core:
                 self._move(request.id, core, better)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from .errors import InvalidValue
 from .perf.model import Array, PerfModel
 from .request import RequestView
 
@@ -19,6 +20,19 @@ class Role(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     MIXED = "mixed"
+
+
+def roles_of(given: Sequence[str] | Mapping[int, str], instances: int) -> dict[int, Role]:
+    """Roles by instance, from the names of the roles of all of them, or of some by index. Raises InvalidValue."""
+    if not isinstance(given, Mapping):
+        if isinstance(given, str) or len(given) != instances:
+            raise InvalidValue(f"roles={given!r} must be a list of {instances}, one for each instance", "roles")
+        given = dict(enumerate(given))
+    allowed = [role.value for role in Role]
+    for index, name in given.items():
+        if name not in allowed:
+            raise InvalidValue(f"role={name!r} of instance {index} must be one of {', '.join(allowed)}", "role")
+    return {index: Role(name) for index, name in given.items()}
 
 
 class Rows(Protocol):

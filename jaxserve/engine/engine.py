@@ -13,7 +13,7 @@ import queue
 import threading
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -29,6 +29,7 @@ from jaxserve.sched.journal import REHEARSAL
 from jaxserve.sched.metrics import measure, stage_allowance
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import Delta
+from jaxserve.sched.policy import Role
 from jaxserve.sched.request import STANDARD, Request
 from jaxserve.sched.slo import NO_SLO, SLO
 
@@ -178,6 +179,28 @@ class Engine:
         waiting = self._entering + sum(core.scheduler.waiting for core in self._cluster.cores)
         if self._bound is not None and waiting >= self._bound:
             raise QueueFull(f"{waiting} requests wait, and max_num_queued_reqs={self._bound}: try again later")
+
+    # roles, from any thread
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """What each instance is for at present."""
+        return tuple(core.scheduler.role for core in self._cluster.cores)
+
+    def set_roles(self, roles: Mapping[int, Role]) -> tuple[Role, ...]:
+        """Change what instances, by index, are for; returns what all are for then. No request is lost.
+
+        Raises InvalidValue, and changes nothing, where an instance is not there, or nobody would be left to prefill
+        or to decode; JaxserveError where the engine has stopped.
+        """
+        if not self._thread.is_alive():
+            raise JaxserveError(f"the engine has stopped: {self._error or 'it was closed'}")
+
+        async def turned() -> tuple[Role, ...]:
+            self._cluster.turn(roles)
+            return self.roles
+
+        return asyncio.run_coroutine_threadsafe(turned(), self._loop).result()
 
     # the engine's thread
 

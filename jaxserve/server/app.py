@@ -9,7 +9,8 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from jaxserve.errors import InvalidValue
+from jaxserve.errors import InvalidValue, JaxserveError
+from jaxserve.server.admin import change_roles, present_roles
 from jaxserve.server.failures import Refused, handler, response_of
 from jaxserve.server.guard import Guard
 from jaxserve.server.metrics import CONTENT_TYPE
@@ -17,6 +18,7 @@ from jaxserve.server.openai import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    RolesBody,
     Sampled,
     TokenizeBody,
     check_token,
@@ -62,6 +64,14 @@ def create_app(service: Service) -> FastAPI:
             check_token(token, service.engine.info.vocab_size, "tokens")
         return JSONResponse({"prompt": await service.off_loop(lambda: service.tokenizer.decode(body.tokens))})
 
+    @app.get("/v1/admin/roles")
+    async def roles() -> dict[str, Any]:
+        return present_roles(service.engine)
+
+    @app.post("/v1/admin/roles", openapi_extra=_schema(RolesBody))
+    async def turn(request: Request) -> dict[str, Any]:
+        return await change_roles(service.engine, parse(await request.body(), RolesBody))
+
     @app.get("/health")
     async def health() -> Response:
         if service.draining:
@@ -78,7 +88,7 @@ def create_app(service: Service) -> FastAPI:
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    for kind in (HTTPException, InvalidValue, Refused):
+    for kind in (HTTPException, JaxserveError):
         app.add_exception_handler(kind, handler)
     config = service.config
     app.add_middleware(Guard, keys=config.api_key, max_body=config.max_body_size, draining=lambda: service.draining)

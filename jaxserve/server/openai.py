@@ -119,6 +119,14 @@ class DetokenizeBody(Body):
     tokens: list[int]
 
 
+class RolesBody(Body):
+    """`POST /v1/admin/roles`: the roles of all instances in order, or that of one."""
+
+    roles: list[str] | None = None
+    instance: int | None = None
+    role: str | None = None
+
+
 # Fields that are known, change what comes out, and are not supported: refused unless they say nothing.
 _NOTHING: tuple[Any, ...] = (None, [], {}, "", False)
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {

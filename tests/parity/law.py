@@ -113,11 +113,11 @@ class Setup:
         watch: Callable[[StepPlan], None] | None = None,
         journal: Journal | None = None,
         place: str = "auto",
+        disturb: Callable[[Cluster], None] | None = None,
     ) -> tuple[list[Request], Cluster]:
-        """Serve the requests, each at its time, and return them finished, in order, with the cluster they were in."""
-        for executor in self.executors:
-            executor.fault = watch
-        return asyncio.run(self._run(asks, policy, journal, place))
+        """Serve the requests, each at its time, and return them finished, in order, with the cluster they were in.
+        `watch` sees every plan before it runs; `disturb` is called soon after each."""
+        return asyncio.run(self._run(asks, policy, watch, journal, place, disturb))
 
     def _cluster(self, policy: str, over: list[Request], journal: Journal | None, place: str) -> Cluster:
         coefficients = {"model": "general", "coefficients": {name: getattr(PERF, name) for name in PERF.__slots__}}
@@ -134,10 +134,25 @@ class Setup:
         return Cluster(instances, placement.make(policies.placement(policy, place)), finished=over.append)
 
     async def _run(
-        self, asks: Sequence[Ask], policy: str, journal: Journal | None, place: str
+        self,
+        asks: Sequence[Ask],
+        policy: str,
+        watch: Callable[[StepPlan], None] | None,
+        journal: Journal | None,
+        place: str,
+        disturb: Callable[[Cluster], None] | None,
     ) -> tuple[list[Request], Cluster]:
         over: list[Request] = []
-        cluster = self._cluster(policy, over, journal, place)
+        cluster, loop = self._cluster(policy, over, journal, place), asyncio.get_running_loop()
+
+        def planned(plan: StepPlan) -> None:
+            if disturb is not None:
+                loop.call_soon_threadsafe(disturb, cluster)
+            if watch is not None:
+                watch(plan)
+
+        for executor in self.executors:
+            executor.fault = planned
         machine = asyncio.ensure_future(cluster.run())
         await asyncio.sleep(0)
         for id, ask in enumerate(asks):

@@ -1,0 +1,81 @@
+"""Roles that change while real executors serve change no token: at random steps, what decodes moves under way."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import random
+
+import pytest
+
+from jaxserve.replay import perf_of
+from jaxserve.sched.cluster import Cluster
+from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.journal import Journal, replay
+from jaxserve.sched.policy import Role
+
+from .law import compare
+from .test_law import ROOMY, TIGHT, alone, asks, setup
+
+CASES = list(itertools.product(("2x1", "4x2"), (ROOMY, TIGHT), ("distserve", "kairos", "unified"), (1, 2)))
+BARE = [("2x1", ROOMY, "unified", 1), ("2x1", TIGHT, "distserve", 2), ("4x2", ROOMY, "kairos", 1)]
+
+
+class Turns:
+    """Gives instances random roles, every few steps. Writer: the cluster's loop."""
+
+    def __init__(self, seed: int, every: int) -> None:
+        self._draw = random.Random(seed)
+        self._every = every
+        self._steps = 0
+        self.done = 0
+
+    def __call__(self, cluster: Cluster) -> None:
+        self._steps += 1
+        if self._steps % self._every:
+            return
+        before = [core.scheduler.role for core in cluster.cores]
+        try:
+            cluster.turn({index: self._draw.choice(list(Role)) for index in range(len(before))})
+        except InvalidValue:
+            return
+        self.done += [core.scheduler.role for core in cluster.cores] != before
+
+
+def check(case: tuple[str, int, str, int]) -> None:
+    mesh, pages, policy, seed = case
+    file, turns = io.StringIO(), Turns(seed, every=4)
+    served, _ = setup(mesh, 64, pages).run(asks(seed), policy, journal=Journal(file), disturb=turns)
+    assert turns.done > 3, "no role has changed"
+    assert all(request.finish_reason in ("stop", "length") for request in served)
+    assert compare(asks(seed), served, alone(seed)) <= 1
+    outcome = replay(file.getvalue().splitlines(), perf_of)
+    assert outcome.differences == [] and '"kind":"turn"' in file.getvalue()
+
+
+@pytest.mark.parametrize("case", BARE, ids=str)
+def test_no_change_of_roles_changes_a_token(case: tuple[str, int, str, int]) -> None:
+    check(case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [case for case in CASES if case not in BARE], ids=str)
+def test_no_change_of_roles_changes_a_token_anywhere(case: tuple[str, int, str, int]) -> None:
+    check(case)
+
+
+def test_what_decodes_moves_and_is_not_computed_again() -> None:
+    """Swapped once while many decode: rows leave with their KV."""
+    swapped = []
+
+    def swap(cluster: Cluster) -> None:
+        prefills, decodes = (core.scheduler for core in cluster.cores)
+        if not swapped and len(decodes) >= 2 and not prefills.waiting:
+            swapped.append([request.id for request in decodes])
+            cluster.turn({0: Role.DECODE, 1: Role.PREFILL})
+
+    served, cluster = setup("2x1", 64, ROOMY).run(asks(1), "distserve", disturb=swap)
+    assert swapped and compare(asks(1), served, alone(1)) <= 1
+    computed = sum(core.scheduler.counters.prompt_tokens for core in cluster.cores)
+    assert computed <= sum(len(ask.prompt) for ask in asks(1)) and not any(request.drops for request in served)
+    assert cluster.cores[0].scheduler.counters.steps > 0 and cluster.mover.transfers > len(swapped[0])

@@ -1,0 +1,105 @@
+"""Roles of a running server: read, changed while streams run, refused where nobody would be left."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from jaxserve import LLM
+from jaxserve.errors import InvalidValue
+from jaxserve.sched.policy import Role
+
+PATH = "/v1/admin/roles"
+PROMPTS = [f"def add_{n}(a, b):\n    return " for n in range(6)]
+
+
+@pytest.fixture
+def two(live):
+    """The real server, whose roles are as they were afterwards."""
+    before = dict(enumerate(live.engine.roles))
+    yield live
+    live.engine.set_roles(before)
+    live.quiet()
+    live.engine.check()
+
+
+def texts(live) -> list[str]:
+    """What greedy streams of all prompts say, all at once."""
+    said = [""] * len(PROMPTS)
+
+    def ask(number: int) -> None:
+        stream = live.client.completions.create(
+            model="jaxserve-demo", prompt=PROMPTS[number], max_tokens=60, temperature=0, stream=True,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        said[number] = "".join(chunk.choices[0].text for chunk in stream)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    for roles in (["decode", "prefill"], ["mixed", "mixed"], ["prefill", "decode"], ["mixed", "decode"]) * 2:
+        answer = live.http.post(PATH, json={"roles": roles})
+        assert answer.status_code == 200 and answer.json()["roles"] == roles
+    for thread in threads:
+        thread.join(60)
+    return said
+
+
+def test_roles_change_while_streams_run(two):
+    at_rest = [
+        two.client.completions.create(
+            model="jaxserve-demo", prompt=prompt, max_tokens=60, temperature=0, extra_body={"ignore_eos": True}
+        ).choices[0].text
+        for prompt in PROMPTS
+    ]  # fmt: skip
+    assert texts(two) == at_rest
+    assert two.engine.stats().compilations_after_warmup == 0
+
+
+def test_one_instance_is_changed_and_all_are_told(two):
+    answer = two.http.post(PATH, json={"instance": 0, "role": "mixed"}).json()
+    assert answer["object"] == "roles" and answer["roles"] == ["mixed", "decode"]
+    told = two.http.get(PATH).json()
+    assert told["roles"] == ["mixed", "decode"]
+    assert [set(one) for one in told["instances"]] == [{"instance", "name", "role", "running", "waiting"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({}, "instance", "is missing"),
+        ({"instance": 0}, "role", "is missing"),
+        ({"roles": ["prefill", "prefill"]}, "roles", "need each other"),
+        ({"roles": ["prefill"]}, "roles", "must be a list of 2"),
+        ({"roles": "mixed"}, "roles", "list"),
+        ({"roles": ["mixed", "boss"]}, "role", "must be one of prefill, decode, mixed"),
+        ({"instance": 5, "role": "mixed"}, "instance", "must be 0 to 1"),
+        ({"instance": 1, "role": "prefill"}, "roles", "need each other"),
+        ({"instance": 1, "role": "mixed", "roles": ["mixed", "mixed"]}, "roles", "either"),
+    ],
+)
+def test_roles_that_cannot_be_are_refused(two, body, param, says):
+    answer = two.http.post(PATH, json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param and says in error["message"], error
+    assert two.http.get(PATH).json()["roles"] == ["prefill", "decode"]
+
+
+def test_roles_need_the_key(fake):
+    live = fake(config={"api_key": ("sesame",)})
+    assert live.http.get(PATH).status_code == live.http.post(PATH, json={}).status_code == 401
+    right = {"Authorization": "Bearer sesame"}
+    assert live.http.get(PATH, headers=right).json()["roles"] == ["mixed"]
+    assert live.http.post(PATH, json={}, headers=right).status_code == 400
+
+
+def test_roles_by_python(two, tokenizer):
+    llm = LLM(engine=two.engine, tokenizer_object=tokenizer)
+    assert llm.roles == ("prefill", "decode")
+    assert llm.set_roles({1: "mixed", 0: "mixed"}) == llm.roles == ("mixed", "mixed")
+    assert llm.generate("def main(")[0].outputs[0].finish_reason == "length"
+    assert llm.set_roles(["decode", "prefill"]) == ("decode", "prefill")
+    with pytest.raises(InvalidValue, match="need each other"):
+        llm.set_roles({0: "prefill"})
+    assert two.engine.roles == (Role.DECODE, Role.PREFILL)
