@@ -10,7 +10,7 @@ Letters here: M rows of the product, C what is summed over, N columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,6 +96,21 @@ def wgmma(
 
     product: jax.Array = pl.run_scoped(fresh, plgpu.ACC(shape, jnp.float32))
     return product if acc is None else acc + product
+
+
+def wgmmas(acc: jax.Array, pairs: Sequence[tuple[Any, Any]], interpret: Interpret = None) -> jax.Array:
+    """acc + the sum of a @ b over `pairs` of refs in shared memory, issued together and waited for once."""
+    if is_interpreting(interpret):
+        for a, b in pairs:
+            acc = wgmma(a, b, acc, interpret=interpret)
+        return acc
+
+    def summed(ref: Any) -> None:
+        for a, b in pairs:
+            plgpu.wgmma(ref, a, b)
+
+    product: jax.Array = pl.run_state(summed)(plgpu.ACC.init(acc))
+    return product
 
 
 def mma(acc: jax.Array, a: jax.Array, b: jax.Array, interpret: Interpret = None) -> jax.Array:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 # imported, because kernels do not know engines.
 GPU = (
     "pallas_kernels.hopper.decode",
+    "pallas_kernels.hopper.latent",
     "pallas_kernels.hopper.prefill",
     "pallas_kernels.hopper.kv_write",
     "pallas_kernels.pages",

@@ -23,11 +23,11 @@ import jax.numpy as jnp
 
 from pallas_kernels import compat
 from pallas_kernels.aot.cases import Case, shapes
-from pallas_kernels.hopper.combine import combine
-from pallas_kernels.hopper.decode_body import Shape, body
+from pallas_kernels.hopper.decode_launch import attend
+from pallas_kernels.hopper.decode_shape import Shape
 from pallas_kernels.hopper.spec import CORES, SMEM, Spec, allowed
 from pallas_kernels.interpret import Interpret
-from pallas_kernels.layout import MASKED, Ragged, Scales
+from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.plan.decode import DecodeWork, plan_decode
 
 WGMMA_ROWS = 64
@@ -151,58 +151,7 @@ def paged_decode(
     if work.workers != config.workers or work.row.shape[0] != config.workers + rows:
         raise ValueError(f"the work is of {work.workers} workers and {config.workers=}; plan with this config")
     shape = _shape(spec, config, scale, window, softcap, interpret)
-    blocks, parts = config.blocks(spec), work.row.shape[0] * config.consumers
-    run = compat.kernel(
-        body(shape),
-        out=(
-            jax.ShapeDtypeStruct((parts, kv_heads, blocks, shape.rows, dim), jnp.float32),
-            jax.ShapeDtypeStruct((parts, kv_heads, blocks, shape.rows), jnp.float32),
-        ),
-        scratch=shape.scratch(),
-        # Heads last, which is fastest: blocks that read neighbouring bytes of the same pages run side by side.
-        grid=(("worker", config.workers), ("block", blocks), ("head", kv_heads)),
-        threads=("role", config.consumers + 1),
-        interpret=interpret,
-    )
-    planned = work.table, work.row, work.first, work.tiles, work.cuts, ragged.lengths, ragged.contexts
-    mixed, weight = run(_pack(q, ragged, shape, kv_heads, blocks), k_pool, v_pool, *planned, *(scales or ()))
-    out, lse = combine(
-        mixed.reshape(parts, kv_heads * blocks, shape.rows, dim),
-        weight.reshape(parts, kv_heads * blocks, shape.rows),
-        work.begins * config.consumers,
-        work.splits * config.consumers,
-        used=shape.block * shape.group,
-        dtype=q.dtype,
-        interpret=interpret,
-    )
-    return _unpack(out, lse, ragged, work, shape, kv_heads)
-
-
-def _pack(q: jax.Array, ragged: Ragged, shape: Shape, kv_heads: int, blocks: int) -> jax.Array:
-    """q [T, H, D] by rows, as the products want it: [S, K, blocks, packed, D], query token major, G minor."""
-    token = ragged.starts[:, None] + jnp.arange(blocks * shape.block)[None]
-    got = jnp.take(q, token, axis=0, mode="clip").astype(shape.dtype)  # [S, blocks * block, H, D]
-    split = got.reshape(-1, blocks, shape.block, kv_heads, shape.group, shape.dim)
-    split = split.transpose(0, 3, 1, 2, 4, 5).reshape(-1, kv_heads, blocks, shape.block * shape.group, shape.dim)
-    return jnp.pad(split, ((0, 0), (0, 0), (0, 0), (0, shape.packed - split.shape[3]), (0, 0)))
-
-
-def _unpack(
-    out: jax.Array, lse: jax.Array, ragged: Ragged, work: DecodeWork, shape: Shape, kv_heads: int
-) -> tuple[jax.Array, jax.Array]:
-    """By tokens again: out [S, K * blocks, U, D] -> [T, H, D], lse -> [T, H]; zeros and MASKED where not in `work`."""
-    rows = out.shape[0]
-    row = jnp.minimum(ragged.rows, rows - 1)  # [T]
-    mine = (ragged.rows < rows) & (work.splits[row] > 0)
-    token = jnp.where(mine, jnp.arange(len(row)) - ragged.starts[row], 0)
-
-    def take(x: jax.Array) -> jax.Array:
-        used = x[:, :, : shape.block * shape.group].reshape(rows, kv_heads, -1, shape.block, shape.group, *x.shape[3:])
-        return jnp.moveaxis(used, 1, 3)[row, token // shape.block, token % shape.block].reshape(
-            len(row), -1, *x.shape[3:]
-        )
-
-    return jnp.where(mine[:, None, None], take(out), 0), jnp.where(mine[:, None], take(lse), MASKED)
+    return attend(shape, q, (k_pool, v_pool), ragged, work, scales, kv_heads=kv_heads, blocks=config.blocks(spec))
 
 
 def _shape(

@@ -25,6 +25,7 @@ class Spec:
     dtype: Any = jnp.bfloat16
     kv_dtype: Any = jnp.bfloat16
     cores: int = CORES
+    values: int = 0  # R, columns of a latent that are values; 0: values have a pool of their own
 
     @property
     def group(self) -> int:

@@ -183,7 +183,7 @@ def test_weights_that_stay_in_registers() -> None:
 @needs_interpreter
 def test_a_barrier_left_out_of_the_kernel_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test of the tests: consumers that do not say when a slot was read lose to the producer."""
-    monkeypatch.setattr("pallas_kernels.hopper.decode_body.fence", lambda interpret: None)
+    monkeypatch.setattr("pallas_kernels.hopper.decode_steps.fence", lambda interpret: None)
     monkeypatch.setattr(decode.compat.plgpu, "commit_smem", lambda: None)
     problem = Problem(((1, 200),))
     with pytest.raises(AssertionError, match="races"):

@@ -1,0 +1,235 @@
+"""Attention to latents on Hopper (MLA): keys and values of all heads are one row of R + Z numbers per token.
+
+    out[t, h] = sum_j softmax_j(cap(scale * q[t, h] . c[j])) c[j, :R]   over the latents j that t sees
+
+The kernel is that of decode attention (decode.py), for one kv head whose values are the first columns of its keys, read
+once: the rows of its products are the query heads, and the query tokens, of a row. Few rows, as of DeepSeek-V2-Lite's
+16 heads, are products of warps, each of two warpgroups with tiles of its own; many are products of two warpgroups that
+share a tile (latent_body.py). More than 64 heads are several blocks, that read the same latents. A row of more tokens
+than the products have rows for is cut (plan/slices.py), so that prompts are attended to by the same kernel.
+
+Floor: 2 (R + Z) bytes of each latent over the bandwidth, and 2 (2 R + Z) operations for each head and latent that it
+sees: 64 rows of products are a little below what the device computes in the time of reading them once.
+
+Letters: T tokens, S rows, S' slices of them, N pages in the pool, B page size, H query heads, R columns of the values,
+Z columns that turn, D = R + Z.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import compat
+from pallas_kernels.aot.cases import Case, shapes
+from pallas_kernels.hopper.decode_launch import attend
+from pallas_kernels.hopper.decode_shape import Shape
+from pallas_kernels.hopper.spec import CORES, SMEM, Spec, allowed
+from pallas_kernels.interpret import Interpret
+from pallas_kernels.layout import Ragged
+from pallas_kernels.plan.decode import DecodeWork, plan_decode
+from pallas_kernels.plan.slices import sliced
+
+ROWS = 64  # of a product of warpgroups, and the most of one of warps
+TURNING = 64  # Z: where the weights of 64 keys find room
+CONSUMERS = 2
+JOINT = 128  # tokens of a tile that two warpgroups share
+
+
+class LatentWork(NamedTuple):
+    """What `paged_latent` runs through."""
+
+    slices: Ragged  # the step, in S' rows
+    decode: DecodeWork
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one shape is computed. `plan` makes the work that `paged_latent` of the same config wants."""
+
+    warps: bool = False  # products of warps, of 16 rows and up (jax >= 0.11); else of warpgroups, of 64 rows
+    queries: int = 1  # query tokens of a slice
+    tile: int = JOINT  # tokens of latents at a time
+    stages: int = 2  # slots of the ring: of a tile, or of the half of one that is shared
+    workers: int = CORES  # blocks per 64 heads
+
+    def plan(self, ragged: Ragged, *, page: int, window: int | None = None, short: bool = False) -> LatentWork:
+        """Once per step; all layers share it. `short` promises that no row has more than `queries` tokens."""
+        slices = ragged if short else sliced(ragged, self.queries)
+        work = plan_decode(slices, page=page, queries=self.queries, tile=self.tile, workers=self.workers, window=window)
+        return LatentWork(slices, work)
+
+    def validate(self, spec: Spec) -> None:
+        """Raises ValueError, naming the value, where this config cannot compute the spec."""
+        if spec.kv_heads != 1 or spec.heads % self.blocks(spec):
+            raise ValueError(f"{spec.kv_heads=} must be 1, and {spec.heads=} up to {ROWS} or a multiple of as many")
+        if spec.values % 128 or not spec.values or spec.dim != spec.values + TURNING:
+            raise ValueError(f"{spec.values=} must be a multiple of 128, and {spec.dim=} be {TURNING} more")
+        if spec.page % 8 or not 8 <= spec.page <= 256:
+            raise ValueError(f"{spec.page=} must be a multiple of 8 up to 256")
+        tiles = (32, 64, 128) if self.warps else (JOINT,)
+        if self.tile not in tiles or (self.tile % spec.page and spec.page % self.tile):
+            raise ValueError(f"{self.tile=} must be of {tiles}, and a multiple or a divisor of {spec.page=}")
+        if self.stages % CONSUMERS or self.stages < CONSUMERS:
+            raise ValueError(f"{self.stages=} must be a multiple of {CONSUMERS}: a slot has one consumer")
+        if self.queries < 1 or self.queries * self.group(spec) > ROWS:
+            raise ValueError(f"{self.queries=} of {self.group(spec)} heads must be 1 to {ROWS} rows")
+        if self.warps and not compat.HAS_MMA:
+            raise ValueError(f"{self.warps=} needs jax 0.11 or later; this is {jax.__version__}")
+        if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+            raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
+        if jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
+            raise ValueError(f"{spec.kv_dtype=} must be {spec.dtype=}: latents of 8 bits are not read")
+        if (size := self.smem_bytes(spec)) > SMEM:
+            raise ValueError(f"{self} needs {size} bytes of shared memory for {spec}; a block has {SMEM}")
+
+    def blocks(self, spec: Spec) -> int:
+        """Groups of query heads, each a block's."""
+        return -(-spec.heads // ROWS)
+
+    def group(self, spec: Spec) -> int:
+        """Query heads of a block."""
+        return spec.heads // self.blocks(spec)
+
+    def rows(self, spec: Spec) -> int:
+        """M"""
+        used = self.queries * self.group(spec)
+        return next(m for m in (16, 32, 64) if used <= m) if self.warps else ROWS
+
+    def smem_bytes(self, spec: Spec) -> int:
+        """Shared memory of a block, barriers and alignment included."""
+        rows, latent = self.rows(spec), spec.dim * 2
+        if self.warps:
+            return 2 * rows * latent + self.stages * self.tile * latent + CONSUMERS * rows * self.tile * 2 + 2048
+        return rows * latent + self.stages * (self.tile // CONSUMERS) * latent + CONSUMERS * rows * 4 + 2048
+
+
+def heuristic(spec: Spec, *, warps: bool | None = None) -> Config:
+    """A config for the spec that is expected to be good; `warps` None chooses by the rows of the product.
+
+    `spec.queries` is the most tokens of a row; those that a product has no rows for are cut.
+    """
+    group = spec.heads // -(-spec.heads // ROWS)
+    queries = max(1, min(spec.queries, ROWS // max(1, group)))
+    warps = compat.HAS_MMA and queries * group <= 32 if warps is None else warps
+    workers = max(1, spec.cores // -(-spec.heads // ROWS))
+    config = Config(warps=warps, queries=queries, tile=32 if warps else JOINT, workers=workers)
+    for stages in (8, 4):
+        deep = replace(config, stages=stages)
+        if deep.smem_bytes(spec) <= SMEM:
+            return deep
+    return config
+
+
+def candidates(spec: Spec) -> Iterator[Config]:
+    """Configs worth timing for the spec, the heuristic first; the compile gate drops those that spill."""
+    best = heuristic(spec)
+    yield best
+    some = [replace(heuristic(spec, warps=False), stages=stages) for stages in (2, 4)]
+    if compat.HAS_MMA:
+        some += [replace(best, warps=True, tile=tile, stages=stages) for tile in (32, 64) for stages in (2, 4)]
+    yield from (config for config in allowed(some, spec) if config != best)
+
+
+def paged_latent(
+    q: jax.Array,  # [T, H, D]
+    pool: jax.Array,  # [N, B, 1, D]
+    work: LatentWork,
+    *,
+    values: int,  # R
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    config: Config,
+    interpret: Interpret = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Mixed latents [T, H, R] in the dtype of q and lse [T, H]; zeros and MASKED for padding tokens.
+
+    `work` is `config.plan(ragged, page=B, window=window)`. The pool must hold finite numbers everywhere, also where
+    nothing was written: what a masked latent holds is multiplied by zero.
+    """
+    rows, (_, page, copies, dim) = work.slices.lengths.shape[0], pool.shape
+    spec = Spec(
+        rows, q.shape[1], copies, dim, page, config.queries, q.dtype, pool.dtype, cores=config.workers, values=values
+    )
+    config.validate(spec)
+    if work.decode.workers != config.workers or work.decode.row.shape[0] != config.workers + rows:
+        raise ValueError(f"the work is of {work.decode.workers} workers and {config.workers=}; plan with this config")
+    used = config.queries * config.group(spec)
+    shape = Shape(
+        rows=config.rows(spec),
+        packed=-(-used // 8) * 8,
+        group=config.group(spec),
+        block=config.queries,
+        dim=dim,
+        page=page,
+        tile=config.tile,
+        stages=config.stages,
+        consumers=CONSUMERS,
+        dtype=jnp.dtype(q.dtype),
+        kv_dtype=jnp.dtype(pool.dtype),
+        warps=config.warps,
+        p_in_smem=True,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        scaled=False,
+        interpret=interpret,
+        latent=values,
+    )
+    return attend(shape, q, (pool,), work.slices, work.decode, None, kv_heads=config.blocks(spec), blocks=1)
+
+
+MODELS = {"v2-lite": 16, "v2 tp8": 16, "v3": 128, "32 heads": 32, "96 heads": 96}  # H of a shard; R, Z = 512, 64
+
+
+def cases() -> Iterator[Case]:
+    """Every config in use, for the compile gate: pages, dtypes, heads, and rows of several tokens."""
+    lite = Spec(64, 16, 1, 576, 64, values=512)
+    for name, spec in (
+        ("16 heads", lite),
+        ("16 heads", replace(lite, page=16)),
+        ("16 heads", replace(lite, page=128)),
+        ("16 heads", replace(lite, dtype=jnp.float16, kv_dtype=jnp.float16)),
+        ("16 heads", replace(lite, queries=2)),
+        ("16 heads", replace(lite, queries=16)),
+        ("32 heads", replace(lite, heads=32)),
+        ("64 heads", replace(lite, heads=64)),
+        ("128 heads", replace(lite, heads=128)),
+        ("128 heads", replace(lite, heads=128, page=16)),
+        ("128 heads", replace(lite, heads=128, page=256)),
+    ):
+        for warps in (False, True):
+            if not warps or spec.queries * spec.heads <= 32:
+                yield _case(name, spec, heuristic(spec, warps=warps), spec.rows * spec.queries)
+    prompts = replace(lite, queries=64)
+    yield _case("16 heads prompts", prompts, heuristic(prompts), 8192)
+
+
+def _case(name: str, spec: Spec, config: Config, tokens: int) -> Case:
+    row = ((spec.rows,), jnp.int32)
+    return Case(
+        name=f"latent {name} {'mma' if config.warps else 'wgmma'} {jnp.dtype(spec.dtype).name} page{spec.page}"
+        f" t{tokens}",
+        program=partial(_step, spec=spec, config=config),
+        arguments=shapes(
+            ((tokens, spec.heads, spec.dim), spec.dtype),
+            ((4096, spec.page, 1, spec.dim), spec.kv_dtype),
+            *[((tokens,), jnp.int32)] * 3,
+            *[row] * 3,
+            ((spec.rows, 32768 // spec.page), jnp.int32),
+        ),
+        needs=frozenset({"mma" if config.warps else "wgmma", "tma"}),
+        least_jax=(0, 11) if config.warps else (0, 10),
+    )
+
+
+def _step(q: jax.Array, pool: jax.Array, *fields: jax.Array, spec: Spec, config: Config) -> tuple[jax.Array, jax.Array]:
+    """Plan and attend, as one layer of a step does."""
+    work = config.plan(Ragged(*fields), page=spec.page, short=spec.queries == 1)
+    return paged_latent(q, pool, work, values=spec.values, scale=spec.dim**-0.5, config=config)

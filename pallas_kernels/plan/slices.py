@@ -1,0 +1,41 @@
+"""Rows cut into slices of a few query tokens, each a row of its own for a kernel that takes no more.
+
+A slice sees the pages of its row, up to its own last token: what is decode to the kernel may be a part of a prompt.
+
+T tokens, S rows, P pages per row, Q most tokens of a slice, S' slices that there is room for.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from pallas_kernels.layout import Ragged
+
+
+def most_slices(tokens: int, rows: int, queries: int) -> int:
+    """S': how many slices of Q tokens T tokens in S rows can need."""
+    return max(1, min(tokens, (tokens + rows * (queries - 1)) // queries))
+
+
+def sliced(ragged: Ragged, queries: int) -> Ragged:
+    """The same tokens in S' rows of 1 to Q tokens, in order; those that are not needed come last and are empty."""
+    if queries < 1:
+        raise ValueError(f"{queries=} must be positive")
+    tokens, rows = ragged.rows.shape[0], ragged.lengths.shape[0]
+    needed = (ragged.lengths + queries - 1) // queries  # [S]
+    ends = jnp.cumsum(needed)
+    item = jnp.arange(most_slices(tokens, rows, queries), dtype=jnp.int32)
+    # Compared all with all: one small fused program, where a binary search is a loop of many.
+    row = jnp.searchsorted(ends, item, side="right", method="compare_all").astype(jnp.int32)
+    used, row = row < rows, jnp.minimum(row, rows - 1)
+    first = (item - (ends - needed)[row]) * queries  # within the row
+    lengths = jnp.where(used, jnp.minimum(ragged.lengths[row] - first, queries), 0)
+    owner = jnp.minimum(ragged.rows, rows - 1)  # [T]
+    within = jnp.arange(tokens, dtype=jnp.int32) - ragged.starts[owner]
+    return ragged._replace(
+        rows=jnp.where(ragged.rows < rows, (ends - needed)[owner] + within // queries, len(item)),
+        starts=jnp.where(used, ragged.starts[row] + first, 0),
+        lengths=lengths,
+        contexts=jnp.where(used, (ragged.contexts - ragged.lengths)[row] + first + lengths, 0),
+        block_tables=ragged.block_tables[row],
+    )

@@ -1,0 +1,172 @@
+"""Attention to latents for Hopper, run on the host, against float64; races looked for where the interpreter can."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.hopper import latent
+from pallas_kernels.hopper.latent import Config, candidates, heuristic, paged_latent
+from pallas_kernels.hopper.spec import SMEM, Spec
+from pallas_kernels.layout import MASKED, Ragged
+
+from .interpreted import needs_interpreter, without_races
+from .ragged import deal, make
+from .reference import attention, error
+
+LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, of the whole output
+POOL, SCALE = 24, 0.1
+SMALL = Config(workers=2)
+FEW = replace(SMALL, warps=True, tile=32)
+BODIES = [SMALL, pytest.param(FEW, marks=needs_interpreter)]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Random values for rows of (tokens, context)."""
+
+    rows: tuple[tuple[int, int], ...]
+    heads: int = 4
+    values: int = 128
+    page: int = 64
+    dtype: Any = jnp.bfloat16
+    window: int | None = None
+    softcap: float | None = None
+    padded: int = 0  # rows, and tokens
+
+    def ragged(self) -> Ragged:
+        tokens = sum(length for length, _ in self.rows) + self.padded
+        rows = len(self.rows) + self.padded
+        tables = deal(self.rows, page=self.page, pool=POOL)
+        return make(self.rows, tables, page=self.page, pool=POOL, tokens=tokens, padded_rows=rows)
+
+    def arrays(self) -> tuple[jax.Array, jax.Array]:
+        random, dim = np.random.default_rng(7), self.values + latent.TURNING
+        tokens = sum(length for length, _ in self.rows) + self.padded
+        q, pool = (random.standard_normal(shape) for shape in ((tokens, self.heads, dim), (POOL, self.page, 1, dim)))
+        return jnp.asarray(q, self.dtype), jnp.asarray(pool, self.dtype)
+
+
+def check(problem: Problem, config: Config) -> None:
+    ragged, (q, pool) = problem.ragged(), problem.arrays()
+    options: dict[str, Any] = {"scale": SCALE, "window": problem.window, "softcap": problem.softcap}
+
+    # One program, in haste: compiling is most of the time that this takes.
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True})
+    def step(q: jax.Array, pool: jax.Array, ragged: Ragged) -> tuple[jax.Array, jax.Array]:
+        work = config.plan(ragged, page=problem.page, window=problem.window)
+        return paged_latent(q, pool, work, values=problem.values, config=config, interpret=interpret, **options)
+
+    with without_races() as interpret:
+        out, lse = jax.block_until_ready(step(q, pool, jax.tree.map(jnp.asarray, ragged)))
+    want, sums = attention(q, pool, pool, ragged, **options)
+    assert out.dtype == problem.dtype
+    assert error(out, want[..., : problem.values]) < LARGEST_ERROR[jnp.dtype(problem.dtype).name]
+    np.testing.assert_allclose(lse, sums, atol=1e-4, rtol=1e-6)
+    nobody = ragged.rows == len(ragged.lengths)
+    assert not np.any(np.asarray(out)[nobody]) and np.all(np.asarray(lse)[nobody] == np.float32(MASKED))
+
+
+EDGES = ((1, 1), (1, 63), (1, 64), (0, 0), (1, 65), (1, 300))  # around a page and a tile, and several tiles
+
+
+@needs_interpreter
+@pytest.mark.parametrize("config", [SMALL, FEW])
+def test_rows_around_pages_and_tiles(config: Config) -> None:
+    check(Problem(EDGES, padded=1), config)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("config", [replace(SMALL, queries=16), replace(FEW, queries=4)])
+def test_a_prompt_is_cut_and_attended_to_beside_rows_of_one_token(config: Config) -> None:
+    check(Problem(((1, 150), (19, 150), (3, 66)), padded=1), config)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", BODIES)
+@pytest.mark.parametrize("page", [16, 128, 256])
+def test_pages(page: int, config: Config) -> None:
+    check(Problem(((1, page - 1), (1, page), (1, min(page + 1, 200)), (1, 130)), page=page), config)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", BODIES)
+@pytest.mark.parametrize(("heads", "queries"), [(1, 1), (5, 3), (16, 1), (16, 4), (32, 1), (128, 1), (96, 1)])
+def test_heads(heads: int, queries: int, config: Config) -> None:
+    if config.warps and heads > 64:
+        pytest.skip("products of warps are for few rows")
+    check(Problem(((queries, 20), (1, 130)), heads=heads), replace(config, queries=queries))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", BODIES)
+def test_a_latent_as_wide_as_those_of_deepseek(config: Config) -> None:
+    check(Problem(((1, 20), (1, 140)), values=512), config)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", BODIES)
+@pytest.mark.parametrize(("window", "softcap"), [(1, None), (30, 5.0), (None, 1.0)])
+def test_windows_and_soft_caps(window: int | None, softcap: float | None, config: Config) -> None:
+    check(Problem(((1, 200), (3, 70), (2, 2)), window=window, softcap=softcap), replace(config, queries=3))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", BODIES)
+@pytest.mark.parametrize(("workers", "stages", "dtype"), [(1, 4, jnp.float16), (3, 2, jnp.float16), (1, 2, jnp.bfloat16)])
+def test_configs(workers: int, stages: int, dtype: Any, config: Config) -> None:
+    problem = Problem(((1, 200), (1, 300), (1, 3)), dtype=dtype)
+    check(problem, replace(config, workers=workers, stages=stages))
+
+
+@needs_interpreter
+def test_weights_that_are_read_before_they_are_written_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test of the tests: two warpgroups that do not wait for each other's weights."""
+    from pallas_kernels.hopper import latent_body
+
+    met = latent_body._meet
+    monkeypatch.setattr(latent_body, "_meet", lambda s, which: met(s, which) if which == 0 else None)
+    with pytest.raises(AssertionError, match="races"):
+        check(Problem(((1, 200),)), replace(SMALL, workers=1))
+
+
+LITE = Spec(rows=8, heads=16, kv_heads=1, dim=576, page=64, values=512)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "why"),
+    [
+        (Config(), {"kv_heads": 2}, "spec.kv_heads=2 must be 1"),
+        (Config(), {"heads": 97}, "spec.heads=97 up to 64 or a multiple"),
+        (Config(), {"dim": 640}, "spec.dim=640 be 64 more"),
+        (Config(), {"values": 500}, "spec.values=500 must be a multiple of 128"),
+        (Config(), {"page": 12}, "spec.page=12"),
+        (Config(tile=64), {}, "self.tile=64 must be of"),
+        (Config(stages=3), {}, "self.stages=3 must be a multiple of 2"),
+        (Config(queries=5), {}, "self.queries=5 of 16 heads must be 1 to 64 rows"),
+        (Config(), {"dtype": jnp.float32}, "must be bfloat16 or float16"),
+        (Config(), {"kv_dtype": jnp.int8}, "latents of 8 bits are not read"),
+        (Config(stages=8), {}, "bytes of shared memory"),
+    ],
+)
+def test_configs_that_cannot_be_are_named(config: Config, changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        config.validate(replace(LITE, **changes))
+
+
+@pytest.mark.parametrize("heads", [1, 4, 8, 16, 20, 32, 64, 128])
+@pytest.mark.parametrize("queries", [1, 2, 16, 64])
+@pytest.mark.parametrize("page", [16, 64, 256])
+def test_heuristics_and_candidates_fit(heads: int, queries: int, page: int) -> None:
+    spec = replace(LITE, heads=heads, queries=queries, page=page)
+    found = list(candidates(spec))
+    assert found[0] == heuristic(spec)
+    for config in found:
+        config.validate(spec)
+        assert config.smem_bytes(spec) <= SMEM
