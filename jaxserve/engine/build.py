@@ -147,7 +147,7 @@ def resolve_attention(config: ExecutorConfig, spec: ModelSpec, dtype: Any, mesh:
         heads=spec.heads // config.mesh.tp,
         kv_heads=spec.cache.heads // config.mesh.tp,
         head_dim=spec.cache.dim,
-        latent=spec.cache.latent,
+        latent=spec.latent.rank if spec.latent is not None else 0,
         page=config.page_size,
         windows=spec.windows,
         device=device.device_kind,

@@ -160,7 +160,7 @@ class Attention(nnx.Module):
         own, shared = rms_norm(own, self.kv_norm[...], EPS), rotate(shared[:, None], turn)[:, 0]
         kept = jnp.concatenate([own, shared], axis=-1)  # [T, R + Z]
         kept = jnp.broadcast_to(kept[:, None], (tokens, spec.cache.heads, spec.cache.dim))
-        mixed, pool = kernel(q, kept, None, None, pool, work, scale=spec.scale)  # [T, H, R + Z]
+        mixed, pool = kernel(q, kept, None, None, pool, work, scale=spec.scale)  # [T, H, R] or more
         out = jnp.einsum("thr,hrv->thv", mixed[..., : m.rank], self.v_up[...])
         return out.reshape(tokens, spec.heads * m.value) @ self.out[...], pool
 

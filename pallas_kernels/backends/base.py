@@ -31,7 +31,7 @@ class Spec:
     capability: str = ""  # of a GPU, as in "9.0"
     cores: int = 132  # streaming multiprocessors of a GPU
     windows: tuple[int | None, ...] = (None,)  # of the model's layers; None: a layer that sees everything
-    latent: bool = False  # keys are the values, one array a layer, one kv head (MLA)
+    latent: int = 0  # columns of the keys that are the values: one array a layer, one kv head (MLA); 0: they are apart
     interpret: bool = False  # tests only: kernels of any platform, run by jax's interpreters on a CPU
     kv_dtype: str = ""  # of pools, where it is not `dtype`; those of 8 bits come with scales
 
@@ -69,7 +69,8 @@ class Attention(Protocol):
         """Rotate q [T, H, D] and k [T, K, D] by `turn`, write k and v [T, K, D] to the pool, attend.
 
         Returns the mixed values [T, H, D] and the pool with k and v in it. `window`: keys that a query sees, itself
-        included. `softcap`: a score s becomes softcap * tanh(s / softcap).
+        included. `softcap`: a score s becomes softcap * tanh(s / softcap). Of a latent the mixed values have D columns,
+        or only those of `Spec.latent`.
         `sinks` [H]: see `pallas_kernels.sinks`. `v` None: k [T, K, D] are values too, and the pool is one array.
         `scales`: of the kv heads, where pools are of 8 bits.
         """

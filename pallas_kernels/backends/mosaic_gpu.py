@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import attention_xla, tuned
-from pallas_kernels.backends.base import Pool, Spec
+from pallas_kernels.backends import mosaic_latent
+from pallas_kernels.backends.base import Attention, Pool, Spec
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.rope import Turn
 from pallas_kernels.sinks import with_sinks
@@ -43,10 +44,10 @@ def supports(spec: Spec) -> str | None:
     return _refused(spec)
 
 
-def make(spec: Spec | None, decode: bool) -> MosaicAttention:
+def make(spec: Spec | None, decode: bool) -> Attention:
     """The attention of a bucket; `decode`: every program row is one token, so that nothing is prefill's."""
     assert spec is not None, "the kernels are made for shapes"
-    return MosaicAttention(spec, decode)
+    return (mosaic_latent.LatentAttention if spec.latent else MosaicAttention)(spec, decode)
 
 
 def _interpreter() -> str | None:
@@ -57,10 +58,10 @@ def _interpreter() -> str | None:
 
 def _refused(spec: Spec) -> str | None:
     """Every shape of step must have its configs, but for those that are left to XLA."""
-    if spec.latent:
-        return "its kernels read keys and values; there is none yet for a latent KV cache (MLA)"
     if spec.page not in PAGES:
         return f"pages of {spec.page} tokens; it reads pages of {', '.join(map(str, PAGES))}"
+    if spec.latent:
+        return mosaic_latent.refused(spec)
     try:
         for queries in (1, QUERIES):
             decode, wanted = _decode(spec, queries)
@@ -163,7 +164,7 @@ class MosaicAttention:
     ) -> tuple[jax.Array, Pool]:
         from pallas_kernels.hopper.decode import paged_decode
 
-        assert v is not None, "a latent is refused by `supports`"
+        assert v is not None, "latents have an attention of their own"
         q, k_pool, v_pool = self._write(q, k, v, turn, pool, work.ragged, scales)
         rest: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "scales": scales}
         rest["interpret"] = self._interpret

@@ -185,9 +185,6 @@ def paged_latent(
     return attend(shape, q, (pool,), work.slices, work.decode, None, kv_heads=config.blocks(spec), blocks=1)
 
 
-MODELS = {"v2-lite": 16, "v2 tp8": 16, "v3": 128, "32 heads": 32, "96 heads": 96}  # H of a shard; R, Z = 512, 64
-
-
 def cases() -> Iterator[Case]:
     """Every config in use, for the compile gate: pages, dtypes, heads, and rows of several tokens."""
     lite = Spec(64, 16, 1, 576, 64, values=512)

@@ -32,9 +32,6 @@ def consume(shape: Shape, refs: Refs, me: Any) -> None:
     s, block, head = refs.s, lax.axis_index("block"), lax.axis_index("head")
 
     def one(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:
-        # The same, but not before the item is known: else where results lie is worked out once, before the loop over
-        # items, and held in registers that the loop over tiles lacks.
-        here = me + jnp.minimum(row, 0)
         plgpu.barrier_wait(s["q_full"].at[0])
         position = refs.contexts[row] - refs.lengths[row] + block * shape.block
 
@@ -48,7 +45,7 @@ def consume(shape: Shape, refs: Refs, me: Any) -> None:
         _meet(s, 1)
         safe = jnp.maximum(total, 1e-30)
         mixed = acc * lax.broadcast_in_dim(1.0 / safe, acc.shape, (0,))
-        refs.mixed[item, head, block, :, pl.ds(here * shape.width, shape.width)] = mixed
+        refs.mixed[item, head, block, :, pl.ds(me * shape.width, shape.width)] = mixed
 
         @pl.when(me == 0)
         def _() -> None:

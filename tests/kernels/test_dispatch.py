@@ -62,11 +62,19 @@ def test_what_is_refused_falls_through_with_its_reason(monkeypatch: pytest.Monke
     assert choice.backend == "xla" and choice.refusals == (("mosaic_gpu", "page=8 is too small"),)
 
 
-def test_a_latent_cache_goes_to_xla_and_says_why() -> None:
-    for spec, backend in ((H200, "mosaic_gpu"), (V6E, "tpu")):
-        choice = resolve(replace(spec, kv_heads=1, head_dim=576, latent=True))
-        assert choice.backend == "xla" and [name for name, _ in choice.refusals] == [backend]
-        assert "latent KV cache" in choice.refusals[0][1]
+def test_a_latent_cache_goes_to_xla_where_no_kernel_reads_it_and_says_why() -> None:
+    choice = resolve(replace(V6E, kv_heads=1, head_dim=576, latent=512))
+    assert choice.backend == "xla" and [name for name, _ in choice.refusals] == ["tpu"]
+    assert "latent KV cache" in choice.refusals[0][1]
+    choice = resolve(replace(H200, kv_heads=1, head_dim=32 + 16, latent=32))
+    assert choice.backend == "xla" and "spec.values=32 must be a multiple of 128" in choice.refusals[0][1]
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("page", [16, 32, 64, 128, 256])
+def test_hopper_has_configs_for_latents(heads: int, page: int) -> None:
+    spec = replace(H200, page=page, heads=heads, kv_heads=1, head_dim=576, latent=512)
+    assert resolve(spec).backend == "mosaic_gpu"
 
 
 def test_a_named_backend_never_falls_back() -> None:
@@ -88,7 +96,8 @@ def test_a_named_backend_never_falls_back() -> None:
         ({"head_dim": 80}, "must be 64, 128"),
         ({"head_dim": 192}, "must be 64, 128 or 256"),
         ({"heads": 6, "kv_heads": 4}, "must be a multiple of"),
-        ({"kv_heads": 1, "head_dim": 576, "latent": True}, r"none yet for a latent KV cache \(MLA\)"),
+        ({"kv_heads": 1, "head_dim": 576, "latent": 512, "kv_dtype": "int8"}, "latents of 8 bits are not read"),
+        ({"kv_heads": 2, "head_dim": 576, "latent": 512}, "spec.kv_heads=2 must be 1"),
     ],
 )
 def test_hopper_says_why_not(changes: dict[str, Any], reason: str) -> None:
@@ -109,7 +118,7 @@ def test_hopper_has_configs_for_what_is_served(page: int, dim: int, heads: tuple
         ({"platform": "cpu"}, "it is for TPUs; this is cpu"),
         ({"dtype": "float16"}, "float16 is not computed on a TPU"),
         ({"kv_heads": 3, "heads": 6}, "a power of two is needed"),
-        ({"kv_heads": 1, "head_dim": 576, "latent": True}, r"none yet for a latent KV cache \(MLA\)"),
+        ({"kv_heads": 1, "head_dim": 576, "latent": 512}, r"none yet for a latent KV cache \(MLA\)"),
     ],
 )
 def test_tpu_says_why_not(changes: dict[str, Any], reason: str) -> None:

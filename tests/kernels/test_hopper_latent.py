@@ -119,7 +119,9 @@ def test_windows_and_soft_caps(window: int | None, softcap: float | None, config
 
 @pytest.mark.full
 @pytest.mark.parametrize("config", BODIES)
-@pytest.mark.parametrize(("workers", "stages", "dtype"), [(1, 4, jnp.float16), (3, 2, jnp.float16), (1, 2, jnp.bfloat16)])
+@pytest.mark.parametrize(
+    ("workers", "stages", "dtype"), [(1, 4, jnp.float16), (3, 2, jnp.float16), (1, 2, jnp.bfloat16)]
+)
 def test_configs(workers: int, stages: int, dtype: Any, config: Config) -> None:
     problem = Problem(((1, 200), (1, 300), (1, 3)), dtype=dtype)
     check(problem, replace(config, workers=workers, stages=stages))

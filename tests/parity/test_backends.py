@@ -81,6 +81,17 @@ SINKS = registry.spec_from_config(
         "max_position_embeddings": LENGTH, "num_local_experts": 4, "num_experts_per_tok": 2, "eos_token_id": 7,
     }
 )  # fmt: skip
+# As wide as Hopper's kernel of latents wants them.
+LATENT = registry.spec_from_config(
+    {
+        "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "intermediate_size": 96, "moe_intermediate_size": 32, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": None,
+        "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "vocab_size": 256,
+        "max_position_embeddings": LENGTH, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
+        "hidden_act": "silu", "eos_token_id": 7, "topk_method": "greedy", "norm_topk_prob": False,
+    }
+)  # fmt: skip
 EIGHT = [
     pytest.param("tpu", "int8", id="tpu-int8"),
     pytest.param("tpu", "fp8", id="tpu-fp8", marks=pytest.mark.full),
@@ -115,6 +126,12 @@ def test_tokens_are_those_of_xla_with_a_cache_of_8_bits(backend: str, kv: str) -
 @pytest.mark.parametrize(("backend", "mesh"), CASES)
 def test_tokens_are_those_of_xla_with_sinks_and_windows(backend: str, mesh: str, several: None) -> None:
     check(backend, mesh, replace(MODELS[backend], spec=SINKS))
+
+
+@pytest.mark.parametrize("mesh", ["1x1", pytest.param("1x2", marks=pytest.mark.full)])
+@needs_interpreter
+def test_tokens_are_those_of_xla_with_a_latent_cache(mesh: str, several: None) -> None:
+    check("mosaic_gpu", mesh, replace(MODELS["mosaic_gpu"], spec=LATENT))
 
 
 def check(backend: str, mesh: str, model: Model) -> None:
