@@ -191,7 +191,6 @@ def cases() -> Iterator[Case]:
     for name, spec in (
         ("16 heads", lite),
         ("16 heads", replace(lite, page=16)),
-        ("16 heads", replace(lite, page=128)),
         ("16 heads", replace(lite, dtype=jnp.float16, kv_dtype=jnp.float16)),
         ("16 heads", replace(lite, queries=2)),
         ("16 heads", replace(lite, queries=16)),
@@ -199,7 +198,6 @@ def cases() -> Iterator[Case]:
         ("64 heads", replace(lite, heads=64)),
         ("128 heads", replace(lite, heads=128)),
         ("128 heads", replace(lite, heads=128, page=16)),
-        ("128 heads", replace(lite, heads=128, page=256)),
     ):
         for warps in (False, True):
             if not warps or spec.queries * spec.heads <= 32:
