@@ -10,11 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from jaxserve import speculative
 from jaxserve.errors import InvalidValue
 from jaxserve.sched import admission, placement, policies
 from jaxserve.sched.boundary import Boundary
 from jaxserve.sched.request import BEST_EFFORT, STANDARD
 from jaxserve.sched.slo import NO_SLO, SLO
+from jaxserve.speculative import Speculative
 from jaxserve.yamlio import convert, load_fields, load_yaml, nearest, parse_yaml, size
 
 __all__ = ["ServeConfig", "Tier", "load_yaml", "parse_mesh", "parse_yaml", "preset"]
@@ -93,8 +95,9 @@ class ServeConfig:
     )
     seed: int = flag(0, "model", "Seed of dummy weights and of requests that bring none.")
     speculative_config: str | None = flag(
-        None, "model", "JSON as for vLLM. Not supported by this version.", metavar="JSON"
-    )
+        None, "model", "Draft tokens and verify several at a time, JSON as for vLLM: method (ngram or draft_model), "
+        "num_speculative_tokens, model (the draft), prompt_lookup_max and _min.", metavar="JSON",
+    )  # fmt: skip
 
     # devices
     mesh: str | None = flag(
@@ -213,7 +216,7 @@ class ServeConfig:
         self._check_supported()
         self._check_names()
         self._check_mesh()
-        _ = self.slo
+        _ = self.slo, self.speculative
 
     def _check_ranges(self) -> None:
         for name, low, high in (
@@ -251,12 +254,7 @@ class ServeConfig:
             if getattr(self, name) not in allowed:
                 words = ", ".join(word for word in allowed if word is not None)
                 raise InvalidValue(f"{name}={getattr(self, name)!r} must be one of {words}", name)
-        supported: tuple[tuple[str, tuple[Any, ...]], ...] = (("speculative_config", (None,)),)
         Boundary.parse(self.preempt_boundary)
-        for name, allowed in supported:
-            if getattr(self, name) not in allowed:
-                words = "not setting it" if allowed == (None,) else ", ".join(allowed)
-                raise InvalidValue(f"{name}={getattr(self, name)!r} is not supported yet; allowed: {words}", name)
 
     def _check_names(self) -> None:
         """Mistyped names and options are told before anything is loaded."""
@@ -302,6 +300,11 @@ class ServeConfig:
     def names(self) -> tuple[str, ...]:
         """What requests may call the model; the first is what answers call it."""
         return self.served_model_name or (self.model or "jaxserve-demo",)
+
+    @cached_property
+    def speculative(self) -> Speculative | None:
+        """Who drafts, and how much; None: nobody."""
+        return None if self.speculative_config is None else speculative.parse(self.speculative_config)
 
     @property
     def slo(self) -> SLO:

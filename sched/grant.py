@@ -107,6 +107,8 @@ class Granter:
 
     def _draft(self, request: Request, wanted: int, budget: int) -> int:
         """Tokens to draft: a guess, so it takes no page that a row may need, and never costs a row its own token."""
+        if not request.params.drafts(request.generated):
+            return 0
         draft = min(wanted, self._limits.draft, request.limit - request.generated - 1, budget - 1)
         blocks = self._memory.blocks
         fresh = blocks.count(request.computed + 1 + draft) - len(request.pages)
@@ -201,7 +203,7 @@ class Granter:
             () if request.on_device and length == 1 + draft else request.tokens(start, start + length - draft),
             draft,
             samples,
-            None if sent else begin(request),
+            None if sent else begin(request, history=self._limits.history),
         )
         request.sent_pages = len(pages)
         request.computed = start + length
@@ -251,11 +253,12 @@ def reserve(request: Request, roster: Roster, memory: Memory, coming: int) -> tu
     return reservation, dropped
 
 
-def begin(request: Request) -> Begin:
-    """What an executor must know before a request's first span; tokens only where penalties or scores need them."""
+def begin(request: Request, *, history: bool = False) -> Begin:
+    """What an executor must know before a request's first span; tokens only where penalties, scores or drafts need
+    them."""
     params = request.params
     penalised = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-    history = penalised or params.prompt_logprobs is not None
+    history = history or penalised or params.prompt_logprobs is not None
     return Begin(
         params,
         request.seed,

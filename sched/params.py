@@ -62,3 +62,15 @@ class SamplingParams:
         ):
             if not ok:
                 raise InvalidValue(f"{name}={getattr(self, name)!r} must be {allowed}", name)
+
+    def drafts(self, generated: int) -> bool:
+        """Whether tokens can be drafted after the first `generated`. What depends on each token before it (penalties),
+        is told with it (log-probabilities), biased or banned is drawn one at a time."""
+        return (
+            generated >= self.min_tokens
+            and self.repetition_penalty == 1.0
+            and self.presence_penalty == 0.0
+            and self.frequency_penalty == 0.0
+            and self.logprobs is None
+            and not self.logit_bias
+        )

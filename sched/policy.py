@@ -106,6 +106,7 @@ class Limits:
     preemptible: bool = False  # steps of prompt chunks alone can be stopped at a segment boundary
     suspended: int = 4  # steps stopped there at once: each keeps its activations
     draft: int = 0  # tokens that a row may draft and verify in a step
+    history: bool = False  # the executor must know every request's tokens: it drafts from them
 
 
 class Task(NamedTuple):

@@ -21,7 +21,7 @@ from jaxserve.engine.build import ExecutorConfig, random_init, resolve_attention
 from jaxserve.engine.inputs import Bucket, Layout, Limits
 from jaxserve.engine.mesh import plan_mesh
 from jaxserve.engine.sampling import Column
-from jaxserve.engine.step import Programs, Tree
+from jaxserve.engine.step import Carry, Programs, Tree
 from jaxserve.models import registry
 from jaxserve.models.layers import Info
 from jaxserve.models.published import published_spec
@@ -127,7 +127,7 @@ class Instance:
     def step(self, bucket: Bucket) -> jax.stages.Lowered:
         limits = self.programs.limits
         packed = self.plain((Layout.of(bucket, limits.row_pages).end,))
-        carry = self.plain((limits.slots,))
+        carry = self.plain((limits.slots, 1 + limits.draft))
         lowered: jax.stages.Lowered = self.programs.step[bucket].lower(self.weights, self.pools, carry, packed)
         return lowered
 
@@ -171,7 +171,7 @@ def _prefill(made: Instance) -> jax.stages.Lowered:
 
 def _draw(made: Instance) -> jax.stages.Lowered:
     slots = made.programs.limits.slots
-    rows, carry = made.plain((slots, made.programs.spec.dim), DTYPE), made.plain((slots,))
+    rows, carry = made.plain((slots, made.programs.spec.dim), DTYPE), Carry.made(made.programs.limits, made.plain)
     sampling = made.plain((slots, len(Column)))
     lowered: jax.stages.Lowered = made.programs.plain.lower(made.weights, rows, carry, sampling)
     return lowered

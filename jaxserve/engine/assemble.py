@@ -134,17 +134,35 @@ def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
             attention_backend=config.attention_backend,
             preempt_boundary=config.preempt_boundary,
             preempt_depth=config.preempt_depth,
+            speculative=config.speculative,
+            **_draft(config),
         ),
         progress,
     )
-    preemptible = executors[0].preemptible
-    limits = Limits(tokens, rows, executors[0].pages, page_size, preemptible=preemptible)
+    drafted = 0 if config.speculative is None else config.speculative.num_speculative_tokens
+    limits = Limits(
+        tokens,
+        rows,
+        executors[0].pages,
+        page_size,
+        preemptible=executors[0].preemptible,
+        draft=drafted,
+        history=drafted > 0,
+    )
     points = profile.measured(executors[0], limits, length)
     compile_counter().warm()
     seconds = time.perf_counter() - began
     info = _info(config, spec, mesh, executors, length, seconds, end_thinking(path))
     log.info("ready in %.1f s; %s, attention %s", seconds, policies_line(config, mesh), info.attention)
     return Machine(config, mesh, executors, limits, points, info)
+
+
+def _draft(config: ServeConfig) -> dict[str, Any]:
+    """The draft model, where one drafts."""
+    if config.speculative is None or config.speculative.model is None:
+        return {}
+    path = resolve_model(config.speculative.model, config.speculative.revision)
+    return {"draft": load_spec(path), "load_draft": from_folder(path)}
 
 
 def policies_line(config: ServeConfig, mesh: MeshPlan) -> str:

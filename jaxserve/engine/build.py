@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.engine import kv
 from jaxserve.engine.calibrate import with_kv_scales
+from jaxserve.engine.draft_model import DraftModel, DraftPrograms
+from jaxserve.engine.drafters import Drafter, NGram
 from jaxserve.engine.executor import DEPTH, JaxExecutor
 from jaxserve.engine.inputs import Limits, SlotTable
 from jaxserve.engine.mesh import MeshPlan, sub_meshes
 from jaxserve.engine.segments import Segments, outside
 from jaxserve.engine.state import DeviceState
-from jaxserve.engine.step import Programs, Tree
+from jaxserve.engine.step import Carry, Programs, Tree
 from jaxserve.engine.warmup import Progress, idle_batch, use_persistent_cache, warm_up
-from jaxserve.models import converted, manifest, weights
+from jaxserve.models import converted, manifest, registry, weights
+from jaxserve.models.layers import Info
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.boundary import Boundary
 from jaxserve.sched.errors import InvalidValue
+from jaxserve.speculative import Speculative
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Choice
 
@@ -58,11 +63,16 @@ class ExecutorConfig:
     persistent_cache: bool = True
     cache_folder: Path | None = None  # None: see `warmup.use_persistent_cache`
     warm: bool = True
+    speculative: Speculative | None = None
+    draft: ModelSpec | None = None  # the whole draft model, where one drafts
+    load_draft: LoadWeights | None = None
 
     def __post_init__(self) -> None:
         if self.preempt_depth < 1:
             raise InvalidValue(f"preempt_depth={self.preempt_depth} must be at least 1", "preempt_depth")
         Boundary.parse(self.preempt_boundary)
+        if self.draft is not None:
+            check_draft(self.draft, self.spec, self.max_model_len)
         if self.max_model_len > self.spec.max_positions:
             raise InvalidValue(
                 f"max_model_len={self.max_model_len} is above the model's {self.spec.max_positions} positions",
@@ -74,6 +84,26 @@ class ExecutorConfig:
                 "a latent without heads; allowed: auto, bfloat16, float16, float32",
                 "kv_cache_dtype",
             )
+
+    @property
+    def draft_spec(self) -> ModelSpec | None:
+        """The draft model on a mesh of this size."""
+        return None if self.draft is None else self.draft.for_tp(self.mesh.tp)
+
+
+def check_draft(draft: ModelSpec, spec: ModelSpec, max_model_len: int) -> None:
+    """Raises InvalidValue where one cannot draft for the other."""
+    if draft.vocab != spec.vocab:
+        raise InvalidValue(
+            f"the draft model has a vocabulary of {draft.vocab} tokens and the model one of {spec.vocab}: a draft must "
+            "share its model's tokenizer",
+            "speculative_config",
+        )
+    if draft.max_positions < max_model_len:
+        raise InvalidValue(
+            f"the draft model has {draft.max_positions} positions, fewer than {max_model_len=}: lower max_model_len",
+            "speculative_config",
+        )
 
 
 def from_folder(path: Path, load_format: str = "auto", progress: Progress | None = None) -> LoadWeights:
@@ -115,7 +145,11 @@ def build_executors(config: ExecutorConfig, progress: Progress | None = None) ->
     limits = _limits(config, spec, dtype, meshes, trees[0], choice)
     programs = Programs(spec, meshes[0], limits, choice)
     segments = _segments(config, spec, meshes[0], limits, choice)
-    states = [DeviceState(programs, mesh, tree, stored, segments) for mesh, tree in zip(meshes, trees, strict=True)]
+    drafters = _drafters(config, dtype, meshes, limits)
+    states = [
+        DeviceState(programs, mesh, tree, stored, segments, drafter)
+        for mesh, tree, drafter in zip(meshes, trees, drafters, strict=True)
+    ]
     if config.warm:
         warm_up(states, progress)
     roles = config.mesh.roles
@@ -136,6 +170,23 @@ def held_ahead(config: ExecutorConfig, segments: Segments | None, tree: Tree) ->
     if segments is None:
         return 0
     return (config.suspended + config.preempt_depth + 1) * segments.held_bytes(outside(tree))
+
+
+def _drafters(config: ExecutorConfig, dtype: Any, meshes: Sequence[Mesh], limits: Limits) -> list[Drafter | None]:
+    """One per instance, where they speculate."""
+    asked, draft = config.speculative, config.draft_spec
+    if asked is None:
+        return [None] * len(meshes)
+    if draft is not None:
+        assert config.load_draft is not None
+        plain = replace(
+            config, kv_cache_dtype="auto"
+        )  # its pools are of its own type: nothing measures scales for them
+        programs = DraftPrograms(draft, meshes[0], limits, resolve_attention(plain, draft, dtype, meshes[0]))
+        trees = config.load_draft(draft, dtype, meshes)
+        return [DraftModel(programs, mesh, tree, dtype) for mesh, tree in zip(meshes, trees, strict=True)]
+    least, most = asked.lookup
+    return [NGram(mesh, limits, least=least, most=most) for mesh in meshes]
 
 
 def resolve_attention(config: ExecutorConfig, spec: ModelSpec, dtype: Any, mesh: Mesh) -> Choice:
@@ -177,6 +228,7 @@ def _limits(
         page_size=config.page_size,
         row_pages=-(-config.max_model_len // config.page_size),
         vocab=spec.vocab,
+        draft=0 if config.speculative is None else config.speculative.num_speculative_tokens,
     )
     name, stored = "kv_cache_memory", kv.pool_dtype(config.kv_cache_dtype, dtype)
     if meshes[0].devices.flat[0].platform == "cpu" or config.kv_cache_memory is not None:
@@ -186,13 +238,35 @@ def _limits(
         size = kv.device_pool_bytes(
             meshes[0],
             utilization=config.gpu_memory_utilization,
-            weights=sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree)),
+            weights=_bytes(tree) + _draft_bytes(config, dtype),
             temporaries=temporaries(spec, meshes[0], limits, tree, dtype, choice, stored=stored)
             + held_ahead(config, _segments(config, spec, meshes[0], limits, choice), tree),
             sharing=sum(meshes[0].devices.flat[0] in mesh.devices.flat for mesh in meshes),
         )
-    pages = kv.fit_pages(spec, config.page_size, stored, pool_bytes=size, max_model_len=config.max_model_len, name=name)
+    draft = config.draft_spec
+    pages = kv.fit_pages(
+        spec,
+        config.page_size,
+        stored,
+        pool_bytes=size,
+        max_model_len=config.max_model_len,
+        name=name,
+        more=0 if draft is None else kv.page_bytes(draft, config.page_size, dtype),
+    )
     return replace(limits, pages=pages)
+
+
+def _bytes(tree: Tree) -> int:
+    """Of the weights on one device."""
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def _draft_bytes(config: ExecutorConfig, dtype: Any) -> int:
+    """Of the draft model's weights on one device, before they are loaded: as if none of them were split."""
+    if config.draft_spec is None:
+        return 0
+    leaves = jax.tree.leaves(registry.abstract_weights(config.draft_spec, dtype), is_leaf=lambda x: isinstance(x, Info))
+    return sum(prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
 
 
 def temporaries(
@@ -215,13 +289,18 @@ def temporaries(
 
     shape = spec.cache.shape(limits.pages, limits.page_size)
     part = described(shape, stored or dtype, NamedSharding(mesh, spec.cache.partition))
-    carry, bucket = described((limits.slots,), jnp.int32), limits.buckets[-1]
+    carry, bucket = Carry.made(limits, lambda shape: described(shape, jnp.int32)), limits.buckets[-1]
     batch = idle_batch(bucket, limits.row_pages, slots, full=True)
-    step = programs.step[bucket].lower(tree, spec.cache.pools(part), carry, batch.packed).compile()
+    step = programs.step[bucket].lower(tree, spec.cache.pools(part), carry.tokens, batch.packed).compile()
     rows = described((bucket.width, spec.dim), dtype)
     counts = described((limits.slots, limits.vocab), jnp.int16)
     draw = programs.plain.lower(tree, rows, carry, batch.sampling).compile()
     largest = max(_temporary(step), _temporary(draw))
+    if limits.draft:
+        several = described((bucket.width * (1 + limits.depths[-1]), spec.dim), dtype)
+        lengths = described((bucket.width,), jnp.int32)
+        verify = programs.verify.lower(tree, several, carry, batch.sampling, lengths).compile()
+        largest = max(largest, _temporary(verify))
     return largest + limits.slots * limits.vocab * int(counts.dtype.itemsize)
 
 

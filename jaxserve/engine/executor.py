@@ -20,8 +20,8 @@ import numpy as np
 from jaxserve.engine.inputs import Batch, InputBuilder, SlotTable
 from jaxserve.engine.job import Job
 from jaxserve.engine.results import read
-from jaxserve.engine.state import DeviceState, Drawn, padded
-from jaxserve.engine.transfer import Parcel, cut, piece_sizes
+from jaxserve.engine.state import DeviceState, Drawn
+from jaxserve.engine.transfer import Parcel, cut, padded, piece_sizes
 from jaxserve.sched.errors import InvalidValue, JaxserveError, StepFailed
 from jaxserve.sched.executor import Step
 from jaxserve.sched.plan import Span, StepPlan, StepResult, Suspended
@@ -112,10 +112,13 @@ class JaxExecutor:
 
     def _prepare(self, plan: StepPlan) -> Batch:
         for span in plan.spans:
-            if span.draft:
-                raise InvalidValue(f"{span.draft=} of request {span.request}: this executor does not speculate")
+            if span.draft > self._limits.draft:
+                raise InvalidValue(
+                    f"{span.draft=} of request {span.request}: this executor drafts at most {self._limits.draft} tokens"
+                )
             if span.begin is not None:
                 self._slots.begin(span.slot, span.begin)
+                self._state.begin(span.slot, span.begin, span.start)
                 if self._slots.keeps_history(span.slot):
                     self._state.remember(span.slot, span.begin)
             if span.new_pages:
@@ -132,7 +135,7 @@ class JaxExecutor:
     def _go(self, job: Job) -> bool:
         """Dispatch a step, or some of its segments; returns whether it is out of the way."""
         if job.walk is None:
-            drawn, hidden = self._state.step(job.batch)
+            drawn, hidden = self._state.step(job.batch, job.plan.spans)
         else:
             while job.walk.left and job.ahead < self.depth and not job.stop:
                 mark = self._state.segment(job.walk)
@@ -141,7 +144,7 @@ class JaxExecutor:
                     self._submitted.put((job, mark))
             if job.walk.left:
                 return job.stop and not job.ahead and self._suspend(job)
-            drawn, hidden = self._state.end(job.walk)
+            drawn, hidden = self._state.end(job.walk, job.plan.spans)
         job.drawn = drawn
         self._score(job.plan.spans, drawn, hidden)
         job.commit()
@@ -299,7 +302,7 @@ class JaxExecutor:
             raise StepFailed(f"instance {self.name} lost its KV pool while {parcel.pages} pages were on their way")
         at = 0
         for (count, _), piece in zip(parcel.pieces, arrived, strict=True):
-            self._state.fill(padded(pages[at : at + count], piece.shape[2], self._limits.pages), piece)
+            self._state.fill(padded(pages[at : at + count], piece[0].shape[2], self._limits.pages), piece)
             at += count
 
     async def close(self) -> None:

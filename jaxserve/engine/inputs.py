@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from jaxserve.engine import drafts as drafting
 from jaxserve.engine.sampling import ADJUSTED, Column
 from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import Begin, Span
 
 Int32 = npt.NDArray[np.int32]
-FROM_CARRY = -1  # in place of a token that is on the device
+FROM_CARRY = -1  # in place of a token that is on the device; -2 and below: the first drafted after it, and so on
 ALWAYS = np.iinfo(np.int64).max
 FLOATS = {
     Column.TEMPERATURE: "temperature",
@@ -53,10 +54,11 @@ class Bucket(NamedTuple):
     rows: int  # S
     width: int  # G: rows of the sampling program behind it
     decode: bool  # every row is one token, so T = S
+    verify: bool = False  # rows are one token and what was drafted after it; none has a part of a prompt
 
     @property
     def label(self) -> str:
-        return f"decode {self.rows}" if self.decode else f"step {self.tokens}"
+        return f"decode {self.rows}" if self.decode else f"{'verify' if self.verify else 'step'} {self.tokens}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,21 @@ class Limits:
     page_size: int  # B
     row_pages: int  # P
     vocab: int  # V
+    draft: int = 0  # most tokens that a row drafts in a step
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Numbers of drafted tokens that programs are made for."""
+        return _ladder(1, self.draft, 2) if self.draft else ()
+
+    def depth(self, drafted: int) -> int:
+        """The least of `depths` for that many tokens."""
+        return next(depth for depth in self.depths if depth >= drafted)
+
+    @property
+    def positions(self) -> int:
+        """Tokens of the longest request."""
+        return self.row_pages * self.page_size
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -82,7 +99,13 @@ class Limits:
         decode = [Bucket(n, n, self.width(n), True) for n in rows]
         most = max(self.tokens, self.slots)
         mixed = sorted({n for n in (64, *_ladder(128, most, 4)) if n <= most})  # short prompts are the ones that wait
-        return *decode, *(Bucket(n, min(n, self.slots), self.width(min(n, self.slots)), False) for n in mixed)
+        verify = [
+            Bucket(n * (1 + depth), n, self.width(n), False, True)
+            for depth in self.depths
+            for n in rows
+            if n * (1 + depth) <= most
+        ]
+        return *decode, *verify, *(Bucket(n, min(n, self.slots), self.width(min(n, self.slots)), False) for n in mixed)
 
     def width(self, rows: int) -> int:
         return next(width for width in self.widths if width >= rows)
@@ -106,6 +129,7 @@ class Batch(NamedTuple):
     full: bool  # some row needs `draw_full`
     adjust: tuple[Int32, npt.NDArray[np.float32], int] | None  # ids and values [G, A], columns used
     logprobs: tuple[int, ...]  # per span, alternatives to report; -1: none wanted
+    drafts: drafting.Drafts | None = None  # where some row drafts
 
 
 class Layout(NamedTuple):
@@ -138,6 +162,7 @@ class SlotTable:
         self.columns[:, [Column.TOP_P, Column.REPETITION]] = np.float32(1).view(np.int32)
         self.full_until = np.zeros(slots + 1, np.int64)  # positions below need `draw_full`
         self.bans_until = np.zeros(slots, np.int64)  # positions below may not be an end of the text
+        self.alone_until = np.zeros(slots + 1, np.int64)  # positions below cannot be drawn several at a time
         self.bans: dict[int, Int32] = {}
         self.biases: dict[int, tuple[Int32, npt.NDArray[np.float32]]] = {}
         self.begins: dict[int, Begin] = {}
@@ -163,8 +188,9 @@ class SlotTable:
             self.bans[slot] = np.array(banned(params, begin.eos), np.int32)[: ADJUSTED - len(biased)]
         if biased:
             self.biases[slot] = np.array(biased, np.int32), np.array([b for _, b in params.logit_bias], np.float32)
-        always = history or cuts or biased or params.logprobs is not None
-        self.full_until[slot] = ALWAYS if always else self.bans_until[slot]
+        alone = history or biased or params.logprobs is not None
+        self.alone_until[slot] = ALWAYS if alone else self.bans_until[slot]
+        self.full_until[slot] = ALWAYS if cuts else self.alone_until[slot]
         if params.prompt_logprobs is not None:
             self.scored[slot] = begin.prompt[: begin.prompt_length]
 
@@ -187,7 +213,7 @@ class SlotTable:
 
     def release(self, slot: int) -> None:
         self.columns[slot] = self.columns[-1]
-        self.pages[slot] = self.full_until[slot] = self.bans_until[slot] = 0
+        self.pages[slot] = self.full_until[slot] = self.bans_until[slot] = self.alone_until[slot] = 0
         for table in (self.bans, self.biases, self.begins, self.scored):
             table.pop(slot, None)
 
@@ -198,13 +224,16 @@ class InputBuilder:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._decode = [bucket for bucket in limits.buckets if bucket.decode]
-        self._mixed = [bucket for bucket in limits.buckets if not bucket.decode]
+        self._verify = sorted(bucket for bucket in limits.buckets if bucket.verify)
+        self._mixed = [bucket for bucket in limits.buckets if not bucket.decode and not bucket.verify]
 
-    def bucket(self, rows: int, tokens: int) -> Bucket:
-        """The smallest program for a step. Raises InvalidValue where there is none."""
+    def bucket(self, rows: int, tokens: int, *, verify: bool = False) -> Bucket:
+        """The smallest program for a step; `verify`: all of it is rows that decode. Raises InvalidValue where there
+        is none."""
         if rows <= self.limits.slots:
-            for bucket in self._decode if tokens == rows else self._mixed:
-                if bucket.tokens >= tokens:
+            some = self._decode if tokens == rows else [*self._verify, *self._mixed] if verify else self._mixed
+            for bucket in some:
+                if bucket.tokens >= tokens and (bucket.rows >= rows or not bucket.verify):
                     return bucket
         raise InvalidValue(
             f"a step of {rows} rows and {tokens} tokens is larger than {self.limits.slots} rows and "
@@ -213,15 +242,16 @@ class InputBuilder:
 
     def build(self, spans: Sequence[Span], slots: SlotTable) -> Batch:
         """The arrays of a step. New pages and new requests are in `slots` already."""
-        _, slot, start, length, _, tokens, _, samples, _ = zip(*spans, strict=True)
+        _, slot, start, length, _, tokens, draft, samples, _ = zip(*spans, strict=True)
         rows, total = len(spans), sum(length)
-        bucket = self.bucket(rows, total)
+        drafted = max(draft)
+        bucket = self.bucket(rows, total, verify=drafted > 0 and total == rows + sum(draft))
         at = Layout.of(bucket, self.limits.row_pages)
         ids = np.array(slot)
         lengths = np.array(length)
         contexts = np.array(start) + lengths
         packed = np.zeros(at.end, np.int32)
-        packed[:total] = _tokens(tokens, length)
+        packed[:total] = _tokens(tokens, length, draft)
         ends = np.cumsum(lengths)
         packed[at.starts : at.lengths] = total
         packed[at.starts : at.starts + rows] = ends - lengths
@@ -237,18 +267,33 @@ class InputBuilder:
         drawn[:rows] = ids if all(samples) else np.where(samples, ids, self.limits.slots)
         sampling = slots.columns[drawn]  # [G, len(Column)]
         sampling[:rows, Column.POSITION] = contexts
-        full = bool(np.any(contexts < slots.full_until[drawn[:rows]]))
+        drafts = None
+        if drafted:
+            alone = contexts < slots.alone_until[drawn[:rows]]
+            drafts = drafting.drafts_of(
+                drafting.Rows(ids, np.array(start), np.array(draft), ends, alone),
+                depth=self.limits.depth(drafted),
+                ladder=[bucket.rows for bucket in self._decode],
+                sampling=sampling,
+                tables=tables[:rows],
+                slots=self.limits.slots,
+            )
+            full = bool(alone.any())
+            sampling[:rows][~alone] = slots.columns[-1]
+        else:
+            full = bool(np.any(contexts < slots.full_until[drawn[:rows]]))
         adjust = _adjust(drawn[:rows].tolist(), contexts, bucket.width, slots) if full else None
-        return Batch(bucket, packed, sampling, full, adjust, _logprobs(slot, samples, slots) if full else ())
+        return Batch(bucket, packed, sampling, full, adjust, _logprobs(slot, samples, slots) if full else (), drafts)
 
 
-def _tokens(tokens: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> Any:
-    """All spans' tokens in one row; a span without any has one on the device."""
-    if not any(tokens):
+def _tokens(tokens: Sequence[tuple[int, ...]], lengths: Sequence[int], drafts: Sequence[int]) -> Any:
+    """All spans' tokens in one row; a span without any has one on the device, and those drafted after it."""
+    if not any(tokens) and not any(drafts):
         return FROM_CARRY
     flat: list[int] = []
-    for given, length in zip(tokens, lengths, strict=True):
-        flat.extend(given if given else (FROM_CARRY,) * length)
+    for given, length, draft in zip(tokens, lengths, drafts, strict=True):
+        flat.extend(given if given else (FROM_CARRY,) * (length - draft))
+        flat.extend(range(FROM_CARRY - 1, FROM_CARRY - 1 - draft, -1))
     return flat
 
 

@@ -121,15 +121,22 @@ def free_memory() -> int:
 
 
 def fit_pages(
-    spec: ModelSpec, page_size: int, dtype: Any, *, pool_bytes: int, max_model_len: int, name: str = "kv_cache_memory"
+    spec: ModelSpec,
+    page_size: int,
+    dtype: Any,
+    *,
+    pool_bytes: int,
+    max_model_len: int,
+    name: str = "kv_cache_memory",
+    more: int = 0,
 ) -> int:
-    """Pages of one instance's pool.
+    """Pages of one instance's pool. `more`: bytes of a page beside the model's own, a draft model's.
 
     Rounded down to a coarse grid: the number is part of every program's shape, and free memory differs a little
     from start to start, which would make all programs compile again. Raises InvalidValue where a request of
     `max_model_len` does not fit.
     """
-    each = page_bytes(spec, page_size, dtype)
+    each = page_bytes(spec, page_size, dtype) + more
     pages = pool_bytes // each
     needed = -(-max_model_len // page_size)
     if pages < needed:

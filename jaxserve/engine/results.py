@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxserve.engine.inputs import Batch, Int32
-from jaxserve.engine.sampling import BAD
+from jaxserve.engine.sampling import BAD, Column
+from jaxserve.engine.speculate import NONE
 from jaxserve.engine.state import Drawn
 from jaxserve.sched.params import MAX_LOGPROBS
 from jaxserve.sched.plan import StepPlan, StepResult, TokenLogprobs
@@ -19,6 +20,8 @@ NOT_FINITE = "the model's logits are not finite"
 
 def read(plan: StepPlan, batch: Batch, drawn: Drawn, started: float, finished: float) -> StepResult:
     """The result of a step whose arrays are computed."""
+    if drawn.verified is not None:
+        return _verified(plan, batch, drawn, started, finished)
     if drawn.tokens is None:
         return StepResult(plan.step, started, finished, ((),) * len(plan.spans), prompt_logprobs=_prompts(plan, drawn))
     ids: list[int] = np.asarray(drawn.tokens).tolist()
@@ -35,6 +38,26 @@ def read(plan: StepPlan, batch: Batch, drawn: Drawn, started: float, finished: f
         tokens = tuple(gained)
     logprobs = {} if drawn.logprobs is None else _logprobs(batch.logprobs, ids, np.asarray(drawn.logprobs))
     return StepResult(plan.step, started, finished, tokens, failed, logprobs, _prompts(plan, drawn))
+
+
+def _verified(plan: StepPlan, batch: Batch, drawn: Drawn, started: float, finished: float) -> StepResult:
+    """As `read`, of a step in which rows drafted: several tokens of a row, or one that was drawn alone."""
+    assert batch.drafts is not None and drawn.verified is not None
+    slots, several = batch.drafts.sampling[:, Column.SLOT].tolist(), np.asarray(drawn.verified).tolist()
+    alone = None if drawn.tokens is None else np.asarray(drawn.tokens).tolist()
+    gained: list[tuple[int, ...]] = []
+    failed: dict[int, str] = {}
+    for index, span in enumerate(plan.spans):
+        mine = several[index] if slots[index] == span.slot or alone is None else [alone[index]]
+        tokens = tuple(token for token in mine if token != NONE) if span.samples else ()
+        if BAD in tokens:
+            failed[index] = NOT_FINITE
+            tokens = ()
+        gained.append(tokens)
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = {}
+    if alone is not None and drawn.logprobs is not None:
+        logprobs = _logprobs(batch.logprobs, alone, np.asarray(drawn.logprobs))
+    return StepResult(plan.step, started, finished, tuple(gained), failed, logprobs, _prompts(plan, drawn))
 
 
 def _logprobs(wanted: tuple[int, ...], ids: list[int], packed: Int32) -> Mapping[int, tuple[TokenLogprobs, ...]]:

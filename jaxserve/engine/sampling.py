@@ -75,6 +75,28 @@ def draw_plain(logits: jax.Array, rows: Rows) -> jax.Array:
     return jnp.where(finite(logits), tokens, BAD)
 
 
+def draw_cut(logits: jax.Array, rows: Rows) -> jax.Array:
+    """Tokens [G] as `draw_full` draws them for rows without penalties, bias and bans: by temperature, min-p, top-k and
+    top-p."""
+    temperature = rows.floats(Column.TEMPERATURE)
+    warm = (temperature > 0)[:, None]
+    tokens = lax.cond(
+        jnp.any(warm),
+        lambda x: argmax(jnp.where(warm, heated_and_cut(x, rows) + gumbel(rows, x.shape[1]), x)),
+        argmax,
+        logits,
+    )
+    return jnp.where(finite(logits), tokens, BAD)
+
+
+def heated_and_cut(x: jax.Array, rows: Rows) -> jax.Array:
+    """Logits [G, V] whose softmax is what a row's token is drawn from; MASKED where a cut leaves a token out."""
+    x = _heated(x, rows.floats(Column.TEMPERATURE))
+    cuts = (rows.ints(Column.TOP_K) > 0) | (rows.floats(Column.TOP_P) < 1) | (rows.floats(Column.MIN_P) > 0)
+    cut: jax.Array = lax.cond(jnp.any(cuts), lambda x: _cut(x, rows), lambda x: x, x)
+    return cut
+
+
 def draw_full(
     logits: jax.Array,  # [G, V] float32
     rows: Rows,

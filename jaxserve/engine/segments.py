@@ -53,7 +53,7 @@ class Segments:
         self.links = links(spec, boundary)
         shape = mesh.abstract_mesh  # without devices, so that what is traced serves every instance
         whole = NamedSharding(shape, PartitionSpec())
-        self.buckets = tuple(bucket for bucket in limits.buckets if not bucket.decode)
+        self.buckets = tuple(bucket for bucket in limits.buckets if not bucket.decode and not bucket.verify)
         self._kernel: Attention = attention(cast(Mesh, shape), choice, decode=False)
         self.begin: dict[Bucket, Program] = {}
         self.end: dict[Bucket, Program] = {}
@@ -73,7 +73,7 @@ class Segments:
         """Bytes on each device that the largest step keeps between two segments. `outer`: weights but the layers'."""
         bucket = max(self.buckets)
         packed = jax.ShapeDtypeStruct((Layout.of(bucket, self._limits.row_pages).end,), "int32")
-        carry = jax.ShapeDtypeStruct((self._limits.slots,), "int32")
+        carry = jax.ShapeDtypeStruct((self._limits.slots, 1 + self._limits.draft), "int32")
         made = jax.eval_shape(
             partial(_begin, spec=self._spec, limits=self._limits, bucket=bucket, kernel=self._kernel),
             jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), outer),

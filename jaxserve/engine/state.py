@@ -9,12 +9,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxserve.engine.drafters import Drafter
+from jaxserve.engine.drafts import Drafts
 from jaxserve.engine.inputs import Batch, Int32
 from jaxserve.engine.kv import pool_maker
 from jaxserve.engine.sampling import ADJUSTED, MOST_COUNTED, SEEN_IN_PROMPT
 from jaxserve.engine.segments import Segments, Walk, outside, pools_of
-from jaxserve.engine.step import SCORED, Programs, Tree
-from jaxserve.sched.plan import Begin
+from jaxserve.engine.speculate import UNKNOWN
+from jaxserve.engine.step import SCORED, Carry, Programs, Tree
+from jaxserve.engine.transfer import Piece, padded
+from jaxserve.sched.plan import Begin, Span
 from pallas_kernels.dispatch import Pool
 
 # Alternatives wanted, and blocks of (targets, their log-probabilities [W, 2 + 2 * MAX_LOGPROBS] int32).
@@ -24,17 +28,18 @@ Scores = tuple[int, list[tuple[Int32, jax.Array]]]
 class Drawn:
     """What a submitted step leaves on the device: arrays that may not have been computed yet."""
 
-    __slots__ = ("logprobs", "rows", "scores", "tokens")
+    __slots__ = ("logprobs", "rows", "scores", "tokens", "verified")
 
     def __init__(self, rows: jax.Array) -> None:
         self.rows = rows  # [G, E]
         self.tokens: jax.Array | None = None  # [G] int32
+        self.verified: jax.Array | None = None  # [G, D] int32, of rows that may draft, see `speculate.strict`
         self.logprobs: jax.Array | None = None  # [G, 2 + 2 * MAX_LOGPROBS] int32
         self.scores: dict[int, Scores] = {}  # by span
 
     def wait(self) -> None:
         """Block until all of it is computed; raises what the device raised."""
-        jax.block_until_ready([x for x in (self.tokens, self.logprobs) if x is not None] or self.rows)
+        jax.block_until_ready([x for x in (self.tokens, self.verified, self.logprobs) if x is not None] or self.rows)
         for _, blocks in self.scores.values():
             jax.block_until_ready([block for _, block in blocks])
 
@@ -43,7 +48,13 @@ class DeviceState:
     """Dispatches programs in order, each on what the one before it left."""
 
     def __init__(
-        self, programs: Programs, mesh: Mesh, weights: Tree, dtype: Any, segments: Segments | None = None
+        self,
+        programs: Programs,
+        mesh: Mesh,
+        weights: Tree,
+        dtype: Any,
+        segments: Segments | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """`segments`: of steps that can be stopped before their end; None: there are none."""
         limits = programs.limits
@@ -52,6 +63,7 @@ class DeviceState:
         self.outer = outside(weights)
         self.mesh = mesh
         self.weights = weights
+        self.drafter = drafter
         self.pools: list[Pool] = []
         self._whole = NamedSharding(mesh, PartitionSpec())
         self._parcels = NamedSharding(mesh, programs.spec.cache.parcel_partition)
@@ -70,14 +82,18 @@ class DeviceState:
         limits = self.programs.limits
         self.pools = []  # let go of the old ones first: both may not fit
         self.pools = self._make()
-        self.carry = jax.device_put(np.zeros(limits.slots, np.int32), self._whole)
+        self.carry = Carry.made(limits, lambda shape: self.filled(shape, UNKNOWN))
         self.counts = jax.device_put(np.zeros((limits.slots, limits.vocab), np.int16), self._whole)
+        if self.drafter is not None:
+            self.drafter.rebuild()
 
-    def step(self, batch: Batch) -> tuple[Drawn, jax.Array]:
+    def step(self, batch: Batch, spans: Sequence[Span] = ()) -> tuple[Drawn, jax.Array]:
         """Dispatch a step; returns also the hidden states of all its tokens [T, E]."""
         step = self.programs.step[batch.bucket]
-        rows, self.pools, hidden = step(self.weights, self.pools, self.carry, batch.packed)
-        return self._draw(batch, rows), hidden
+        if self.drafter is not None and batch.drafts is not None:
+            self.carry = self.drafter.draft(self.carry, batch.drafts)
+        rows, self.pools, hidden = step(self.weights, self.pools, self.carry.tokens, batch.packed)
+        return self._draw(batch, spans, rows, hidden), hidden
 
     def walk(self, batch: Batch) -> Walk | None:
         """A step that is dispatched by segments; None where it has none."""
@@ -90,7 +106,7 @@ class DeviceState:
         assert self.segments is not None
         if walk.stream is None:
             begin = self.segments.begin[walk.batch.bucket]
-            walk.stream, walk.last = begin(self.outer, self.carry, walk.batch.packed)
+            walk.stream, walk.last = begin(self.outer, self.carry.tokens, walk.batch.packed)
         link = self.segments.links[walk.at]
         mine = pools_of(link, self.pools)
         x, mine = self.segments.through[link.kind](self.weights["layers"][link.layers], mine, walk.stream)
@@ -100,18 +116,24 @@ class DeviceState:
         walk.at += 1
         return walk.stream.x
 
-    def end(self, walk: Walk) -> tuple[Drawn, jax.Array]:
+    def end(self, walk: Walk, spans: Sequence[Span] = ()) -> tuple[Drawn, jax.Array]:
         """As `step`, of one whose segments are all dispatched."""
         assert self.segments is not None and walk.stream is not None
         rows, hidden = self.segments.end[walk.batch.bucket](self.outer, walk.stream.x, walk.last)
         walk.stream = None
-        return self._draw(walk.batch, rows), hidden
+        return self._draw(walk.batch, spans, rows, hidden), hidden
 
-    def _draw(self, batch: Batch, rows: jax.Array) -> Drawn:
-        """Dispatch the drawing of tokens from rows [G, E]."""
+    def _draw(self, batch: Batch, spans: Sequence[Span], rows: jax.Array, hidden: jax.Array) -> Drawn:
+        """Dispatch the drawing of tokens from rows [G, E], and from several of hidden [T, E] where rows drafted."""
         programs, drawn = self.programs, Drawn(rows)
+        if self.drafter is not None:
+            self.drafter.follow(self.carry, batch, spans)
         if batch.sampling is None:
             return drawn
+        if batch.drafts is not None:
+            drawn.verified = self._verify(hidden, batch.drafts)
+            if not batch.full:
+                return drawn
         if not batch.full:
             drawn.tokens, self.carry = programs.plain(self.weights, rows, self.carry, batch.sampling)
             return drawn
@@ -126,6 +148,12 @@ class DeviceState:
         if batch.logprobs:
             drawn.logprobs = logprobs
         return drawn
+
+    def _verify(self, hidden: jax.Array, drafts: Drafts) -> jax.Array:
+        rows = self.programs.pick(hidden, drafts.places)
+        tokens, self.carry = self.programs.verify(self.weights, rows, self.carry, drafts.sampling, drafts.lengths)
+        verified: jax.Array = tokens
+        return verified
 
     def unadjusted(self, width: int) -> tuple[jax.Array, jax.Array]:
         """Ids and values [G, A] that change no logit."""
@@ -143,10 +171,16 @@ class DeviceState:
             shapes,
         )
 
-    def parcel(self, size: int) -> jax.Array:
+    def filled(self, shape: tuple[int, ...], value: int) -> jax.Array:
+        """The same int32 everywhere, whole on each device."""
+        array: jax.Array = jax.device_put(np.full(shape, value, np.int32), self._whole)
+        return array
+
+    def parcel(self, size: int) -> Piece:
         """A piece of zeros."""
         shape = self.programs.spec.cache.parcel_shape(size, self.programs.limits.page_size)
-        return self.receive(np.zeros(shape, self.pools[0][0].dtype))
+        drafted = () if self.drafter is None else self.drafter.parcel(size)
+        return self.receive((np.zeros(shape, self.pools[0][0].dtype), *drafted))
 
     def score(self, hidden: jax.Array, begin: int, targets: Int32) -> list[tuple[Int32, jax.Array]]:
         """Log-probabilities of `targets`, each the token after hidden[begin], hidden[begin + 1], ..."""
@@ -168,29 +202,34 @@ class DeviceState:
         row[prompt[(prompt >= 0) & (prompt < vocab)]] |= SEEN_IN_PROMPT
         self.counts = self.programs.remember(self.counts, np.int32(slot), row)
 
-    def export(self, pages: Int32) -> jax.Array:
-        """Pages [M] of all layers as one array, a piece of a parcel."""
-        parcel: jax.Array = self.programs.gather(self.pools, pages)
-        return parcel
+    def begin(self, slot: int, begin: Begin, start: int) -> None:
+        """A request takes the slot: who drafts is told its text so far, of which `start` tokens have KV."""
+        if self.drafter is None:
+            return
+        row = np.full(self.programs.limits.positions, UNKNOWN, np.int32)
+        known = (*begin.prompt, *begin.output)[: len(row)]
+        row[: len(known)] = known
+        self.carry = self.programs.recall(self.carry, np.int32(slot), row)
+        self.drafter.begin(slot, start)
 
-    def fill(self, pages: Int32, parcel: jax.Array) -> None:
-        """Put a parcel that lies on this mesh into `pages` [M]; those out of range are padding."""
-        self.pools = self.programs.scatter(self.pools, pages, parcel)
+    def export(self, pages: Int32) -> Piece:
+        """Pages [M] of all layers as one array, a piece of a parcel; and of the drafter's layers."""
+        drafted = () if self.drafter is None else self.drafter.export(pages)
+        return self.programs.moves.gather(self.pools, pages), *drafted
 
-    def receive(self, parcel: Any) -> jax.Array:
-        """A parcel from another instance, or of numpy, on this mesh."""
-        here: jax.Array = jax.device_put(parcel, self._parcels)
-        return here
+    def fill(self, pages: Int32, piece: Piece) -> None:
+        """Put a piece that lies on this mesh into `pages` [M]; those out of range are padding."""
+        self.pools = self.programs.moves.scatter(self.pools, pages, piece[0])
+        if self.drafter is not None:
+            self.drafter.fill(pages, piece[1:])
+
+    def receive(self, piece: Sequence[Any]) -> Piece:
+        """A piece from another instance, or of numpy, on this mesh."""
+        drafted = () if self.drafter is None else self.drafter.receive(piece[1:])
+        return jax.device_put(piece[0], self._parcels), *drafted
 
     def scrub(self, pages: Sequence[int], bucket: int) -> None:
         """Zero pages, as many at a time as a piece of a parcel has."""
         zeros = self.parcel(bucket)
         for at in range(0, len(pages), bucket):
             self.fill(padded(pages[at : at + bucket], bucket, self.programs.limits.pages), zeros)
-
-
-def padded(pages: Sequence[int], bucket: int, out_of_range: int) -> Int32:
-    """Pages [M] of a parcel's bucket."""
-    ids = np.full(bucket, out_of_range, np.int32)
-    ids[: len(pages)] = pages
-    return ids

@@ -4,23 +4,26 @@ A step is two programs, the model and the drawing, so that T buckets and the two
 multiplying. They are made once per model and mesh shape; jax then compiles them for each instance's devices.
 
 Letters: T tokens, S rows, P pages per row, N pages in the pool, B page size, L layers, K kv heads, D head dim,
-E model dim, V vocabulary, G sampling rows, W tokens scored together, M pages moved together.
+E model dim, V vocabulary, G sampling rows, W tokens scored together, M pages moved together,
+D tokens verified of a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.engine.inputs import FROM_CARRY, Bucket, Layout, Limits
 from jaxserve.engine.sampling import Adjust, Column, Rows, draw_full, draw_plain, logprobs_of
+from jaxserve.engine.speculate import last_of, noted, strict
 from jaxserve.models import registry
+from jaxserve.models.cache import Cache
 from jaxserve.models.spec import ModelSpec
 from pallas_kernels.dispatch import Attention, Choice, Pool, attention
 from pallas_kernels.layout import Ragged
@@ -30,6 +33,19 @@ SCORED = 64  # W
 Tree = Any
 Program = Any  # a jitted function: called, or lowered and compiled ahead
 Logits = Callable[[Tree, jax.Array], jax.Array]  # weights, rows [G, E] -> [G, V]
+
+
+class Carry(NamedTuple):
+    """What the device knows of each slot's text."""
+
+    tokens: jax.Array  # [slots, 1 + most drafted] int32: the last token, then those drafted after it
+    history: jax.Array  # [slots, positions] int32: all of them; no positions where nothing drafts
+
+    @classmethod
+    def made(cls, limits: Limits, make: Callable[[tuple[int, int]], Any]) -> Carry:
+        """Of what `make` makes of their shapes."""
+        positions = limits.positions if limits.draft else 0
+        return cls(make((limits.slots, 1 + limits.draft)), make((limits.slots, positions)))
 
 
 class Programs:
@@ -45,9 +61,7 @@ class Programs:
         self.attention = "xla" if choice is None else str(choice)
         shape = mesh.abstract_mesh  # without devices, so that what is traced serves every instance
         whole = NamedSharding(shape, PartitionSpec())
-        pool = NamedSharding(shape, spec.cache.partition)
-        parcel = NamedSharding(shape, spec.cache.parcel_partition)
-        pools = spec.cache.pools(pool)
+        pools = spec.cache.pools(NamedSharding(shape, spec.cache.partition))
         self.step: dict[Bucket, Program] = {}
         self.block: dict[int, Program] = {}
         for bucket in limits.buckets:
@@ -55,18 +69,28 @@ class Programs:
             program = partial(_step, spec=spec, limits=limits, bucket=bucket, kernel=kernel)
             self.step[bucket] = jitted(program, f"step_{bucket.tokens}_{bucket.rows}", (whole, pools, whole), (1,))
             self.block.setdefault(bucket.tokens, jitted(_block, f"block_{bucket.tokens}", whole))
-        logits = partial(_logits, spec=spec, whole=whole)
-        self.plain = jitted(partial(_plain, logits=logits), "draw_plain", (whole, whole))
-        self.full = jitted(partial(_full, logits=logits), "draw_full", (whole,) * 4, (3,))
+        logits = partial(logits_of, spec=spec, whole=whole)
+        self.plain = jitted(partial(_plain, logits=logits), "draw_plain", (whole, whole), (2,))
+        self.full = jitted(partial(_full, logits=logits), "draw_full", (whole,) * 4, (2, 3))
+        self.pick = jitted(_pick, "pick", whole)
+        self.verify = jitted(partial(_verify, logits=logits), "verify", (whole, whole), (2,))
+        self.recall = jitted(_recall, "recall", whole, (0,))
         self.score = jitted(partial(_score, logits=logits), "score", whole)
         self.remember = jitted(_remember, "remember", whole, (0,))
-        local = partial(jax.shard_map, mesh=shape, check_vma=False)
-        held = spec.cache.pools(pool.spec)
+        self.moves = Moves(spec.cache, shape)
+
+
+class Moves:
+    """Pages out of the pools of a cache, and into them."""
+
+    def __init__(self, cache: Cache, mesh: AbstractMesh) -> None:
+        local = partial(jax.shard_map, mesh=mesh, check_vma=False)
+        parcel, held = cache.parcel_partition, cache.pools(cache.partition)
         # By hand to each shard its own heads: XLA would have every device make room for a whole parcel.
-        export = local(export_pages, in_specs=(held, PartitionSpec()), out_specs=parcel.spec)
-        fill = local(import_pages, in_specs=(held, PartitionSpec(), parcel.spec), out_specs=held)
-        self.gather = jitted(export, "gather", parcel)
-        self.scatter = jitted(fill, "scatter", pools, (0,))
+        export = local(export_pages, in_specs=(held, PartitionSpec()), out_specs=parcel)
+        fill = local(import_pages, in_specs=(held, PartitionSpec(), parcel), out_specs=held)
+        self.gather: Program = jitted(export, "gather", NamedSharding(mesh, parcel))
+        self.scatter: Program = jitted(fill, "scatter", cache.pools(NamedSharding(mesh, cache.partition)), (0,))
 
 
 def jitted(program: Callable[..., Any], name: str, out: Any, donate: tuple[int, ...] = ()) -> Program:
@@ -80,7 +104,7 @@ def jitted(program: Callable[..., Any], name: str, out: Any, donate: tuple[int, 
 def _step(
     weights: Tree,
     pools: list[Pool],  # L x what `spec.cache` says
-    carry: jax.Array,  # [slots] int32, last token of each slot
+    carry: jax.Array,  # `Carry.tokens`
     packed: jax.Array,  # [Layout.end] int32
     *,
     spec: ModelSpec,
@@ -114,14 +138,14 @@ def unpack(packed: jax.Array, carry: jax.Array, bucket: Bucket, limits: Limits) 
     page = tables[row, positions // limits.page_size]
     write = jnp.where(real, page * limits.page_size + positions % limits.page_size, limits.pages * limits.page_size)
     tokens = packed[: at.starts]
-    tokens = jnp.where(tokens == FROM_CARRY, carry[slots[row]], tokens)
+    tokens = jnp.where(tokens <= FROM_CARRY, carry[slots[row], jnp.maximum(FROM_CARRY - tokens, 0)], tokens)
     ragged = Ragged(positions, rows, write, starts, lengths, contexts, tables)
     # Without the barrier XLA fuses slices of `packed` into the kernels that read them, and leaves such fusions out of
     # the step's CUDA graph: it would be cut in two at every layer.
     return tokens, lax.optimization_barrier(ragged), packed[at.last : at.tables]
 
 
-def _logits(weights: Tree, rows: jax.Array, *, spec: ModelSpec, whole: NamedSharding) -> jax.Array:
+def logits_of(weights: Tree, rows: jax.Array, *, spec: ModelSpec, whole: NamedSharding) -> jax.Array:
     """[G, V], whole on every device: drawing from a split vocabulary would talk to the others at every turn.
 
     Each device first computes its share of the vocabulary. Asked for the whole alone, XLA gathers the head instead,
@@ -134,8 +158,8 @@ def _logits(weights: Tree, rows: jax.Array, *, spec: ModelSpec, whole: NamedShar
 
 
 def _plain(
-    weights: Tree, rows: jax.Array, carry: jax.Array, sampling: jax.Array, *, logits: Logits
-) -> tuple[jax.Array, jax.Array]:
+    weights: Tree, rows: jax.Array, carry: Carry, sampling: jax.Array, *, logits: Logits
+) -> tuple[jax.Array, Carry]:
     """rows [G, E], sampling [G, len(Column)] -> tokens [G], carry."""
     told = Rows(sampling)
     tokens = draw_plain(logits(weights, rows), told)
@@ -145,7 +169,7 @@ def _plain(
 def _full(
     weights: Tree,
     rows: jax.Array,
-    carry: jax.Array,
+    carry: Carry,
     counts: jax.Array,
     sampling: jax.Array,
     ids: jax.Array,
@@ -153,15 +177,39 @@ def _full(
     used: jax.Array,
     *,
     logits: Logits,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Carry, jax.Array, jax.Array]:
     """As `_plain`, with token counts [slots, V] and an Adjust -> tokens, carry, counts, log-probabilities."""
     told = Rows(sampling)
     tokens, logprobs, counts = draw_full(logits(weights, rows), told, Adjust(ids, values, used), counts)
     return tokens, _carried(carry, told, tokens), counts, logprobs
 
 
-def _carried(carry: jax.Array, told: Rows, tokens: jax.Array) -> jax.Array:
-    return carry.at[told.ints(Column.SLOT)].set(jnp.maximum(tokens, 0), mode="drop")
+def _verify(
+    weights: Tree, rows: jax.Array, carry: Carry, sampling: jax.Array, lengths: jax.Array, *, logits: Logits
+) -> tuple[jax.Array, Carry]:
+    """As `_plain`, for rows [G * D, E], of which `lengths` [G] were drafted; -> tokens [G, D] as of `strict`."""
+    told = Rows(sampling)
+    depth = rows.shape[0] // sampling.shape[0] - 1
+    slots = jnp.clip(told.ints(Column.SLOT), 0, carry.tokens.shape[0] - 1)
+    draft = carry.tokens[slots, 1 : 1 + depth]
+    tokens = strict(logits(weights, rows), sampling, draft, lengths)
+    return tokens, _carried(carry, told, last_of(tokens), tokens)
+
+
+def _carried(carry: Carry, told: Rows, last: jax.Array, tokens: jax.Array | None = None) -> Carry:
+    """With the last token [G] of each row, and in the history all it gained [G, D]."""
+    history = noted(carry.history, told, last[:, None] if tokens is None else tokens)
+    return Carry(carry.tokens.at[told.ints(Column.SLOT), 0].set(jnp.maximum(last, 0), mode="drop"), history)
+
+
+def _pick(hidden: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows `index` [G * D] of hidden [T, E]."""
+    return jnp.take(hidden, index, axis=0, mode="clip")
+
+
+def _recall(carry: Carry, slot: jax.Array, row: jax.Array) -> Carry:
+    """With the text [positions] of a request that takes the slot."""
+    return carry._replace(history=carry.history.at[slot].set(row))
 
 
 def _score(weights: Tree, rows: jax.Array, targets: jax.Array, *, logits: Logits) -> jax.Array:

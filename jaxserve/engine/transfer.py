@@ -9,16 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
+import numpy as np
+import numpy.typing as npt
 
 PIECES = (1, 4, 16, 64)  # pages in a piece
+Piece = tuple[jax.Array, ...]  # [L, parts, M, B, K, D] of the model, and of one that drafts for it
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """KV of `pages` pages in order. Each piece: (pages in it, array [L, parts, M, B, K, D] with M from PIECES)."""
+    """KV of `pages` pages in order. Each piece: (pages in it, arrays with M from PIECES)."""
 
     pages: int
-    pieces: tuple[tuple[int, jax.Array], ...]
+    pieces: tuple[tuple[int, Piece], ...]
 
 
 def piece_sizes(row_pages: int) -> tuple[int, ...]:
@@ -37,3 +40,10 @@ def cut(pages: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, Sequence[
         rest = pages[at:]
         pieces.append((next(size for size in sizes if size >= len(rest)), rest))
     return pieces
+
+
+def padded(pages: Sequence[int], bucket: int, out_of_range: int) -> npt.NDArray[np.int32]:
+    """Pages [M] of a parcel's bucket."""
+    ids = np.full(bucket, out_of_range, np.int32)
+    ids[: len(pages)] = pages
+    return ids

@@ -10,17 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxserve.engine import compat
+from jaxserve.engine.drafters import Call
+from jaxserve.engine.drafts import idle_drafts
 from jaxserve.engine.inputs import Batch, Bucket, Int32, Layout, SlotTable
 from jaxserve.engine.segments import pools_of
-from jaxserve.engine.state import DeviceState, padded
+from jaxserve.engine.state import DeviceState
 from jaxserve.engine.step import SCORED
-from jaxserve.engine.transfer import piece_sizes
+from jaxserve.engine.transfer import padded, piece_sizes
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import Begin
 
@@ -85,19 +86,50 @@ def use_persistent_cache(folder: Path | None = None) -> Path:
     return path
 
 
-class Call(NamedTuple):
-    """A program with arguments as in service."""
-
-    label: str
-    program: Any  # a jitted function
-    args: tuple[Any, ...]
-
-
 def idle_batch(bucket: Bucket, row_pages: int, slots: SlotTable, *, full: bool) -> Batch:
     """A step of padding only: nothing is written, nothing drawn."""
     packed = np.zeros(Layout.of(bucket, row_pages).end, np.int32)
     sampling = slots.columns[np.full(bucket.width, slots.limits.slots)]
     return Batch(bucket, packed, sampling, full, None, ())
+
+
+def idle_drafting(bucket: Bucket, depth: int, row_pages: int, slots: SlotTable) -> Batch:
+    """As `idle_batch`, of a step that drafts."""
+    batch = idle_batch(bucket, row_pages, slots, full=False)
+    assert batch.sampling is not None
+    size = next(
+        one.rows for one in slots.limits.buckets if one.decode and one.rows >= min(bucket.rows, slots.limits.slots)
+    )
+    return batch._replace(drafts=idle_drafts(depth, size, row_pages, batch.sampling, slots.limits.slots))
+
+
+def drafting_calls(state: DeviceState) -> list[Call]:
+    """Programs of steps that draft."""
+    programs, limits, made = state.programs, state.programs.limits, []
+    if state.drafter is None:
+        return []
+    slots, dtype, seen = SlotTable(limits), state.weights["embed"].dtype, set()
+    for bucket in limits.buckets:
+        for depth in () if bucket.decode else limits.depths:
+            drafts = idle_drafting(bucket, depth, limits.row_pages, slots).drafts
+            assert drafts is not None
+            hidden = state.replicated((bucket.tokens, programs.spec.dim), dtype)
+            if (shape := (bucket.tokens, len(drafts.places))) in seen:
+                continue
+            seen.add(shape)
+            made.append(Call(f"pick {len(drafts.places)} of {bucket.tokens}", programs.pick, (hidden, drafts.places)))
+    for width in limits.widths:
+        for depth in limits.depths:
+            rows = state.replicated((width * (1 + depth), programs.spec.dim), dtype)
+            sampling, lengths = slots.columns[np.full(width, limits.slots)], np.zeros(width, np.int32)
+            made.append(
+                Call(
+                    f"verify {width} x {depth}", programs.verify, (state.weights, rows, state.carry, sampling, lengths)
+                )
+            )
+    row = np.zeros(limits.positions, np.int32)
+    made.append(Call("recall", programs.recall, (state.carry, np.int32(0), row)))
+    return [*made, *state.drafter.calls(state.carry)]
 
 
 def calls(state: DeviceState) -> list[Call]:
@@ -106,7 +138,7 @@ def calls(state: DeviceState) -> list[Call]:
     spec, slots, made = programs.spec, SlotTable(limits), []
     for bucket in reversed(limits.buckets):
         packed = idle_batch(bucket, limits.row_pages, slots, full=False).packed
-        made.append(Call(bucket.label, programs.step[bucket], (state.weights, state.pools, state.carry, packed)))
+        made.append(Call(bucket.label, programs.step[bucket], (state.weights, state.pools, state.carry.tokens, packed)))
     made.extend(_segments(state, slots))
     dtype = state.weights["embed"].dtype
     for width in limits.widths:
@@ -123,9 +155,9 @@ def calls(state: DeviceState) -> list[Call]:
     made.append(Call("remember", programs.remember, (state.counts, np.int32(0), row)))
     for size in piece_sizes(limits.row_pages):
         pages = padded((), size, limits.pages)
-        made.append(Call(f"export {size}", programs.gather, (state.pools, pages)))
-        made.append(Call(f"import {size}", programs.scatter, (state.pools, pages, state.parcel(size))))
-    return made
+        made.append(Call(f"export {size}", programs.moves.gather, (state.pools, pages)))
+        made.append(Call(f"import {size}", programs.moves.scatter, (state.pools, pages, state.parcel(size)[0])))
+    return [*made, *drafting_calls(state)]
 
 
 def _segments(state: DeviceState, slots: SlotTable) -> Iterator[Call]:
@@ -134,7 +166,7 @@ def _segments(state: DeviceState, slots: SlotTable) -> Iterator[Call]:
     if segments is None:
         return
     for bucket in reversed(segments.buckets):
-        args = state.outer, state.carry, idle_batch(bucket, limits.row_pages, slots, full=False).packed
+        args = state.outer, state.carry.tokens, idle_batch(bucket, limits.row_pages, slots, full=False).packed
         yield Call(f"begin {bucket.tokens}", segments.begin[bucket], args)
         stream, last = state.described(jax.eval_shape(segments.begin[bucket], *args))
         for kind, link in {link.kind: link for link in segments.links}.items():
@@ -159,6 +191,7 @@ def run_through(state: DeviceState) -> None:
             while walk.left:
                 state.segment(walk)
             state.end(walk)
+    _run_drafts(state, slots)
     state.remember(0, Begin(SamplingParams(), 0, (), (), 0, ()))
     for size in piece_sizes(limits.row_pages):
         pages: Int32 = padded((), size, limits.pages)
@@ -166,6 +199,20 @@ def run_through(state: DeviceState) -> None:
     state.rebuild()
     if drawn is not None:
         drawn.wait()
+
+
+def _run_drafts(state: DeviceState, slots: SlotTable) -> None:
+    limits = state.programs.limits
+    state.begin(0, Begin(SamplingParams(), 0, (), (), 0, ()), 0)
+    if state.drafter is not None:
+        state.drafter.run(state.carry)
+    for bucket in limits.buckets:
+        for depth in () if bucket.decode else limits.depths:
+            state.step(idle_drafting(bucket, depth, limits.row_pages, slots))
+        if bucket.decode and state.drafter is not None:
+            sampling = slots.columns[-1:]
+            drafts = idle_drafts(limits.draft, bucket.rows, limits.row_pages, sampling, limits.slots)
+            state.carry = state.drafter.draft(state.carry, drafts)
 
 
 def warm_up(states: Sequence[DeviceState], progress: Progress | None = None) -> float:

@@ -1,7 +1,8 @@
 """Policies by name, imported on demand.
 
 A name is a whole policy (`kairos`), one with options (`kairos:literal`, `sarathi:tokens=512`), or two halves
-(`prefill=fcfs,decode=continuous`), each of which may have options too.
+(`prefill=fcfs,decode=continuous`), each of which may have options too. With `/draft` behind it the
+rows of any of them draft.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ WHOLE = {
     "vllm": "prefill_first:PrefillFirst",
 }
 
+DRAFTING = {"draft": "drafting:Drafting"}
 PLACEMENT = {"unified": "unified"}  # where a policy is half of a whole with its own placement
 
 
@@ -57,6 +59,10 @@ def placement(policy: str, given: str = "auto") -> str:
 
 def make(text: str) -> Policy:
     """A new policy. Raises InvalidValue naming what is allowed."""
+    first, slash, drafts = text.strip().partition("/")
+    if slash:
+        drafting: Policy = build(DRAFTING, drafts, "drafting", __package__, policy=make(first))
+        return drafting
     name, _, options = text.strip().partition(":")
     if name in HALVES:
         return _halves(*shared((PREFILL, DECODE), HALVES[name], options, f"policy {name!r}", "policy", __package__))

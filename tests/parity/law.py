@@ -34,7 +34,7 @@ from jaxserve.sched.log import Log, no_log
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.plan import Begin, Delta, StepPlan
-from jaxserve.sched.policy import Limits, Role
+from jaxserve.sched.policy import Limits, Policy, Role
 from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo import SLO
@@ -98,7 +98,11 @@ class Setup:
         config = build.ExecutorConfig(
             spec=model.spec, load=weights, mesh=plan, max_num_seqs=ROWS, max_num_batched_tokens=tokens,
             max_model_len=LENGTH, dtype=model.dtype, kv_cache_dtype=model.kv, page_size=PAGE, warm=False,
-            kv_cache_memory=kv.page_bytes(model.spec.for_tp(plan.tp), PAGE, model.stored) * pages * plan.instances,
+            kv_cache_memory=sum(
+                kv.page_bytes(spec.for_tp(plan.tp), PAGE, model.stored) * pages * plan.instances
+                for spec in (model.spec, options.get("draft"))
+                if spec is not None
+            ),
             **options,
         )  # fmt: skip
         self.tokens = tokens
@@ -109,7 +113,7 @@ class Setup:
     def run(
         self,
         asks: Sequence[Ask],
-        policy: str = "distserve",
+        policy: str | Callable[[], Policy] = "distserve",
         watch: Callable[[StepPlan], None] | None = None,
         journal: Journal | None = None,
         place: str = "auto",
@@ -119,24 +123,29 @@ class Setup:
         `watch` sees every plan before it runs; `disturb` is called soon after each."""
         return asyncio.run(self._run(asks, policy, watch, journal, place, disturb))
 
-    def _cluster(self, policy: str, over: list[Request], journal: Journal | None, place: str) -> Cluster:
+    def _cluster(
+        self, policy: str | Callable[[], Policy], over: list[Request], journal: Journal | None, place: str
+    ) -> Cluster:
         coefficients = {"model": "general", "coefficients": {name: getattr(PERF, name) for name in PERF.__slots__}}
-        limits = Limits(self.tokens, ROWS, self.executors[0].pages, PAGE)
+        drafted = self.executors[0].state.programs.limits.draft
+        limits = Limits(self.tokens, ROWS, self.executors[0].pages, PAGE, draft=drafted, history=drafted > 0)
+        made = policies.make if isinstance(policy, str) else lambda policy: policy()
         instances = []
         for executor, role in zip(self.executors, self.roles, strict=True):
             log: Log = no_log
-            if journal is not None:
+            if journal is not None and isinstance(policy, str):
                 log = journal.instance(
                     executor.name, policy=policy, limits=limits, role=role, prefix_caching=True, perf=coefficients
                 )
-            scheduler = Scheduler(policies.make(policy), GeneralModel(PERF), limits, role, log=log)
+            scheduler = Scheduler(made(policy), GeneralModel(PERF), limits, role, log=log)
             instances.append(Instance(executor.name, scheduler, executor))
-        return Cluster(instances, placement.make(policies.placement(policy, place)), finished=over.append)
+        named = policy if isinstance(policy, str) else "distserve"
+        return Cluster(instances, placement.make(policies.placement(named, place)), finished=over.append)
 
     async def _run(
         self,
         asks: Sequence[Ask],
-        policy: str,
+        policy: str | Callable[[], Policy],
         watch: Callable[[StepPlan], None] | None,
         journal: Journal | None,
         place: str,

@@ -1,0 +1,108 @@
+"""Speculation changes no token: neither greedy ones nor drawn ones, whoever drafts, however much."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.models.spec import ModelSpec
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.policy import Decision, Grant, View
+from jaxserve.sched.request import Request
+from jaxserve.speculative import Speculative
+
+from .law import LENGTH, PAGE, SPEC, Ask, Setup, compare, weights
+from .test_law import STYLES
+
+DRAFT = 4
+ROOMY, TIGHT = 200, LENGTH // PAGE + 2
+NGRAM = Speculative("ngram", DRAFT, prompt_lookup_min=1, prompt_lookup_max=3)
+MODEL = Speculative("draft_model", DRAFT, model="given")
+
+
+class Uneven:
+    """First come, first served; every row drafts another number of tokens, another one each time."""
+
+    def __init__(self) -> None:
+        self._draw = random.Random(5)
+
+    def decide(self, view: View) -> Decision:
+        rows = tuple(Grant(one.id, 1, self._draw.randint(0, DRAFT)) for one in view.decode)
+        return Decision((*rows, *(Grant(one.id, one.remaining) for one in view.prefill)))
+
+
+def close(spec: ModelSpec, dtype: Any, meshes: Sequence[Any]) -> list[Any]:
+    """A draft model that is right most of the time: the target, a little off."""
+
+    def shaken(leaf: Any) -> Any:
+        noise = np.random.default_rng(leaf.size).normal(0.0, 0.1, leaf.shape).astype(leaf.dtype)
+        return jax.device_put(np.asarray(leaf) * (1 + noise), leaf.sharding)
+
+    return [jax.tree.map(shaken, tree) for tree in weights(spec, dtype, meshes)]
+
+
+OTHER = replace(SPEC, layers=1, heads=4, kv_heads=2, head_dim=8, dim=32, ff_dim=48)
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "": {},
+    "ngram": {"speculative": NGRAM},
+    "close": {"speculative": MODEL, "draft": SPEC, "load_draft": close},
+    "other": {"speculative": MODEL, "draft": OTHER, "load_draft": weights},
+}
+
+
+@cache
+def setup(mesh: str, tokens: int, pages: int, drafter: str = "") -> Setup:
+    return Setup(mesh, tokens, pages, **DRAFTERS[drafter])
+
+
+def asks(seed: int, count: int = 8) -> list[Ask]:
+    """Texts that repeat themselves, so that drafts are right now and then; of all ways to draw."""
+    draw = random.Random(seed)
+    shared = [draw.randrange(8, SPEC.vocab) for _ in range(40)]
+    made = []
+    for index in range(count):
+        phrase = [draw.randrange(8, SPEC.vocab) for _ in range(draw.randint(1, 9))]
+        own = (phrase * 12)[: draw.choice([1, PAGE, PAGE + 1, draw.randint(2, 100)])]
+        prompt = (*shared, *own) if index % 3 == 0 else tuple(own)
+        params = SamplingParams(
+            max_tokens=draw.randint(6, 40),
+            seed=draw.randrange(2**40),
+            **STYLES[index % len(STYLES)],  # type: ignore[arg-type]
+        )
+        made.append(Ask(tuple(prompt), params, draw.choice([0.0, 0.0, 0.003, 0.01])))
+    return made
+
+
+@cache
+def alone(seed: int) -> tuple[Request, ...]:
+    reference = setup("1x1", 64, ROOMY)
+    return tuple(reference.run([ask])[0][0] for ask in asks(seed))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "tokens", "pages", "drafter"),
+    [
+        ("1x1", 64, ROOMY, "ngram"),
+        ("1x2", 16, TIGHT, "ngram"),
+        ("2x1", 64, TIGHT, "ngram"),
+        ("1x1", 64, ROOMY, "close"),
+        ("1x2", 16, TIGHT, "other"),
+        ("2x1", 64, TIGHT, "close"),
+    ],
+)
+def test_drafts_do_not_change_the_tokens(mesh: str, tokens: int, pages: int, drafter: str) -> None:
+    requests = asks(1)
+    served, cluster = setup(mesh, tokens, pages, drafter).run(requests, Uneven)
+    assert compare(requests, served, alone(1)) <= 1
+    assert all(request.finish_reason in ("stop", "length") for request in served)
+    drafted = sum(core.scheduler.counters.drafted for core in cluster.cores)
+    right = sum(core.scheduler.counters.accepted for core in cluster.cores)
+    print("drafted", drafted, right)
+    assert drafted > right > 0
