@@ -260,5 +260,6 @@ def _ragged(
     write = jnp.where(real, page * limits.page_size + positions % limits.page_size, limits.pages * limits.page_size)
     owners = jnp.where(real, row, rows)
     starts = jnp.minimum(row[:, 0] * each, jnp.sum(lengths, dtype=jnp.int32))
-    made = Ragged(positions.reshape(-1), owners.reshape(-1), write.reshape(-1), starts, lengths, contexts, tables)
-    return lax.optimization_barrier(made)
+    ragged = Ragged(positions.reshape(-1), owners.reshape(-1), write.reshape(-1), starts, lengths, contexts, tables)
+    made: Ragged = lax.optimization_barrier(ragged)
+    return made

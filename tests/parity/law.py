@@ -129,7 +129,6 @@ class Setup:
         coefficients = {"model": "general", "coefficients": {name: getattr(PERF, name) for name in PERF.__slots__}}
         drafted = self.executors[0].state.programs.limits.draft
         limits = Limits(self.tokens, ROWS, self.executors[0].pages, PAGE, draft=drafted, history=drafted > 0)
-        made = policies.make if isinstance(policy, str) else lambda policy: policy()
         instances = []
         for executor, role in zip(self.executors, self.roles, strict=True):
             log: Log = no_log
@@ -137,7 +136,13 @@ class Setup:
                 log = journal.instance(
                     executor.name, policy=policy, limits=limits, role=role, prefix_caching=True, perf=coefficients
                 )
-            scheduler = Scheduler(made(policy), GeneralModel(PERF), limits, role, log=log)
+            scheduler = Scheduler(
+                policies.make(policy) if isinstance(policy, str) else policy(),
+                GeneralModel(PERF),
+                limits,
+                role,
+                log=log,
+            )
             instances.append(Instance(executor.name, scheduler, executor))
         named = policy if isinstance(policy, str) else "distserve"
         return Cluster(instances, placement.make(policies.placement(named, place)), finished=over.append)
