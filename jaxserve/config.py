@@ -307,6 +307,13 @@ class ServeConfig:
         return None if self.speculative_config is None else speculative.parse(self.speculative_config)
 
     @property
+    def decides(self) -> str:
+        """The policy, made to draft where the server speculates; slos_serve does so by itself."""
+        if self.speculative is None or self.policy.partition(":")[0] == "slos_serve":
+            return self.policy
+        return f"{self.policy}/draft" + ("" if self.speculative.adaptive else ":no-adaptive")
+
+    @property
     def slo(self) -> SLO:
         """What a request is promised that brings no SLO of its own."""
         return SLO(self.ttft_slo, self.tpot_slo)

@@ -10,6 +10,7 @@ from .grant import Granted
 from .perf.model import Load
 
 SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens of a step, as vLLM counts them
+POSITIONS = 15  # of a draft, that acceptance is counted for
 
 
 class Sizes(list[int]):
@@ -38,6 +39,7 @@ class Counters:
     drafts: int = 0  # verified
     drafted: int = 0  # tokens
     accepted: int = 0  # of these, those that were right
+    accepted_at: Sizes = field(default_factory=lambda: Sizes((0,) * POSITIONS))  # by position in the draft
     rebuilds: int = 0  # steps that raised, after which the pool was new
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
     prefix_hits: int = 0  # of these, found
@@ -63,6 +65,8 @@ class Counters:
         self.drafts += 1
         self.drafted += drafted
         self.accepted += right
+        for position in range(min(right, POSITIONS)):
+            self.accepted_at[position] += 1
 
     @classmethod
     def total(cls, several: Iterable[Counters]) -> Counters:
@@ -72,29 +76,6 @@ class Counters:
             for each in fields(cls):
                 setattr(result, each.name, getattr(result, each.name) + getattr(one, each.name))
         return result
-
-
-class Drafts:
-    """Measured acceptance of drafted tokens. Writer: the Scheduler.
-
-    Tokens after the first wrong one tell nothing, so a draft of which `right` tokens hold is that many successes and,
-    where it fell short, one failure. Older trials fade with a memory of some 1,000.
-    """
-
-    def __init__(self, prior: float = 0.7, weight: float = 10.0) -> None:
-        self._right = prior * weight
-        self._tried = weight
-
-    @property
-    def acceptance(self) -> float:
-        return self._right / self._tried
-
-    def count(self, drafted: int, right: int, *, cut: bool = False) -> None:
-        """cut: the request ended there, so whether the next token of the draft was right is not known."""
-        tried = right + (right < drafted and not cut)
-        keep = 1.0 - tried / 1000.0
-        self._right = keep * self._right + right
-        self._tried = keep * self._tried + tried
 
 
 class Drift:

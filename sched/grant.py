@@ -107,7 +107,7 @@ class Granter:
 
     def _draft(self, request: Request, wanted: int, budget: int) -> int:
         """Tokens to draft: a guess, so it takes no page that a row may need, and never costs a row its own token."""
-        if not request.params.drafts(request.generated):
+        if not request.drafts:
             return 0
         draft = min(wanted, self._limits.draft, request.limit - request.generated - 1, budget - 1)
         blocks = self._memory.blocks

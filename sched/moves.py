@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .acceptance import Acceptance
 from .blocks import BlockManager
 from .counters import Counters
 from .grant import reserve
@@ -18,6 +19,7 @@ class Moves:
     """The inputs of a Scheduler that concern other instances, or what its own is for. Writer: as of the Scheduler."""
 
     counters: Counters
+    _drafts: Acceptance
     _log: Log
     _roster: Roster
     _memory: Memory
@@ -76,6 +78,7 @@ class Moves:
             request.first_token_at = request.token_times[0] = first_token_at
         self._memory.occupy(request, self._reservations.pop(request.id))
         request.state = State.RUNNING
+        request.drafted = self._drafts.record(request.tier, request.drafted)
         self._roster.requests[request.id] = request
         self._roster.file(request)
 

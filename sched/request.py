@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
 
+from .acceptance import Drafts
 from .params import SamplingParams
 from .slo import ANSWER, SLO, THINKING, deadline
 
@@ -50,6 +51,10 @@ class RequestView(Protocol):
     @property
     def deadline(self) -> float: ...
     @property
+    def acceptance(self) -> float: ...
+    @property
+    def drafts(self) -> bool: ...
+    @property
     def state(self) -> State: ...
 
 
@@ -66,6 +71,7 @@ class Request:
         "cached",
         "computed",
         "digests",
+        "drafted",
         "drafting",
         "drops",
         "end_thinking",
@@ -151,6 +157,7 @@ class Request:
         self.inflight = 0  # submitted spans whose result is not back
         self.stays = False  # it decodes on an instance that prefills, until there is room for it elsewhere
         self.suspended = False  # its step was stopped at a segment boundary and has not gone on
+        self.drafted = Drafts()  # how often they were right so far
         self.drafting = 0  # tokens drafted by the span in flight: how many hold is not known yet
         self.slot: int | None = None
         self.pages: list[int] = []
@@ -209,6 +216,16 @@ class Request:
     def deadline(self) -> float:
         """When its next token is due."""
         return deadline(self.slo, self.arrival, self.first_token_at, self.budget)
+
+    @property
+    def acceptance(self) -> float:
+        """Chance that a token drafted for it is right."""
+        return self.drafted.acceptance
+
+    @property
+    def drafts(self) -> bool:
+        """Whether its next tokens may be drafted."""
+        return self.params.drafts(self.generated)
 
     def token(self, position: int) -> int:
         """The token at a position that is known on the host."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .acceptance import Acceptance
 from .blocks import BlockManager
-from .counters import Counters, Drafts, Drift
+from .counters import Counters, Drift
 from .errors import InvalidValue
 from .flight import Flight, Settled, Submitted, task
 from .grant import Granter
@@ -21,6 +22,8 @@ from .plan import Delta, Span, StepPlan, StepResult, Suspended, news
 from .policy import Decision, Limits, Policy, Role, Task, View
 from .request import Request, State
 from .roster import Roster
+
+WAITED = 0.02  # seconds: who waited longer had nothing to do
 
 
 class Scheduler(Moves):
@@ -48,7 +51,8 @@ class Scheduler(Moves):
         self._reservations: dict[int, Reservation] = {}
         self._memory = self._new_memory()
         self._flight = Flight()
-        self._drafts = Drafts()
+        self._drafts = Acceptance()
+        self._ended = 0.0  # when the last step ended, executor's clock
         self._drift = Drift()
         self._step = 0
 
@@ -135,6 +139,7 @@ class Scheduler(Moves):
         self._log("add", request=request)
         request.limit = min(request.limit, most - request.prompt_length)
         self._roster.requests[request.id] = request
+        request.drafted = self._drafts.record(request.tier, request.drafted)
         request.hit = self.cached_tokens(request)
         self._roster.file(request)
 
@@ -172,7 +177,7 @@ class Scheduler(Moves):
     def view(self, now: float, start: float, running: Task | None = None) -> View:
         """What a policy sees of this instance."""
         tables, free = (self._roster.prefill, self._roster.decode), self._memory.blocks.available
-        tasks, known = self._flight.tasks(self._roster.requests), self._drafts.acceptance
+        tasks, known = self._flight.tasks(self._roster.requests), self._drafts.all.acceptance
         limits, waiting = self.limits, self.kv_waiting
         drift, role = self._drift.ratio, self._roster.seen_as
         return View(now, start, role, *tables, limits, free, waiting, self.perf, tasks, running, known, drift)
@@ -218,7 +223,7 @@ class Scheduler(Moves):
         self._log("settle", result=result)
         submitted = self._flight.land(result)
         seconds = submitted.ran + result.finished - result.started
-        self.perf.observe(submitted.load, seconds)
+        self.perf.observe(submitted.load, seconds + self._gap(submitted.load.drafts, result))
         self.counters.step(submitted.load, submitted.seconds, seconds)
         self._drift.count(submitted.seconds, seconds)
         prefills, requests = self.role is Role.PREFILL, self._roster.requests
@@ -246,13 +251,19 @@ class Scheduler(Moves):
             if delta is not None:
                 deltas.append(delta)
             if span.draft:
-                self._drafts.count(span.draft, end - span.start - 1, cut=request.state is State.FINISHED)
+                finished = request.state is State.FINISHED
+                self._drafts.count(request.tier, request.drafted, span.draft, end - span.start - 1, cut=finished)
                 if request.state is not State.FINISHED:
                     self._memory.register(request, span.start, end)
                     self._roster.file(request)
             if prefills and request.state is not State.FINISHED:
                 advanced.append((request, end))
         return Settled(tuple(deltas), tuple(advanced))
+
+    def _gap(self, drafts: int, result: StepResult) -> float:
+        """What the device waited for a step that drafted: its rows cannot be planned ahead. It is part of its cost."""
+        gap, self._ended = result.started - self._ended, result.finished
+        return gap if drafts and 0.0 < gap < WAITED else 0.0
 
     def recover(self) -> list[Delta]:
         """A step raised and the pool is new: every request here loses its KV and keeps its tokens.

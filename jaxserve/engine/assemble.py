@@ -63,7 +63,7 @@ class Machine:
         instances = []
         for executor, role in zip(self.executors, self._mesh.roles, strict=True):
             scheduler = Scheduler(
-                policies.make(config.policy),
+                policies.make(config.decides),
                 profile.model(self._points, self._limits, self.info.max_model_len),
                 self._limits,
                 role,
@@ -86,7 +86,7 @@ class Machine:
         }
         return Journal(self._file).instance(
             name,
-            policy=self._config.policy,
+            policy=self._config.decides,
             limits=self._limits,
             role=role,
             prefix_caching=self._config.enable_prefix_caching,

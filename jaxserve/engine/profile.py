@@ -12,9 +12,11 @@ from statistics import median
 
 from jaxserve.sched.executor import Executor
 from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.perf.drafted import Drafted
 from jaxserve.sched.perf.model import Load, PerfModel
 from jaxserve.sched.perf.table import TableModel
 from jaxserve.sched.plan import Begin, Span, StepPlan, StepResult
+from jaxserve.sched.policies.drafting import lengths_of
 from jaxserve.sched.policy import Limits
 
 RUNS = 3  # of each load, after one that does not count
@@ -47,11 +49,26 @@ def _plans(limits: Limits, max_model_len: int) -> Iterator[tuple[Load, list[Span
                 spans.append(_span(row, position, 1, range(row * pages, (row + 1) * pages)))
                 load = load.add_decode(position)
             yield load, spans
+    yield from _drafting(limits, max_model_len)
 
 
-def _span(slot: int, start: int, length: int, pages: range) -> Span:
+def _drafting(limits: Limits, max_model_len: int) -> Iterator[tuple[Load, list[Span]]]:
+    """Rows that draft as much as they may, and one token: what lies between is interpolated, and learnt."""
+    position = min(64, max_model_len - 1 - limits.draft)
+    pages = (position + limits.draft) // limits.page_size + 1
+    for draft in lengths_of(limits.draft) if limits.draft and position > 0 else ():
+        for rows in sorted({1, min(8, limits.rows), limits.rows}):
+            tokens = rows * (1 + draft)
+            if tokens > limits.tokens or rows * pages > limits.pages:
+                continue
+            load = Load(decode=tokens, longest=position, context=rows * position, drafts=draft)
+            held = [range(row * pages, (row + 1) * pages) for row in range(rows)]
+            yield load, [_span(row, position, 1 + draft, mine, draft) for row, mine in enumerate(held)]
+
+
+def _span(slot: int, start: int, length: int, pages: range, draft: int = 0) -> Span:
     begin = Begin(SamplingParams(temperature=0.0), 0, (), (), start + length, ())
-    return Span(-1 - slot, slot, start, length, tuple(pages), (0,) * length, 0, True, begin)
+    return Span(-1 - slot, slot, start, length, tuple(pages), (0,) * (length - draft), draft, True, begin)
 
 
 async def measure(executor: Executor, limits: Limits, max_model_len: int) -> list[Point]:
@@ -66,7 +83,7 @@ async def measure(executor: Executor, limits: Limits, max_model_len: int) -> lis
             assert isinstance(result, StepResult)
             seconds.append(result.finished - result.started)
         points.append((load, median(seconds[1:])))
-        if executor.now() - began > SECONDS:
+        if executor.now() - began > SECONDS and not limits.draft:
             break
     executor.release([span.slot for _, spans in _plans(limits, max_model_len) for span in spans])
     return points
@@ -78,8 +95,8 @@ def model(points: list[Point], limits: Limits, max_model_len: int) -> PerfModel:
     chunks = [(load.prefill, seconds) for load, seconds in points if load.prefill]
     rate = max((tokens / seconds for tokens, seconds in chunks), default=1e4)
     table = TableModel(batches, lengths, prefill_rate=rate)
-    table.add((load.decode, load.longest, seconds) for load, seconds in points if load.decode)
-    return table
+    table.add((load.decode, load.longest, seconds) for load, seconds in points if load.decode and not load.drafts)
+    return Drafted(table, points) if limits.draft else table
 
 
 def measured(executor: Executor, limits: Limits, max_model_len: int) -> list[Point]:

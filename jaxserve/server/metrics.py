@@ -203,6 +203,11 @@ class EngineCollector(Collector):
             ("spec_decode_num_accepted_tokens", "Of these, accepted.", counters.accepted),
         ):
             yield self._family(CounterMetricFamily, name, text, [((), float(value))])
+        text = "Drafted tokens accepted, by position in the draft."
+        by_position = [((str(at),), float(count)) for at, count in enumerate(counters.accepted_at)]
+        yield self._family(
+            CounterMetricFamily, "spec_decode_num_accepted_tokens_per_pos", text, by_position, "position"
+        )
         text = "Requests that ended, by reason."
         reasons = {**dict.fromkeys(("stop", "length", "abort", "error"), 0), **stats.finished}
         by_reason = [((reason,), float(count)) for reason, count in reasons.items()]

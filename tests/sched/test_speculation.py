@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.counters import Drafts
+from jaxserve.sched.acceptance import Drafts
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load
 from jaxserve.sched.plan import StepPlan
