@@ -13,6 +13,7 @@ from .core import Core
 from .errors import InvalidValue
 from .executor import Executor
 from .flight import Settled
+from .forecasts import Forecasts
 from .handover import Mover
 from .metrics import FINISHED
 from .placement import Placement
@@ -63,6 +64,8 @@ class Cluster:
         self._hold_first = first_token == "decode"
         self._finished = finished
         self._residents: dict[int, Resident] = {}
+        self.forecasts = Forecasts()
+        self.deflections = 0  # prompts that were given to an instance that decodes
         self.rebuilt: deque[float] = deque(maxlen=16)  # when pools were last made anew, by the executors' clock
         self._held: dict[int, list[Delta]] = {}  # told when the KV has arrived
         self._tasks: asyncio.TaskGroup | None = None
@@ -101,13 +104,24 @@ class Cluster:
                 self._refuse(request, tell)
                 return
             request.tier = BEST_EFFORT
+            core.scheduler.counters.demotions += 1
         most = min(one.scheduler.limits.pages * one.scheduler.limits.page_size for one in self.cores)
         request.limit = min(request.limit, max(1, most - request.prompt_length))
+        at = self._placement.forecast(request)
         core.scheduler.add(request)
+        self._forecast(request, core, at)
+        self.deflections += core.scheduler.role is Role.DECODE
         self._residents[request.id] = Resident(request, tell)
         self._empty.clear()
         core.wake()
         self._redirect()
+
+    def _forecast(self, request: Request, core: Core, at: float | None) -> None:
+        """Keep what was predicted of its first token, to be compared with when it comes."""
+        if at is not None:
+            later = self.mover.fleet().transfer(request.prompt_length) if self._hold_first else 0.0
+            role = core.scheduler.role
+            self.forecasts.note(request.id, role, at if role is Role.DECODE else at + later)
 
     def _refuse(self, request: Request, tell: Tell) -> None:
         request.state, request.finish_reason = State.FINISHED, "refused"
@@ -120,12 +134,14 @@ class Cluster:
         roles = self._placement.roles(self.mover.fleet())
         if roles:
             self.turn(roles)
-        for id, source, target in self._placement.redirect(self.mover.fleet()):
-            self._move(id, self.cores[source], self.cores[target])
+        for id, source, target, ends in self._placement.redirect(self.mover.fleet()):
+            self._move(id, self.cores[source], self.cores[target], ends)
 
-    def _move(self, id: int, source: Core, target: Core) -> None:
+    def _move(self, id: int, source: Core, target: Core, ends: float | None = None) -> None:
         request = source.scheduler.disown(id)
         target.scheduler.add(request)
+        self._forecast(request, target, ends)
+        self.deflections += target.scheduler.role is Role.DECODE is not source.scheduler.role
         target.wake()
 
     def turn(self, roles: Mapping[int, Role]) -> None:
@@ -212,6 +228,7 @@ class Cluster:
                 resident.tell(held)
             del self._residents[delta.request]
             self.mover.drop(delta.request)
+            self.forecasts.over(resident.request)
             self._finished(resident.request)
             if not self._residents:
                 self._empty.set()

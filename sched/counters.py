@@ -32,6 +32,7 @@ class Counters:
     generated_tokens: int = 0
     surplus_tokens: int = 0  # computed for rows that turned out finished
     preemptions: int = 0  # KV dropped under page pressure
+    demotions: int = 0  # requests that became best effort, on arrival or later
     suspended: int = 0  # steps stopped at a segment boundary
     resumed: int = 0
     tokens: int = 0  # computed in steps: of prompts, decoded, and drafted

@@ -52,15 +52,18 @@ class Roster:
         if table is not None:
             table.remove(request)
 
-    def demote(self, id: int) -> None:
-        """Make a request best effort: it is served from what the others leave."""
+    def demote(self, id: int) -> bool:
+        """Make a request best effort: it is served from what the others leave. False where it is already."""
         request = self.requests[id]
+        if request.tier == BEST_EFFORT:
+            return False
         table = self._filed.get(id)
         if table is not None:
             table.remove(request)
         request.tier = BEST_EFFORT
         if table is not None:
             table.add(request)
+        return True
 
     def turn(self, role: Role) -> list[Request]:
         """The instance is for something else from now on; returns those that waited to be decoded elsewhere and are

@@ -159,7 +159,7 @@ class Scheduler(Moves):
         roster, flight = self._roster, self._flight
         decision = self.policy.decide(self.view(now, start))
         for id in decision.demote:
-            roster.demote(id)
+            self.counters.demotions += roster.demote(id)
         if decision.resume is not None:
             return self._resume(decision.resume)
         granter = Granter(roster, self._memory, self.limits, start, busy=bool(flight), kv_waiting=self.kv_waiting > 0)
@@ -202,7 +202,7 @@ class Scheduler(Moves):
         running = task(oldest, max(0.0, self.ends - now), self._roster.requests)
         decision: Decision = self.policy.decide(self.view(now, now, running))
         for id in decision.demote:
-            self._roster.demote(id)
+            self.counters.demotions += self._roster.demote(id)
         return decision.preempt
 
     def suspend(self, result: Suspended) -> None:

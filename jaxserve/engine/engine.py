@@ -25,6 +25,7 @@ from jaxserve.engine.inputs import check_adjusted
 from jaxserve.engine.warmup import Progress
 from jaxserve.sched.counters import Counters
 from jaxserve.sched.errors import InvalidValue, JaxserveError, QueueFull
+from jaxserve.sched.forecasts import Forecasts
 from jaxserve.sched.journal import REHEARSAL
 from jaxserve.sched.metrics import measure, stage_allowance
 from jaxserve.sched.params import SamplingParams
@@ -98,6 +99,7 @@ class Engine:
             seen.clear()
         self._attained = 0
         self._cluster.mover.transfers, self._cluster.mover.seconds = 0, 0.0
+        self._cluster.forecasts, self._cluster.deflections = Forecasts(), 0
 
     # requests, from any thread
 
@@ -302,6 +304,8 @@ class Engine:
             tuple(self._stalls.sizes),
             dict(self._hygiene.collections),
             self._hygiene.seconds,
+            deflections=self._cluster.deflections,
+            forecasts=dict(self._cluster.forecasts.accuracy),
         )
 
     def drain(self, timeout: float) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jaxserve.sched.counters import Counters
+from jaxserve.sched.forecasts import Accuracy
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,8 @@ class Stats:
     stall_sizes: tuple[int, ...] = ()  # by the upper edges in engine/hygiene.py, and above
     collections: dict[str, int] = field(default_factory=dict)  # of garbage, by why: idle, slack, memory
     collection_seconds: float = 0.0
+    deflections: int = 0  # prompts given to instances that decode
+    forecasts: dict[str, Accuracy] = field(default_factory=dict)  # of first tokens, by path
 
     @property
     def running(self) -> int:

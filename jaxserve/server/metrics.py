@@ -20,6 +20,7 @@ from jaxserve.engine.hygiene import EDGES
 from jaxserve.generation import Job, Piece
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.counters import SIZES
+from jaxserve.sched.forecasts import Accuracy
 
 Values = Iterable[tuple[Sequence[str], float]]  # (values of the labels, value)
 
@@ -46,6 +47,12 @@ _TIMES: tuple[tuple[str, str, Sequence[float]], ...] = (
     ("request_prefill_time_seconds", "First step to first token.", _REQUEST),
     ("request_decode_time_seconds", "First to last token.", _REQUEST),
     ("request_inference_time_seconds", "First step to last token.", _REQUEST),
+)
+
+
+_FORECAST: tuple[tuple[str, str, Callable[[Accuracy], float]], ...] = (
+    ("predicted_ttft_seconds", "First tokens as predicted when a prompt was placed.", lambda one: one.predicted),
+    ("measured_ttft_seconds", "The same, as they came.", lambda one: one.measured),
 )
 
 
@@ -187,6 +194,7 @@ class EngineCollector(Collector):
         counters = stats.counters
         for name, text, value in (
             ("num_preemptions", "Times a request's KV was dropped.", counters.preemptions),
+            ("demotions", "Requests that became best effort, on arrival or later.", counters.demotions),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", counters.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found there.", counters.prefix_hits),
             ("computed_prompt_tokens", "Prompt tokens computed, again after drops too.", counters.prompt_tokens),
@@ -197,7 +205,7 @@ class EngineCollector(Collector):
             ("compilations_after_warmup", "Programs compiled while serving: 0.", stats.compilations_after_warmup),
             ("compilation_cache_loads", "Programs read from the cache on disk.", stats.cache_loads),
             ("event_loop_stalls", "Times the engine's event loop was away for more than 5 ms.", stats.stalls),
-            ("deflections", "Requests prefilled on a decode instance.", getattr(stats, "deflections", 0)),
+            ("deflections", "Requests prefilled on a decode instance.", stats.deflections),
             ("spec_decode_num_drafts", "Drafts verified.", counters.drafts),
             ("spec_decode_num_draft_tokens", "Tokens drafted.", counters.drafted),
             ("spec_decode_num_accepted_tokens", "Of these, accepted.", counters.accepted),
@@ -237,6 +245,14 @@ class EngineCollector(Collector):
             family: Any = SummaryMetricFamily(PREFIX + name, text, labels=["model_name"])
             family.add_metric([self._model], count, total)
             yield family
+        for name, text, value in _FORECAST:
+            family = SummaryMetricFamily(PREFIX + name, text, labels=["model_name", "path"])
+            for path, one in stats.forecasts.items():
+                family.add_metric([self._model, path], one.count, value(one))
+            yield family
+        text = "Mean absolute error of predicted first tokens, as a share of the time that they took."
+        errors = [((path,), one.mape) for path, one in stats.forecasts.items()]
+        yield self._family(GaugeMetricFamily, "ttft_prediction_mape", text, errors, "path")
         text = "Times for which the engine's event loop was away, where more than 5 ms."
         sizes = stats.stall_sizes or (0,) * (len(EDGES) + 1)
         yield self._histogram("event_loop_stall_seconds", text, EDGES, sizes, stats.stall_seconds)

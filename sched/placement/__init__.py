@@ -47,6 +47,7 @@ class Move(NamedTuple):
     request: int
     source: int
     target: int
+    ends: float = float("inf")  # when its first token is predicted to come out there; inf where nobody says
 
 
 class Placement(Protocol):
@@ -61,6 +62,10 @@ class Placement(Protocol):
         """Instances that may decode what a prefill instance computes: those with the least context first."""
         instances = fleet.instances
         return sorted(fleet.decoders, key=lambda index: (instances[index].decode_context, index))
+
+    def forecast(self, request: Request) -> float | None:
+        """When the first token of the request placed last is predicted to come out; None where nobody says."""
+        return None
 
     def redirect(self, fleet: Fleet) -> Sequence[Move]:
         """Asked after every arrival and every step: who should wait elsewhere."""

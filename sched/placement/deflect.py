@@ -73,17 +73,26 @@ class Deflect(LeastWork):
         self._share = share
         self._hosts = Kept(self._host)
         self._lost = Kept(_lost)
+        self._forecast: float | None = None  # of the request placed last
 
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         usual = super().prefill(request, fleet)
+        self._forecast = None
         if self._dropped or not fleet.decoders:
             return usual
-        through = self._prefill_path(request, fleet, usual[0])
+        self._forecast = first = self._prefill_path(request, fleet, usual[0])
+        through = first + fleet.transfer(request.prompt_length)
         due = request.arrival + request.slo.ttft
         if not self._faster and through <= due:
             return usual
         ends, best = _decode_path(request.prompt_length, [self._hosts.of(index, fleet) for index in fleet.decoders])
-        return [best, *usual] if ends < through and (self._faster or ends <= due) else usual
+        if ends >= through or not (self._faster or ends <= due):
+            return usual
+        self._forecast = ends
+        return [best, *usual]
+
+    def forecast(self, request: Request) -> float | None:
+        return self._forecast
 
     def redirect(self, fleet: Fleet) -> Sequence[Move]:
         """Of each decode instance the first prompt that had better be there: its queue is longer then than this fleet
@@ -105,7 +114,7 @@ class Deflect(LeastWork):
             for at in wanted[best[wanted] == host].tolist():
                 source, request = waiting[at]
                 if request.state is State.WAITING and not request.generated:
-                    moves.append((at, Move(request.id, source, hosts[host].where)))
+                    moves.append((at, Move(request.id, source, hosts[host].where, float(ends[at]))))
                     break
         return [move for _, move in sorted(moves)]
 
@@ -115,7 +124,7 @@ class Deflect(LeastWork):
         new = request.prompt_length - one.cached_tokens(request)
         queue = float(remaining_work(view, view.prefill).sum())
         own = view.perf.prefill_times(np.array([float(new)]), np.array([0.0]), view.limits.tokens)
-        return view.start + queue + float(own[0]) + fleet.transfer(request.prompt_length)
+        return view.start + queue + float(own[0])
 
     def _host(self, index: int, one: Scheduler, start: float) -> Host:
         view = one.view(start, start)

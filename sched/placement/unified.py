@@ -70,7 +70,7 @@ class Unified(LeastWork):
                 ends = at + work[row] / speed if speed > 0.05 else np.inf
                 left = due[row] - fleet.now
                 if ends - fleet.now <= max(self._margin * left, min(SOON, SURE * left)):
-                    moves.append(Move(request.id, index, other))
+                    moves.append(Move(request.id, index, other, float(ends)))
                     free[other] = (float(ends), speed)
                     able[row], soon[row] = False, -np.inf
                     break

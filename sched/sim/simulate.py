@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -13,6 +13,7 @@ from .. import policies
 from ..cluster import Cluster, Instance, check_roles
 from ..counters import Counters
 from ..errors import InvalidValue
+from ..forecasts import Accuracy
 from ..log import Log, no_log
 from ..metrics import FINISHED, Measured, Spread, Summary, measure, spread, stage_allowance, summarize
 from ..params import SamplingParams
@@ -72,6 +73,8 @@ class Report(NamedTuple):
     busy: tuple[float, ...]  # share of the time that each instance computed
     ended: float  # virtual seconds
     instances: tuple[str, ...] = ()  # their names, as in `busy`
+    deflections: int = 0  # prompts given to instances that decode
+    forecasts: Mapping[str, Accuracy] = {}  # of first tokens, by path, where the placement makes any
     decisions: Spread | None = None  # processor seconds of a decision, where Options gave a timer
 
 
@@ -124,6 +127,8 @@ def simulate(
         busy,
         ended,
         tuple(core.name for core in cluster.cores),
+        cluster.deflections,
+        cluster.forecasts.accuracy,
         spread(simulation.decisions) if options.timer is not None else None,
     )
 

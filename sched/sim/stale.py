@@ -92,6 +92,9 @@ class Stale:
     def decode(self, request: Request, fleet: Fleet) -> list[int]:
         return self._placement.decode(request, self._past(fleet))
 
+    def forecast(self, request: Request) -> float | None:
+        return self._placement.forecast(request)
+
     def redirect(self, fleet: Fleet) -> Sequence[Move]:
         moves = self._placement.redirect(self._past(fleet))
         return [move for move in moves if _waits(fleet.instances[move.source], move.request)]

@@ -1,0 +1,54 @@
+"""First tokens as a placement predicted them, beside when they came."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .policy import Role
+from .request import BEST_EFFORT, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Of the forecasts of one path. Seconds from a request's arrival to its first token, summed."""
+
+    count: int = 0
+    predicted: float = 0.0
+    measured: float = 0.0
+    errors: float = 0.0  # |predicted - measured| / measured, summed
+
+    @property
+    def mape(self) -> float:
+        """Mean absolute percentage error, as a share; nan before the first."""
+        return self.errors / self.count if self.count else float("nan")
+
+
+class Forecasts:
+    """What was predicted of requests under way, and how right it was for those that are over. Writer: the Cluster.
+
+    A path is `prefill` where the prompt was computed by an instance that prefills (or does both), and `decode` where
+    it was deflected to one that decodes. A request that is moved is judged by its last forecast, one that becomes best
+    effort by none: it waits for what others leave.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, tuple[str, float]] = {}
+        self.accuracy = {path: Accuracy() for path in ("prefill", "decode")}
+
+    def note(self, id: int, role: Role, at: float) -> None:
+        """Its first token is predicted to come out at `at`, by the executors' clock, on an instance of this role."""
+        if at < float("inf"):
+            self._open[id] = ("decode" if role is Role.DECODE else "prefill", at)
+
+    def over(self, request: Request) -> None:
+        """A request has ended, for whatever reason."""
+        path, at = self._open.pop(request.id, ("", 0.0))
+        if not path or request.first_token_at is None or request.tier == BEST_EFFORT:
+            return
+        predicted, measured = at - request.arrival, request.first_token_at - request.arrival
+        if measured > 0:
+            one = self.accuracy[path]
+            error = abs(predicted - measured) / measured
+            self.accuracy[path] = Accuracy(
+                one.count + 1, one.predicted + predicted, one.measured + measured, one.errors + error
+            )

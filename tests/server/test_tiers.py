@@ -1,0 +1,147 @@
+"""Deflection and best effort on a real engine over HTTP: who is deflected, demoted or refused, and that all is told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+from conftest import SMALL, Live
+
+from jaxserve.config import ServeConfig
+from jaxserve.server.service import Service
+
+PROMPTS = [f"def add_{n}(a, b):\n    " + "x = a + b\n    " * 12 for n in range(8)]
+
+
+@pytest.fixture(scope="module")
+def start(tokenizer) -> Iterator[Callable[..., Live]]:
+    """Servers with a real engine each."""
+    from jaxserve.engine.engine import Engine
+
+    made: list[Live] = []
+
+    def begin(**settings) -> Live:
+        config = ServeConfig.load(**{**SMALL, **settings})
+        made.append(Live(Service(Engine.start(config), tokenizer, config)))
+        return made[-1]
+
+    yield begin
+    for one in made:
+        one.stop()
+        one.engine.close()
+
+
+@pytest.fixture(scope="module")
+def deflecting(start) -> Live:
+    return start(mesh="2x1", policy="distserve", placement="deflect:faster", admission="pab")
+
+
+@pytest.fixture(scope="module")
+def refusing(start) -> Live:
+    """Its pool holds little more than one long request."""
+    return start(mesh="1x1", policy="fairbatching", admission="pab:refuse", kv_cache_memory="2304KiB")
+
+
+def ask(live: Live, prompt: str, **more) -> httpx.Response:
+    body = {"prompt": prompt, "max_tokens": 30, "temperature": 0, "ignore_eos": True, **more}
+    return live.http.post("/v1/completions", json=body)
+
+
+def together(live: Live, *bodies: dict) -> list[httpx.Response]:
+    """All at once; answers in order."""
+    answers: list[httpx.Response | None] = [None] * len(bodies)
+
+    def one(number: int) -> None:
+        answers[number] = ask(live, **bodies[number])
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert all(answers)
+    return [answer for answer in answers if answer is not None]
+
+
+def text(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+def metric(live: Live, name: str) -> float:
+    lines = live.http.get("/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
+
+
+def test_prompts_are_deflected_and_their_tokens_stay(deflecting):
+    alone = [text(ask(deflecting, prompt, service_tier="best_effort")) for prompt in PROMPTS]
+    deflecting.quiet()
+    before = metric(deflecting, "jaxserve:deflections_total")
+    for _ in range(3):
+        bodies = [{"prompt": prompt, "ttft_slo_ms": 60_000, "tpot_slo_ms": 60_000} for prompt in PROMPTS]
+        assert [text(answer) for answer in together(deflecting, *bodies)] == alone
+    stats = deflecting.engine.stats()
+    assert metric(deflecting, "jaxserve:deflections_total") - before == stats.deflections - before > 0
+    counted = [stats.forecasts[path].count for path in ("prefill", "decode")]
+    assert sum(counted) >= 24 and counted[1] > 0
+    page = deflecting.http.get("/metrics").text
+    for path, count in zip(("prefill", "decode"), counted, strict=True):
+        assert (
+            f'jaxserve:predicted_ttft_seconds_count{{model_name="jaxserve-demo",path="{path}"}} {float(count)}' in page
+        )
+        if count:
+            [mape] = [
+                line for line in page.splitlines() if "ttft_prediction_mape{" in line and f'path="{path}"' in line
+            ]
+            assert float(mape.rsplit(" ", 1)[1]) == pytest.approx(stats.forecasts[path].mape)
+    deflecting.quiet()
+    deflecting.engine.check()
+
+
+def test_what_cannot_be_on_time_becomes_best_effort_and_ends(deflecting):
+    """Prompts with a TTFT that no machine can keep, among others: they wait, end, and keep their tokens."""
+    alone = [text(ask(deflecting, prompt, service_tier="flex")) for prompt in PROMPTS]
+    deflecting.quiet()
+    before = metric(deflecting, "jaxserve:demotions_total")
+    bodies = [{"prompt": prompt, "ttft_slo_ms": 0.001 if n % 2 else 60_000} for n, prompt in enumerate(PROMPTS)]
+    assert [text(answer) for answer in together(deflecting, *bodies)] == alone
+    assert metric(deflecting, "jaxserve:demotions_total") - before >= 4
+    deflecting.quiet()
+    deflecting.engine.check()
+
+
+def test_what_cannot_be_on_time_is_refused_by_flag(refusing):
+    bodies = [{"prompt": prompt, "ttft_slo_ms": 0.001 if n % 2 else 60_000} for n, prompt in enumerate(PROMPTS)]
+    for n, answer in enumerate(together(refusing, *bodies)):
+        if n % 2:
+            error = answer.json()["error"]
+            assert answer.status_code == 429 and error["code"] == "slo_unattainable" and answer.headers["Retry-After"]
+        else:
+            assert answer.status_code == 200
+    assert ask(refusing, PROMPTS[0], service_tier="best_effort").status_code == 200  # promised nothing: never refused
+    assert metric(refusing, "jaxserve:request_success_total") >= 9
+
+
+def test_best_effort_gives_its_pages_to_who_is_promised_something(refusing):
+    """Best effort holds the pool until others come, loses its KV and no token, and ends after them."""
+    live, long = refusing, {"max_tokens": 150, "ttft_slo_ms": 600_000, "tpot_slo_ms": 60_000}
+    alone = [text(ask(live, prompt, **long)) for prompt in PROMPTS[:3]]
+    live.quiet()
+    free = [{"prompt": prompt, "service_tier": "best_effort", "max_tokens": 150} for prompt in PROMPTS[:3]]
+    kept = [{"prompt": prompt, **long} for prompt in PROMPTS[:3]]
+    before, answers = live.engine.stats().counters.generated_tokens, list[httpx.Response]()
+    thread = threading.Thread(target=lambda: answers.extend(together(live, *free)))
+    thread.start()
+    end = time.monotonic() + 60
+    while live.engine.stats().counters.generated_tokens == before:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    assert [text(answer) for answer in together(live, *kept)] == alone
+    thread.join(120)
+    assert [text(answer) for answer in answers] == alone
+    assert metric(live, "jaxserve:num_preemptions_total") > 0
+    live.quiet()
+    live.engine.check()
