@@ -8,22 +8,18 @@ takes the last checkpoint of a training run, finished or not.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import safetensors.flax
 from tokenizers import Tokenizer
 
 from jaxserve.demo.corpus import ASSISTANT, END, END_OF_TEXT, USER
-from jaxserve.demo.net import NetConfig
+from jaxserve.training.folder import llama_config, size, write, write_json, write_weights
+from jaxserve.training.net import NetConfig
 
 MODEL_FOLDER = Path(__file__).parent / "model"
-DTYPE = "bfloat16"
 
 # A system message has no token of its own: it opens the first question. Contents may be text parts.
 CHAT_TEMPLATE = """\
@@ -50,32 +46,13 @@ CHAT_TEMPLATE = """\
 """
 
 
-def model_config(config: NetConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The content of `config.json`."""
+def special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Of the configs: either end token ends a completion."""
     end_of_text = tokenizer.token_to_id(END_OF_TEXT)
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": False,
         "bos_token_id": end_of_text,
         "eos_token_id": [end_of_text, tokenizer.token_to_id(END)],
         "pad_token_id": end_of_text,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": config.dim,
-        "initializer_range": 0.02,
-        "intermediate_size": config.ff_dim,
-        "max_position_embeddings": config.max_positions,
-        "mlp_bias": False,
-        "num_attention_heads": config.heads,
-        "num_hidden_layers": config.layers,
-        "num_key_value_heads": config.kv_heads,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "tie_word_embeddings": True,
-        "torch_dtype": DTYPE,
-        "use_cache": True,
-        "vocab_size": config.vocab,
     }
 
 
@@ -94,53 +71,27 @@ def tokenizer_config(config: NetConfig) -> dict[str, Any]:
     }
 
 
-def generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The content of `generation_config.json`: either end token ends a completion."""
-    end_of_text = tokenizer.token_to_id(END_OF_TEXT)
-    return {
-        "bos_token_id": end_of_text,
-        "eos_token_id": [end_of_text, tokenizer.token_to_id(END)],
-        "pad_token_id": end_of_text,
-    }
-
-
-def hf_weights(params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Rename and transpose to Hugging Face's names and [out, in] layout, in bfloat16."""
-    weights = {}
-    for name, value in params.items():
-        owner, _, leaf = name.rpartition(".")
-        turned = value.T if leaf == "kernel" else value
-        weights[f"model.{owner}.weight"] = jnp.asarray(turned, jnp.bfloat16)
-    return weights
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Replace the file in one step: a server may be reading the folder."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(data)
-    os.replace(partial, path)
-
-
 def write_model(folder: Path, config: NetConfig, tokenizer: Tokenizer, params: Mapping[str, jax.Array]) -> int:
     """Write the whole folder; return its size in bytes."""
     folder.mkdir(parents=True, exist_ok=True)
+    special = special_ids(tokenizer)
     documents = {
-        "config.json": model_config(config, tokenizer),
+        "config.json": llama_config(config, special),
         "tokenizer_config.json": tokenizer_config(config),
-        "generation_config.json": generation_config(tokenizer),
+        "generation_config.json": special,
     }
     for name, content in documents.items():
-        _write(folder / name, (json.dumps(content, indent=2) + "\n").encode())
-    _write(folder / "chat_template.jinja", CHAT_TEMPLATE.encode())
-    _write(folder / "tokenizer.json", tokenizer.to_str(pretty=False).encode())
-    weights = safetensors.flax.save(hf_weights(params), metadata={"format": "pt"})
-    _write(folder / "model.safetensors", weights)
-    return sum(path.stat().st_size for path in folder.iterdir())
+        write_json(folder / name, content)
+    write(folder / "chat_template.jinja", CHAT_TEMPLATE.encode())
+    write(folder / "tokenizer.json", tokenizer.to_str(pretty=False).encode())
+    write_weights(folder, params)
+    return size(folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Export the last checkpoint of a training run."""
-    from jaxserve.demo.train import TOKENIZER_FILE, Checkpoints  # it imports this file
+    from jaxserve.demo.train import TOKENIZER_FILE  # it imports this file
+    from jaxserve.training.checkpoints import Checkpoints  # needs orbax
 
     parser = argparse.ArgumentParser(prog="python -m jaxserve.demo.export", description=__doc__)
     parser.add_argument("--work", type=Path, default=Path("build/demo"), help="working folder of the run")
@@ -148,8 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     state = Checkpoints(options.work).restore()
     tokenizer = Tokenizer.from_file(str(options.work / TOKENIZER_FILE))
-    size = write_model(options.out, NetConfig(), tokenizer, state.params)
-    print(f"step {state.step}: {size / 1e6:.2f} MB in {options.out}")
+    written = write_model(options.out, NetConfig(), tokenizer, state.params)
+    print(f"step {state.step}: {written / 1e6:.2f} MB in {options.out}")
 
 
 if __name__ == "__main__":

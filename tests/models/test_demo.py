@@ -125,7 +125,7 @@ def test_the_corpus_holds_modules_out_and_chats_in(tmp_path: Path) -> None:
 def test_learning_rate_warms_up_and_falls() -> None:
     pytest.importorskip("optax")
     pytest.importorskip("orbax.checkpoint")
-    from jaxserve.demo.train import LOWEST_RATE, learning_rate
+    from jaxserve.training.loop import LOWEST_RATE, learning_rate
 
     rates = [learning_rate(done / 100, peak=1.0, warm_up=0.1) for done in range(101)]
     assert rates[0] == 0.0 and rates[10] == 1.0 and rates[100] == pytest.approx(LOWEST_RATE)
@@ -136,7 +136,7 @@ def test_every_epoch_reads_each_piece_once() -> None:
     numpy = pytest.importorskip("numpy")
     pytest.importorskip("optax")
     pytest.importorskip("orbax.checkpoint")
-    from jaxserve.demo.train import rows_of
+    from jaxserve.training.loop import rows_of
 
     tokens = numpy.arange(1000, dtype=numpy.uint16)
     steps = (999 // 10 - 1) // 4

@@ -1,7 +1,7 @@
-"""The demo model as a flax.nnx module: a small Llama, written for training only.
+"""A small Llama as a flax.nnx module, written for training only: the demo model and drafts are made of it.
 
 The layout of every weight and the halves of the rotary embedding follow Hugging Face's Llama, so that
-exporting is a transpose and a cast (see `jaxserve.demo.export`). Serving does not use this file: the
+exporting is a transpose and a cast (see `jaxserve.training.folder`). Serving does not use this file: the
 exported folder is loaded like any other Hugging Face model. It is kept apart from `jaxserve.models` on
 purpose, because a training graph over packed rows needs no pages, no spans and no cache.
 
@@ -17,13 +17,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxserve.errors import InvalidValue
+
 QUERY_BLOCK = 128
 MASKED = -1e30  # finite, so that a row which is masked throughout gives no NaN
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NetConfig:
-    """Sizes of the demo model. The defaults give 5.2 M parameters, 10.4 MB in bfloat16."""
+    """Sizes of a net. The defaults are the demo model's: 5.2 M parameters, 10.4 MB in bfloat16."""
 
     vocab: int = 4096
     dim: int = 256
@@ -37,10 +39,13 @@ class NetConfig:
     max_positions: int = 2048
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if not getattr(self, field.name) > 0:
+                raise InvalidValue(f"{field.name}={getattr(self, field.name)} must be above 0", field.name)
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
+            raise InvalidValue(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}", "heads")
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: rotary embedding turns pairs")
+            raise InvalidValue(f"head_dim={self.head_dim} must be even: rotary embedding turns pairs", "head_dim")
 
 
 def rotate(x: jax.Array, theta: float) -> jax.Array:
@@ -128,10 +133,19 @@ class Net(nnx.Module):
         self.norm = nnx.RMSNorm(config.dim, epsilon=config.norm_eps, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:  # [S, T] int32 -> logits [S, T, V] float32
+        return self.logits(self.hidden(tokens))
+
+    def hidden(self, tokens: jax.Array) -> jax.Array:
+        """tokens [S, T] int32 -> [S, T, E] after the final norm."""
         x = self.embed_tokens(tokens)
         for layer in self.layers:
             x = layer(x)
-        logits: jax.Array = self.embed_tokens.attend(self.norm(x))
+        out: jax.Array = self.norm(x)
+        return out
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden [..., E] -> [..., V] float32."""
+        logits: jax.Array = self.embed_tokens.attend(hidden)
         return logits
 
 
