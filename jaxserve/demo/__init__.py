@@ -1,7 +1,8 @@
-"""The embedded model: what the server serves when no `--model` is named.
+"""The embedded model: what the server serves when no `--model` is named. And its draft, for speculation.
 
-A 5 M parameter Llama that was trained on CPython's standard library (see README.md beside this file). It is
-an ordinary Hugging Face folder; nothing in the engine knows that it is special.
+A 5 M parameter Llama that was trained on CPython's standard library (see README.md beside this file), and a smaller one
+that `jaxserve distill` trained on what it says. Both are ordinary Hugging Face folders; nothing in the engine knows
+that they are special.
 """
 
 from __future__ import annotations
@@ -16,7 +17,20 @@ def model_path() -> Path:
     Raises:
         FileNotFoundError: the installed package lacks the folder, or lies inside an archive.
     """
-    folder = Path(str(resources.files(__name__).joinpath("model")))
+    return _folder("model", "`python -m jaxserve.demo.train`")
+
+
+def draft_path() -> Path:
+    """Return the folder of its draft model: `--speculative-config '{"method": "draft_model", "model": FOLDER}'`.
+
+    Raises:
+        FileNotFoundError: the installed package lacks the folder, or lies inside an archive.
+    """
+    return _folder("draft", "`jaxserve distill`")
+
+
+def _folder(name: str, maker: str) -> Path:
+    folder = Path(str(resources.files(__name__).joinpath(name)))
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"the embedded model is not at {folder}; `python -m jaxserve.demo.train` makes it")
+        raise FileNotFoundError(f"the embedded {name} is not at {folder}; {maker} makes it")
     return folder

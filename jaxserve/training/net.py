@@ -20,6 +20,7 @@ from flax import nnx
 from jaxserve.errors import InvalidValue
 
 QUERY_BLOCK = 128
+EMBED_STD = 0.02  # of a fresh table of embeddings
 MASKED = -1e30  # finite, so that a row which is masked throughout gives no NaN
 
 
@@ -52,7 +53,7 @@ def rotate(x: jax.Array, theta: float) -> jax.Array:
     """Turn `x` [S, T, heads, D] by its position in the row; pairs are (i, i + D/2), as in Hugging Face."""
     length, half = x.shape[1], x.shape[3] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)  # [D/2]
-    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency  # [T, D/2]
+    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency[None, :]  # [T, D/2]
     cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]  # [1, T, 1, D/2]
     left, right = x[..., :half], x[..., half:]
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
@@ -88,7 +89,7 @@ class Attention(nnx.Module):
             stop = min(start + QUERY_BLOCK, length)
             score = jnp.einsum("stkgd,sukd->skgtu", q[:, start:stop], k[:, :stop])  # [S, K, G, block, keys]
             causal = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)[None, :]  # [block, keys]
-            weight = jax.nn.softmax(jnp.where(causal, score, MASKED), axis=-1)
+            weight = jax.nn.softmax(jnp.where(causal[None, None, None], score, MASKED), axis=-1)
             block = jnp.einsum("skgtu,sukd->stkgd", weight, v[:, :stop])  # [S, block, K, G, D]
             mixed.append(block.reshape(rows, stop - start, c.heads * c.head_dim))
         out: jax.Array = self.o_proj(jnp.concatenate(mixed, axis=1))
@@ -127,7 +128,7 @@ class Net(nnx.Module):
 
     def __init__(self, config: NetConfig, rngs: nnx.Rngs) -> None:
         self.config = config
-        init = nnx.initializers.normal(0.02)
+        init = nnx.initializers.normal(EMBED_STD)
         self.embed_tokens = nnx.Embed(config.vocab, config.dim, embedding_init=init, rngs=rngs)
         self.layers = nnx.List([Block(config, rngs) for _ in range(config.layers)])
         self.norm = nnx.RMSNorm(config.dim, epsilon=config.norm_eps, rngs=rngs)

@@ -1,0 +1,1 @@
+"""Training a small draft on a model's own outputs (`jaxserve distill`)."""

@@ -1,0 +1,178 @@
+"""How much of what a draft proposes its target would accept, computed from both distributions on held-out text.
+
+At temperature 1 a token drafted from q is accepted with probability sum(min(p, q)) (Leviathan et al., arXiv 2211.17192,
+theorem 3.5), greedily where both have the same best token. Behind the first drafted token the context is the draft's
+own: it is rolled out, and position j counts where all before it were accepted, the probability of which is the
+product of min(1, p(x) / q(x)) over the tokens x drafted so far.
+
+Letters: S rows, T tokens in a row, J drafted tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from jaxserve.distillation.samples import Sample
+from jaxserve.distillation.teacher import Teacher
+from jaxserve.models.layers import Tree
+from jaxserve.training.loop import Params
+from jaxserve.training.net import Net
+
+ROWS = 8  # of a batch
+LEAST = 1e-9  # below it a probability of the draft is taken for it
+
+Pair = tuple[jax.Array, jax.Array]
+
+
+@dataclass(frozen=True, slots=True)
+class RollOut:
+    """Of tokens drafted one after another."""
+
+    anchors: int  # places they were drafted at
+    survival: tuple[float, ...]  # probability that token j and all before it are accepted, by j
+
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        """Of token j, all before it being accepted."""
+        before = (1.0, *self.survival)
+        return tuple(now / last if last else 0.0 for now, last in zip(self.survival, before, strict=False))
+
+    def tokens_per_step(self, drafted: int) -> float:
+        """Expected output tokens of a step that verifies so many: those accepted and one more."""
+        return 1.0 + sum(self.survival[:drafted])
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """On held-out text."""
+
+    positions: int
+    overlap: float  # mean of sum(min(p, q)) at temperature 1
+    agreement: float  # share of positions where both have the same best token
+    by_temperature: dict[str, tuple[int, float, float]]  # of the text: positions, overlap, agreement
+    sampled: RollOut  # at temperature 1, over text drawn at the temperature nearest to it
+    greedy: RollOut  # over text drawn at the lowest temperature
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with what follows from it."""
+        shown = asdict(self)
+        for name, made in (("sampled", self.sampled), ("greedy", self.greedy)):
+            steps = [made.tokens_per_step(k) for k in range(1, len(made.survival) + 1)]
+            shown[name] |= {"acceptance": made.acceptance, "tokens_per_step": steps}
+        return shown
+
+
+def measure(
+    teacher: Teacher, weights: Tree, rebuilt: Callable[[Params], Net], params: Params, samples: Sequence[Sample],
+    *, drafted: int, seed: int = 0,
+) -> Acceptance:  # fmt: skip
+    """Compare both on the answers in `samples`, and roll out `drafted` tokens behind a random place of each."""
+    measured = _Measured(teacher, rebuilt, drafted)
+    sums: dict[float, npt.NDArray[np.float64]] = {}
+    for batch, tokens in _batches(samples, drafted):
+        both = np.stack(jax.device_get(measured.compare(weights, params, tokens)))  # [2, S, T]
+        for at, one in enumerate(batch):
+            here = both[:, at, one.asked - 1 : len(one.tokens) - 1]
+            more = np.array([here.shape[1], *here.sum(axis=1)], float)
+            sums[one.temperature] = sums.get(one.temperature, np.zeros(3)) + more
+    whole = sum(sums.values(), np.zeros(3))
+
+    def means(sum: npt.NDArray[np.float64]) -> tuple[int, float, float]:
+        return int(sum[0]), float(sum[1] / sum[0]), float(sum[2] / sum[0])
+
+    temperatures = sorted(sums)
+    warm = min(temperatures, key=lambda t: abs(t - 1.0))
+    positions, overlap, agreement = means(whole)
+    return Acceptance(
+        positions=positions,
+        overlap=overlap,
+        agreement=agreement,
+        by_temperature={f"{t:g}": means(sums[t]) for t in temperatures},
+        sampled=measured.roll_out(weights, params, [s for s in samples if s.temperature == warm], False, seed),
+        greedy=measured.roll_out(weights, params, [s for s in samples if s.temperature == temperatures[0]], True, seed),
+    )
+
+
+def _batches(samples: Sequence[Sample], room: int) -> list[tuple[Sequence[Sample], npt.NDArray[np.int32]]]:
+    """Samples in batches of one shape, [S, T] with `room` after the longest."""
+    length = max(len(one.tokens) for one in samples) + room
+    made = []
+    for first in range(0, len(samples), ROWS):
+        batch = samples[first : first + ROWS]
+        tokens = np.zeros((ROWS, length), np.int32)
+        for row, one in zip(tokens, batch, strict=False):
+            row[: len(one.tokens)] = one.tokens
+        made.append((batch, tokens))
+    return made
+
+
+class _Measured:
+    """The programs that compare a draft with its target."""
+
+    def __init__(self, teacher: Teacher, rebuilt: Callable[[Params], Net], drafted: int) -> None:
+        self.teacher = teacher
+        self.rebuilt = rebuilt
+        self.drafted = drafted
+        self.compare = jax.jit(self._compare)
+        self._roll = jax.jit(self._rolled, static_argnames="greedy")
+
+    def _compare(self, weights: Tree, params: Params, tokens: jax.Array) -> Pair:
+        """tokens [S, T] -> overlap and agreement at each position, [S, T] float32 each."""
+        net = self.rebuilt(params)
+        hidden = self.teacher.hidden(weights, tokens), net.hidden(tokens)
+
+        def of_row(row: Pair) -> Pair:
+            p, q = jax.nn.softmax(self.teacher.logits(weights, row[0])), jax.nn.softmax(net.logits(row[1]))
+            same = jnp.argmax(p, axis=-1) == jnp.argmax(q, axis=-1)
+            return jnp.sum(jnp.minimum(p, q), axis=-1), same.astype(jnp.float32)
+
+        both: Pair = jax.lax.map(of_row, hidden)
+        return both
+
+    def roll_out(
+        self, weights: Tree, params: Params, samples: Sequence[Sample], greedy: bool, seed: int
+    ) -> RollOut:  # fmt: skip
+        """Behind a random place of each sample's answer."""
+        rng = np.random.default_rng(seed)
+        survived = np.zeros(self.drafted)
+        for number, (batch, tokens) in enumerate(_batches(samples, self.drafted)):
+            known = np.ones(ROWS, np.int32)
+            for at, one in enumerate(batch):
+                known[at] = rng.integers(one.asked, len(one.tokens))
+            key = jax.random.fold_in(jax.random.key(seed), number)
+            rows = np.asarray(self._roll(weights, params, tokens, known, key, greedy=greedy))
+            survived += rows[: len(batch)].sum(axis=0)
+        return RollOut(len(samples), tuple((survived / len(samples)).tolist()))
+
+    def _rolled(
+        self, weights: Tree, params: Params, tokens: jax.Array, known: jax.Array, key: jax.Array, greedy: bool
+    ) -> jax.Array:
+        """tokens [S, T], of which the first `known` [S] are given -> survival [S, J]."""
+        net, rows = self.rebuilt(params), jnp.arange(tokens.shape[0])
+
+        def one(tokens: jax.Array, at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            j, key = at
+            logits = net.logits(net.hidden(tokens)[rows, known + j - 1])  # [S, V]
+            drawn = jnp.argmax(logits, axis=-1) if greedy else jax.random.categorical(key, logits)
+            return tokens.at[rows, known + j].set(drawn.astype(tokens.dtype)), logits
+
+        steps = jnp.arange(self.drafted), jax.random.split(key, self.drafted)
+        tokens, draft = jax.lax.scan(one, tokens, steps)  # [J, S, V]
+        places = known[:, None] + jnp.arange(self.drafted)[None, :]  # [S, J]
+        x = jnp.take_along_axis(tokens, places, axis=1)
+        hidden = jnp.take_along_axis(self.teacher.hidden(weights, tokens), (places - 1)[..., None], axis=1)
+        target = jax.lax.map(lambda row: self.teacher.logits(weights, row), hidden)  # [S, J, V]
+        if greedy:
+            return jnp.cumprod((jnp.argmax(target, axis=-1) == x).astype(jnp.float32), axis=1)
+        p, q = jax.nn.softmax(target), jax.nn.softmax(draft.transpose(1, 0, 2))
+        p_x, q_x = (jnp.take_along_axis(one, x[..., None], axis=-1)[..., 0] for one in (p, q))
+        before = jnp.cumprod(jnp.minimum(1.0, p_x / jnp.maximum(q_x, LEAST)), axis=1)
+        before = jnp.concatenate([jnp.ones_like(before[:, :1]), before[:, :-1]], axis=1)
+        return before * jnp.sum(jnp.minimum(p, q), axis=-1)  # its expectation over token j, not one draw of it
