@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = parser.add_argument_group("text")
     text.add_argument("--prompts", type=Path, metavar="FILE", help="text or JSONL, a prompt a line [the model's own]")
     text.add_argument("--samples", type=int, default=2048, metavar="N", help="answers to generate [2048]")
-    text.add_argument("--length", type=int, default=512, metavar="N", help="tokens of a prompt and its answer [512]")
+    text.add_argument(
+        "--length", type=int, metavar="N", help="tokens of a prompt and its answer [512, or fewer positions]"
+    )
     text.add_argument(
         "--temperatures",
         type=float,
@@ -113,7 +115,7 @@ def main(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     for name, ok, allowed in (
         ("samples", args.samples >= 32, "at least 32"),
-        ("length", args.length >= 8, "at least 8"),
+        ("length", args.length is None or args.length >= 8, "at least 8"),
         ("temperatures", min(args.temperatures) >= 0, "0 (greedy) or more"),
         ("steps", args.steps >= 1, "at least 1"),
         ("rows", args.rows >= 1, "at least 1"),
@@ -147,10 +149,11 @@ def job_of(args: argparse.Namespace) -> Any:
         raise InvalidValue(f"mesh={engine['mesh']!r} must be 1xT: one instance of the target is trained on", "mesh")
     path = model_path() if args.model is None else resolve_model(args.model, revision)
     spec = load_spec(path)
-    if args.length > spec.max_positions:
-        raise InvalidValue(f"length={args.length} is above the {spec.max_positions} positions of {path}", "length")
+    length = args.length or min(512, spec.max_positions)
+    if length > spec.max_positions:
+        raise InvalidValue(f"length={length} is above the {spec.max_positions} positions of {path}", "length")
     _check_out(args.out, path)
-    long_length = args.long_length or max(args.length, min(2048, spec.max_positions))
+    long_length = args.long_length or max(length, min(2048, spec.max_positions))
     prompts = None if args.prompts is None else str(args.prompts.resolve())
     dtype = engine.get("dtype", "auto")
     return Job(
@@ -159,10 +162,10 @@ def job_of(args: argparse.Namespace) -> Any:
         out=args.out,
         work=args.work or args.out / "work",
         data=DataSettings(
-            args.model or DEMO, prompts, args.samples, args.length, tuple(args.temperatures), args.seed
+            args.model or DEMO, prompts, args.samples, length, tuple(args.temperatures), args.seed
         ),
         training=TrainingSettings(
-            net_of(args, spec), args.steps, args.rows, args.length, long_length, args.long_share, args.rate,
+            net_of(args, spec), args.steps, args.rows, length, long_length, args.long_share, args.rate,
             args.warm_up, args.weight_decay, args.tv_share, args.seed,
         ),
         engine=engine,
