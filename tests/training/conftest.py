@@ -11,8 +11,8 @@ WORDS = "def return self class import value for in if not None True name print p
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of two layers. Its feed-forwards outweigh its embeddings, so that it does not only repeat itself, and it is
-    neither sure nor indifferent: next to a uniform one any draft looks good."""
+    """A Llama of two layers. Its feed-forwards outweigh its embeddings, so that it does not only repeat itself, and it
+    is neither sure nor indifferent: next to a uniform one any draft looks good."""
     import jax
     from flax import nnx
 
