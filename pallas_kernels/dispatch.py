@@ -68,14 +68,15 @@ def _named(spec: Spec, name: str) -> Choice:
 
 
 def attention(
-    mesh: Mesh | AbstractMesh | None = None, choice: Choice | None = None, *, decode: bool = False
+    mesh: Mesh | AbstractMesh | None = None, choice: Choice | None = None, *, decode: bool = False, few: bool = False
 ) -> Attention:
     """The attention of one bucket's program.
 
     `mesh` with an axis `tp`: heads are split over it and every shard attends to its own pool; None: one device.
-    `choice` None: XLA. `decode`: every program row is exactly one token, T = S, lengths 0 or 1.
+    `choice` None: XLA. `decode`: every program row is exactly one token, T = S, lengths 0 or 1. `few`: no row has more
+    than 16.
     """
-    local = xla.make(None, decode) if choice is None else BACKENDS[choice.backend].make(choice.spec, decode)
+    local = xla.make(None, decode) if choice is None else BACKENDS[choice.backend].make(choice.spec, decode, few)
     if mesh is None or mesh.shape["tp"] == 1:
         return local
     return _Sharded(local, mesh)

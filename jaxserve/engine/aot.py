@@ -25,6 +25,7 @@ from jaxserve.engine.step import Carry, Programs, Tree
 from jaxserve.models import registry
 from jaxserve.models.layers import Info
 from jaxserve.models.published import published_spec
+from jaxserve.speculative import Speculative
 from pallas_kernels.aot.cases import Step
 from pallas_kernels.aot.targets import memory_of
 
@@ -43,10 +44,12 @@ class Served(NamedTuple):
     tp: int
     usual: tuple[str, ...] = ()
     rows: int = ROWS
+    draft: int = 0  # tokens that a row may draft, by n-grams
 
 
 SERVED = (
     Served("llama3-8b", 1, ("decode", "prefill", "draw")),
+    Served("llama3-8b", 1, ("verify", "judge"), draft=4),
     Served("qwen2.5-7b", 1, ("decode",)),
     Served("qwen3-0.6b", 1, ("decode",)),
     Served("gemma3-1b", 1, ("decode",)),
@@ -67,8 +70,8 @@ def cases() -> list[Step]:
 
 
 def served_steps(served: Served) -> Iterator[Step]:
-    named = f"{served.model} tp{served.tp}"
-    return steps(named, partial(_config, served), served.tp, served.usual)
+    named = f"{served.model} tp{served.tp}" + (f" draft{served.draft}" if served.draft else "")
+    return steps(named, partial(_config, served), served.tp, served.usual, drafts=served.draft > 0)
 
 
 def _config(served: Served, backend: str) -> ExecutorConfig:
@@ -82,19 +85,24 @@ def _config(served: Served, backend: str) -> ExecutorConfig:
         min(LENGTH, spec.max_positions),
         page_size=PAGE,
         attention_backend=backend,
+        speculative=Speculative("ngram", served.draft) if served.draft else None,
     )
 
 
-def steps(named: str, config: Callable[[str], ExecutorConfig], tp: int, usual: tuple[str, ...] = ()) -> Iterator[Step]:
+def steps(
+    named: str, config: Callable[[str], ExecutorConfig], tp: int, usual: tuple[str, ...] = (), *, drafts: bool = False
+) -> Iterator[Step]:
     """The largest decode step, the largest step with prompts, and drawing, of the engine that `config` makes for an
-    attention backend."""
+    attention backend; or, of one that speculates, the largest step of rows that drafted, and judging their drafts."""
     # One CUDA graph a step. Over several devices collectives are outside of it, unless XLA is asked to take them in.
     graphs = 1 if tp == 1 else None
-    for kind, program, needs, buffers in (
+    plain = (
         ("decode", _decode, frozenset({"tma"}), graphs),
         ("prefill", _prefill, frozenset({"tma", "wgmma"}), None),
         ("draw", _draw, frozenset[str](), graphs),
-    ):
+    )
+    speculative = (("verify", _verify, frozenset({"tma"}), graphs), ("judge", _judge, frozenset[str](), graphs))
+    for kind, program, needs, buffers in speculative if drafts else plain:
         yield Step(
             f"{named} {kind}",
             partial(_program, config, program),
@@ -153,7 +161,8 @@ def described(config: ExecutorConfig, mesh: Mesh) -> Instance:
     )
     pages = kv.fit_pages(spec, page, stored, pool_bytes=room, max_model_len=config.max_model_len)
     row_pages = -(-config.max_model_len // page)
-    limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, pages, page, row_pages, spec.vocab)
+    draft = 0 if config.speculative is None else config.speculative.num_speculative_tokens
+    limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, pages, page, row_pages, spec.vocab, draft)
     part = jax.ShapeDtypeStruct(
         spec.cache.shape(pages, page), stored, sharding=NamedSharding(mesh, spec.cache.partition)
     )
@@ -174,4 +183,18 @@ def _draw(made: Instance) -> jax.stages.Lowered:
     rows, carry = made.plain((slots, made.programs.spec.dim), DTYPE), Carry.made(made.programs.limits, made.plain)
     sampling = made.plain((slots, len(Column)))
     lowered: jax.stages.Lowered = made.programs.plain.lower(made.weights, rows, carry, sampling)
+    return lowered
+
+
+def _verify(made: Instance) -> jax.stages.Lowered:
+    return made.step(max(bucket for bucket in made.programs.limits.buckets if bucket.verify))
+
+
+def _judge(made: Instance) -> jax.stages.Lowered:
+    """Tokens of the largest step of rows that drafted, each as many as it may."""
+    limits = made.programs.limits
+    rows = made.plain((limits.slots * (1 + limits.draft), made.programs.spec.dim), DTYPE)
+    carry, lengths = Carry.made(limits, made.plain), made.plain((limits.slots,))
+    sampling = made.plain((limits.slots, len(Column)))
+    lowered: jax.stages.Lowered = made.programs.verify.lower(made.weights, rows, carry, sampling, lengths)
     return lowered

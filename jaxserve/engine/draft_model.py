@@ -44,8 +44,9 @@ class DraftPrograms:
         whole = NamedSharding(shape, PartitionSpec())
         pools = spec.cache.pools(NamedSharding(shape, spec.cache.partition))
         one, several = (attention(cast(Mesh, shape), choice, decode=decode) for decode in (True, False))
+        pair = attention(cast(Mesh, shape), choice, few=True)
         logits = partial(logits_of, spec=spec, whole=whole)
-        draft = partial(_draft, spec=spec, limits=limits, one=one, several=several, logits=logits)
+        draft = partial(_draft, spec=spec, limits=limits, one=one, pair=pair, logits=logits)
         self.draft: Program = jitted(draft, "draft", (whole, pools), (1, 2))
         self.follow: dict[Bucket, Program] = {}
         for bucket in limits.buckets:
@@ -203,7 +204,7 @@ def _draft(
     spec: ModelSpec,
     limits: Limits,
     one: Attention,
-    several: Attention,
+    pair: Attention,
     logits: Logits,
 ) -> tuple[jax.Array, list[Pool]]:
     """Carry tokens with those drafted, and the pools.
@@ -221,7 +222,7 @@ def _draft(
 
     ids = jnp.maximum(jnp.stack([before, last], axis=1).reshape(-1), 0)
     ragged = _pairs(starts, counts > 0, tables, limits)
-    hidden, pools = registry.forward(spec, weights, pools, ids, ragged, attention=several)
+    hidden, pools = registry.forward(spec, weights, pools, ids, ragged, attention=pair)
     drafted = jnp.zeros((rows.shape[0], limits.draft), jnp.int32).at[:, 0].set(drawn_at(hidden[1::2], 0))
 
     def more(index: jax.Array, state: tuple[jax.Array, list[Pool]]) -> tuple[jax.Array, list[Pool]]:

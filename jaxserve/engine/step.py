@@ -65,7 +65,7 @@ class Programs:
         self.step: dict[Bucket, Program] = {}
         self.block: dict[int, Program] = {}
         for bucket in limits.buckets:
-            kernel = attention(cast(Mesh, shape), choice, decode=bucket.decode)
+            kernel = attention(cast(Mesh, shape), choice, decode=bucket.decode, few=bucket.verify)
             program = partial(_step, spec=spec, limits=limits, bucket=bucket, kernel=kernel)
             self.step[bucket] = jitted(program, f"step_{bucket.tokens}_{bucket.rows}", (whole, pools, whole), (1,))
             self.block.setdefault(bucket.tokens, jitted(_block, f"block_{bucket.tokens}", whole))

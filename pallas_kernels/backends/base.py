@@ -82,5 +82,5 @@ class Backend(Protocol):
     def supports(self, spec: Spec) -> str | None:
         """None, or why it cannot run what `spec` says."""
 
-    def make(self, spec: Spec | None, decode: bool) -> Attention:
-        """The attention of a bucket; `decode`: every program row is exactly one token."""
+    def make(self, spec: Spec | None, decode: bool, few: bool = False) -> Attention:
+        """The attention of a bucket; `decode`: every program row is exactly one token; `few`: none has more than 16."""

@@ -44,10 +44,11 @@ def supports(spec: Spec) -> str | None:
     return _refused(spec)
 
 
-def make(spec: Spec | None, decode: bool) -> Attention:
-    """The attention of a bucket; `decode`: every program row is one token, so that nothing is prefill's."""
+def make(spec: Spec | None, decode: bool, few: bool = False) -> Attention:
+    """The attention of a bucket; `decode`: every program row is one token; `few`: none has more than QUERIES. In both
+    nothing is prefill's."""
     assert spec is not None, "the kernels are made for shapes"
-    return (mosaic_latent.LatentAttention if spec.latent else MosaicAttention)(spec, decode)
+    return mosaic_latent.LatentAttention(spec, decode) if spec.latent else MosaicAttention(spec, decode, few)
 
 
 def _interpreter() -> str | None:
@@ -120,6 +121,7 @@ def _prefill(spec: Spec) -> tuple[Any, Any]:
 class MosaicAttention:
     spec: Spec
     decode: bool
+    few: bool = False
     mesh: ClassVar[None] = None
 
     @property
@@ -130,7 +132,12 @@ class MosaicAttention:
 
     @property
     def _by_xla(self) -> bool:
-        return not self.decode and _left_to_xla(self.spec)
+        return self._prefills and _left_to_xla(self.spec)
+
+    @property
+    def _prefills(self) -> bool:
+        """Whether rows may be longer than what decode takes."""
+        return not (self.decode or self.few)
 
     @property
     def _queries(self) -> int:
@@ -144,7 +151,7 @@ class MosaicAttention:
         def each(config: Any) -> tuple[Any, ...]:
             return tuple(config.plan(ragged, page=self.spec.page, window=window) for window in self.spec.windows)
 
-        prefill = () if self.decode else each(_prefill(self.spec)[0])
+        prefill = each(_prefill(self.spec)[0]) if self._prefills else ()
         return Work(ragged, each(_decode(self.spec, self._queries)[0]), prefill)
 
     def __call__(
@@ -177,7 +184,7 @@ class MosaicAttention:
         at = self.spec.windows.index(window)
         config, _ = _decode(self.spec, self._queries)
         mixed, lse = paged_decode(q, k_pool, v_pool, work.ragged, work.decode[at], config=config, **rest)
-        if not self.decode:
+        if self._prefills:
             from pallas_kernels.hopper.prefill import paged_prefill
 
             config, _ = _prefill(self.spec)

@@ -36,8 +36,9 @@ def supports(spec: Spec) -> str | None:
     return config.supports(spec)
 
 
-def make(spec: Spec | None, decode: bool) -> TpuAttention:
-    """The attention of a bucket; `decode`: every program row is one token, so that nothing is prefill's."""
+def make(spec: Spec | None, decode: bool, few: bool = False) -> TpuAttention:
+    """The attention of a bucket; `decode`: every program row is one token, so that nothing is prefill's. `few` makes no
+    difference."""
     assert spec is not None, "the kernels are made for shapes"
     return TpuAttention(spec, decode)
 

@@ -21,8 +21,8 @@ def supports(spec: Spec) -> str | None:
     return None
 
 
-def make(spec: Spec | None, decode: bool) -> XlaAttention:
-    """`spec` makes no difference."""
+def make(spec: Spec | None, decode: bool, few: bool = False) -> XlaAttention:
+    """`spec` and `few` make no difference."""
     return XlaAttention(decode)
 
 
