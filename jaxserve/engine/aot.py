@@ -101,7 +101,7 @@ def steps(
         ("prefill", _prefill, frozenset({"tma", "wgmma"}), None),
         ("draw", _draw, frozenset[str](), graphs),
     )
-    speculative = (("verify", _verify, frozenset({"tma"}), graphs), ("judge", _judge, frozenset[str](), graphs))
+    speculative = (("verify", _verify, frozenset({"tma"}), graphs), ("judge", _judge, frozenset[str](), None))
     for kind, program, needs, buffers in speculative if drafts else plain:
         yield Step(
             f"{named} {kind}",

@@ -229,6 +229,7 @@ def _limits(
         row_pages=-(-config.max_model_len // config.page_size),
         vocab=spec.vocab,
         draft=0 if config.speculative is None else config.speculative.num_speculative_tokens,
+        scores=config.speculative is not None and config.speculative.rejection_sample_method == "probabilistic",
     )
     name, stored = "kv_cache_memory", kv.pool_dtype(config.kv_cache_dtype, dtype)
     if meshes[0].devices.flat[0].platform == "cpu" or config.kv_cache_memory is not None:
@@ -289,7 +290,7 @@ def temporaries(
 
     shape = spec.cache.shape(limits.pages, limits.page_size)
     part = described(shape, stored or dtype, NamedSharding(mesh, spec.cache.partition))
-    carry, bucket = Carry.made(limits, lambda shape: described(shape, jnp.int32)), limits.buckets[-1]
+    carry, bucket = Carry.made(limits, described), limits.buckets[-1]
     batch = idle_batch(bucket, limits.row_pages, slots, full=True)
     step = programs.step[bucket].lower(tree, spec.cache.pools(part), carry.tokens, batch.packed).compile()
     rows = described((bucket.width, spec.dim), dtype)

@@ -23,6 +23,7 @@ from jaxserve.engine.drafts import DraftColumn, Drafts, Int32, idle_rows
 from jaxserve.engine.inputs import Batch, Bucket, Layout, Limits
 from jaxserve.engine.kv import pool_maker
 from jaxserve.engine.sampling import Column, Rows, draw_cut
+from jaxserve.engine.speculate import GUESSED, salted
 from jaxserve.engine.step import Carry, Logits, Moves, Program, Tree, jitted, logits_of, unpack
 from jaxserve.engine.transfer import padded, piece_sizes
 from jaxserve.models import registry
@@ -47,7 +48,7 @@ class DraftPrograms:
         pair = attention(cast(Mesh, shape), choice, few=True)
         logits = partial(logits_of, spec=spec, whole=whole)
         draft = partial(_draft, spec=spec, limits=limits, one=one, pair=pair, logits=logits)
-        self.draft: Program = jitted(draft, "draft", (whole, pools), (1, 2))
+        self.draft: Program = jitted(draft, "draft", (whole, pools, whole), (1, 2, 3))
         self.follow: dict[Bucket, Program] = {}
         for bucket in limits.buckets:
             if not bucket.decode and not bucket.verify:
@@ -82,11 +83,11 @@ class DraftModel:
         behind = np.flatnonzero((done < starts - 1) & (counts > 0))
         if len(behind):
             self._catch_up(carry, drafts.rows[behind], done[behind])
-        tokens, self._pools = self._programs.draft(
-            self._weights, self._pools, carry.tokens, carry.history, drafts.rows, drafts.drawn
+        tokens, self._pools, scores = self._programs.draft(
+            self._weights, self._pools, carry.tokens, carry.scores, carry.history, drafts.rows, drafts.drawn
         )
         self._done[slots] = starts + counts
-        return carry._replace(tokens=tokens)
+        return carry._replace(tokens=tokens, scores=scores)
 
     def follow(self, carry: Carry, batch: Batch, spans: Sequence[Span]) -> None:
         program = self._programs.follow.get(batch.bucket)
@@ -151,7 +152,7 @@ class DraftModel:
             if bucket.decode:
                 rows = idle_rows(bucket.rows, limits.row_pages, limits.slots)
                 drawn = np.zeros((bucket.rows, len(Column)), np.int32)
-                args = self._weights, self._pools, carry.tokens, carry.history, rows, drawn
+                args = self._weights, self._pools, carry.tokens, carry.scores, carry.history, rows, drawn
                 made.append(Call(f"draft {bucket.rows}", programs.draft, args))
         for bucket, program in programs.follow.items():
             packed = np.zeros(Layout.of(bucket, limits.row_pages).end, np.int32)
@@ -197,6 +198,7 @@ def _draft(
     weights: Tree,
     pools: list[Pool],
     tokens: jax.Array,  # `Carry.tokens`
+    scores: jax.Array,  # `Carry.scores`
     history: jax.Array,  # `Carry.history`
     rows: jax.Array,  # [S, len(DraftColumn) + P] int32, by falling COUNT
     drawn: jax.Array,  # [S, len(Column)] int32, how the rows draw; POSITION of their first drafted token
@@ -206,33 +208,40 @@ def _draft(
     one: Attention,
     pair: Attention,
     logits: Logits,
-) -> tuple[jax.Array, list[Pool]]:
-    """Carry tokens with those drafted, and the pools.
+) -> tuple[jax.Array, list[Pool], jax.Array]:
+    """Carry tokens with those drafted, the pools, and the carry's scores.
 
     First each row's last two tokens: the KV of the one before last is missing where all was accepted, and the same
-    otherwise. Then token by token, as many as the row that drafts most. Drawn with the target's own noise.
+    otherwise. Then token by token, as many as the row that drafts most. Drawn with the target's own
+    noise; with another where scores are kept, which judge what is drawn independently.
     """
     slots, starts, counts = (rows[:, column] for column in DraftColumn)
     mine, tables = jnp.clip(slots, 0, limits.slots - 1), rows[:, len(DraftColumn) :]
     last, before = tokens[mine, 0], history[mine, jnp.maximum(starts - 1, 0)]
 
-    def drawn_at(hidden: jax.Array, ahead: Any) -> jax.Array:
-        told = Rows(drawn.at[:, Column.POSITION].add(ahead))
-        return jnp.maximum(draw_cut(logits(weights, hidden), told), 0)
+    def drawn_at(hidden: jax.Array, ahead: Any, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+        told, found = Rows(drawn.at[:, Column.POSITION].add(ahead)), logits(weights, hidden)
+        if scores.shape[1]:
+            told = salted(told, GUESSED)
+            scores = scores.at[slots, ahead].set(found, mode="drop")
+        return jnp.maximum(draw_cut(found, told), 0), scores
 
     ids = jnp.maximum(jnp.stack([before, last], axis=1).reshape(-1), 0)
     ragged = _pairs(starts, counts > 0, tables, limits)
     hidden, pools = registry.forward(spec, weights, pools, ids, ragged, attention=pair)
-    drafted = jnp.zeros((rows.shape[0], limits.draft), jnp.int32).at[:, 0].set(drawn_at(hidden[1::2], 0))
+    first, scores = drawn_at(hidden[1::2], 0, scores)
+    drafted = jnp.zeros((rows.shape[0], limits.draft), jnp.int32).at[:, 0].set(first)
+    State = tuple[jax.Array, list[Pool], jax.Array]
 
-    def more(index: jax.Array, state: tuple[jax.Array, list[Pool]]) -> tuple[jax.Array, list[Pool]]:
-        drafted, pools = state
+    def more(index: jax.Array, state: State) -> State:
+        drafted, pools, scores = state
         ragged = _singles(starts + index, counts > index, tables, limits)
         hidden, pools = registry.forward(spec, weights, pools, drafted[:, index - 1], ragged, attention=one)
-        return drafted.at[:, index].set(drawn_at(hidden, index)), pools
+        found, scores = drawn_at(hidden, index, scores)
+        return drafted.at[:, index].set(found), pools, scores
 
-    drafted, pools = lax.fori_loop(1, jnp.max(counts), more, (drafted, pools))
-    return drafted_into(tokens, slots, drafted), pools
+    drafted, pools, scores = lax.fori_loop(1, jnp.max(counts), more, (drafted, pools, scores))
+    return drafted_into(tokens, slots, drafted), pools, scores
 
 
 def _pairs(starts: jax.Array, active: jax.Array, tables: jax.Array, limits: Limits) -> Ragged:

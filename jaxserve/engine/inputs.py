@@ -72,11 +72,12 @@ class Limits:
     row_pages: int  # P
     vocab: int  # V
     draft: int = 0  # most tokens that a row drafts in a step
+    scores: bool = False  # a draft's logits are kept, see `speculate.probabilistic`
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Numbers of drafted tokens that programs are made for."""
-        return _ladder(1, self.draft, 2) if self.draft else ()
+        """Numbers of drafted tokens that programs are made for. Few, because each costs start-up time."""
+        return _ladder(1, self.draft, 4) if self.draft else ()
 
     def depth(self, drafted: int) -> int:
         """The least of `depths` for that many tokens."""

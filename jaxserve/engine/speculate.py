@@ -15,9 +15,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxserve.engine.sampling import BAD, Column, Rows, draw_cut
+from jaxserve.engine.sampling import BAD, Column, Rows, argmax, draw_cut, finite, gumbel, heated_and_cut
 
 NONE = -2  # in place of a token that a row did not gain
+JUDGED, GUESSED = 0x5EED0001, 0x5EED0002  # kinds of noise: to keep a drafted token, and to draft one
 UNKNOWN = -1  # in place of a token in a history, where there is none yet
 
 
@@ -38,6 +39,45 @@ def strict(logits: jax.Array, packed: jax.Array, draft: jax.Array, lengths: jax.
     drawn = draw_cut(logits, repeated(packed, times)).reshape(width, times)
     right = (drawn[:, :-1] == draft) & (jnp.arange(times - 1)[None] < lengths[:, None])
     return gained(drawn, _leading(right))
+
+
+def probabilistic(
+    logits: jax.Array, packed: jax.Array, draft: jax.Array, lengths: jax.Array, scores: jax.Array
+) -> jax.Array:
+    """As `strict`, by rejection sampling (arXiv 2211.17192, Algorithm 1): a drafted token is kept with chance
+    min(1, p / q), and where it is not, the row's token is drawn from what p has more than q.
+
+    scores [G, D - 1, V]: logits that the draft was drawn from, as they came from the draft model. Greedy rows keep what
+    is the best. What is drawn at a position depends on the request's seed, the position, and what was drafted there.
+    """
+    width, times = packed.shape[0], 1 + draft.shape[1]
+    told = repeated(packed, times)
+    theirs = jnp.pad(scores, ((0, 0), (0, 1), (0, 0))).reshape(logits.shape)
+    mine, guessed = (jax.nn.softmax(heated_and_cut(one, told)) for one in (logits, theirs))
+    tokens = jnp.pad(draft, ((0, 0), (0, 1))).reshape(-1, 1)
+    p, q = (jnp.take_along_axis(one, tokens, axis=1)[:, 0] for one in (mine, guessed))
+    drafted = (jnp.arange(times)[None] < lengths[:, None]).reshape(-1)
+    kept = drafted & (uniform(told) * q < p)
+    more = jnp.where(drafted[:, None], jnp.maximum(mine - guessed, 0.0), mine)
+    drawn = argmax(jnp.where(more > 0, jnp.log(more) + gumbel(told, logits.shape[1]), -jnp.inf))
+    best = argmax(logits)
+    warm = told.floats(Column.TEMPERATURE) > 0
+    right = jnp.where(warm, kept, drafted & (best == tokens[:, 0]))
+    found = jnp.where(right, tokens[:, 0], jnp.where(warm, drawn, best))
+    found = jnp.where(finite(logits), found, BAD).reshape(width, times)
+    right = right & finite(logits)
+    return gained(found, _leading(right.reshape(width, times)[:, :-1]))
+
+
+def uniform(told: Rows) -> jax.Array:
+    """[G] in [0, 1), by seed and position; independent of `gumbel` of the same."""
+    noise = gumbel(salted(told, JUDGED), 1)[:, 0]
+    return jnp.exp(-jnp.exp(-noise))
+
+
+def salted(told: Rows, salt: int) -> Rows:
+    """Rows whose noise is of another kind."""
+    return Rows(told.packed.at[:, Column.SEED_HIGH].set(told.ints(Column.SEED_HIGH) ^ jnp.int32(salt)))
 
 
 def _leading(right: jax.Array) -> jax.Array:

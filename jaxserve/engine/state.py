@@ -82,7 +82,7 @@ class DeviceState:
         limits = self.programs.limits
         self.pools = []  # let go of the old ones first: both may not fit
         self.pools = self._make()
-        self.carry = Carry.made(limits, lambda shape: self.filled(shape, UNKNOWN))
+        self.carry = Carry.made(limits, self.filled)
         self.counts = jax.device_put(np.zeros((limits.slots, limits.vocab), np.int16), self._whole)
         if self.drafter is not None:
             self.drafter.rebuild()
@@ -171,9 +171,9 @@ class DeviceState:
             shapes,
         )
 
-    def filled(self, shape: tuple[int, ...], value: int) -> jax.Array:
-        """The same int32 everywhere, whole on each device."""
-        array: jax.Array = jax.device_put(np.full(shape, value, np.int32), self._whole)
+    def filled(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        """Tokens that nobody knows, whole on each device."""
+        array: jax.Array = jax.device_put(np.full(shape, UNKNOWN, dtype), self._whole)
         return array
 
     def parcel(self, size: int) -> Piece:

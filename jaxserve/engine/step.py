@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.engine.inputs import FROM_CARRY, Bucket, Layout, Limits
 from jaxserve.engine.sampling import Adjust, Column, Rows, draw_full, draw_plain, logprobs_of
-from jaxserve.engine.speculate import last_of, noted, strict
+from jaxserve.engine.speculate import last_of, noted, probabilistic, strict
 from jaxserve.models import registry
 from jaxserve.models.cache import Cache
 from jaxserve.models.spec import ModelSpec
@@ -40,12 +40,17 @@ class Carry(NamedTuple):
 
     tokens: jax.Array  # [slots, 1 + most drafted] int32: the last token, then those drafted after it
     history: jax.Array  # [slots, positions] int32: all of them; no positions where nothing drafts
+    scores: jax.Array  # [slots, most drafted, V] float32: logits that they were drawn from; nothing unless it is asked
 
     @classmethod
-    def made(cls, limits: Limits, make: Callable[[tuple[int, int]], Any]) -> Carry:
-        """Of what `make` makes of their shapes."""
-        positions = limits.positions if limits.draft else 0
-        return cls(make((limits.slots, 1 + limits.draft)), make((limits.slots, positions)))
+    def made(cls, limits: Limits, make: Callable[[tuple[int, ...], Any], Any]) -> Carry:
+        """Of what `make` makes of shapes and dtypes."""
+        positions, guessed = limits.positions if limits.draft else 0, limits.draft if limits.scores else 0
+        return cls(
+            make((limits.slots, 1 + limits.draft), jnp.int32),
+            make((limits.slots, positions), jnp.int32),
+            make((limits.slots, guessed, limits.vocab), jnp.float32),
+        )
 
 
 class Programs:
@@ -192,14 +197,19 @@ def _verify(
     depth = rows.shape[0] // sampling.shape[0] - 1
     slots = jnp.clip(told.ints(Column.SLOT), 0, carry.tokens.shape[0] - 1)
     draft = carry.tokens[slots, 1 : 1 + depth]
-    tokens = strict(logits(weights, rows), sampling, draft, lengths)
+    scores = logits(weights, rows)
+    if carry.scores.shape[1]:
+        tokens = probabilistic(scores, sampling, draft, lengths, carry.scores[slots, :depth])
+    else:
+        tokens = strict(scores, sampling, draft, lengths)
     return tokens, _carried(carry, told, last_of(tokens), tokens)
 
 
 def _carried(carry: Carry, told: Rows, last: jax.Array, tokens: jax.Array | None = None) -> Carry:
     """With the last token [G] of each row, and in the history all it gained [G, D]."""
     history = noted(carry.history, told, last[:, None] if tokens is None else tokens)
-    return Carry(carry.tokens.at[told.ints(Column.SLOT), 0].set(jnp.maximum(last, 0), mode="drop"), history)
+    kept = carry.tokens.at[told.ints(Column.SLOT), 0].set(jnp.maximum(last, 0), mode="drop")
+    return carry._replace(tokens=kept, history=history)
 
 
 def _pick(hidden: jax.Array, index: jax.Array) -> jax.Array:

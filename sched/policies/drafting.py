@@ -23,7 +23,7 @@ LEAST, MOST = 16, 512  # steps between two tries
 
 
 def lengths_of(most: int) -> tuple[int, ...]:
-    """Drafted tokens to choose from: those that an engine has programs for."""
+    """Drafted tokens to choose from: 1, 2, 4 and so on, and the most."""
     found = []
     length = 1
     while length < most:
