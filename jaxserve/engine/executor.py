@@ -193,27 +193,30 @@ class JaxExecutor:
     def _wait(self) -> None:
         """The waiter's thread: steps in order, each until the device is done with it, or with a segment of it."""
         while (waiting := self._submitted.get()) is not None:
-            job, mark = waiting
-            loop = job.step.get_loop()
-            news: partial[None]
-            try:
-                if job.started is None:
-                    if self.fault is not None:
-                        self.fault(job.plan)
-                    job.started = max(job.submitted, self._finished)
-                if mark is not None:
-                    mark.block_until_ready()
-                    news = partial(self._passed, job)
-                    self._finished = self.now()
-                else:
-                    job.drawn.wait()
-                    self._finished = self.now()
-                    result = read(job.plan, job.batch, job.drawn, job.started, self._finished)
-                    news = partial(self._resolve, job, result)
-            except Exception as error:
-                news = partial(self._fail, job.life, error)
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                loop.call_soon_threadsafe(news)
+            self._await(*waiting)
+            del waiting  # or what is over would be held until the next
+
+    def _await(self, job: Job, mark: jax.Array | None) -> None:
+        loop = job.step.get_loop()
+        news: partial[None]
+        try:
+            if job.started is None:
+                if self.fault is not None:
+                    self.fault(job.plan)
+                job.started = max(job.submitted, self._finished)
+            if mark is not None:
+                mark.block_until_ready()
+                self._finished = self.now()
+                news = partial(self._passed, job)
+            else:
+                job.drawn.wait()
+                self._finished = self.now()
+                result = read(job.plan, job.batch, job.drawn, job.started, self._finished)
+                news = partial(self._resolve, job, result)
+        except Exception as error:
+            news = partial(self._fail, job.life, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            loop.call_soon_threadsafe(news)
 
     def _resolve(self, job: Job, result: StepResult) -> None:
         if job.life != self._life:
@@ -244,6 +247,7 @@ class JaxExecutor:
         flying, self._flying = self._flying, {}
         for step, job in flying.items():
             job.commit()
+            job.walk = None  # whoever keeps the error keeps its frames
             if not step.done():
                 failure = StepFailed(f"step {job.plan.step} of instance {self.name}: {type(error).__name__}: {error}")
                 failure.__cause__ = error

@@ -127,8 +127,12 @@ class Setup:
         self, policy: str | Callable[[], Policy], over: list[Request], journal: Journal | None, place: str
     ) -> Cluster:
         coefficients = {"model": "general", "coefficients": {name: getattr(PERF, name) for name in PERF.__slots__}}
-        drafted = self.executors[0].state.programs.limits.draft
-        limits = Limits(self.tokens, ROWS, self.executors[0].pages, PAGE, draft=drafted, history=drafted > 0)
+        first = self.executors[0]
+        drafted = first.state.programs.limits.draft
+        limits = Limits(
+            self.tokens, ROWS, first.pages, PAGE,
+            preemptible=first.preemptible, draft=drafted, history=drafted > 0,
+        )  # fmt: skip
         instances = []
         for executor, role in zip(self.executors, self.roles, strict=True):
             log: Log = no_log

@@ -1,0 +1,135 @@
+"""The law of tokens with steps stopped at random, at every boundary."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import pytest
+
+from jaxserve.engine.executor import JaxExecutor
+from jaxserve.engine.job import Job
+from jaxserve.sched import policies
+from jaxserve.sched.cluster import Cluster
+from jaxserve.sched.core import Core
+from jaxserve.sched.policy import Decision, Policy, View
+from jaxserve.sched.request import Request
+
+from .law import LENGTH, PAGE, SPEC, Ask, Model, Setup, compare
+from .test_families import model
+from .test_law import ROOMY, TIGHT, Faults, asks
+
+DEEP = Model(replace(SPEC, layers=4))
+MESHES, BOUNDARIES, POLICIES = ("1x1", "1x2", "2x1", "2x2"), ("op", "layer"), ("distserve", "unified", "flowprefill")
+CASES = list(itertools.product(MESHES, BOUNDARIES, (ROOMY, TIGHT), POLICIES))
+BARE = [("1x1", "op", TIGHT, "distserve"), ("1x2", "op", ROOMY, "flowprefill"), ("2x1", "layer", ROOMY, "unified")]
+
+
+class Restless:
+    """Stops and resumes steps as dice say, and else decides as another policy. Writer of its own dice."""
+
+    def __init__(self, inner: Policy, seed: int) -> None:
+        self._inner = inner
+        self._dice = random.Random(seed)
+
+    def decide(self, view: View) -> Decision:
+        if view.running is not None:
+            return Decision(preempt=self._dice.random() < 0.7)
+        if view.suspended and self._dice.random() < 0.5:
+            return Decision(resume=self._dice.choice(view.suspended).step)
+        decision = self._inner.decide(view)
+        decoding = {request.id for request in view.decode}
+        prompts = tuple(grant for grant in decision.grants if grant.request not in decoding)
+        held = len(decoding) + int(view.prefill.running.sum()) + sum(len(task.requests) for task in view.suspended)
+        room = (
+            held < view.limits.rows and view.free_pages > LENGTH // PAGE
+        )  # or nothing would run, and nobody ask again
+        alone = prompts and (room or view.prefill.running.any()) and self._dice.random() < 0.7
+        return replace(decision, grants=prompts) if alone else decision  # alone: a step that can be stopped
+
+
+class Stopping(Setup):
+    """Whose policies are `Restless`, and asked at every boundary, as if something had happened there."""
+
+    def run(self, asks: Sequence[Ask], policy: str, seed: int, **options: Any) -> tuple[list[Request], Cluster]:  # type: ignore[override]
+        return super().run(asks, lambda: Restless(policies.make(policy), seed), **options)
+
+    def _cluster(self, *args: Any) -> Cluster:
+        cluster = super()._cluster(*args)
+        for executor, core in zip(self.executors, cluster.cores, strict=True):
+            executor._passed = partial(_passed, executor, core)  # type: ignore[method-assign]
+        return cluster
+
+
+def _passed(executor: JaxExecutor, core: Core, job: Job) -> None:
+    JaxExecutor._passed(executor, job)
+    core.wake()
+
+
+@cache
+def setup(mesh: str, boundary: str, pages: int, of: Model | None = None) -> Stopping:
+    return Stopping(mesh, 32, pages, model=of or DEEP, preempt_boundary=boundary, preempt_depth=1)
+
+
+@cache
+def alone(seed: int) -> tuple[Request, ...]:
+    """The reference: each request by itself on 1x1, by whole steps."""
+    reference = Setup("1x1", 64, ROOMY, model=DEEP)
+    return tuple(reference.run([ask])[0][0] for ask in asks(seed))
+
+
+def stops(cluster: Cluster) -> int:
+    return sum(core.scheduler.counters.suspended for core in cluster.cores)
+
+
+def check(case: tuple[str, str, int, str]) -> None:
+    mesh, boundary, pages, policy = case
+    requests = asks(1)
+    served, cluster = setup(mesh, boundary, pages).run(requests, policy, 5)
+    assert stops(cluster) > (5 if pages == ROOMY else 0)
+    assert all(request.finish_reason in ("stop", "length") for request in served)
+    assert compare(requests, served, alone(1), DEEP) <= 1
+
+
+@pytest.mark.parametrize("case", BARE, ids=str)
+def test_stopping_steps_does_not_change_the_tokens(case: tuple[str, str, int, str]) -> None:
+    check(case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [case for case in CASES if case not in BARE], ids=str)
+def test_stopping_steps_does_not_change_the_tokens_anywhere(case: tuple[str, str, int, str]) -> None:
+    check(case)
+
+
+def test_cancelling_what_is_stopped_leaks_nothing() -> None:
+    """Pages, slots and activations are given back (`Setup` checks the pages)."""
+    requests = asks(1, cancel=True)
+    engine = setup("1x1", "op", TIGHT)
+    served, cluster = engine.run(requests, "distserve", 3)
+    assert stops(cluster) > 0
+    assert any(request.finish_reason == "abort" for request in served)
+    compare(requests, served, alone(1), DEEP)
+    assert not any(executor._suspended or executor._queue for executor in engine.executors)
+
+
+def test_steps_that_raise_while_others_are_stopped_do_not_change_the_tokens() -> None:
+    requests = asks(2)
+    served, cluster = setup("1x1", "op", TIGHT).run(requests, "distserve", 7, watch=Faults(every=9))
+    assert sum(core.scheduler.counters.rebuilds for core in cluster.cores) >= 2
+    compare(requests, served, alone(2), DEEP)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["Gemma3", "Qwen3Moe", "DeepseekV2", "OPT", "GptOss"])
+def test_stopping_steps_does_not_change_the_tokens_of_a_family(name: str) -> None:
+    of, requests = model(name), asks(1, 6)
+    reference = Setup("1x1", 64, ROOMY, model=of)
+    expected = [reference.run([ask])[0][0] for ask in requests]
+    served, cluster = setup("1x2", "op", ROOMY + PAGE, of).run(requests, "distserve", 1)
+    assert stops(cluster) > 5
+    compare(requests, served, expected, of)
