@@ -1,0 +1,256 @@
+"""What a block of the grouped product does: one warpgroup brings tiles of rows and weights, the others multiply.
+
+A block takes items in turn; an item is one tile of rows of an expert (plan/experts.py) and `columns` of its outputs.
+Along what is summed over, tiles go through a ring of `stages` slots by TMA. A copy has a fixed size: the rows of a
+tile come in pieces, of which those that it does not have are left out, and leave as the powers of two that they are the
+sum of. Rows that were not brought hold what the slot held before: they reach results of rows that are not stored.
+
+Letters: R rows, X experts, I what is summed over, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import compat
+from pallas_kernels.compat import plgpu
+from pallas_kernels.interpret import Interpret, cast, fence, is_interpreting
+
+GRID, ROLE = "block", "role"
+DEPTH = 64  # of I at a time: 128 bytes, which are swizzled together
+WIDE = 64  # columns of results that leave together
+ALIGN = 8  # rows that a tiling of shared memory keeps together, hence the alignment of groups
+LEAST = 16  # rows that are always brought
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Everything static that the body needs to know."""
+
+    rows: int  # of a tile
+    columns: int  # of a tile
+    stages: int
+    consumers: int  # warpgroups that multiply
+    swapped: bool  # outputs are the rows of the tensor core's product, and tokens its columns
+    blocks: int
+    strips: int  # O / columns
+    steps: int  # I / DEPTH
+    dtype: Any  # of the products
+    out_dtype: Any
+    interpret: Interpret
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """(first row, rows) of each copy of a tile of rows."""
+        if not self.swapped:
+            each = self.rows // self.consumers
+            return [(i * each, each) for i in range(self.consumers)]
+        found, done = [(0, min(LEAST, self.rows))], min(LEAST, self.rows)
+        while done < self.rows:
+            found.append((done, done))
+            done *= 2
+        return found
+
+    @property
+    def product(self) -> tuple[int, int]:
+        """Size of what one consumer computes."""
+        if self.swapped:
+            return self.columns // self.consumers, self.rows
+        return self.rows // self.consumers, self.columns
+
+    @property
+    def stored(self) -> int:
+        """Rows of the tile that one consumer has results of."""
+        return self.rows if self.swapped else self.rows // self.consumers
+
+    def scratch(self) -> list[Any]:
+        ring, out = self.stages, (self.consumers, self.stored, WIDE)
+        return [
+            _tiled((ring, self.rows, DEPTH), self.dtype),
+            _tiled((ring, DEPTH, self.columns), self.dtype),
+            _tiled(out, self.out_dtype),
+            plgpu.Barrier(num_arrivals=1 + len(self.pieces), num_barriers=ring),
+            plgpu.Barrier(num_arrivals=self.consumers, num_barriers=ring),
+        ]
+
+
+def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory as TMA and the tensor cores like it: 8 rows of 128 bytes, swizzled."""
+    width = 128 // jnp.dtype(dtype).itemsize
+    transforms = plgpu.TilingTransform((ALIGN, width)), plgpu.SwizzleTransform(128)
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+class Refs(NamedTuple):
+    """Arguments, results and scratch, in the order in which the kernel gets them."""
+
+    x: Any  # [R, I]
+    weight: Any  # [X, I, O]
+    expert: Any  # [I], and so on: of Groups
+    begin: Any
+    count: Any
+    used: Any  # [1]
+    out: Any  # [R, O]
+    x_s: Any  # [stages, rows, DEPTH]
+    w_s: Any  # [stages, DEPTH, columns]
+    out_s: Any  # [consumers, stored, WIDE]
+    full: Any  # barriers
+    free: Any
+
+
+class Item(NamedTuple):
+    """Scalars."""
+
+    expert: jax.Array
+    begin: jax.Array  # first row
+    count: jax.Array  # rows
+    column: jax.Array  # first output
+
+
+def body(shape: Shape) -> Callable[..., None]:
+    """The kernel over the grid GRID, threads ROLE: consumers first, then the producer."""
+
+    def run(*arrays: Any) -> None:
+        refs = Refs(*arrays)
+        role, block = lax.axis_index(ROLE), lax.axis_index(GRID)
+
+        def each(one: Callable[[Item, jax.Array], None]) -> jax.Array:
+            """one(item, steps of the ring before it) for the items of this block; how many steps they were."""
+            items = refs.used[0] * shape.strips
+            turns = lax.div(jnp.maximum(items - block, 0) + (shape.blocks - 1), jnp.int32(shape.blocks))
+
+            def turn(i: jax.Array, done: jax.Array) -> jax.Array:
+                one(_item(shape, refs, i * shape.blocks + block), done)
+                return done + shape.steps
+
+            steps: jax.Array = lax.fori_loop(0, turns, turn, jnp.int32(0))
+            return steps
+
+        @pl.when(role < shape.consumers)
+        def _() -> None:
+            if not is_interpreting(shape.interpret):
+                plgpu.set_max_registers(232 if shape.consumers == 2 else 248, action="increase")
+            each(partial(_consume, shape, refs, role))
+
+        @pl.when(role == shape.consumers)
+        def _() -> None:
+            if not is_interpreting(shape.interpret):
+                plgpu.set_max_registers(40, action="decrease")
+            steps = each(partial(_produce, shape, refs))
+            for slot in range(shape.stages):  # a block must not end before every arrival has been waited for
+                pl.when(steps > slot)(partial(plgpu.barrier_wait, refs.free.at[slot]))
+
+    return run
+
+
+def _item(shape: Shape, refs: Refs, index: jax.Array) -> Item:
+    tile, strip = lax.div(index, jnp.int32(shape.strips)), lax.rem(index, jnp.int32(shape.strips))
+    # Multiplied out, so that the compiler knows what it is a multiple of: copies to tiled memory depend on it.
+    begin = lax.div(refs.begin[tile], jnp.int32(ALIGN)) * ALIGN
+    return Item(refs.expert[tile], begin, refs.count[tile], strip * shape.columns)
+
+
+def _produce(shape: Shape, refs: Refs, item: Item, done: jax.Array) -> None:
+    def step(k: jax.Array, _: None) -> None:
+        slot, depth = lax.rem(done + k, jnp.int32(shape.stages)), k * DEPTH
+        full = refs.full.at[slot]
+
+        @pl.when(done + k >= shape.stages)
+        def _() -> None:
+            plgpu.barrier_wait(refs.free.at[slot])
+
+        weight = refs.weight.at[item.expert, pl.ds(depth, DEPTH), pl.ds(item.column, shape.columns)]
+        plgpu.copy_gmem_to_smem(weight, refs.w_s.at[slot], full)
+        for first, rows in shape.pieces:
+
+            def bring(first: int = first, rows: int = rows) -> None:
+                source = refs.x.at[pl.ds(item.begin + first, rows), pl.ds(depth, DEPTH)]
+                plgpu.copy_gmem_to_smem(source, refs.x_s.at[slot, pl.ds(first, rows)], full)
+
+            if first:
+                pl.when(item.count > first)(bring)
+                pl.when(item.count <= first)(partial(plgpu.barrier_arrive, full))
+            else:
+                bring()
+
+    lax.fori_loop(0, shape.steps, step, None)
+
+
+def _consume(shape: Shape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> None:
+    count = item.count if shape.swapped else jnp.clip(item.count - role * shape.stored, 0, shape.stored)
+
+    @pl.when(count > 0)
+    def _multiply() -> None:
+        product = pl.run_scoped(partial(_sum, shape, refs, role, done), plgpu.ACC(shape.product, jnp.float32))
+        _store(shape, refs, role, item, count, product)
+
+    @pl.when(count <= 0)  # only the slots must go round
+    def _pass() -> None:
+        def step(k: jax.Array, _: None) -> None:
+            slot = lax.rem(done + k, jnp.int32(shape.stages))
+            plgpu.barrier_wait(refs.full.at[slot])
+            plgpu.barrier_arrive(refs.free.at[slot])
+
+        lax.fori_loop(0, shape.steps, step, None)
+
+
+def _sum(shape: Shape, refs: Refs, role: jax.Array, done: jax.Array, acc: Any) -> jax.Array:
+    """This consumer's product of the item."""
+    height, _ = shape.product
+
+    def release(k: jax.Array) -> None:
+        fence(shape.interpret)
+        plgpu.barrier_arrive(refs.free.at[lax.rem(done + k, jnp.int32(shape.stages))])
+
+    def step(k: jax.Array, _: None) -> None:
+        slot = lax.rem(done + k, jnp.int32(shape.stages))
+        plgpu.barrier_wait(refs.full.at[slot])
+        if shape.swapped:
+            weight = refs.w_s.at[slot, :, pl.ds(role * height, height)]
+            plgpu.wgmma(acc, compat.transpose(weight), compat.transpose(refs.x_s.at[slot]))
+        else:
+            plgpu.wgmma(acc, refs.x_s.at[slot, pl.ds(role * height, height)], refs.w_s.at[slot])
+        plgpu.wgmma_wait(1)  # the one before has read its slot
+        pl.when(k > 0)(partial(release, k - 1))
+
+    lax.fori_loop(0, shape.steps, step, None)
+    product: jax.Array = acc[...]  # waits for the last
+    release(jnp.int32(shape.steps - 1))
+    return product
+
+
+def _store(shape: Shape, refs: Refs, role: jax.Array, item: Item, count: jax.Array, product: jax.Array) -> None:
+    """Results of `count` rows, through shared memory; up to the next multiple of ALIGN there are nobody's rows."""
+    height, width = shape.product
+    product = product.astype(shape.out_dtype)
+    if shape.swapped:
+        product = cast(product, plgpu.Layout.WGMMA_TRANSPOSED, shape.interpret)
+    out_s = refs.out_s.at[role]
+    rows = lax.div(count + (ALIGN - 1), jnp.int32(ALIGN)) * ALIGN
+    first = item.begin if shape.swapped else item.begin + role * shape.stored
+    column = item.column + (role * height if shape.swapped else 0)
+    for c in range(0, height if shape.swapped else width, WIDE):
+        if shape.swapped:
+            compat.transpose(out_s)[...] = product[c : c + WIDE]
+        else:
+            out_s[...] = product[:, c : c + WIDE]
+        plgpu.commit_smem()
+        done, size = rows * 0, shape.stored
+        while size >= ALIGN:
+
+            @pl.when((rows & size) != 0)
+            def _copy(size: int = size, done: jax.Array = done, c: int = c) -> None:
+                at = lax.div(done, jnp.int32(ALIGN)) * ALIGN
+                target = refs.out.at[pl.ds(first + at, size), pl.ds(column + c, WIDE)]
+                plgpu.copy_smem_to_gmem(out_s.at[pl.ds(at, size)], target)
+
+            done, size = done + (rows & size), size // 2
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
