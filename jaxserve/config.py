@@ -117,6 +117,9 @@ class ServeConfig:
         "auto", "devices", "Kernels that attend. auto: the first that can run, of mosaic_gpu and xla on a GPU, tpu and "
         "xla on a TPU, xla on CPU. One that is named runs or is an error.",
     )  # fmt: skip
+    experts_backend: Literal["auto", "mosaic_gpu", "xla"] = flag(
+        "auto", "devices", "Kernels that multiply in a mixture of experts; chosen as --attention-backend is."
+    )
 
     # scheduling
     policy: str = flag(
@@ -245,6 +248,7 @@ class ServeConfig:
             ("load_format", ("auto", "safetensors", "orbax", "dummy")),
             ("mode", ("auto", "disaggregated", "colocated")),
             ("attention_backend", ("auto", "mosaic_gpu", "tpu", "xla")),
+            ("experts_backend", ("auto", "mosaic_gpu", "xla")),
             ("first_token", ("prefill", "decode")),
             ("log_level", ("debug", "info", "warning", "error")),
             ("quantization", (None, "int8", "fp8", "fp8_per_block")),

@@ -19,13 +19,11 @@ import jax.numpy as jnp
 from jaxserve.capacity.costs import is_matrix, shard
 from jaxserve.models import registry
 from jaxserve.models.layers import Info, Tree
-from jaxserve.models.moe import AT_ONCE
 from jaxserve.models.quantised import Quantised
 from jaxserve.models.spec import ModelSpec
 
 COUNTS = jnp.dtype(jnp.int16).itemsize  # of a slot's token counts, for penalties
 STREAMS = 3  # [T, E]
-EXPANDED = 4  # buffers that XLA keeps of the inputs of a mixture, spread over all its experts (seen: 3 and 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,6 @@ class Activations:
     step: int  # of the largest step
     draw: int  # of drawing from it, which follows it
     counts: int  # token counts of all slots
-    expanded: int = 0  # of the step: what spreading over all experts takes
     source: str = "counted"
 
     @property
@@ -43,14 +40,8 @@ class Activations:
         return max(self.step, self.draw) + self.counts
 
     @classmethod
-    def counted(
-        cls, spec: ModelSpec, tp: int, dtype: Any, tokens: int, rows: int, *, expands: bool = False
-    ) -> Activations:
-        """Of a step of so many tokens, and of drawing for so many rows.
-
-        expands: a device on which XLA spreads the rows of a mixture over all experts of the device (`ragged_dot` on
-        GPUs), which makes each product as large as all experts would make it.
-        """
+    def counted(cls, spec: ModelSpec, tp: int, dtype: Any, tokens: int, rows: int) -> Activations:
+        """Of a step of so many tokens, and of drawing for so many rows."""
         shared = spec.for_tp(tp)
         tree = registry.abstract_weights(shared, dtype)
         item, widest = jnp.dtype(dtype).itemsize, 0.0
@@ -60,11 +51,8 @@ class Activations:
         step = tokens * (STREAMS * spec.dim * item + widest)
         if spec.quantised is not None:
             step += max(_widened(tree["layers"][kind], tp, item) for kind in set(shared.kinds))
-        spread = 0
-        if spec.moe is not None and expands:
-            spread = EXPANDED * min(tokens, AT_ONCE) * spec.moe.chosen * spec.moe.experts // tp * spec.dim * item
         logits = rows * spec.vocab * 4
-        return cls(round(step) + spread, 2 * logits, rows * spec.vocab * COUNTS, spread)
+        return cls(round(step), 2 * logits, rows * spec.vocab * COUNTS)
 
 
 def _module(module: Tree, spec: ModelSpec, tp: int, item: int) -> float:
@@ -78,9 +66,9 @@ def _module(module: Tree, spec: ModelSpec, tp: int, item: int) -> float:
         widths += spec.heads // tp * (spec.head_dim + 2 * spec.cache.dim + spec.latent.value)
     bytes_ = widths * item
     if spec.moe is not None and routed:
-        # Each shard sorts all tokens' copies [T, C, E] by expert, and puts back what its experts made, in float32.
+        # Each shard sorts all tokens' copies [T, C, E] by expert, and its experts make as many in float32.
         inner = sum(prod(info.shape) // spec.moe.experts // spec.dim for info in routed)
-        bytes_ += spec.moe.chosen * (inner * item + spec.dim * (item + 2 * 4))
+        bytes_ += spec.moe.chosen * (inner * item + spec.dim * (item + 4))
     return bytes_
 
 

@@ -91,7 +91,6 @@ def fit(spec: ModelSpec, setting: Setting, instances: int, tp: int, measured: Ac
         setting.dtype,
         setting.max_num_batched_tokens,
         setting.max_num_seqs,
-        expands=setting.device.platform == "gpu",
     )
     weighed = replace(nothing, costs=costs, activations=held)
     try:

@@ -77,11 +77,6 @@ def notes(plan: Plan) -> list[str]:
     said += sorted(
         {f"activations {f.activations.source}" for f in plan.fits if f.activations} - {"activations counted"}
     )
-    if spec.moe is not None and any(fit.activations and fit.activations.expanded for fit in plan.fits):
-        said.append(
-            "XLA spreads the experts' inputs over all experts on a GPU: most of the activations, and far more FLOPs "
-            "than the floor"
-        )
     batch = plan.taken.batch if plan.taken else None
     if batch is not None and batch.rows > setting.max_num_seqs:
         said.append(

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.engine import kv
-from jaxserve.engine.build import ExecutorConfig, random_init, resolve_attention
+from jaxserve.engine.backends import resolve_backends
+from jaxserve.engine.build import ExecutorConfig, random_init
 from jaxserve.engine.inputs import Bucket, Layout, Limits
 from jaxserve.engine.mesh import plan_mesh
 from jaxserve.engine.sampling import Column
@@ -35,6 +36,7 @@ PAGE = 64
 DTYPE = jnp.dtype(jnp.bfloat16)
 SPARE = 6 << 30  # bytes left for temporaries; an engine measures them
 BACKENDS = {"gpu": "mosaic_gpu", "tpu": "tpu"}  # named, because one that is named does not fall back
+EXPERTS = {"mosaic_gpu": "mosaic_gpu", "tpu": "xla"}
 
 
 class Served(NamedTuple):
@@ -86,6 +88,7 @@ def _config(served: Served, backend: str) -> ExecutorConfig:
         page_size=PAGE,
         attention_backend=backend,
         speculative=Speculative("ngram", served.draft) if served.draft else None,
+        experts_backend=EXPERTS[backend],
     )
 
 
@@ -166,7 +169,7 @@ def described(config: ExecutorConfig, mesh: Mesh) -> Instance:
     part = jax.ShapeDtypeStruct(
         spec.cache.shape(pages, page), stored, sharding=NamedSharding(mesh, spec.cache.partition)
     )
-    programs = Programs(spec, mesh, limits, resolve_attention(config, spec, DTYPE, mesh))
+    programs = Programs(spec, mesh, limits, resolve_backends(config, spec, DTYPE, mesh))
     return Instance(programs, weights, spec.cache.pools(part), NamedSharding(mesh, PartitionSpec()))
 
 

@@ -132,6 +132,7 @@ def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
             gpu_memory_utilization=config.gpu_memory_utilization,
             share_devices=config.share_devices,
             attention_backend=config.attention_backend,
+            experts_backend=config.experts_backend,
             preempt_boundary=config.preempt_boundary,
             preempt_depth=config.preempt_depth,
             speculative=config.speculative,

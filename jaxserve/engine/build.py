@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.engine import kv
+from jaxserve.engine.backends import Backends, resolve_backends
 from jaxserve.engine.calibrate import with_kv_scales
 from jaxserve.engine.draft_model import DraftModel, DraftPrograms
 from jaxserve.engine.drafters import Drafter, NGram
@@ -30,8 +31,6 @@ from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.boundary import Boundary
 from jaxserve.sched.errors import InvalidValue
 from jaxserve.speculative import Speculative
-from pallas_kernels import dispatch
-from pallas_kernels.dispatch import Choice
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +55,7 @@ class ExecutorConfig:
     gpu_memory_utilization: float = 0.9
     share_devices: bool = False
     attention_backend: str = "auto"  # see `dispatch.resolve`
+    experts_backend: str = "auto"  # the same, of a mixture of experts
     preempt_boundary: str = "chunk"  # see `Boundary`
     preempt_depth: int = DEPTH  # segments dispatched ahead of what is done
     suspended: int = 4  # most steps stopped at a boundary at a time: memory is kept for them
@@ -141,10 +141,10 @@ def build_executors(config: ExecutorConfig, progress: Progress | None = None) ->
     stored = kv.pool_dtype(config.kv_cache_dtype, dtype)
     if spec.kv_scales:
         trees = with_kv_scales(spec, trees, meshes, stored)
-    choice = resolve_attention(config, spec, dtype, meshes[0])
-    limits = _limits(config, spec, dtype, meshes, trees[0], choice)
-    programs = Programs(spec, meshes[0], limits, choice)
-    segments = _segments(config, spec, meshes[0], limits, choice)
+    backends = resolve_backends(config, spec, dtype, meshes[0])
+    limits = _limits(config, spec, dtype, meshes, trees[0], backends)
+    programs = Programs(spec, meshes[0], limits, backends)
+    segments = _segments(config, spec, meshes[0], limits, backends)
     drafters = _drafters(config, dtype, meshes, limits)
     states = [
         DeviceState(programs, mesh, tree, stored, segments, drafter)
@@ -159,9 +159,11 @@ def build_executors(config: ExecutorConfig, progress: Progress | None = None) ->
     ]
 
 
-def _segments(config: ExecutorConfig, spec: ModelSpec, mesh: Mesh, limits: Limits, choice: Choice) -> Segments | None:
+def _segments(
+    config: ExecutorConfig, spec: ModelSpec, mesh: Mesh, limits: Limits, backends: Backends
+) -> Segments | None:
     boundary = Boundary.parse(config.preempt_boundary)
-    return Segments(spec, mesh, limits, boundary, choice) if boundary.layers else None
+    return Segments(spec, mesh, limits, boundary, backends) if boundary.layers else None
 
 
 def held_ahead(config: ExecutorConfig, segments: Segments | None, tree: Tree) -> int:
@@ -182,44 +184,15 @@ def _drafters(config: ExecutorConfig, dtype: Any, meshes: Sequence[Mesh], limits
         plain = replace(
             config, kv_cache_dtype="auto"
         )  # its pools are of its own type: nothing measures scales for them
-        programs = DraftPrograms(draft, meshes[0], limits, resolve_attention(plain, draft, dtype, meshes[0]))
+        programs = DraftPrograms(draft, meshes[0], limits, resolve_backends(plain, draft, dtype, meshes[0]))
         trees = config.load_draft(draft, dtype, meshes)
         return [DraftModel(programs, mesh, tree, dtype) for mesh, tree in zip(meshes, trees, strict=True)]
     least, most = asked.lookup
     return [NGram(mesh, limits, least=least, most=most) for mesh in meshes]
 
 
-def resolve_attention(config: ExecutorConfig, spec: ModelSpec, dtype: Any, mesh: Mesh) -> Choice:
-    """The attention backend of all instances. `spec` is that of `for_tp`; raises InvalidValue as `resolve` does."""
-    device = mesh.devices.flat[0]
-    asked = dispatch.Spec(
-        platform=device.platform,
-        dtype=str(dtype),
-        heads=spec.heads // config.mesh.tp,
-        kv_heads=spec.cache.heads // config.mesh.tp,
-        head_dim=spec.cache.dim,
-        latent=spec.latent.rank if spec.latent is not None else 0,
-        page=config.page_size,
-        windows=spec.windows,
-        device=device.device_kind,
-        capability=str(getattr(device, "compute_capability", "")),
-        # An interpreter runs every block of a kernel, one after the other: few of them.
-        cores=2 if config.interpret else int(getattr(device, "core_count", 0) or dispatch.Spec.cores),
-        interpret=config.interpret,
-        kv_dtype=str(kv.pool_dtype(config.kv_cache_dtype, dtype)),
-    )
-    try:
-        choice = dispatch.resolve(asked, config.attention_backend)
-    except dispatch.Unsupported as error:
-        raise InvalidValue(str(error), "attention_backend") from error
-    for backend, reason in choice.refusals:
-        log.warning("attention backend %s refused: %s", backend, reason)
-    log.info("attention backend: %s", choice)
-    return choice
-
-
 def _limits(
-    config: ExecutorConfig, spec: ModelSpec, dtype: Any, meshes: Sequence[Mesh], tree: Tree, choice: Choice
+    config: ExecutorConfig, spec: ModelSpec, dtype: Any, meshes: Sequence[Mesh], tree: Tree, backends: Backends
 ) -> Limits:
     limits = Limits(
         slots=config.max_num_seqs,
@@ -240,8 +213,8 @@ def _limits(
             meshes[0],
             utilization=config.gpu_memory_utilization,
             weights=_bytes(tree) + _draft_bytes(config, dtype),
-            temporaries=temporaries(spec, meshes[0], limits, tree, dtype, choice, stored=stored)
-            + held_ahead(config, _segments(config, spec, meshes[0], limits, choice), tree),
+            temporaries=temporaries(spec, meshes[0], limits, tree, dtype, backends, stored=stored)
+            + held_ahead(config, _segments(config, spec, meshes[0], limits, backends), tree),
             sharing=sum(meshes[0].devices.flat[0] in mesh.devices.flat for mesh in meshes),
         )
     draft = config.draft_spec
@@ -276,13 +249,13 @@ def temporaries(
     limits: Limits,
     tree: Tree,
     dtype: Any,
-    choice: Choice | None = None,
+    backends: Backends | None = None,
     *,
     stored: Any = None,
 ) -> int:
     """Bytes per device that the largest step needs beside weights and pool: measured on compiled programs, which do
     not depend on the size of the pool, and token counts. `stored`: dtype of the pool; None: `dtype`."""
-    programs, slots = Programs(spec, mesh, limits, choice), SlotTable(limits)
+    programs, slots = Programs(spec, mesh, limits, backends), SlotTable(limits)
     whole = NamedSharding(mesh, PartitionSpec())
 
     def described(shape: tuple[int, ...], kind: Any, sharding: Any = whole) -> jax.ShapeDtypeStruct:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
 from pallas_kernels.dispatch import Pool
+from pallas_kernels.experts import Experts, XlaExperts
 from pallas_kernels.layout import MASKED, Ragged, Scales
 from pallas_kernels.rope import Turn, rotate
 from pallas_kernels.sinks import with_sinks
@@ -45,6 +46,7 @@ class Observer:
     """An attention that keeps no pages: its pool is the largest key and value of each head, two arrays [K]."""
 
     mesh: Mesh
+    experts: Experts = field(default_factory=XlaExperts)
 
     def plan(self, ragged: Ragged) -> Ragged:
         return ragged

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxserve.engine.backends import Backends
 from jaxserve.engine.drafters import Call, drafted_into
 from jaxserve.engine.drafts import DraftColumn, Drafts, Int32, idle_rows
 from jaxserve.engine.inputs import Batch, Bucket, Layout, Limits
@@ -29,7 +30,7 @@ from jaxserve.engine.transfer import padded, piece_sizes
 from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.plan import Span
-from pallas_kernels.dispatch import Attention, Choice, Pool, attention
+from pallas_kernels.dispatch import Attention, Pool
 from pallas_kernels.layout import Ragged
 
 FROM_HISTORY = np.iinfo(np.int32).min  # in place of a token that the device's history has
@@ -38,14 +39,14 @@ FROM_HISTORY = np.iinfo(np.int32).min  # in place of a token that the device's h
 class DraftPrograms:
     """Jitted functions that alike instances share. `limits` are the target's."""
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, limits: Limits, choice: Choice | None = None) -> None:
+    def __init__(self, spec: ModelSpec, mesh: Mesh, limits: Limits, backends: Backends | None = None) -> None:
         self.spec = spec
         self.limits = limits
         shape = mesh.abstract_mesh
         whole = NamedSharding(shape, PartitionSpec())
         pools = spec.cache.pools(NamedSharding(shape, spec.cache.partition))
-        one, several = (attention(cast(Mesh, shape), choice, decode=decode) for decode in (True, False))
-        pair = attention(cast(Mesh, shape), choice, few=True)
+        one, several = ((backends or Backends()).kernel(shape, decode=decode) for decode in (True, False))
+        pair = (backends or Backends()).kernel(shape, few=True)
         logits = partial(logits_of, spec=spec, whole=whole)
         draft = partial(_draft, spec=spec, limits=limits, one=one, pair=pair, logits=logits)
         self.draft: Program = jitted(draft, "draft", (whole, pools, whole), (1, 2, 3))

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxserve.engine.backends import Backends
 from jaxserve.engine.inputs import Batch, Bucket, Layout, Limits
 from jaxserve.engine.step import Program, Tree, gathered, jitted, unpack
 from jaxserve.models import registry
@@ -23,7 +24,7 @@ from jaxserve.models.layers import Part
 from jaxserve.models.registry import Stream
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.boundary import Boundary
-from pallas_kernels.dispatch import Attention, Choice, Pool, attention
+from pallas_kernels.dispatch import Attention, Pool
 
 Kind = tuple[tuple[int, ...], Part]  # kinds of the layers of a segment, and what it computes of each
 
@@ -46,15 +47,15 @@ class Segments:
     """Jitted functions of a model's segments. Alike instances share one of these."""
 
     def __init__(
-        self, spec: ModelSpec, mesh: Mesh, limits: Limits, boundary: Boundary, choice: Choice | None = None
+        self, spec: ModelSpec, mesh: Mesh, limits: Limits, boundary: Boundary, backends: Backends | None = None
     ) -> None:
-        """`choice`: the attention backend that was resolved; None: XLA."""
+        """`backends`: what was resolved; None: XLA."""
         self._spec, self._limits = spec, limits
         self.links = links(spec, boundary)
         shape = mesh.abstract_mesh  # without devices, so that what is traced serves every instance
         whole = NamedSharding(shape, PartitionSpec())
         self.buckets = tuple(bucket for bucket in limits.buckets if not bucket.decode and not bucket.verify)
-        self._kernel: Attention = attention(cast(Mesh, shape), choice, decode=False)
+        self._kernel: Attention = (backends or Backends()).kernel(shape, decode=False)
         self.begin: dict[Bucket, Program] = {}
         self.end: dict[Bucket, Program] = {}
         for bucket in self.buckets:

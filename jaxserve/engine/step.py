@@ -12,20 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jaxserve.engine.backends import Backends
 from jaxserve.engine.inputs import FROM_CARRY, Bucket, Layout, Limits
 from jaxserve.engine.sampling import Adjust, Column, Rows, draw_full, draw_plain, logprobs_of
 from jaxserve.engine.speculate import last_of, noted, probabilistic, strict
 from jaxserve.models import registry
 from jaxserve.models.cache import Cache
 from jaxserve.models.spec import ModelSpec
-from pallas_kernels.dispatch import Attention, Choice, Pool, attention
+from pallas_kernels.dispatch import Attention, Pool
 from pallas_kernels.layout import Ragged
 from pallas_kernels.pages import export_pages, import_pages
 
@@ -59,18 +60,19 @@ class Programs:
     What they return lies where it lay as an argument: a sharding that only looks different compiles again.
     """
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, limits: Limits, choice: Choice | None = None) -> None:
-        """`choice`: the attention backend that was resolved; None: XLA."""
+    def __init__(self, spec: ModelSpec, mesh: Mesh, limits: Limits, backends: Backends | None = None) -> None:
+        """`backends`: what was resolved; None: XLA."""
         self.spec = spec
         self.limits = limits
-        self.attention = "xla" if choice is None else str(choice)
+        backends = backends or Backends()
+        self.attention = "xla" if backends.attention is None else str(backends.attention)
         shape = mesh.abstract_mesh  # without devices, so that what is traced serves every instance
         whole = NamedSharding(shape, PartitionSpec())
         pools = spec.cache.pools(NamedSharding(shape, spec.cache.partition))
         self.step: dict[Bucket, Program] = {}
         self.block: dict[int, Program] = {}
         for bucket in limits.buckets:
-            kernel = attention(cast(Mesh, shape), choice, decode=bucket.decode, few=bucket.verify)
+            kernel = backends.kernel(shape, decode=bucket.decode, few=bucket.verify)
             program = partial(_step, spec=spec, limits=limits, bucket=bucket, kernel=kernel)
             self.step[bucket] = jitted(program, f"step_{bucket.tokens}_{bucket.rows}", (whole, pools, whole), (1,))
             self.block.setdefault(bucket.tokens, jitted(_block, f"block_{bucket.tokens}", whole))

@@ -81,7 +81,7 @@ class Block(layers.Block):
 
     def feed(self, x: jax.Array, kernel: Kernel) -> jax.Array:  # x [T, E] -> [T, E]
         with jax.named_scope("mlp"):
-            return x + self.normed(self.mlp(self.normed(x, self.mlp_norm), kernel.mesh), self.fed_norm)
+            return x + self.normed(self.mlp(self.normed(x, self.mlp_norm), kernel), self.fed_norm)
 
 
 Decoder = partial(layers.Decoder, block=Block)

@@ -261,7 +261,7 @@ class Mlp(nnx.Module):
         self.gate_up_bias = nnx.Param(bias) if spec.mlp_bias else None
         self.down_bias = vector(prefix + "down_proj.bias", e, fill=0.0) if spec.mlp_bias else None
 
-    def __call__(self, x: jax.Array, mesh: Any = None) -> jax.Array:  # [T, E] -> [T, E]
+    def __call__(self, x: jax.Array, kernel: Kernel | None = None) -> jax.Array:  # [T, E] -> [T, E]
         gate_up = einsum("te,epf->tpf", x, self.gate_up[...])  # [T, 2, F]
         if self.gate_up_bias is not None:
             gate_up = gate_up + like(self.gate_up_bias[...], gate_up)
@@ -299,7 +299,7 @@ class Block(nnx.Module):
     def feed(self, x: jax.Array, kernel: Kernel) -> jax.Array:  # x [T, E] -> [T, E]
         """With what the feed-forward adds."""
         with jax.named_scope("mlp"):
-            out: jax.Array = x + self.mlp(self.normed(x, self.mlp_norm), kernel.mesh)
+            out: jax.Array = x + self.mlp(self.normed(x, self.mlp_norm), kernel)
             return out
 
     def attend(self, prefix: str, index: int) -> Any:
@@ -307,7 +307,7 @@ class Block(nnx.Module):
         return Attention(self.spec, prefix, index)
 
     def feed_forward(self, prefix: str, index: int) -> Any:
-        """What is called with [T, E] and the mesh."""
+        """What is called with [T, E] and the kernel."""
         return Mlp(self.spec, prefix + "mlp.")
 
     def normed(self, x: jax.Array, weight: Any) -> jax.Array:

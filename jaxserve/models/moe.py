@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.models.layers import ACTIVATIONS, Array, Info, Mlp, Source, like, matrix, same, vector
-from jaxserve.models.quantised import Weight, ragged_dot
+from jaxserve.models.quantised import Weight, multiplied
 from jaxserve.models.spec import ModelSpec
-
-AT_ONCE = 512  # tokens
+from pallas_kernels.dispatch import Attention as Kernel
+from pallas_kernels.experts import Experts
 
 
 class Matrices(NamedTuple):
@@ -74,23 +74,27 @@ class Moe(nnx.Module):
         """Of all experts: gate and up [X, 2 * F], down [X, E]; here none."""
         return None, None
 
-    def __call__(self, x: jax.Array, mesh: Any = None) -> jax.Array:  # [T, E] -> [T, E]
+    def __call__(self, x: jax.Array, kernel: Kernel) -> jax.Array:  # [T, E] -> [T, E]
         chosen, weights = self.route(x)
         biases = (self.gate_up_bias, self.down_bias)
         experts = Matrices(self.gate_up[...], self.down[...], *(None if b is None else b[...] for b in biases))
-        out = self._mixed(x, chosen, weights, experts, mesh).astype(x.dtype)
+        out = self._mixed(x, chosen, weights, experts, kernel).astype(x.dtype)
         return out if self.shared is None else out + self.shared(x)
 
-    def _mixed(self, x: jax.Array, chosen: jax.Array, weights: jax.Array, experts: Matrices, mesh: Any) -> jax.Array:
+    def _mixed(
+        self, x: jax.Array, chosen: jax.Array, weights: jax.Array, experts: Matrices, kernel: Kernel
+    ) -> jax.Array:
+        mesh, compute = kernel.mesh, partial(grouped, kernel=kernel.experts, gated=self.gated)
         if mesh is None or mesh.shape["tp"] == 1:
-            return grouped(x, chosen, weights, experts, jnp.int32(0), gated=self.gated)
+            return compute(x, chosen, weights, experts, 0)
 
         def shard(x: jax.Array, chosen: jax.Array, weights: jax.Array, experts: Matrices) -> jax.Array:
             first = lax.axis_index("tp") * experts.down.shape[0]
-            whole: jax.Array = lax.psum(grouped(x, chosen, weights, experts, first, gated=self.gated), "tp")
+            whole: jax.Array = lax.psum(compute(x, chosen, weights, experts, first), "tp")
             return whole
 
-        run = jax.shard_map(shard, mesh=mesh, in_specs=(P(), P(), P(), P("tp")), out_specs=P())
+        # Replication is not checked: kernels say nothing of it.
+        run = jax.shard_map(shard, mesh=mesh, in_specs=(P(), P(), P(), P("tp")), out_specs=P(), check_vma=False)
         out: jax.Array = run(x, chosen, weights, experts)
         return out
 
@@ -144,49 +148,22 @@ def grouped(
     chosen: jax.Array,  # [T, C] int32
     weights: jax.Array,  # [T, C] float32
     held: Matrices,  # of the experts from `first` on
-    first: jax.Array,
+    first: jax.Array | int,
     *,
+    kernel: Experts,
     gated: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """What these experts add to each token, [T, E] float32. A token's sum has one order, whoever shares the step.
-
-    Many tokens go through in parts: but for TPUs the rows of a `ragged_dot` are spread over all experts, which for the
-    8,192 tokens of a prefill takes tens of gigabytes.
-    """
-    compute = partial(_at_once, held=held, first=first, gated=gated)
-    if len(x) <= AT_ONCE or len(x) % AT_ONCE:
-        return compute(x, chosen, weights)
-
-    def in_parts(*whole: jax.Array) -> jax.Array:
-        parts = [part.reshape(-1, AT_ONCE, part.shape[1]) for part in whole]
-        out: jax.Array = lax.map(lambda part: compute(*part), parts)
-        return out.reshape(x.shape)
-
-    out: jax.Array = lax.platform_dependent(x, chosen, weights, tpu=compute, default=in_parts)
-    return out
-
-
-def _at_once(
-    x: jax.Array,
-    chosen: jax.Array,
-    weights: jax.Array,
-    held: Matrices,
-    first: jax.Array,
-    gated: Callable[[jax.Array, jax.Array], jax.Array],
-) -> jax.Array:
+    """What these experts add to each token, [T, E] float32. A token's sum has one order, whoever shares the step."""
     (experts, width, _), (tokens, count) = held.down.shape, chosen.shape
-    mine = chosen.reshape(-1) - first
-    mine = jnp.where((mine >= 0) & (mine < experts), mine, experts)  # [T * C]; what is not here comes last
-    order = jnp.argsort(mine, stable=True)
-    sizes = jnp.bincount(mine, length=experts + 1)[:experts].astype(jnp.int32)
-    owner = mine[order]
-    hidden = ragged_dot(x[order // count], held.gate_up, sizes, owner)  # [T * C, 2 * F]
+    work = kernel.plan(chosen.reshape(-1) - first, experts)
+    hidden = multiplied(kernel, x[work.source // count], held.gate_up, work)  # [R, 2 * F]
     if held.gate_up_bias is not None:
-        hidden = hidden + jnp.take(held.gate_up_bias, owner, axis=0, mode="clip")
+        hidden = hidden + held.gate_up_bias[work.owner]
     hidden = gated(hidden[:, :width], hidden[:, width:])
-    sorted_out = ragged_dot(hidden, held.down, sizes, owner, preferred_element_type=jnp.float32)  # [T * C, E]
+    rows = multiplied(kernel, hidden, held.down, work, jnp.float32)  # [R, E]
     if held.down_bias is not None:
-        sorted_out = sorted_out + jnp.take(held.down_bias, owner, axis=0, mode="clip")
-    out = jnp.zeros_like(sorted_out).at[order].set(sorted_out, unique_indices=True)
-    out = jnp.where((mine < experts)[:, None], out, 0.0).reshape(tokens, count, -1)
-    return jnp.einsum("tce,tc->te", out, weights, precision="highest")
+        rows = rows + held.down_bias[work.owner]
+    place, out = work.place.reshape(tokens, count), jnp.zeros((tokens, rows.shape[1]), jnp.float32)
+    for i in range(count):  # what is computed elsewhere has no place here, and adds nothing
+        out = out + weights[:, i, None] * rows.at[place[:, i]].get(mode="fill", fill_value=0)
+    return out

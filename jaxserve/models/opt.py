@@ -61,7 +61,7 @@ class Mlp(nnx.Module):
         self.down = matrix(prefix + "fc2.weight", spec.ff_dim, spec.dim, ("ff", "dim"))
         self.down_bias = vector(prefix + "fc2.bias", spec.dim, fill=0.0)
 
-    def __call__(self, x: jax.Array, mesh: Any = None) -> jax.Array:  # x [T, E] -> [T, E]
+    def __call__(self, x: jax.Array, kernel: Any = None) -> jax.Array:  # x [T, E] -> [T, E]
         up = x @ self.up[...]
         up = ACTIVATIONS[self.activation](up + layers.like(self.up_bias[...], up))
         out: jax.Array = up @ self.down[...]

@@ -15,7 +15,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+
+from pallas_kernels.experts import Experts
+from pallas_kernels.plan.experts import Groups
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["axis"])
@@ -68,20 +70,17 @@ def einsum(subscripts: str, x: jax.Array, weight: Weight) -> jax.Array:
     return _times(out, scale.reshape((1,) * (out.ndim - scale.ndim) + scale.shape))
 
 
-def ragged_dot(
-    x: jax.Array,  # [T, I], rows of the same expert together
+def multiplied(
+    kernel: Experts,
+    x: jax.Array,  # [R, I], rows of the same expert together
     weight: Weight,  # [X, I, O]
-    sizes: jax.Array,  # [X] int32, rows of each expert
-    owner: jax.Array,  # [T] int32, expert of each row; out of range where none computes it
-    preferred_element_type: Any = None,
+    work: Groups,
+    out_dtype: Any = None,
 ) -> jax.Array:
-    """`lax.ragged_dot` of x and weights that may be quantised, [T, O]."""
+    """Rows with the weights of their own experts, which may be quantised, [R, O]."""
     if not isinstance(weight, Quantised):
-        return lax.ragged_dot(x, weight, sizes, preferred_element_type=preferred_element_type)
-    if not weight.per_channel:
-        return ragged_dot(x, weight.widened(x.dtype), sizes, owner, preferred_element_type)
-    out = lax.ragged_dot(x, weight.values.astype(x.dtype), sizes, preferred_element_type=preferred_element_type)
-    return _times(out, jnp.take(jnp.squeeze(weight.scale, weight.axis), owner, axis=0, mode="clip"))
+        return kernel(x, weight, work, out_dtype=out_dtype)
+    return kernel(x, weight.values, work, scale=weight.scale, out_dtype=out_dtype)
 
 
 def _times(out: jax.Array, scale: jax.Array) -> jax.Array:

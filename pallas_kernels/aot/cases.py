@@ -20,6 +20,7 @@ GPU = (
     "pallas_kernels.hopper.latent",
     "pallas_kernels.hopper.prefill",
     "pallas_kernels.hopper.kv_write",
+    "pallas_kernels.hopper.grouped",
     "pallas_kernels.pages",
     "jaxserve.engine.aot",
 )

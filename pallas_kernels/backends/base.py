@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
 
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.rope import Turn
@@ -43,10 +42,6 @@ class Spec:
 
 class Attention(Protocol):
     """One bucket's attention on one shard, or on all shards of a mesh."""
-
-    @property
-    def mesh(self) -> Mesh | AbstractMesh | None:
-        """The devices that share it by an axis `tp`; None: one, or a shard's own part."""
 
     def plan(self, ragged: Ragged) -> Any:
         """What all layers of a step share: a pytree, made inside the jitted step."""

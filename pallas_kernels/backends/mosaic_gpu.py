@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,14 +34,19 @@ class Work(NamedTuple):
 
 def supports(spec: Spec) -> str | None:
     """None, or why its kernels cannot run what `spec` says."""
+    return unfit(spec) or _refused(spec)
+
+
+def unfit(spec: Any) -> str | None:
+    """None, or why no kernel for Hopper runs on the device of `spec`, of attention or of another operation."""
     if spec.interpret:
-        return _interpreter() or _refused(spec)
+        return _interpreter()
     if spec.platform != "gpu":
         return f"it is for GPUs; this is {spec.platform}"
     if not spec.capability.startswith("9."):
         found = spec.capability or "unknown"
         return f"it is for Hopper (compute capability 9.0); that of {spec.device or 'this device'} is {found}"
-    return _refused(spec)
+    return None
 
 
 def make(spec: Spec | None, decode: bool, few: bool = False) -> Attention:
@@ -122,7 +127,6 @@ class MosaicAttention:
     spec: Spec
     decode: bool
     few: bool = False
-    mesh: ClassVar[None] = None
 
     @property
     def _interpret(self) -> Any:

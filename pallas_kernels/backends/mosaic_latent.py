@@ -7,7 +7,7 @@ decode that is one small fusion, and the latent it writes comes out of a norm th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,6 @@ def _config(spec: Spec, decode: bool) -> tuple[Any, Any]:
 class LatentAttention:
     spec: Spec
     decode: bool
-    mesh: ClassVar[None] = None
 
     def plan(self, ragged: Ragged) -> tuple[Ragged, tuple[Any, ...]]:
         """Layers of one window share a plan."""

@@ -7,7 +7,7 @@ plans of their own: an item skips what its window hides.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,6 @@ def make(spec: Spec | None, decode: bool, few: bool = False) -> TpuAttention:
 class TpuAttention:
     spec: Spec
     decode: bool
-    mesh: ClassVar[None] = None
 
     def _configs(self) -> tuple[Any, Any]:
         from pallas_kernels.tpu import config, decode, prefill

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import jax
 
@@ -29,7 +28,6 @@ def make(spec: Spec | None, decode: bool, few: bool = False) -> XlaAttention:
 @dataclass(frozen=True)
 class XlaAttention:
     decode: bool
-    mesh: ClassVar[None] = None
 
     def plan(self, ragged: Ragged) -> Ragged:
         """Nothing to plan: loops over pages end where the contexts do."""

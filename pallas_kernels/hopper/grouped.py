@@ -49,7 +49,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Config:
-    """How one shape is computed. `plan` makes the work that `grouped_matmul` of the same tile wants."""
+    """How one shape is computed."""
 
     rows: int = 128  # of a tile
     columns: int = 256  # outputs of a tile
@@ -57,10 +57,6 @@ class Config:
     consumers: int = 2  # warpgroups that multiply
     swapped: bool = False  # tokens are the columns of the tensor core's product
     blocks: int = CORES
-
-    def plan(self, chosen: jax.Array, experts: int) -> Groups:
-        """Once per layer; both of its products share it."""
-        return plan_experts(chosen, experts=experts, tile=self.rows, align=ALIGN)
 
     def validate(self, spec: Spec) -> None:
         """Raises ValueError, naming the value, where this config cannot compute the spec."""
@@ -90,41 +86,44 @@ class Config:
         return self.stages * DEPTH * (self.rows + self.columns) * 2 + stored * WIDE * 4 + 2048
 
 
-def heuristic(spec: Spec, tile: int | None = None) -> Config:
-    """A config that is expected to be good; `tile`: rows that it must have, as the layer's other product has them.
+def plan(chosen: jax.Array, experts: int, tile: int | None = None) -> Groups:
+    """The work for chosen [Q], once per layer: both of its products share it. `tile` None: as `heuristic` has it."""
+    tile = tile or tile_of(len(chosen), experts)
+    return plan_experts(chosen, experts=experts, tile=tile, align=ALIGN)
 
-    Swapped while an expert has few rows: a tile of up to 128, with room for eight times the mean.
-    """
-    rows = tile or tile_of(spec)
-    if rows > 64:
-        blocked = Config(rows=rows, swapped=False, blocks=spec.cores)
-    else:
-        blocked = Config(rows=rows, swapped=True, blocks=spec.cores)
-    columns = next((c for c in ((256, 192, 128, 64)) if spec.outputs % c == 0), 64)
-    if blocked.swapped:
-        columns = next((c for c in (128, 64) if spec.outputs % c == 0), 64)
-    config = replace(blocked, columns=columns, consumers=1 if blocked.swapped and columns < 128 else 2)
-    for stages in range(12 if config.swapped else 6, 1, -1):
+
+def tile_of(pairs: int, experts: int) -> int:
+    """Rows of a tile. While experts have few rows they are room for eight times the mean, and operands are swapped."""
+    mean = -(-pairs // experts)
+    if mean > 32:
+        return 2 * ROWS
+    return next(rows for rows in (8, 16, 32, 64) if rows >= min(ROWS, 8 * mean, pairs))
+
+
+def heuristic(spec: Spec) -> Config:
+    """A config that is expected to be good, for the work of `plan`."""
+    rows = tile_of(spec.pairs, spec.experts)
+    swapped = rows <= ROWS
+    # Swapped, wide strips would leave some blocks without any: there are as many rows of them as experts that are hit.
+    widths = (128,) if swapped else (256, 192, 128)
+    columns = next((width for width in widths if spec.outputs % width == 0), 64)
+    consumers = 1 if swapped and columns == ROWS else 2
+    config = Config(rows, columns, 1, consumers, swapped, spec.cores)
+    for stages in range(12 if swapped else 6, 1, -1):
         deep = replace(config, stages=stages)
         if deep.smem_bytes() <= SMEM:
             return deep
     return replace(config, stages=1)
 
 
-def tile_of(spec: Spec) -> int:
-    """Rows of a tile: both products of a layer have the same."""
-    mean = -(-spec.pairs // spec.experts)
-    if mean > 32:
-        return 128
-    return next(rows for rows in (8, 16, 32, 64) if rows >= min(64, 8 * mean, spec.pairs))
-
-
 def supports(spec: Spec) -> str | None:
     """None, or why no config computes the spec."""
-    try:
-        heuristic(spec).validate(spec)
-    except ValueError as reason:
-        return str(reason)
+    for pairs in (1, 2 * ROWS * spec.experts):  # of both forms
+        one = replace(spec, pairs=pairs)
+        try:
+            heuristic(one).validate(one)
+        except ValueError as reason:
+            return str(reason)
     return None
 
 
@@ -155,7 +154,7 @@ def grouped_matmul(
 ) -> jax.Array:
     """[R, O] of `out_dtype`, summed in float32; anything at all in rows that are nobody's.
 
-    `work` is `config.plan(chosen, X)`, or that of a config with the same rows in a tile.
+    `work` is `plan(chosen, X, config.rows)`.
     """
     (rows, width), (experts, _, outputs) = x.shape, weight.shape
     out_dtype = jnp.dtype(out_dtype or x.dtype)
@@ -184,7 +183,7 @@ def grouped_matmul(
         threads=(ROLE, config.consumers + 1),
         interpret=interpret,
     )
-    out: jax.Array = run(x, weight, work.expert, work.begin, work.count, work.used)
+    out: jax.Array = run(x, weight, work.expert, work.begin, work.length, work.used)
     return out
 
 
@@ -208,7 +207,7 @@ def cases() -> Iterator[Case]:
 
 def _case(name: str, spec: Spec, out_dtype: Any, tokens: int, usual: bool) -> Case:
     config = heuristic(spec)
-    rows = len(jax.eval_shape(lambda: config.plan(jnp.zeros(spec.pairs, jnp.int32), spec.experts)).source)
+    rows = len(jax.eval_shape(lambda: plan(jnp.zeros(spec.pairs, jnp.int32), spec.experts)).source)
     form = "swapped" if config.swapped else "straight"
     return Case(
         name=f"grouped {name} {form} {jnp.dtype(spec.dtype).name} t{tokens}",
@@ -225,4 +224,4 @@ def _case(name: str, spec: Spec, out_dtype: Any, tokens: int, usual: bool) -> Ca
 
 def _step(x: jax.Array, weight: jax.Array, chosen: jax.Array, *, config: Config, out_dtype: Any) -> jax.Array:
     """The plan and one product."""
-    return grouped_matmul(x, weight, config.plan(chosen, len(weight)), out_dtype=out_dtype, config=config)
+    return grouped_matmul(x, weight, plan(chosen, len(weight)), out_dtype=out_dtype, config=config)

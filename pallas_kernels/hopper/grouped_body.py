@@ -96,7 +96,7 @@ class Refs(NamedTuple):
     weight: Any  # [X, I, O]
     expert: Any  # [I], and so on: of Groups
     begin: Any
-    count: Any
+    length: Any
     used: Any  # [1]
     out: Any  # [R, O]
     x_s: Any  # [stages, rows, DEPTH]
@@ -111,7 +111,7 @@ class Item(NamedTuple):
 
     expert: jax.Array
     begin: jax.Array  # first row
-    count: jax.Array  # rows
+    length: jax.Array  # rows
     column: jax.Array  # first output
 
 
@@ -155,11 +155,11 @@ def _item(shape: Shape, refs: Refs, index: jax.Array) -> Item:
     tile, strip = lax.div(index, jnp.int32(shape.strips)), lax.rem(index, jnp.int32(shape.strips))
     # Multiplied out, so that the compiler knows what it is a multiple of: copies to tiled memory depend on it.
     begin = lax.div(refs.begin[tile], jnp.int32(ALIGN)) * ALIGN
-    return Item(refs.expert[tile], begin, refs.count[tile], strip * shape.columns)
+    return Item(refs.expert[tile], begin, refs.length[tile], strip * shape.columns)
 
 
 def _produce(shape: Shape, refs: Refs, item: Item, done: jax.Array) -> None:
-    def step(k: jax.Array, _: None) -> None:
+    def step(k: jax.Array, nothing: None) -> None:
         slot, depth = lax.rem(done + k, jnp.int32(shape.stages)), k * DEPTH
         full = refs.full.at[slot]
 
@@ -176,8 +176,8 @@ def _produce(shape: Shape, refs: Refs, item: Item, done: jax.Array) -> None:
                 plgpu.copy_gmem_to_smem(source, refs.x_s.at[slot, pl.ds(first, rows)], full)
 
             if first:
-                pl.when(item.count > first)(bring)
-                pl.when(item.count <= first)(partial(plgpu.barrier_arrive, full))
+                pl.when(item.length > first)(bring)
+                pl.when(item.length <= first)(partial(plgpu.barrier_arrive, full))
             else:
                 bring()
 
@@ -185,7 +185,7 @@ def _produce(shape: Shape, refs: Refs, item: Item, done: jax.Array) -> None:
 
 
 def _consume(shape: Shape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> None:
-    count = item.count if shape.swapped else jnp.clip(item.count - role * shape.stored, 0, shape.stored)
+    count = item.length if shape.swapped else jnp.clip(item.length - role * shape.stored, 0, shape.stored)
 
     @pl.when(count > 0)
     def _multiply() -> None:

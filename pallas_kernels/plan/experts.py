@@ -27,7 +27,7 @@ class Groups(NamedTuple):
     sizes: jax.Array  # [X] int32, rows of each expert
     expert: jax.Array  # [I] int32, of each tile
     begin: jax.Array  # [I] int32, first row
-    count: jax.Array  # [I] int32, rows: 1 to `tile`
+    length: jax.Array  # [I] int32, rows: 1 to `tile`
     used: jax.Array  # [1] int32
 
 
@@ -45,8 +45,8 @@ def plan_experts(chosen: jax.Array, *, experts: int, tile: int, align: int = 1) 
     sizes = jnp.sum(mine[:, None] == index[None], axis=0, dtype=jnp.int32)
     starts = _before(-(-sizes // align) * align)
     place = jnp.where(here, starts[jnp.minimum(mine, experts - 1)] + _rank(mine, sizes), rows)
-    source = jnp.zeros(rows, jnp.int32).at[place].set(
-        jnp.arange(pairs, dtype=jnp.int32), mode="drop", unique_indices=True
+    source = (
+        jnp.zeros(rows, jnp.int32).at[place].set(jnp.arange(pairs, dtype=jnp.int32), mode="drop", unique_indices=True)
     )
     tiles = -(-sizes // tile)
     first = _before(tiles)  # tile of each expert
@@ -56,9 +56,9 @@ def plan_experts(chosen: jax.Array, *, experts: int, tile: int, align: int = 1) 
     # Of experts that begin at one row the last has rows, or there is none.
     row = jnp.arange(rows, dtype=jnp.int32)
     owner = jnp.clip(jnp.sum(starts[None] <= row[:, None], axis=1, dtype=jnp.int32) - 1, 0, experts - 1)
-    count = jnp.clip(sizes[expert] - within, 0, tile)
+    length = jnp.clip(sizes[expert] - within, 0, tile)
     used = jnp.sum(tiles, dtype=jnp.int32)[None]
-    return Groups(place, source, owner, starts, sizes, expert, starts[expert] + within, count, used)
+    return Groups(place, source, owner, starts, sizes, expert, starts[expert] + within, length, used)
 
 
 def rows_of(pairs: int, experts: int, tile: int, align: int) -> int:

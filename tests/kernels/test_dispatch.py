@@ -19,7 +19,8 @@ from jax.sharding import Mesh
 from jaxserve.config import ServeConfig
 from pallas_kernels import dispatch, tuned
 from pallas_kernels.backends import mosaic_gpu, tpu
-from pallas_kernels.dispatch import BACKENDS, ORDER, Choice, Spec, Unsupported, attention, resolve
+from pallas_kernels.choice import ORDER
+from pallas_kernels.dispatch import BACKENDS, Choice, Spec, Unsupported, attention, resolve
 from pallas_kernels.hopper.decode import Config
 from pallas_kernels.hopper.spec import Spec as Wanted
 from pallas_kernels.layout import Ragged

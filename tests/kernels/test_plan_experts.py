@@ -17,9 +17,7 @@ from pallas_kernels.plan import experts as plan
     shape=st.sampled_from([(1, 1), (4, 1), (8, 8), (16, 8)]),
     pairwise=st.booleans(),
 )
-def test_every_pair_is_computed_once(
-    chosen: list[int], experts: int, shape: tuple[int, int], pairwise: bool
-) -> None:
+def test_every_pair_is_computed_once(chosen: list[int], experts: int, shape: tuple[int, int], pairwise: bool) -> None:
     tile, align = shape
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "PAIRWISE", len(chosen) if pairwise else 0)
@@ -28,7 +26,7 @@ def test_every_pair_is_computed_once(
     rows = len(got.source)
     covered = np.zeros(rows, np.int32)
     used = int(got.used[0])
-    for expert, begin, count in zip(got.expert[:used], got.begin[:used], got.count[:used], strict=True):
+    for expert, begin, count in zip(got.expert[:used], got.begin[:used], got.length[:used], strict=True):
         assert 1 <= count <= tile and begin % align == 0 and begin + tile <= rows
         covered[begin : begin + count] += 1
         assert (got.owner[begin : begin + count] == expert).all()

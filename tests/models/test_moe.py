@@ -1,6 +1,8 @@
-"""Experts of many tokens, which go through in parts."""
+"""What a mixture of experts computes, against every expert for every token in float64."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,8 @@ import pytest
 from jaxserve.models import layers, moe, registry
 from jaxserve.models.spec import ModelSpec
 from jaxserve.models.weights import random_weights
+from pallas_kernels.dispatch import attention
+from pallas_kernels.experts import XlaExperts
 
 from .driver import mesh
 
@@ -18,21 +22,34 @@ CONFIG = {
     "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16, "num_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 6, "norm_topk_prob": True,
 }  # fmt: skip
+SPEC = registry.spec_from_config(CONFIG)
 
 
-def mixed(spec: ModelSpec, tp: int, x: np.ndarray) -> np.ndarray:
+def made(spec: ModelSpec, tp: int) -> Any:
     (weights,) = random_weights(spec.for_tp(tp), "float32", [mesh(tp)])
-    layer = moe.Moe(spec.for_tp(tp), "model.layers.0.mlp.")
-    bound = layers.bind(layer, weights["layers"][0]["mlp"])
-    with jax.default_matmul_precision("highest"):
-        return np.asarray(jax.jit(lambda x: bound(x, mesh(tp)))(jnp.asarray(x)))
+    return layers.bind(moe.Moe(spec.for_tp(tp), "model.layers.0.mlp."), weights["layers"][0]["mlp"])
+
+
+def dense(layer: Any, x: np.ndarray) -> np.ndarray:
+    router, gate_up, down = (np.asarray(p[...], np.float64) for p in (layer.router, layer.gate_up, layer.down))
+    logits = x @ router
+    share = np.exp(logits - logits.max(-1, keepdims=True))
+    out = np.zeros_like(x, dtype=np.float64)
+    for t, row in enumerate(x):
+        best = np.argsort(-share[t], kind="stable")[: SPEC.moe.chosen if SPEC.moe else 0]
+        for e in best:
+            gate, up = np.split(row @ gate_up[e], 2)
+            out[t] += share[t, e] / share[t, best].sum() * (gate / (1 + np.exp(-gate)) * up) @ down[e]
+    return out
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_parts_of_a_step_add_up_to_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch, tp: int) -> None:
-    spec = registry.spec_from_config(CONFIG)
-    x = np.random.default_rng(0).standard_normal((32, 8), np.float32)
-    whole = mixed(spec, tp, x)
-    monkeypatch.setattr(moe, "AT_ONCE", 8)
-    np.testing.assert_allclose(mixed(spec, tp, x), whole, atol=1e-7)
-    assert np.abs(whole).max() > 1e-6
+@pytest.mark.parametrize("tile", [1, 16])
+def test_each_token_gets_its_experts(tp: int, tile: int) -> None:
+    x = np.random.default_rng(0).standard_normal((33, 8), np.float32)
+    layer = made(SPEC, tp)
+    kernel = attention(mesh(tp), experts=XlaExperts(tile))
+    with jax.default_matmul_precision("highest"):
+        got = jax.jit(lambda x: layer(x, kernel))(jnp.asarray(x))
+    np.testing.assert_allclose(got, dense(layer, x), atol=1e-7)
+    assert np.abs(got).max() > 1e-6

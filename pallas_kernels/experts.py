@@ -1,0 +1,143 @@
+"""Which products of a mixture of experts an engine runs: chosen once at its start, as its attention is.
+
+An object plans once for each layer, as each has a router of its own, and multiplies twice by that work. It knows one
+shard's experts; who splits them over devices calls it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.choice import Choice, resolve
+from pallas_kernels.plan.experts import Groups, plan_experts
+from pallas_kernels.xla import grouped as xla
+
+TILE = 16  # rows: on a CPU as good as 32 and 64 where there are many, and better where there are few
+GPU_TILE = 64
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What an engine asks. Sizes are those of one shard."""
+
+    platform: str  # as jax names it: cpu, gpu, tpu
+    dtype: str  # of activations
+    experts: int  # X
+    dim: int  # E
+    ff_dim: int  # F
+    weights: str = ""  # dtype of the weights, where it is not `dtype`
+    device: str = ""  # kind, as in "NVIDIA H200"
+    capability: str = ""  # of a GPU, as in "9.0"
+    cores: int = 132  # streaming multiprocessors of a GPU
+    interpret: bool = False  # tests only: see `dispatch.Spec`
+
+
+class Experts(Protocol):
+    """The products of one shard's experts."""
+
+    def plan(self, chosen: jax.Array, experts: int) -> Groups:
+        """The work for chosen [Q] int32, out of `experts`; what is out of range is not computed."""
+
+    def __call__(
+        self, x: jax.Array, weight: jax.Array, work: Groups, *, scale: jax.Array | None = None, out_dtype: Any = None
+    ) -> jax.Array:
+        """x [R, I] with weights [X, I, O] of their own experts, [R, O]; see `xla.grouped.grouped_matmul`."""
+
+
+@dataclass(frozen=True)
+class XlaExperts:
+    """Plain XLA, on any device."""
+
+    tile: int = TILE
+
+    def plan(self, chosen: jax.Array, experts: int) -> Groups:
+        return plan_experts(chosen, experts=experts, tile=self.tile)
+
+    def __call__(
+        self, x: jax.Array, weight: jax.Array, work: Groups, *, scale: jax.Array | None = None, out_dtype: Any = None
+    ) -> jax.Array:
+        return xla.grouped_matmul(x, weight, work, tile=self.tile, scale=scale, out_dtype=out_dtype)
+
+
+@dataclass(frozen=True)
+class MosaicExperts:
+    """The kernel of `hopper/grouped.py`. Rows of a tile follow from how many pairs a step has."""
+
+    spec: Spec
+
+    @cached_property
+    def _interpret(self) -> Any:
+        from pallas_kernels.interpret import interpreter
+
+        return interpreter() if self.spec.interpret else None
+
+    def plan(self, chosen: jax.Array, experts: int) -> Groups:
+        from pallas_kernels.hopper import grouped
+
+        return grouped.plan(chosen, experts)
+
+    def __call__(
+        self, x: jax.Array, weight: jax.Array, work: Groups, *, scale: jax.Array | None = None, out_dtype: Any = None
+    ) -> jax.Array:
+        from pallas_kernels.hopper import grouped
+
+        assert scale is None, "weights of 8 bits are refused by `supports`"
+        experts, width, outputs = weight.shape
+        shape = grouped.Spec(len(work.place), experts, width, outputs, x.dtype, self.spec.cores)
+        config = grouped.heuristic(shape)
+        return grouped.grouped_matmul(x, weight, work, out_dtype=out_dtype, config=config, interpret=self._interpret)
+
+
+class _Mosaic:
+    """The backend `mosaic_gpu`."""
+
+    @staticmethod
+    def supports(spec: Spec) -> str | None:
+        from pallas_kernels.backends.mosaic_gpu import unfit
+        from pallas_kernels.hopper import grouped
+
+        if (reason := unfit(spec)) is not None:
+            return reason
+        if spec.weights not in ("", spec.dtype):
+            return f"weights of {spec.weights}; it multiplies weights of {spec.dtype}"
+        sizes = ((spec.dim, 2 * spec.ff_dim), (spec.ff_dim, spec.dim))
+        shapes = (grouped.Spec(1, spec.experts, *size, jnp.dtype(spec.dtype), spec.cores) for size in sizes)
+        return next((why for one in shapes if (why := grouped.supports(one)) is not None), None)
+
+    @staticmethod
+    def make(spec: Spec) -> Experts:
+        return MosaicExperts(spec)
+
+
+class _Xla:
+    """The backend `xla`."""
+
+    @staticmethod
+    def supports(spec: Spec) -> str | None:
+        return None
+
+    @staticmethod
+    def make(spec: Spec) -> Experts:
+        return XlaExperts(GPU_TILE if spec.platform == "gpu" else TILE)
+
+
+BACKENDS: Mapping[str, Any] = {"mosaic_gpu": _Mosaic, "xla": _Xla}
+
+
+def resolve_experts(spec: Spec, name: str = "auto") -> Choice:
+    """As `dispatch.resolve`, of a mixture of experts."""
+    return resolve(spec, name, BACKENDS, "experts")
+
+
+def experts(choice: Choice | None = None) -> Experts:
+    """What was resolved; None: XLA."""
+    if choice is None:
+        return XlaExperts()
+    made: Experts = BACKENDS[choice.backend].make(choice.spec)
+    return made

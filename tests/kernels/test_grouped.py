@@ -1,0 +1,170 @@
+"""Products of a mixture of experts: XLA's and the Hopper kernel's against float64, whoever got which tokens."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from pallas_kernels import experts
+from pallas_kernels.choice import Choice, Unsupported
+from pallas_kernels.experts import resolve_experts
+from pallas_kernels.hopper import grouped
+from pallas_kernels.hopper.grouped import Config, Spec, candidates, heuristic, plan
+from pallas_kernels.plan.experts import Groups, plan_experts
+from pallas_kernels.xla.grouped import grouped_matmul as by_xla
+
+from .interpreted import needs_interpreter, without_races
+from .reference import doubles, error
+
+H200 = experts.Spec("gpu", "bfloat16", 128, 2048, 768, device="NVIDIA H200", capability="9.0")
+# Which expert each pair chose, of three: sizes on both sides of a tile, none, one, all, and some that are elsewhere.
+ROUTES = {
+    "one each": [2, 0, 1],
+    "all to one": [1] * 70,
+    "none to the middle": [0] * 9 + [2] * 8,
+    "a tile and one more": [0] * 17 + [1] * 16 + [2] * 15,
+    "elsewhere": [-1, 0, 3, 1, 7, 1],
+    "nobody": [3] * 5,
+    "one": [2],
+}
+
+
+def operands(pairs: int, width: int, outputs: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    draw = np.random.default_rng(pairs)
+    x, weight = draw.standard_normal((pairs, width)), draw.standard_normal((3, width, outputs)) * width**-0.5
+    return jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
+
+
+def formula(x: Any, weight: Any, chosen: list[int]) -> npt.NDArray[np.float64]:
+    """Each pair's product, zeros where its expert is elsewhere."""
+    out = np.zeros((len(chosen), weight.shape[2]))
+    for pair, expert in enumerate(chosen):
+        if 0 <= expert < len(weight):
+            out[pair] = doubles(x[pair]) @ doubles(weight[expert])
+    return out
+
+
+def by_pairs(out: Any, work: Groups) -> npt.NDArray[np.float64]:
+    place = np.asarray(work.place)
+    padded = np.concatenate([doubles(out), np.zeros((1, out.shape[1]))])
+    return padded[place]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("tile", [1, 16])
+@pytest.mark.parametrize("scales", [0, 1, 4])
+def test_xla_multiplies_each_row_with_its_own_expert(route: str, tile: int, scales: int) -> None:
+    chosen = ROUTES[route]
+    x, weight = operands(len(chosen), 8, 12, jnp.float32)
+    work = plan_experts(jnp.array(chosen), experts=3, tile=tile)
+    scale, wide = None, weight
+    if scales:
+        weight = jnp.round(weight * 40).astype(jnp.int8)
+        scale = jnp.asarray(np.random.default_rng(1).uniform(0.5, 2.0, (3, scales, 12)), jnp.float32)
+        wide = np.asarray(weight, np.float64) * np.repeat(np.asarray(scale, np.float64), 8 // scales, axis=1)
+    got = jax.jit(lambda *args: by_xla(*args, tile=tile, scale=scale))(x[work.source], weight, work)
+    assert error(by_pairs(got, work), formula(x, wide, chosen)) < 1e-5
+
+
+CONFIGS = {
+    "swapped": Config(8, 128, 3, 2, True, 2),
+    "swapped 32": Config(32, 128, 2, 2, True, 3),
+    "swapped narrow": Config(16, 64, 2, 1, True, 2),
+    "straight": Config(128, 128, 2, 2, False, 2),
+    "straight narrow": Config(64, 64, 4, 1, False, 2),
+}
+USUAL = [("swapped", "a tile and one more"), ("straight", "all to one"), ("swapped narrow", "elsewhere")]
+
+
+def check(config: Config, chosen: list[int], dtype: Any, out_dtype: Any) -> None:
+    x, weight = operands(len(chosen), 128, 128, dtype)
+    work = plan(jnp.array(chosen), 3, config.rows)
+    with without_races() as interpret:
+        got = grouped.grouped_matmul(
+            x[work.source], weight, work, out_dtype=out_dtype, config=config, interpret=interpret
+        )
+        got = by_pairs(jax.block_until_ready(got), work)
+    most = {"float32": 1e-6, "float16": 5e-4, "bfloat16": 4e-3}[jnp.dtype(out_dtype).name]
+    assert error(got, formula(x, weight, chosen)) < most
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("config", "route"), USUAL)
+def test_the_kernel_multiplies_each_row_with_its_own_expert(config: str, route: str) -> None:
+    check(CONFIGS[config], ROUTES[route], jnp.bfloat16, jnp.float32)
+
+
+@needs_interpreter
+@pytest.mark.full
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_kernel_in_every_form(config: str, route: str, dtype: str) -> None:
+    check(CONFIGS[config], ROUTES[route], jnp.dtype(dtype), jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rows": 24}, "self.rows=24 must be 8, 16, 32, 64 or 128"),
+        ({"swapped": False, "rows": 64}, "self.rows=64 must be 64 or 128 for each of self.consumers=2"),
+        ({"columns": 96}, "self.columns=96 must be 64, 128, 192 or 256 and divide"),
+        ({"columns": 64}, "self.columns=64 a multiple of 64 for each of self.consumers=2"),
+        ({"consumers": 3}, "self.consumers=3 must be 1 or 2"),
+        ({"stages": 0}, "self.stages=0"),
+        ({"stages": 20}, "bytes of shared memory; a block has"),
+        ({"rows": 256, "columns": 256, "swapped": False, "stages": 1}, "sums a warpgroup"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(changes: dict[str, Any], reason: str) -> None:
+    config, spec = Config(8, 128, 4, 2, True), Spec(64, 8, 256, 256)
+    config.validate(spec)
+    with pytest.raises(ValueError) as caught:
+        replace(config, **changes).validate(spec)
+    assert re.search(reason, str(caught.value))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    spec = Spec(64, 8, 256, 256)
+    for changes, reason in (({"width": 40}, "spec.width=40"), ({"dtype": jnp.float32}, "must be bfloat16 or float16")):
+        assert reason in (grouped.supports(replace(spec, **changes)) or "")
+    x, weight = operands(4, 128, 128, jnp.float16)
+    work = plan(jnp.zeros(4, jnp.int32), 3, 8)
+    with pytest.raises(ValueError, match="do not fit"):
+        grouped.grouped_matmul(x, weight, work, config=CONFIGS["swapped"])
+
+
+@pytest.mark.parametrize("sizes", [(128, 2048, 768), (32, 2880, 2880), (64, 2048, 1408), (256, 3072, 1536)])
+@pytest.mark.parametrize("pairs", [1, 8, 512, 2048, 65536])
+def test_there_are_configs_for_what_is_served(sizes: tuple[int, int, int], pairs: int) -> None:
+    count, dim, ff_dim = sizes
+    for width, outputs in ((dim, 2 * ff_dim), (ff_dim, dim)):
+        spec = Spec(pairs, count, width, outputs)
+        heuristic(spec).validate(spec)
+        assert heuristic(spec).rows == grouped.tile_of(pairs, count) and heuristic(spec).stages > 2
+    assert len({one.swapped for one in candidates(Spec(512, 128, 2048, 1536))}) == 2
+
+
+def test_the_choice_is_told_with_its_reasons() -> None:
+    assert resolve_experts(H200) == Choice("mosaic_gpu", H200)
+    assert resolve_experts(replace(H200, platform="cpu")) == Choice("xla", replace(H200, platform="cpu"))
+    assert resolve_experts(replace(H200, platform="tpu")).backend == "xla"
+    for changes, reason in (
+        ({"capability": "8.0"}, "it is for Hopper"),
+        ({"dtype": "float32"}, "must be bfloat16 or float16"),
+        ({"ff_dim": 100}, "multiples of 64"),
+        ({"weights": "int8"}, "weights of int8"),
+    ):
+        choice = resolve_experts(replace(H200, **changes))
+        assert choice.backend == "xla" and reason in choice.refusals[0][1]
+        with pytest.raises(Unsupported, match=r"experts backend 'mosaic_gpu' cannot run here: .*; allowed: auto, xla"):
+            resolve_experts(replace(H200, **changes), "mosaic_gpu")
+    with pytest.raises(Unsupported, match="experts backend 'tpu' is unknown; there are: auto, mosaic_gpu, xla"):
+        resolve_experts(H200, "tpu")
