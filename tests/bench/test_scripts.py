@@ -19,6 +19,8 @@ SCRIPTS = [
     "loading_memory",
     "quantisation",
     "scheduler_cost",
+    "served_burst",
+    "soak",
     "startup",
     "throughput",
     "unified",
@@ -99,3 +101,24 @@ def test_kernels_dry_to_the_end(repo: Path, tmp_path: Path) -> None:
     assert (kernels >= OURS) == DETECTS_RACES and {entry["op"] for entry in tuned["entries"]} == (
         {"decode", "prefill"} if DETECTS_RACES else set()
     )
+
+
+def soak(repo: Path, tmp_path: Path, *flags: str) -> dict[str, Any]:
+    """What a storm left; the script ends with 1, and run() fails, where anything is wrong."""
+    out = run(repo, "soak", *flags, "--output", str(tmp_path / "soak.json"), timeout=600)
+    assert "nothing is wrong" in out
+    found: dict[str, Any] = json.loads((tmp_path / "soak.json").read_text())
+    assert found["requests"] > 5 and found["ends"] and found["wrong"] == []
+    return found
+
+
+def test_a_short_storm(repo: Path, tmp_path: Path) -> None:
+    flags = "--minutes 0.05 --measure 1 --mesh 2x1 --turn-every 0.5 --preempt-boundary chunk --most-growth 1000"
+    assert soak(repo, tmp_path, *flags.split())["after"]["steps"] > 0
+
+
+@pytest.mark.full
+def test_a_storm(repo: Path, tmp_path: Path) -> None:
+    flags = "--minutes 0.34 --measure 5 --turn-every 1 --most-growth 1000"
+    found = soak(repo, tmp_path, *flags.split())
+    assert found["role_changes"] > 3 and found["after"]["moved"] > 0

@@ -35,7 +35,7 @@ from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.plan import Begin, Delta, StepPlan
 from jaxserve.sched.policy import Limits, Policy, Role
-from jaxserve.sched.request import Request
+from jaxserve.sched.request import STANDARD, Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo import SLO
 from pallas_kernels.dispatch import attention
@@ -85,6 +85,7 @@ class Ask:
     params: SamplingParams
     after: float = 0.0  # seconds
     cancel: bool = False  # half-way through
+    tier: str = STANDARD
 
 
 class Setup:
@@ -177,7 +178,8 @@ class Setup:
             await asyncio.sleep(ask.after)
             request = Request(
                 id, ask.prompt, ask.params, SLO(1.0, 0.02), self.executors[0].now(), seed=ask.params.seed or 0,
-                eos=frozenset(self.spec.eos), limit=min(ask.params.max_tokens or LENGTH, LENGTH - len(ask.prompt)),
+                tier=ask.tier, eos=frozenset(self.spec.eos),
+                limit=min(ask.params.max_tokens or LENGTH, LENGTH - len(ask.prompt)),
             )  # fmt: skip
             cluster.submit(request, _cancelling(cluster, id) if ask.cancel else _nothing)
         drained = asyncio.ensure_future(cluster.drained())

@@ -1,0 +1,298 @@
+"""Bursts of long prompts among short ones, served and simulated: attainment by policy, side by side.
+
+    python benchmarks/served_burst.py            # the demo model on --mesh 4x2: a table and JSON
+
+Everything is relative to this machine: first the engine serves a pile of short requests, and a pile of long prompts.
+Short requests then come, Poisson, at `--short` of the rate at which the first pile was served; every `1 / --long` times
+as long as the second pile took, as many long prompts come at once. A short prompt is promised its first token in half
+of that time, a long one in 2.5 times that time; tokens in 4 times what they took in the pile of short requests.
+
+The very arrivals of each served run are then simulated, with step times fitted (a) to the profile that the engine made
+of itself while idle, and (b) to the steps of the served runs. (a) knows nothing of instances that share cores, nor of
+the time between steps; (b) knows their mean. Systems run in turn, `--rounds` times, in one process on the same
+executors, and the engine measures itself anew before each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from common import add_output, save
+
+from jaxserve.config import ServeConfig
+from jaxserve.engine import profile
+from jaxserve.engine.assemble import Machine, assemble
+from jaxserve.replay import perf_of
+from jaxserve.report.table import print_table
+from jaxserve.sched.journal import replay
+from jaxserve.sched.metrics import Measured, measure, stage_allowance, summarize
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.perf.fit import fit
+from jaxserve.sched.perf.model import Coefficients, Load
+from jaxserve.sched.plan import Delta
+from jaxserve.sched.request import Request
+from jaxserve.sched.sim import Arrival, Mesh, Options, simulate
+from jaxserve.sched.sim.latency import Latency
+from jaxserve.sched.slo import NO_SLO, SLO
+
+MESH, LENGTH, CHUNK, ROWS, PAGE = "4x2", 2048, 512, 32, 16
+SHORT, LONG = (48, 24), (1400, 8)  # tokens of prompt and output
+PILE = 48, 6  # short and long ones
+
+
+@dataclass(frozen=True)
+class System:
+    """A policy with its placement; whether its steps can be stopped between layers."""
+
+    policy: str
+    placement: str = "least_work"
+    preempts: bool = False
+
+
+SYSTEMS = {
+    "distserve": System("distserve"),
+    "kairos": System("kairos"),
+    "flowprefill, chunk": System("flowprefill:no-preempt"),
+    "flowprefill, layer": System("flowprefill", preempts=True),
+    "deflect:slo": System("distserve", "deflect:slo"),
+    "deflect:faster": System("distserve", "deflect:faster"),
+    "unified": System("unified", "unified", preempts=True),
+}
+
+
+@dataclass
+class Run:
+    """One served run."""
+
+    measured: list[Measured]
+    steps: list[tuple[Load, float]]
+    move: float  # mean seconds of a transfer
+    deflections: int
+    mape: dict[str, float]
+
+
+class Bench:
+    """Executors that are warm, and what is asked of them."""
+
+    def __init__(self, instances: str, sizes: tuple[int, int, int]) -> None:
+        length, chunk, rows = sizes
+        self._config = ServeConfig(
+            mesh=instances, max_model_len=length, max_num_seqs=rows, max_num_batched_tokens=chunk,
+            preempt_boundary="layer", enable_prefix_caching=False,
+        )  # fmt: skip
+        self._machine = assemble(self._config, lambda *told: None)
+
+    @property
+    def points(self) -> list[tuple[Load, float]]:
+        return self._machine._points
+
+    @property
+    def pages(self) -> int:
+        return self._machine._limits.pages
+
+    def profile(self) -> None:
+        """Measure steps anew: the machine may have been busy with something else before."""
+        one = self._machine
+        one._points = profile.measured(one.executors[0], one._limits, one.info.max_model_len)
+
+    def serve(self, system: System, arrivals: Sequence[Arrival]) -> Run:
+        """Every arrival at its time."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "journal"
+            config = replace(
+                self._config, policy=system.policy, placement=system.placement, journal=str(path),
+                preempt_boundary="layer" if system.preempts else "chunk",
+            )  # fmt: skip
+            one = self._machine
+            limits = replace(one._limits, preemptible=system.preempts and one._limits.preemptible)
+            machine = Machine(config, one._mesh, one.executors, limits, one._points, one.info)
+            found = asyncio.run(_serve(machine, arrivals))
+            assert machine._file is not None
+            machine._file.close()
+            outcome = replay(path.read_text(encoding="utf-8").splitlines(), perf_of)
+        assert not outcome.differences, "the journal does not give its plans again"
+        return replace(found, steps=[(load, seconds) for _, load, seconds in outcome.steps])
+
+
+async def _serve(machine: Machine, arrivals: Sequence[Arrival]) -> Run:
+    over: list[Request] = []
+    cluster = machine.cluster(over.append)
+    running = asyncio.ensure_future(cluster.run())
+    await asyncio.sleep(0)
+    draw, began = random.Random(0), machine.now()
+    for id, one in enumerate(arrivals):
+        await asyncio.sleep(max(0.0, began + one.time - machine.now()))
+        prompt = tuple(draw.randrange(8, 4000) for _ in range(one.prompt_tokens))
+        params = SamplingParams(max_tokens=one.output_tokens, ignore_eos=True, temperature=0.0)
+        cluster.submit(Request(id, prompt, params, one.slo, began + one.time, seed=id), _nothing)
+    drained = asyncio.ensure_future(cluster.drained())
+    await asyncio.wait([drained, running], return_when=asyncio.FIRST_COMPLETED)
+    if running.done():
+        running.result()
+    while len(cluster.mover) or any(core.scheduler.in_flight for core in cluster.cores):
+        await asyncio.sleep(0.01)
+    cluster.check()
+    running.cancel()
+    await asyncio.wait([running])
+    over.sort(key=lambda one: one.id)
+    mover = cluster.mover
+    return Run(
+        [measure(one, arrivals[one.id].class_, stage_allowance(one)) for one in over],
+        [],
+        mover.seconds / max(1, mover.transfers),
+        cluster.deflections,
+        {path: one.mape for path, one in cluster.forecasts.accuracy.items() if one.count},
+    )
+
+
+def _nothing(delta: Delta) -> None:
+    """Tokens are read from the finished request."""
+
+
+def pile(count: int, shape: tuple[int, int], name: str) -> list[Arrival]:
+    return [Arrival(0.0, *shape, NO_SLO, name) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What this machine can do."""
+
+    short_rate: float  # requests/s
+    burst: float  # seconds for a pile of long prompts, to the last first token
+    tpot: float  # seconds, in the pile of short ones
+    move: float
+
+    @classmethod
+    def of(cls, bench: Bench) -> Scale:
+        bench.serve(SYSTEMS["distserve"], pile(4, SHORT, "short"))  # first calls
+        shorts = bench.serve(SYSTEMS["distserve"], pile(PILE[0], SHORT, "short"))
+        longs = bench.serve(SYSTEMS["distserve"], pile(PILE[1], LONG, "long"))
+        ended = max(one.ended for one in shorts.measured) - shorts.measured[0].arrival
+        burst = max(one.ttft for one in longs.measured)
+        return cls(PILE[0] / ended, burst, median(one.tpot for one in shorts.measured), longs.move)
+
+
+def burst(scale: Scale, args: argparse.Namespace, seed: int) -> list[Arrival]:
+    """Short requests all the time, and the bursts."""
+    draw, period = np.random.default_rng(seed), scale.burst / args.long
+    short = SLO(0.5 * scale.burst, 4 * scale.tpot)
+    long = SLO(2.5 * scale.burst, 4 * scale.tpot)
+    made = [
+        Arrival((n + 0.5) * period + 1e-4 * k, *LONG, long, "long") for n in range(args.bursts) for k in range(PILE[1])
+    ]
+    at = 0.0
+    while (at := at + draw.exponential(1 / (args.short * scale.short_rate))) < args.bursts * period:
+        made.append(Arrival(at, *SHORT, short, "short"))
+    return sorted(made, key=lambda one: one.time)
+
+
+def simulated(
+    system: System,
+    arrivals: Sequence[Arrival],
+    truth: Coefficients,
+    bench: Bench,
+    move: float,
+    sizes: tuple[int, int, int],
+) -> list[Measured]:
+    """The same arrivals, on virtual time."""
+    instances, tensor_parallel = Mesh.parse(MESH).instances, Mesh.parse(MESH).tensor_parallel
+    latency = Latency(
+        "this engine", kv_bytes_per_token=0, kv_tokens=bench.pages * PAGE, tensor_parallel=tensor_parallel,
+        page_size=PAGE, coefficients=truth, link_latency=move, layers=6,
+    )  # fmt: skip
+    options = Options(
+        tokens=sizes[1], rows=sizes[2], placement=system.placement, prefix_caching=False,
+        boundary="layer" if system.preempts else "chunk",
+    )  # fmt: skip
+    report = simulate(list(arrivals), system.policy, Mesh(instances, tensor_parallel), latency, options=options)
+    return list(report.measured)
+
+
+def shares(measured: Sequence[Measured]) -> dict[str, float]:
+    """Attained, by class and phase."""
+    whole = summarize(measured)
+    of = {name: [one for one in measured if one.class_ == name] for name in ("short", "long")}
+    return {
+        "attained": whole.attained,
+        **{name: float(np.mean([one.attained for one in ones])) for name, ones in of.items()},
+        "ttft": whole.ttft_attained,
+        "tpot": whole.tpot_attained,
+        "short_ttft_p90": float(np.quantile([one.ttft for one in of["short"]], 0.9)),
+        "long_ttft_p90": float(np.quantile([one.ttft for one in of["long"]], 0.9)),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", type=float, default=0.35, help="load of short requests [%(default)s of capacity]")
+    parser.add_argument("--long", type=float, default=0.35, help="load of long prompts, likewise [%(default)s]")
+    parser.add_argument("--bursts", type=int, default=4, help="in a run [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--systems", default=";".join(SYSTEMS), help="some of the systems, split by ;")
+    add_output(parser, "served_burst")
+    args = parser.parse_args(argv)
+    names, sizes = args.systems.split(";"), (LENGTH, CHUNK, ROWS)
+    bench = Bench(MESH, sizes)
+    scale = Scale.of(bench)
+    print(f"short requests {scale.short_rate:.1f}/s, {PILE[1]} long prompts in {scale.burst:.2f} s, "
+          f"{scale.tpot * 1e3:.1f} ms a token", flush=True)  # fmt: skip
+    served: dict[str, list[Run]] = {name: [] for name in names}
+    loads = [burst(scale, args, seed) for seed in range(args.rounds)]
+    points: list[tuple[Load, float]] = []
+    for number, arrivals in enumerate(loads):
+        bench.profile()
+        points += bench.points
+        for name in names:
+            served[name].append(bench.serve(SYSTEMS[name], arrivals))
+            print(f"round {number + 1} {name}: {shares(served[name][-1].measured)['attained']:.1%}", flush=True)
+    idle = fit(points)
+    steps = [step for runs in served.values() for run in runs for step in run.steps]
+    busy, move = fit(steps), median(run.move for runs in served.values() for run in runs)
+    table: dict[str, dict[str, Any]] = {}
+    for name in names:
+        table[name] = {
+            "served": shares([one for run in served[name] for one in run.measured]),
+            "deflections": sum(run.deflections for run in served[name]),
+            "mape": {
+                path: [run.mape[path] for run in served[name] if path in run.mape] for path in ("prefill", "decode")
+            },
+        }
+        for kind, truth, way in (("profile", idle, scale.move), ("steps", busy, move)):
+            runs = [simulated(SYSTEMS[name], one, truth.coefficients, bench, way, sizes) for one in loads]
+            table[name][kind] = shares([one for run in runs for one in run])
+    rows = [
+        (
+            name,
+            *(
+                f"{one[kind][what]:.0%}"
+                for what in ("attained", "short", "long")
+                for kind in ("served", "profile", "steps")
+            ),
+        )
+        for name, one in table.items()
+    ]
+    kinds = ("served", "sim. (a)", "sim. (b)")
+    print_table(
+        "attained: all, short, long", ("system", *(f"{w} {k}" for w in ("all", "short", "long") for k in kinds)), rows
+    )
+    ratio = float(np.median([seconds / idle.coefficients.step_time(load) for load, seconds in steps]))
+    print(f"served steps take {ratio:.2f} times (median) what the idle profile says")
+    save(args, {
+        "mesh": MESH, "scale": vars(scale), "table": table, "steps": len(steps), "served_by_profile": ratio,
+        "fit_profile": {"mape": idle.mape, "by_kind": dict(idle.by_kind)},
+        "fit_steps": {"mape": busy.mape, "by_kind": dict(busy.by_kind)},
+    })  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

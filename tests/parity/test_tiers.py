@@ -1,0 +1,67 @@
+"""Deflection, demotion and dropped KV change no token: best effort gives way at random moments, and comes back."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from jaxserve.sched.cluster import Cluster
+from jaxserve.sched.grant import evict_best_effort
+from jaxserve.sched.request import BEST_EFFORT, STANDARD
+
+from .law import Ask, compare
+from .test_law import ROOMY, TIGHT, alone, asks, setup
+
+PLACEMENTS = ("deflect:faster", "deflect:slo", "unified")
+CASES = list(itertools.product(("1x1", "2x1", "4x2"), (ROOMY, TIGHT), ("distserve", "kairos", "unified"), PLACEMENTS))
+BARE = [("1x1", TIGHT, "unified", "unified"), ("2x1", ROOMY, "distserve", "deflect:faster")]
+BARE += [("4x2", ROOMY, "unified", "deflect:faster")]
+
+
+class Trouble:
+    """After every few steps somebody becomes best effort, and some best effort loses its KV. Writer: the loop."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+        self.demoted = self.dropped = 0
+
+    def __call__(self, cluster: Cluster) -> None:
+        for core in cluster.cores:
+            one = core.scheduler
+            if self._draw.random() < 0.15 and len(one):
+                id = self._draw.choice([request.id for request in one])
+                self.demoted += one._roster.demote(id)
+            if self._draw.random() < 0.3:
+                self.dropped += evict_best_effort(one._roster, one._memory) is not None
+            core.wake()
+        cluster.check()
+
+
+def mixed(seed: int) -> list[Ask]:
+    """Every fourth is best effort from the start."""
+    return [replace(ask, tier=STANDARD if n % 4 else BEST_EFFORT) for n, ask in enumerate(asks(seed))]
+
+
+def check(case: tuple[str, int, str, str]) -> None:
+    mesh, pages, policy, place = case
+    trouble = Trouble(1)
+    served, cluster = setup(mesh, 64, pages).run(mixed(1), policy, place=place, disturb=trouble)
+    assert all(request.finish_reason in ("stop", "length") for request in served)
+    assert compare(asks(1), served, alone(1)) <= 1
+    assert trouble.demoted > 0 and sum(request.drops for request in served) >= trouble.dropped > 0
+    if place == "deflect:faster" and mesh != "1x1":
+        assert cluster.deflections > 0
+
+
+@pytest.mark.parametrize("case", BARE, ids=str)
+def test_no_demotion_deflection_or_drop_changes_a_token(case: tuple[str, int, str, str]) -> None:
+    check(case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [case for case in CASES if case not in BARE], ids=str)
+def test_no_demotion_deflection_or_drop_changes_a_token_anywhere(case: tuple[str, int, str, str]) -> None:
+    check(case)
