@@ -143,12 +143,12 @@ class Child:
         """Its status."""
         if self._process.poll() is None:
             self._say("\n")
-        try:
-            return self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-            return -1
+        with self._process:  # whose pipes are closed then
+            try:
+                return self._process.wait(60)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                return -1
 
 
 # the clients' side
@@ -243,7 +243,7 @@ async def capacity(url: str, clients: int, seconds: float) -> float:
 
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=httpx.Limits(max_connections=None)) as client:
         await asyncio.gather(*(asks() for _ in range(clients)))
-    return ended / seconds
+    return max(1.0, ended) / seconds
 
 
 async def turns(tally: Tally, client: httpx.AsyncClient, instances: int, every: float, draw: random.Random) -> None:
