@@ -26,6 +26,7 @@ from jaxserve.training.loop import Params
 from jaxserve.training.net import Net
 
 ROWS = 8  # of a batch
+PLACES = 8  # of an answer that are drafted at
 LEAST = 1e-9  # below it a probability of the draft is taken for it
 
 Pair = tuple[jax.Array, jax.Array]
@@ -73,7 +74,7 @@ def measure(
     teacher: Teacher, weights: Tree, rebuilt: Callable[[Params], Net], params: Params, samples: Sequence[Sample],
     *, drafted: int, seed: int = 0,
 ) -> Acceptance:  # fmt: skip
-    """Compare both on the answers in `samples`, and roll out `drafted` tokens behind a random place of each."""
+    """Compare both on the answers in `samples`, and roll out `drafted` tokens behind random places of each."""
     measured = _Measured(teacher, rebuilt, drafted)
     sums: dict[float, npt.NDArray[np.float64]] = {}
     for batch, tokens in _batches(samples, drafted):
@@ -139,9 +140,10 @@ class _Measured:
     def roll_out(
         self, weights: Tree, params: Params, samples: Sequence[Sample], greedy: bool, seed: int
     ) -> RollOut:  # fmt: skip
-        """Behind a random place of each sample's answer."""
+        """Behind random places of each sample's answer."""
         rng = np.random.default_rng(seed)
         survived = np.zeros(self.drafted)
+        samples = [one for one in samples for _ in range(PLACES)]
         for number, (batch, tokens) in enumerate(_batches(samples, self.drafted)):
             known = np.ones(ROWS, np.int32)
             for at, one in enumerate(batch):

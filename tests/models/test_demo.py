@@ -38,6 +38,17 @@ def test_the_whole_demo_fits_in_twelve_megabytes_and_its_draft_in_two() -> None:
     assert size <= 12_000_000 and draft <= 2_000_000, f"{size=} {draft=}"
 
 
+def test_the_draft_knows_what_the_model_says_next(tokenizer: Any, model: Any) -> None:
+    import torch
+
+    draft = transformers.AutoModelForCausalLM.from_pretrained(draft_path(), local_files_only=True).to(torch.float32)
+    ids = torch.tensor([tokenizer.encode("\n".join(map(inspect.getsource, (textwrap.wrap, textwrap.dedent))))])
+    with torch.no_grad():
+        p, q = (net(ids).logits[0].softmax(-1) for net in (model, draft))
+    overlap = float(torch.minimum(p, q).sum(-1).mean())
+    assert overlap > 0.3, f"{overlap=}"  # of what the folder's acceptance.json says of answers: 0.46
+
+
 def test_the_draft_shares_the_tokenizer_and_is_a_fraction_of_the_model() -> None:
     configs = [json.loads((path / "config.json").read_text()) for path in (model_path(), draft_path())]
     for name in ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id"):
