@@ -21,6 +21,7 @@ GPU = (
     "pallas_kernels.hopper.prefill",
     "pallas_kernels.hopper.kv_write",
     "pallas_kernels.hopper.grouped",
+    "pallas_kernels.hopper.narrow",
     "pallas_kernels.pages",
     "jaxserve.engine.aot",
 )

@@ -35,7 +35,7 @@ from pallas_kernels.layout import Ragged
 from pallas_kernels.plan.decode import DecodeWork, plan_decode
 from pallas_kernels.plan.slices import sliced
 
-ROWS = 64  # of a product of warpgroups, and the most of one of warps
+ROWS, FEW = 64, 16  # of a product of warpgroups, and of warps: with 32 those spill
 TURNING = 64  # Z: where the weights of 64 keys find room
 CONSUMERS = 2
 JOINT = 128  # tokens of a tile that two warpgroups share
@@ -52,7 +52,7 @@ class LatentWork(NamedTuple):
 class Config:
     """How one shape is computed. `plan` makes the work that `paged_latent` of the same config wants."""
 
-    warps: bool = False  # products of warps, of 16 rows and up (jax >= 0.11); else of warpgroups, of 64 rows
+    warps: bool = False  # products of warps, of 16 rows (jax >= 0.11); else of warpgroups, of 64
     queries: int = 1  # query tokens of a slice
     tile: int = JOINT  # tokens of latents at a time
     stages: int = 2  # slots of the ring: of a tile, or of the half of one that is shared
@@ -77,8 +77,8 @@ class Config:
             raise ValueError(f"{self.tile=} must be of {tiles}, and a multiple or a divisor of {spec.page=}")
         if self.stages % CONSUMERS or self.stages < CONSUMERS:
             raise ValueError(f"{self.stages=} must be a multiple of {CONSUMERS}: a slot has one consumer")
-        if self.queries < 1 or self.queries * self.group(spec) > ROWS:
-            raise ValueError(f"{self.queries=} of {self.group(spec)} heads must be 1 to {ROWS} rows")
+        if self.queries < 1 or self.queries * self.group(spec) > self.rows(spec):
+            raise ValueError(f"{self.queries=} of {self.group(spec)} heads must be 1 to {self.rows(spec)} rows")
         if self.warps and not compat.HAS_MMA:
             raise ValueError(f"{self.warps=} needs jax 0.11 or later; this is {jax.__version__}")
         if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
@@ -98,8 +98,7 @@ class Config:
 
     def rows(self, spec: Spec) -> int:
         """M"""
-        used = self.queries * self.group(spec)
-        return next(m for m in (16, 32, 64) if used <= m) if self.warps else ROWS
+        return FEW if self.warps else ROWS
 
     def smem_bytes(self, spec: Spec) -> int:
         """Shared memory of a block, barriers and alignment included."""
@@ -116,7 +115,7 @@ def heuristic(spec: Spec, *, warps: bool | None = None) -> Config:
     """
     group = spec.heads // -(-spec.heads // ROWS)
     queries = max(1, min(spec.queries, ROWS // max(1, group)))
-    warps = compat.HAS_MMA and queries * group <= 32 if warps is None else warps
+    warps = compat.HAS_MMA and queries * group <= FEW if warps is None else warps
     workers = max(1, spec.cores // -(-spec.heads // ROWS))
     config = Config(warps=warps, queries=queries, tile=32 if warps else JOINT, workers=workers)
     for stages in (8, 4):
@@ -200,7 +199,7 @@ def cases() -> Iterator[Case]:
         ("128 heads", replace(lite, heads=128, page=16)),
     ):
         for warps in (False, True):
-            if not warps or spec.queries * spec.heads <= 32:
+            if not warps or spec.queries * spec.heads <= FEW:
                 yield _case(name, spec, heuristic(spec, warps=warps), spec.rows * spec.queries)
     prompts = replace(lite, queries=64)
     yield _case("16 heads prompts", prompts, heuristic(prompts), 8192)

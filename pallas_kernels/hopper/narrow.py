@@ -1,0 +1,235 @@
+"""Products with weights of 8 bits on Hopper, for the few tokens of decode: bound by the weights' bytes, read once.
+
+    out[t, o] = sum_b scale[b, o] sum_{i in block b} x[t, i] w[i, o]
+
+The operands are swapped: outputs are the rows of the tensor core's product, 64 of which are the least it takes, and
+tokens its columns, of which 8 will do. A block streams strips of `COLUMNS` outputs through a ring by TMA; two
+warpgroups widen a half of them each, exactly, into shared memory, where the tensor core takes them. What is summed over
+is cut into equal shares of all strips for as many blocks as there are cores, so a strip may be several blocks': their
+sums, float32, are added by XLA, which scales per channel, turns round and rounds in the same small fusion. Floor: one
+byte of each weight over the bandwidth.
+
+Letters: T tokens, I what is summed over, O outputs, n blocks of I that have scales of their own (1: per channel),
+N tokens of a product, W items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import compat
+from pallas_kernels.aot.cases import Case, shapes
+from pallas_kernels.hopper.narrow_body import COLUMNS, CONSUMERS, GRID, ROLE, TOKENS, Shape, body
+from pallas_kernels.hopper.spec import CORES, SMEM
+from pallas_kernels.interpret import Interpret
+
+NARROW = ("int8", "float8_e4m3fn")
+MOST = 256  # tokens; of more, arithmetic takes longer than to widen the weights once
+PRODUCT = 128  # tokens of a product: as many sums as registers hold beside those of a block of scales
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a config is chosen for."""
+
+    tokens: int  # T
+    inputs: int  # I
+    outputs: int  # O
+    scales: int = 1  # n
+    dtype: Any = jnp.bfloat16
+    stored: Any = jnp.int8
+    cores: int = CORES
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one shape is computed."""
+
+    tokens: int = 64  # N
+    depth: int = 128  # of I at a time
+    stages: int = 5  # tiles on the way
+    workers: int = CORES  # blocks for each N tokens
+
+    def validate(self, spec: Spec) -> None:
+        """Raises ValueError, naming the value, where this config cannot compute the spec."""
+        if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+            raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
+        if jnp.dtype(spec.stored).name not in NARROW:
+            raise ValueError(f"{spec.stored=} must be one of {', '.join(NARROW)}")
+        if spec.outputs % COLUMNS:
+            raise ValueError(f"{spec.outputs=} must be a multiple of {COLUMNS}")
+        if self.depth not in (64, 128) or spec.inputs % (self.depth * spec.scales):
+            raise ValueError(f"{self.depth=} must be 64 or 128 and divide {spec.inputs=} / {spec.scales=}")
+        if self.tokens not in (8, 16, 32, 64, PRODUCT) or not 1 <= spec.tokens <= MOST:
+            raise ValueError(f"{self.tokens=} must be 8, 16, 32, 64 or {PRODUCT}, and {spec.tokens=} 1 to {MOST}")
+        if min(self.stages, self.workers) < 1:
+            raise ValueError(f"{self.stages=} and {self.workers=} must be positive")
+        if (size := self.smem_bytes()) > SMEM:
+            raise ValueError(f"{self} needs {size} bytes of shared memory; a block has {SMEM}")
+
+    def smem_bytes(self) -> int:
+        """Shared memory of a block, barriers and alignment included."""
+        return self.stages * self.depth * (COLUMNS + 2 * self.tokens) + self.depth * COLUMNS * 2 + 2048
+
+
+def heuristic(spec: Spec) -> Config:
+    """A config for the spec that is expected to be good."""
+    tokens = next((n for n in (8, 16, 32, 64) if spec.tokens <= n), PRODUCT)
+    depth = 128 if spec.inputs % (128 * spec.scales) == 0 else 64
+    config = Config(tokens, depth, 1, max(1, spec.cores // -(-spec.tokens // tokens)))
+    fits = (replace(config, stages=stages) for stages in range(8, 0, -1))
+    return next((deep for deep in fits if deep.smem_bytes() <= SMEM), config)
+
+
+def candidates(spec: Spec) -> Iterator[Config]:
+    """Configs worth timing for the spec, the heuristic first; the compile gate drops those that spill."""
+    best = heuristic(spec)
+    some = (replace(best, depth=depth, stages=stages) for depth, stages in product((64, 128), (2, 3, 4, 5, 6, 8, 12)))
+    for config in dict.fromkeys((best, *some)):
+        try:
+            config.validate(spec)
+        except ValueError:
+            continue
+        yield config
+
+
+def supports(spec: Spec) -> str | None:
+    """None, or why no config computes the spec."""
+    try:
+        heuristic(spec).validate(spec)
+    except ValueError as reason:
+        return str(reason)
+    return None
+
+
+@dataclass(frozen=True)
+class Work:
+    """All strips, one after another, cut into equal shares of steps: known when it is traced, so constants of it."""
+
+    strips: int  # O / COLUMNS
+    steps: int  # I / depth
+    workers: int
+
+    @cached_property
+    def items(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """[W, 3] strip, first step and steps of each, in order."""
+        total = self.strips * self.steps
+        edges = {round(total * worker / self.workers) for worker in range(self.workers + 1)}
+        edges |= set(range(0, total + 1, self.steps))
+        cuts = np.array(sorted(edges), np.int32)
+        return np.stack([cuts[:-1] // self.steps, cuts[:-1] % self.steps, np.diff(cuts)], axis=1)
+
+    @cached_property
+    def cuts(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """[workers + 1]: worker w does the items from cuts[w] up to, not including, cuts[w + 1]."""
+        total, begins = self.strips * self.steps, self.items[:, 0] * self.steps + self.items[:, 1]
+        edges = [round(total * worker / self.workers) for worker in range(self.workers + 1)]
+        return np.searchsorted(begins, edges).astype(np.int32)
+
+    @cached_property
+    def parts(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """[strips, most items of a strip]: its items; W where it has fewer."""
+        by = [np.flatnonzero(self.items[:, 0] == strip) for strip in range(self.strips)]
+        made = np.full((self.strips, max(map(len, by))), len(self.items), np.int32)
+        for row, own in zip(made, by, strict=True):
+            row[: len(own)] = own
+        return made
+
+
+def narrow_matmul(
+    x: jax.Array,  # [T, I]
+    values: jax.Array,  # [I, O] int8 or float8_e4m3fn
+    scale: jax.Array,  # [n, O] float32
+    *,
+    config: Config,
+    interpret: Interpret = None,
+) -> jax.Array:
+    """[T, O] in the dtype of x, summed in float32."""
+    (tokens, inputs), outputs, scales = x.shape, values.shape[1], scale.shape[0]
+    config.validate(Spec(tokens, inputs, outputs, scales, x.dtype, values.dtype))
+    if values.shape != (inputs, outputs) or scale.shape != (scales, outputs):
+        raise ValueError(f"x {x.shape}, values {values.shape} and scale {scale.shape} do not fit")
+    work = Work(outputs // COLUMNS, inputs // config.depth, config.workers)
+    groups = -(-tokens // config.tokens)
+    shape = Shape(
+        tokens=config.tokens,
+        depth=config.depth,
+        stages=config.stages,
+        every=inputs // scales // config.depth if scales > 1 else 0,
+        dtype=jnp.dtype(x.dtype),
+        stored=jnp.dtype(values.dtype),
+        interpret=interpret,
+    )
+    run = compat.kernel(
+        body(shape),
+        out=jax.ShapeDtypeStruct((groups, len(work.items), COLUMNS, config.tokens), jnp.float32),
+        scratch=shape.scratch(),
+        # Tokens last, which is fastest: blocks that read the same weights run side by side.
+        grid=((GRID, config.workers), (TOKENS, groups)),
+        threads=(ROLE, CONSUMERS + 1),
+        interpret=interpret,
+    )
+    padded = jnp.pad(x, ((0, groups * config.tokens - tokens), (0, 0)))
+    sums = run(padded, values, scale, jnp.asarray(work.items), jnp.asarray(work.cuts))
+    whole = _added(sums, work)  # [groups, strips, COLUMNS, N]
+    out = whole.transpose(0, 3, 1, 2).reshape(groups * config.tokens, outputs)[:tokens]
+    return (out * scale if scales == 1 else out).astype(x.dtype)
+
+
+def _added(sums: jax.Array, work: Work) -> jax.Array:
+    """sums [groups, W, COLUMNS, N] of items -> of strips, in the order of what is summed over."""
+    whole = sums[:, work.parts[:, 0]]
+    for column in work.parts.T[1:]:
+        there = (column < len(work.items))[None, :, None, None]
+        whole = whole + jnp.where(there, sums[:, np.minimum(column, len(work.items) - 1)], 0.0)
+    return whole
+
+
+# I and O of the dense products: queries, keys and values; out; gate and up; down.
+MODELS = {
+    "llama3-8b": ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)),
+    "qwen3-30b-a3b": ((2048, 5120), (4096, 2048)),
+}
+
+
+def cases() -> Iterator[Case]:
+    """Configs in use, for the compile gate: types, scales, and tokens of the decode steps of what is served."""
+    up, down = MODELS["llama3-8b"][2:]
+    for stored in (jnp.int8, jnp.float8_e4m3fn):
+        for blocks in (False, True):
+            yield _case("llama3-8b up", up, 64, stored, blocks)
+    for tokens in (8, 16, 32, 128, 256):
+        yield _case("llama3-8b down", down, tokens, jnp.float8_e4m3fn, True, usual=tokens in (8, 256))
+    for name, sizes in MODELS.items():
+        for number, size in enumerate(sizes[:2]):
+            yield _case(f"{name} {('qkv', 'out')[number]}", size, 64, jnp.float8_e4m3fn, True, usual=False)
+    yield _case("llama3-8b up", up, 64, jnp.int8, True, jnp.float16, usual=False)
+
+
+def _case(
+    name: str,
+    size: tuple[int, int],
+    tokens: int,
+    stored: Any,
+    blocks: bool,
+    dtype: Any = jnp.bfloat16,
+    usual: bool = True,
+) -> Case:
+    inputs, outputs = size
+    spec = Spec(tokens, inputs, outputs, inputs // 128 if blocks else 1, dtype, stored)
+    return Case(
+        name=f"narrow {name} {jnp.dtype(stored).name} {'blocks' if blocks else 'channels'} {jnp.dtype(dtype).name}"
+        f" t{tokens}",
+        program=partial(narrow_matmul, config=heuristic(spec)),
+        arguments=shapes(((tokens, inputs), dtype), ((inputs, outputs), stored), ((spec.scales, outputs), jnp.float32)),
+        needs=frozenset({"wgmma", "tma"}),
+        usual=usual,
+    )

@@ -1,0 +1,129 @@
+"""Products with weights of 8 bits for Hopper, run on the host, against float64; races looked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.hopper.narrow import Config, Spec, Work, candidates, heuristic, narrow_matmul
+from pallas_kernels.hopper.spec import SMEM
+
+from .interpreted import needs_interpreter, without_races
+from .reference import doubles, error
+
+LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, of the whole output
+SMALL = Config(tokens=8, depth=64, stages=2, workers=2)
+
+
+def check(spec: Spec, config: Config) -> None:
+    random = np.random.default_rng(5)
+    x = jnp.asarray(random.standard_normal((spec.tokens, spec.inputs)), spec.dtype)
+    values = random.standard_normal((spec.inputs, spec.outputs)) * (40 if spec.stored == jnp.int8 else 1)
+    values = jnp.asarray(np.clip(np.rint(values), -127, 127) if spec.stored == jnp.int8 else values, spec.stored)
+    scale = jnp.asarray(random.uniform(0.01, 0.1, (spec.scales, spec.outputs)), jnp.float32)
+
+    # One program, in haste: compiling is most of the time that this takes.
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True})
+    def product(*arrays: jax.Array) -> jax.Array:
+        return narrow_matmul(*arrays, config=config, interpret=interpret)
+
+    with without_races() as interpret:
+        got = jax.block_until_ready(product(x, values, scale))
+    weight = doubles(values) * np.repeat(doubles(scale), spec.inputs // spec.scales, axis=0)
+    assert got.dtype == spec.dtype
+    assert error(got, doubles(x) @ weight) < LARGEST_ERROR[jnp.dtype(spec.dtype).name]
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("stored", "scales"), [(jnp.int8, 2), (jnp.float8_e4m3fn, 1)])
+def test_strips_that_several_blocks_share(stored: Any, scales: int) -> None:
+    check(Spec(5, 256, 384, scales, stored=stored), SMALL)
+
+
+@pytest.mark.full
+@needs_interpreter
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("stored", [jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("scales", [1, 2, 4])
+def test_types_and_scales(dtype: Any, stored: Any, scales: int) -> None:
+    check(Spec(8, 256, 256, scales, dtype, stored), replace(SMALL, workers=3))
+
+
+@pytest.mark.full
+@needs_interpreter
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 33, 64, 128, 130, 256])
+def test_tokens(tokens: int) -> None:
+    spec = Spec(tokens, 256, 256, 2, stored=jnp.int8, cores=4)
+    check(spec, replace(heuristic(spec), stages=2))
+
+
+@pytest.mark.full
+@needs_interpreter
+@pytest.mark.parametrize(("stages", "workers", "depth"), [(1, 1, 64), (3, 1, 128), (2, 7, 64), (8, 16, 128)])
+def test_configs(stages: int, workers: int, depth: int) -> None:
+    check(Spec(8, 512, 256, 4, stored=jnp.int8), Config(8, depth, stages, workers))
+
+
+@needs_interpreter
+def test_tiles_that_are_freed_before_they_are_read_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test of the tests: a consumer that does not say that it has read by ordinary loads."""
+    from pallas_kernels.hopper import narrow_body
+
+    monkeypatch.setattr(narrow_body, "fence", lambda interpret: None)
+    monkeypatch.setattr(narrow_body.plgpu, "commit_smem", lambda: None)
+    with pytest.raises(AssertionError, match="races"):
+        check(Spec(8, 256, 128, 1), replace(SMALL, workers=1, stages=1))
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 12), st.integers(1, 20), st.integers(1, 140))
+def test_every_step_of_every_strip_is_some_blocks_and_shares_are_equal(strips: int, steps: int, workers: int) -> None:
+    work = Work(strips, steps, workers)
+    done = np.zeros((strips, steps), int)
+    for strip, first, count in work.items:
+        assert count > 0
+        done[strip, first : first + count] += 1
+    assert np.all(done == 1)
+    assert work.cuts[0] == 0 and work.cuts[-1] == len(work.items) <= strips + workers
+    shares = [work.items[a:b, 2].sum() for a, b in zip(work.cuts[:-1], work.cuts[1:], strict=True)]
+    assert max(shares) - min(shares) <= 1
+    for strip, parts in enumerate(work.parts):
+        own = parts[parts < len(work.items)]
+        assert np.array_equal(own, np.flatnonzero(work.items[:, 0] == strip))
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "why"),
+    [
+        (SMALL, {"dtype": jnp.float32}, "must be bfloat16 or float16"),
+        (SMALL, {"stored": jnp.uint8}, "must be one of int8, float8_e4m3fn"),
+        (SMALL, {"outputs": 200}, "spec.outputs=200 must be a multiple of 128"),
+        (SMALL, {"scales": 8}, "divide spec.inputs=256 / spec.scales=8"),
+        (SMALL, {"tokens": 257}, "spec.tokens=257 1 to 256"),
+        (replace(SMALL, tokens=24), {}, "self.tokens=24"),
+        (replace(SMALL, stages=0), {}, "must be positive"),
+        (replace(SMALL, stages=64), {}, "bytes of shared memory"),
+    ],
+)
+def test_configs_that_cannot_be_are_named(config: Config, changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        config.validate(replace(Spec(8, 256, 256), **changes))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 17, 64, 65, 128, 256])
+@pytest.mark.parametrize("size", [(4096, 6144, 32), (14336, 4096, 112), (2048, 5120, 1), (192, 256, 3)])
+def test_heuristics_and_candidates_fit(tokens: int, size: tuple[int, int, int]) -> None:
+    spec = Spec(tokens, *size)
+    found = list(candidates(spec))
+    assert found[0] == heuristic(spec)
+    for config in found:
+        config.validate(spec)
+        assert config.smem_bytes() <= SMEM
