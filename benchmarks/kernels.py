@@ -21,7 +21,7 @@ from typing import Any
 
 import common
 import jax
-from kernel_bench import first, questions, times, tune
+from kernel_bench import first, latent, narrow, questions, times, tune
 from kernel_bench.session import Session
 
 from jaxserve.report.progress import bar
@@ -59,6 +59,8 @@ SECTIONS: dict[str, Callable[[Session], Any]] = {
     "ceilings": ceilings,
     "numerics": first.all_numerics,
     "attention": times.attention,
+    "latent": latent.times,
+    "narrow": narrow.times,
     "slopes": lambda session: session.part("slopes", lambda: times.slopes(session)),
     "writes": writes,
     "pages": lambda session: session.part("pages", lambda: times.pages_out_and_in(session)),

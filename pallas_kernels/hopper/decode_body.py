@@ -62,10 +62,12 @@ def body(shape: Shape) -> Callable[..., None]:
 def _registers(shape: Shape, *, consumer: bool) -> None:
     if shape.warps:  # these blocks need so few that two of them share a core; there are none to move
         return
+    # A tile that is shared has twice the pages, whose numbers the producer holds.
+    most, least = (224, 56) if shape.joint else (248 if shape.consumers == 1 else 232, 40)
     if consumer:
-        plgpu.set_max_registers(248 if shape.consumers == 1 else 232, action="increase")
+        plgpu.set_max_registers(most, action="increase")
     else:
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(least, action="decrease")
 
 
 def _consume(shape: Shape, refs: Refs, me: Any) -> None:

@@ -80,10 +80,12 @@ def body(shape: Shape) -> Callable[..., None]:
 
         @pl.when(role < CONSUMERS)
         def _() -> None:
+            plgpu.set_max_registers(232, action="increase")
             _each_item(refs, lambda item, done: _consume(shape, refs, item, done, role))
 
         @pl.when(role == CONSUMERS)
         def _() -> None:
+            plgpu.set_max_registers(40, action="decrease")
             steps = _each_item(refs, lambda item, done: _produce(shape, refs, item, done))
             for slot in range(shape.stages):  # a block must not end before every arrival has been waited for
 

@@ -1,0 +1,96 @@
+"""How long attention to latents takes (MLA): the kernel and XLA, steps of one layer of DeepSeek-V2-Lite and V3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import attention_xla, compat
+from pallas_kernels.layout import Ragged
+
+from .cases import Case
+from .session import Session, normal, reading
+
+
+@dataclass(frozen=True)
+class Latent(Case):
+    """A step whose cache is a latent of `dim` columns, the first `values` of which are the values."""
+
+    values: int = 512  # R
+
+    @property
+    def moved(self) -> float:
+        """Bytes that must be moved: latents once per row, queries in, mixed latents out."""
+        latents = sum(context for _, context in self.rows) * self.dim * 2
+        return float(latents + self.tokens * self.heads * (self.dim + self.values) * 2)
+
+    @property
+    def flops(self) -> float:
+        """Two products over the latents that each token sees."""
+        seen = sum(length * context - length * (length - 1) // 2 for length, context in self.rows)
+        return 2.0 * seen * self.heads * (self.dim + self.values)
+
+
+def cases(dry: bool) -> list[Latent]:
+    if dry:
+        return [Latent("latent B2", ((1, 37), (3, 20)), 16, 4, 1, 192, jnp.float16, pools=2, values=128)]
+    found = [
+        Latent(f"latent B64 ctx4096 H{heads}", ((1, 4096),) * 64, 64, heads, 1, 576) for heads in (16, 32, 64, 128)
+    ]
+    found.append(Latent("latent B1 ctx131072 H16", ((1, 131072),), 64, 16, 1, 576))
+    found.append(Latent("latent B64 ctx4096 H16 T4", ((4, 4096),) * 64, 64, 16, 1, 576))
+    found.append(Latent("latent prompts 2x4096 H16", ((4096, 4096),) * 2, 64, 16, 1, 576))
+    return found
+
+
+def times(session: Session) -> None:
+    for case in cases(session.dry):
+        for label in _labels(case):
+            found = session.part(
+                f"{case.name}: {label}", lambda case=case, label=label: _measure(session, case, label), least=5.0
+            )
+            if found is not None:
+                seconds, config = found
+                session.add(case.name, label, seconds, moved=case.moved, flops=case.flops, config=config)
+
+
+def _labels(case: Latent) -> list[str]:
+    few = compat.HAS_MMA and case.queries * case.heads <= 16
+    return [*(["mosaic mma"] if few else []), "mosaic wgmma", "xla"]
+
+
+def _measure(session: Session, case: Latent, label: str) -> tuple[Any, str]:
+    from pallas_kernels.hopper import latent
+    from pallas_kernels.hopper.spec import CORES, Spec
+    from pallas_kernels.interpret import interpreter
+
+    if session.dry and label != "xla" and not compat.DETECTS_RACES:
+        raise NotImplementedError(f"a dry run needs the interpreter of jax 0.11; this is {jax.__version__}")
+    spec = Spec(
+        len(case.rows), case.heads, 1, case.dim, case.page, case.queries, case.dtype, case.dtype,
+        2 if session.dry else CORES, case.values,
+    )  # fmt: skip
+    config = latent.heuristic(spec, warps=label == "mosaic mma")
+    interpret = interpreter() if session.dry else None
+    ragged, pages = case.ragged()
+
+    def call(q: jax.Array, pool: jax.Array, ragged: Ragged, work: Any) -> Any:
+        if label == "xla":
+            return attention_xla.paged_attention(
+                q, pool, pool, ragged, scale=case.scale, decode=case.queries == 1, queries=case.queries
+            )
+        return latent.paged_latent(
+            q, pool, work, values=case.values, scale=case.scale, config=config, interpret=interpret
+        )
+
+    short = case.queries <= config.queries
+    work = () if label == "xla" else jax.jit(lambda step: config.plan(step, page=case.page, short=short))(ragged)
+    shape = pages, case.page, 1, case.dim
+    pools = [(normal(shape, case.dtype, 1 + i),) for i in range(case.pools)]
+    least = max(case.moved / session.ceilings.copy, case.flops / session.ceilings.matmul)
+    turns = 1 if label == "xla" else session.turns(least)
+    seconds = session.seconds(reading(call, turns), (case.queries_of(), pools, (ragged, work)), turns * case.pools)
+    return seconds, "" if label == "xla" else str(config)

@@ -1,0 +1,67 @@
+"""How long products with 8-bit weights take at decode: the kernel, XLA, and XLA with the weights in bfloat16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.models.quantised import Quantised, einsum
+from pallas_kernels import compat
+from pallas_kernels.hopper.narrow import MODELS, Spec
+
+from .session import POOLS, Session, normal, reading
+
+TOKENS = (8, 64, 256)
+FORMS = (("int8", False), ("float8_e4m3fn", False), ("float8_e4m3fn", True))  # values, and whether scales are of blocks
+
+
+def times(session: Session) -> None:
+    if session.dry:
+        for blocks in (False, True):
+            _case(session, "narrow 256x256", Spec(4, 256, 256, 2 if blocks else 1, jnp.float16, jnp.int8, 2))
+        return
+    for model, sizes in MODELS.items():
+        for inputs, outputs in sizes:
+            for tokens in TOKENS:
+                for stored, blocks in FORMS:
+                    spec = Spec(tokens, inputs, outputs, inputs // 128 if blocks else 1, stored=jnp.dtype(stored))
+                    _case(session, f"narrow {model} {inputs}x{outputs}", spec)
+
+
+def _case(session: Session, name: str, spec: Spec) -> None:
+    form = f"{jnp.dtype(spec.stored).name} {'blocks' if spec.scales > 1 else 'channels'}"
+    name = f"{name} t{spec.tokens} {form}"
+    for label in ("mosaic", "xla", "xla bfloat16"):
+        found = session.part(f"{name}: {label}", lambda label=label: _measure(session, spec, label))
+        if found is not None:
+            size = 2 if label == "xla bfloat16" else 1
+            moved = spec.inputs * spec.outputs * size + 2.0 * spec.tokens * (spec.inputs + spec.outputs)
+            flops = 2.0 * spec.tokens * spec.inputs * spec.outputs
+            session.add(name, label, found, moved=moved, flops=flops)
+
+
+def _measure(session: Session, spec: Spec, label: str) -> Any:
+    from pallas_kernels.hopper.narrow import heuristic, narrow_matmul
+    from pallas_kernels.interpret import interpreter
+
+    if session.dry and label == "mosaic" and not compat.DETECTS_RACES:
+        raise NotImplementedError(f"a dry run needs the interpreter of jax 0.11; this is {jax.__version__}")
+    config, interpret = heuristic(spec), interpreter() if session.dry else None
+
+    def call(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
+        if label == "mosaic":
+            return narrow_matmul(x, values, scale, config=config, interpret=interpret)
+        return einsum("ti,io->to", x, values if label == "xla bfloat16" else Quantised(values, scale, 0))
+
+    # As many weights as the level-2 cache cannot hold.
+    count = 2 if session.dry else max(POOLS, -(-(200 << 20) // (spec.inputs * spec.outputs)))
+    kind = spec.dtype if label == "xla bfloat16" else spec.stored
+    weights = [
+        (normal((spec.inputs, spec.outputs), kind, i), jnp.full((spec.scales, spec.outputs), 0.01, jnp.float32))
+        for i in range(count)
+    ]
+    turns = session.turns(spec.inputs * spec.outputs / session.ceilings.copy)
+    x = normal((spec.tokens, spec.inputs), spec.dtype, 99)
+    return session.seconds(reading(call, turns), (x, weights, ()), turns * count)
