@@ -102,7 +102,8 @@ def _each_item(refs: Refs, one: Callable[[jax.Array, jax.Array], None]) -> jax.A
 
     def step(item: jax.Array, done: jax.Array) -> jax.Array:
         one(item, done)
-        return done + refs.items[item, 2]
+        after: jax.Array = done + refs.items[item, 2]
+        return after
 
     steps: jax.Array = lax.fori_loop(refs.cuts[worker], refs.cuts[worker + 1], step, jnp.int32(0))
     return steps
@@ -111,7 +112,7 @@ def _each_item(refs: Refs, one: Callable[[jax.Array, jax.Array], None]) -> jax.A
 def _produce(shape: Shape, refs: Refs, item: jax.Array, done: jax.Array) -> None:
     strip, first, token = refs.items[item, 0], refs.items[item, 1], lax.axis_index(TOKENS) * shape.tokens
 
-    def step(k: jax.Array, _: None) -> None:
+    def step(k: jax.Array, nothing: None) -> None:
         slot, depth = lax.rem(done + k, jnp.int32(shape.stages)), pl.ds((first + k) * shape.depth, shape.depth)
         full = refs.full.at[slot]
 
