@@ -273,6 +273,7 @@ class StatsLine:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._last: tuple[float, int, int] | None = None
+        self._drafts = (0, 0)
         self._idle = True
 
     def text(self, now: float) -> str | None:
@@ -290,5 +291,12 @@ class StatsLine:
         return (
             f"prompt {(mine[1] - last[1]) / span:.1f} tokens/s, generation {(mine[2] - last[2]) / span:.1f} tokens/s, "
             f"running {stats.running}, waiting {stats.waiting}, KV cache {stats.kv_usage:.1%}, prefix hits {hits:.1%}, "
-            f"SLO attained {attainment(stats):.1%}"
+            f"SLO attained {attainment(stats):.1%}{self._drafted(counters)}"
         )
+
+    def _drafted(self, counters: Any) -> str:
+        """What became of drafts since it was last asked."""
+        now, before = (counters.drafted, counters.accepted), self._drafts
+        self._drafts = now
+        drafted = now[0] - before[0]
+        return f", drafted {drafted}, accepted {(now[1] - before[1]) / drafted:.1%}" if drafted else ""

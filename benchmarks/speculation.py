@@ -1,0 +1,144 @@
+"""What drafting gains on this machine: tokens per second without drafts, with always as many, and with as many as pay.
+
+The three engines live in one process and take turns, in an order that rotates, on the same prompts; what is compared is
+the ratio within a turn, so a busy machine disturbs all alike. Prompts are heads of functions of the standard library,
+the text that the demo model was trained on; outputs have a fixed length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sysconfig
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import common
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.report.table import print_table
+
+DRAFT = common.DEMO.parent / "draft"
+SIDES = ("none", "fixed", "adaptive")
+
+
+def prompts_of(count: int, seed: int) -> list[str]:
+    """Heads of functions, each with the line that follows."""
+    folder, found = Path(sysconfig.get_path("stdlib")), []
+    for name in ("textwrap", "heapq", "shlex", "fractions", "graphlib", "csv", "fnmatch", "argparse", "ast", "zipfile"):
+        lines = (folder / f"{name}.py").read_text(encoding="utf-8").splitlines()
+        found += ["\n".join(lines[at : at + 2]) for at, line in enumerate(lines) if line.lstrip().startswith("def ")]
+    return random.Random(seed).sample(found, count)
+
+
+def engine(side: str, args: argparse.Namespace) -> LLM:
+    given: dict[str, Any] = {}
+    if side != "none":
+        settings = {"num_speculative_tokens": args.draft_tokens, "adaptive": side == "adaptive"}
+        if args.method == "ngram":
+            settings |= {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+        else:
+            settings |= {"method": "draft_model", "model": str(args.draft)}
+        given["speculative_config"] = json.dumps(settings)
+    return LLM(
+        str(args.model),
+        mesh="1x1",
+        max_num_seqs=max(args.batch),
+        max_model_len=512,
+        max_num_batched_tokens=256,
+        enable_prefix_caching=False,
+        **given,
+    )
+
+
+def counted(llm: LLM) -> dict[str, Any]:
+    counters = llm.engine.stats().counters
+    named = ("drafts", "drafted", "accepted", "generated_tokens", "steps")
+    return {name: getattr(counters, name) for name in named} | {"accepted_at": list(counters.accepted_at)}
+
+
+def turn(llm: LLM, prompts: list[str], params: SamplingParams) -> float:
+    """Tokens per second."""
+    began = time.perf_counter()
+    found = llm.generate(prompts, params)
+    return sum(len(one.outputs[0].token_ids) for one in found) / (time.perf_counter() - began)
+
+
+def measured(engines: dict[str, LLM], size: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Rates by side, and what was drafted, for batches of `size`."""
+    params = SamplingParams(max_tokens=args.tokens, temperature=args.temperature, ignore_eos=True, seed=0)
+    rates: dict[str, list[float]] = {side: [] for side in engines}
+    order = list(engines)
+    for llm in engines.values():
+        turn(llm, prompts_of(size, -1), params)
+    before = {side: counted(llm) for side, llm in engines.items()}
+    for index in range(args.turns):
+        prompts = prompts_of(size, index)
+        for side in order[index % len(order) :] + order[: index % len(order)]:
+            rates[side].append(turn(engines[side], prompts, params))
+    found: dict[str, Any] = {"rates": rates}
+    for side, llm in engines.items():
+        now = counted(llm)
+        more = {name: now[name] - before[side][name] for name in now if name != "accepted_at"}
+        drafts = max(1, more["drafts"])
+        pairs = zip(now["accepted_at"], before[side]["accepted_at"], strict=True)
+        more["accepted_per_position"] = [round((a - b) / drafts, 4) for a, b in pairs][: args.draft_tokens]
+        more["tokens_per_step"] = more["generated_tokens"] / max(1, more["steps"]) / size
+        found[side] = more
+    return found
+
+
+def ratio(rates: dict[str, list[float]], side: str, *others: str) -> float:
+    """Of a side to the better of others, the median over the turns."""
+    best = max(others, key=lambda other: median(rates[other]))
+    return median(a / b for a, b in zip(rates[side], rates[best], strict=True))
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    made.add_argument("--model", type=Path, default=common.DEMO, metavar="FOLDER", help="the target")
+    made.add_argument("--draft", type=Path, default=DRAFT, metavar="FOLDER", help="the draft model")
+    made.add_argument("--method", choices=("draft_model", "ngram"), default="draft_model", help="[%(default)s]")
+    made.add_argument("--draft-tokens", type=int, default=4, metavar="K", help="most tokens to draft [%(default)s]")
+    made.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="requests at once")
+    made.add_argument("--tokens", type=int, default=96, metavar="N", help="tokens of each answer [%(default)s]")
+    made.add_argument("--turns", type=int, default=9, metavar="N", help="turns of each engine [%(default)s]")
+    made.add_argument("--temperature", type=float, default=0.0, metavar="T", help="[%(default)s]")
+    common.add_output(made, "speculation")
+    return made
+
+
+def main() -> None:
+    args = parser().parse_args()
+    engines = {side: engine(side, args) for side in SIDES}
+    rows, found = [], {}
+    for size in args.batch:
+        one = found[str(size)] = measured(engines, size, args)
+        rates, fixed = one["rates"], one["fixed"]
+        one["speedup"] = {side: ratio(rates, side, "none") for side in ("fixed", "adaptive")}
+        one["adaptive_to_better"] = ratio(rates, "adaptive", "none", "fixed")
+        rows.append(
+            [
+                size,
+                median(rates["none"]),
+                one["speedup"]["fixed"],
+                one["speedup"]["adaptive"],
+                one["adaptive_to_better"],
+                fixed["tokens_per_step"],
+                one["adaptive"]["tokens_per_step"],
+                " ".join(f"{share:.2f}" for share in fixed["accepted_per_position"]),
+            ]
+        )
+    columns = [
+        "batch", "none tokens/s", f"fixed k={args.draft_tokens}", "adaptive", "adaptive / better", "tokens/step fixed",
+        "tokens/step adaptive", "accepted by position",
+    ]  # fmt: skip
+    print_table(f"speculation by {args.method}, temperature {args.temperature}", columns, rows)
+    common.save(args, {"sides": found})
+
+
+if __name__ == "__main__":
+    main()

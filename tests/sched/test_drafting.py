@@ -1,0 +1,135 @@
+"""Policies that are made to draft: as much as pays, by what was accepted and what steps take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.sched import policies
+from jaxserve.sched.acceptance import Acceptance, Drafts
+from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.perf.drafted import FIRST, Drafted
+from jaxserve.sched.perf.model import GeneralModel, Load
+from jaxserve.sched.policies.drafting import lengths_of
+
+from .harness import COEFFICIENTS, Job, Outcome, simulate
+from .test_speculation import JOB, check
+
+CHEAP = replace(COEFFICIENTS, fixed=5e-3, draft=2e-4)
+DEAR = replace(COEFFICIENTS, fixed=1e-3, decode=1e-3, draft=2e-3)
+JOBS = [Job(range(100 * row, 100 * row + 8), 300) for row in range(4)]
+
+
+def run(policy: str, **shape: object) -> Outcome:
+    return simulate(JOBS, policy=policy, pages=400, draft=4, tokens=64, **shape)
+
+
+def ended(outcome: Outcome) -> float:
+    return max(request.token_times[-1] for request in outcome.requests)
+
+
+def drafted(outcome: Outcome) -> float:
+    """Share of the decode steps in which somebody drafts, once acceptance is known."""
+    steps = [any(span.draft for span in plan.spans) for _, plan in outcome.plans][20:]
+    return sum(steps) / len(steps)
+
+
+def test_good_drafts_that_cost_little_are_used() -> None:
+    plain, adaptive = run("distserve", coefficients=CHEAP), run("distserve/draft", coefficients=CHEAP, acceptance=0.9)
+    assert drafted(adaptive) > 0.9
+    assert ended(adaptive) < ended(plain) / 2.5
+
+
+@pytest.mark.parametrize(("coefficients", "acceptance"), [(CHEAP, 0.0), (DEAR, 0.3)])
+def test_drafts_that_do_not_pay_are_left(coefficients: object, acceptance: float) -> None:
+    """A wrong drafter, or one that costs more than it brings: tried now and then, and no more than that."""
+    plain = run("distserve", coefficients=coefficients)
+    adaptive = run("distserve/draft", coefficients=coefficients, acceptance=acceptance)
+    always = run("distserve/draft:no-adaptive", coefficients=coefficients, acceptance=acceptance)
+    assert 0 < drafted(adaptive) < 0.3
+    assert ended(adaptive) < 1.03 * ended(plain) < ended(always)
+
+
+def test_the_most_is_always_drafted_where_it_shall_be() -> None:
+    outcome = run("distserve/draft:no-adaptive", acceptance=0.5)
+    lengths = {span.draft for _, plan in outcome.plans for span in plan.spans if span.start > 8}
+    assert lengths <= {0, 1, 2, 3, 4} and drafted(outcome) > 0.95
+
+
+@settings(max_examples=25, deadline=None)
+@given(jobs=st.lists(JOB, min_size=1, max_size=6), acceptance=st.floats(0, 1), adaptive=st.booleans())
+def test_no_token_is_lost_or_invented(jobs: list[Job], acceptance: float, adaptive: bool) -> None:
+    policy = "sarathi:tokens=16/draft" + ("" if adaptive else ":no-adaptive")
+    outcome = simulate(jobs, policy=policy, draft=3, acceptance=acceptance, pages=40, tokens=24)
+    check(outcome, jobs, 3, 4)
+
+
+def test_a_request_that_draws_one_at_a_time_does_not_draft() -> None:
+    params = SamplingParams(max_tokens=None, repetition_penalty=1.2)
+    late = SamplingParams(max_tokens=None, min_tokens=20)
+    jobs = [Job(range(8), 40, params=params), Job(range(100, 108), 40), Job(range(200, 208), 40, params=late)]
+    outcome = simulate(jobs, policy="distserve/draft:no-adaptive", pages=400, draft=4, tokens=64, acceptance=0.8)
+    lengths = {
+        id: [s for _, plan in outcome.plans for s in plan.spans if s.request == id and s.draft] for id in range(3)
+    }
+    assert not lengths[0] and lengths[1]
+    assert lengths[2] and min(span.start for span in lengths[2]) >= 8 + 20 - 1
+
+
+def test_names() -> None:
+    policies.make("unified/draft")
+    policies.make("prefill=fcfs,decode=continuous/draft:no-adaptive")
+    with pytest.raises(InvalidValue, match="no option 'fast'"):
+        policies.make("kairos/draft:fast")
+    with pytest.raises(InvalidValue, match="choose one of draft"):
+        policies.make("kairos/guess")
+    assert lengths_of(1) == (1,) and lengths_of(4) == (1, 2, 4) and lengths_of(6) == (1, 2, 4, 6)
+
+
+# ---- what is measured --------------------------------------------------------------------------------------------
+
+
+def test_acceptance_of_tiers_and_requests() -> None:
+    known = Acceptance()
+    good, bad = known.record("fast", Drafts()), known.record("slow", Drafts())
+    for _ in range(300):
+        known.count("fast", good, 4, 4, cut=False)
+        known.count("slow", bad, 4, 0, cut=False)
+    assert good.acceptance > 0.95 and bad.acceptance < 0.1
+    assert known.of("fast") > 0.9 > 0.2 > known.of("slow")
+    assert known.of("slow") < known.all.acceptance < known.of("fast")
+    assert known.of("never seen") == known.all.acceptance
+    assert known.record("slow", good) is good, "a request keeps what it knows"
+    assert known.record("slow", Drafts()).acceptance == pytest.approx(known.of("slow"))
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.floats(0, 1)), max_size=60))
+def test_acceptance_is_a_share(counts: list[tuple[int, float]]) -> None:
+    drafts = Drafts(weight=8.0, memory=100.0)
+    for length, share in counts:
+        drafts.count(length, round(share * length))
+        assert 0 <= drafts.acceptance <= 1
+
+
+def test_steps_that_draft_are_learnt() -> None:
+    inner = GeneralModel(COEFFICIENTS, correct=False)
+    model = Drafted(inner)
+    load = Load(decode=20, longest=10, context=40, drafts=4)
+    plain = load._replace(drafts=0)
+    assert model.step_time(plain) == inner.step_time(plain)
+    assert model.step_time(load) == pytest.approx(FIRST * inner.step_time(plain))
+    for _ in range(100):
+        model.observe(load, 3.0 * inner.step_time(plain))
+    assert model.step_time(load) == pytest.approx(3.0 * inner.step_time(plain), rel=1e-3)
+    near, mixed = load._replace(decode=40), load.add_chunk(100, 0)
+    assert model.step_time(near) == pytest.approx(3.0 * inner.step_time(near._replace(drafts=0)), rel=1e-3)
+    more = model.step_time(mixed) - inner.step_time(mixed._replace(drafts=0))
+    assert more == pytest.approx(2.0 * inner.step_time(plain), rel=1e-3)
+    version = model.version
+    model.observe(plain, 1.0)
+    model.observe(load, float("nan"))
+    assert model.version == version + 1
