@@ -23,7 +23,7 @@ from .policy import Decision, Limits, Policy, Role, Task, View
 from .request import Request, State
 from .roster import Roster
 
-WAITED = 0.02  # seconds: who waited longer had nothing to do
+WAITED = 0.25  # seconds that count at most of what a step waited for the host
 
 
 class Scheduler(Moves):
@@ -53,6 +53,7 @@ class Scheduler(Moves):
         self._flight = Flight()
         self._drafts = Acceptance()
         self._ended = 0.0  # when the last step ended, executor's clock
+        self._waits = False  # there were rows to decode then
         self._drift = Drift()
         self._step = 0
 
@@ -223,7 +224,6 @@ class Scheduler(Moves):
         self._log("settle", result=result)
         submitted = self._flight.land(result)
         seconds = submitted.ran + result.finished - result.started
-        self.perf.observe(submitted.load, seconds + self._gap(submitted.load.drafts, result))
         self.counters.step(submitted.load, submitted.seconds, seconds)
         self._drift.count(submitted.seconds, seconds)
         prefills, requests = self.role is Role.PREFILL, self._roster.requests
@@ -258,12 +258,16 @@ class Scheduler(Moves):
                     self._roster.file(request)
             if prefills and request.state is not State.FINISHED:
                 advanced.append((request, end))
+        self.perf.observe(submitted.load, seconds + self._gap(result))
         return Settled(tuple(deltas), tuple(advanced))
 
-    def _gap(self, drafts: int, result: StepResult) -> float:
-        """What the device waited for a step that drafted: its rows cannot be planned ahead. It is part of its cost."""
-        gap, self._ended = result.started - self._ended, result.finished
-        return gap if drafts and 0.0 < gap < WAITED else 0.0
+    def _gap(self, result: StepResult) -> float:
+        """Where rows may draft, what the device waited for a step though there were rows to decode: part of what it
+        takes. Rows that draft cannot be planned ahead, so that their steps wait for the host."""
+        gap = result.started - self._ended
+        counts = self.limits.draft and self._waits
+        self._ended, self._waits = result.finished, len(self._roster.decode) > 0 or bool(self._flight)
+        return min(max(gap, 0.0), WAITED) if counts else 0.0
 
     def recover(self) -> list[Delta]:
         """A step raised and the pool is new: every request here loses its KV and keeps its tokens.
