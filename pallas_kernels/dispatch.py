@@ -21,6 +21,7 @@ from pallas_kernels.choice import Choice, Unsupported
 from pallas_kernels.choice import resolve as choose
 from pallas_kernels.experts import Experts, XlaExperts
 from pallas_kernels.layout import Ragged, Scales
+from pallas_kernels.products import Products, XlaProducts
 from pallas_kernels.rope import Turn
 
 __all__ = ["Attention", "Choice", "Pool", "Spec", "Unsupported", "attention", "resolve"]
@@ -44,6 +45,10 @@ class Attention(Local, Protocol):
     def experts(self) -> Experts:
         """The products of a shard's experts."""
 
+    @property
+    def products(self) -> Products:
+        """Products with weights of 8 bits."""
+
 
 def attention(
     mesh: Mesh | AbstractMesh | None = None,
@@ -52,15 +57,16 @@ def attention(
     decode: bool = False,
     few: bool = False,
     experts: Experts | None = None,
+    products: Products | None = None,
 ) -> Attention:
     """The attention of one bucket's program.
 
     `mesh` with an axis `tp`: heads are split over it and every shard attends to its own pool; None: one device.
-    `choice`, `experts` None: XLA. `decode`: every program row is exactly one token, T = S, lengths 0 or 1. `few`: no
-    row has more than 16.
+    `choice`, `experts`, `products` None: XLA. `decode`: every program row is exactly one token, T = S, lengths 0 or 1.
+    `few`: no row has more than 16.
     """
     local = xla.make(None, decode) if choice is None else BACKENDS[choice.backend].make(choice.spec, decode, few)
-    return _Sharded(local, mesh, experts or XlaExperts())
+    return _Sharded(local, mesh, experts or XlaExperts(), products or XlaProducts())
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,7 @@ class _Sharded:
     local: Local
     mesh: Mesh | AbstractMesh | None
     experts: Experts
+    products: Products
 
     def plan(self, ragged: Ragged) -> Any:
         return self.local.plan(ragged)

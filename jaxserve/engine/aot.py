@@ -47,11 +47,13 @@ class Served(NamedTuple):
     usual: tuple[str, ...] = ()
     rows: int = ROWS
     draft: int = 0  # tokens that a row may draft, by n-grams
+    quantization: str | None = None  # of weights, as the flag names it
 
 
 SERVED = (
     Served("llama3-8b", 1, ("decode", "prefill", "draw")),
     Served("llama3-8b", 1, ("verify", "judge"), draft=4),
+    Served("llama3-8b", 1, ("decode",), quantization="fp8_per_block"),
     Served("qwen2.5-7b", 1, ("decode",)),
     Served("qwen3-0.6b", 1, ("decode",)),
     Served("gemma3-1b", 1, ("decode",)),
@@ -73,11 +75,14 @@ def cases() -> list[Step]:
 
 def served_steps(served: Served) -> Iterator[Step]:
     named = f"{served.model} tp{served.tp}" + (f" draft{served.draft}" if served.draft else "")
+    named += f" {served.quantization}" if served.quantization else ""
     return steps(named, partial(_config, served), served.tp, served.usual, drafts=served.draft > 0)
 
 
 def _config(served: Served, backend: str) -> ExecutorConfig:
     spec = published_spec(served.model)
+    if served.quantization is not None:
+        spec = spec.quantised_as(served.quantization)
     return ExecutorConfig(
         spec,
         random_init(),
@@ -89,6 +94,7 @@ def _config(served: Served, backend: str) -> ExecutorConfig:
         attention_backend=backend,
         speculative=Speculative("ngram", served.draft) if served.draft else None,
         experts_backend=EXPERTS[backend],
+        products_backend=EXPERTS[backend] if served.quantization == "fp8_per_block" else "auto",
     )
 
 

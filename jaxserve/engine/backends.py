@@ -13,7 +13,7 @@ from jaxserve.engine import kv
 from jaxserve.engine.mesh import MeshPlan
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.errors import InvalidValue
-from pallas_kernels import dispatch, experts
+from pallas_kernels import dispatch, experts, products
 from pallas_kernels.dispatch import Attention, Choice, attention
 from pallas_kernels.experts import experts as made
 
@@ -25,10 +25,18 @@ class Backends(NamedTuple):
 
     attention: Choice | None = None
     experts: Choice | None = None
+    products: Choice | None = None
 
     def kernel(self, mesh: AbstractMesh, *, decode: bool = False, few: bool = False) -> Attention:
-        """What the programs of a bucket are given: the attention, and with it the experts."""
-        return attention(mesh, self.attention, decode=decode, few=few, experts=made(self.experts))
+        """What the programs of a bucket are given: the attention, and with it the experts and the products."""
+        return attention(
+            mesh,
+            self.attention,
+            decode=decode,
+            few=few,
+            experts=made(self.experts),
+            products=products.products(self.products),
+        )
 
 
 class Asked(Protocol):
@@ -45,12 +53,15 @@ class Asked(Protocol):
     @property
     def experts_backend(self) -> str: ...
     @property
+    def products_backend(self) -> str: ...
+    @property
     def interpret(self) -> bool: ...
 
 
 def resolve_backends(config: Asked, spec: ModelSpec, dtype: Any, mesh: Mesh) -> Backends:
     """Of all instances. `spec` is that of `for_tp`; raises InvalidValue where what is named cannot run."""
-    return Backends(*(resolve(config, spec, dtype, mesh) for resolve in (resolve_attention, resolve_experts)))
+    each = resolve_attention, resolve_experts, resolve_products
+    return Backends(*(resolve(config, spec, dtype, mesh) for resolve in each))
 
 
 def resolve_attention(config: Asked, spec: ModelSpec, dtype: Any, mesh: Mesh) -> Choice:
@@ -92,6 +103,25 @@ def resolve_experts(config: Asked, spec: ModelSpec, dtype: Any, mesh: Mesh) -> C
         interpret=config.interpret,
     )
     return _told(partial(experts.resolve_experts, asked, config.experts_backend), "experts")
+
+
+def resolve_products(config: Asked, spec: ModelSpec, dtype: Any, mesh: Mesh) -> Choice | None:
+    """The products with weights of 8 bits, where the model has them."""
+    if spec.quantised is None:
+        return None
+    device = mesh.devices.flat[0]
+    asked = products.Spec(
+        platform=device.platform,
+        dtype=str(dtype),
+        weights=spec.quantised.dtype,
+        blocks=spec.quantised.block is not None,
+        shards=config.mesh.tp,
+        device=device.device_kind,
+        capability=str(getattr(device, "compute_capability", "")),
+        cores=_cores(config, device),
+        interpret=config.interpret,
+    )
+    return _told(partial(products.resolve_products, asked, config.products_backend), "products")
 
 
 def _cores(config: Asked, device: Any) -> int:

@@ -56,6 +56,7 @@ class ExecutorConfig:
     share_devices: bool = False
     attention_backend: str = "auto"  # see `dispatch.resolve`
     experts_backend: str = "auto"  # the same, of a mixture of experts
+    products_backend: str = "auto"  # the same, of products with weights of 8 bits
     preempt_boundary: str = "chunk"  # see `Boundary`
     preempt_depth: int = DEPTH  # segments dispatched ahead of what is done
     suspended: int = 4  # most steps stopped at a boundary at a time: memory is kept for them

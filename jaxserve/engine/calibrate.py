@@ -27,6 +27,7 @@ from jaxserve.models.spec import ModelSpec
 from pallas_kernels.dispatch import Pool
 from pallas_kernels.experts import Experts, XlaExperts
 from pallas_kernels.layout import MASKED, Ragged, Scales
+from pallas_kernels.products import Products, XlaProducts
 from pallas_kernels.rope import Turn, rotate
 from pallas_kernels.sinks import with_sinks
 from pallas_kernels.xla.write import LARGEST
@@ -47,6 +48,7 @@ class Observer:
 
     mesh: Mesh
     experts: Experts = field(default_factory=XlaExperts)
+    products: Products = field(default_factory=XlaProducts)
 
     def plan(self, ragged: Ragged) -> Ragged:
         return ragged

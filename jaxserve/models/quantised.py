@@ -9,8 +9,9 @@ that is left, and exact. With more (per block) the weight is widened first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -18,9 +19,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.experts import Experts
 from pallas_kernels.plan.experts import Groups
+from pallas_kernels.products import Products
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["axis"])
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["axis", "by"])
 @dataclass(frozen=True)
 class Quantised:
     """A weight in two parts: arrays, or descriptions of arrays."""
@@ -28,6 +30,7 @@ class Quantised:
     values: Any  # int8 or float8
     scale: Any  # float32; as many axes as `values`, and as long, but for `axis`
     axis: int = 0  # I
+    by: Products | None = None  # who multiplies by it where it can; see `multiplied_by`
 
     def __getitem__(self, key: Any) -> Quantised:
         """The whole: modules say `weight[...]`."""
@@ -63,11 +66,33 @@ def einsum(subscripts: str, x: jax.Array, weight: Weight) -> jax.Array:
     if not isinstance(weight, Quantised):
         out: jax.Array = jnp.einsum(subscripts, x, weight)
         return out
+    if (product := _by_kernel(x, weight)) is not None:
+        return product
     if not weight.per_channel:
         return einsum(subscripts, x, weight.widened(x.dtype))
     out = jnp.einsum(subscripts, x, weight.values.astype(x.dtype))
     scale = jnp.squeeze(weight.scale, weight.axis)
     return _times(out, scale.reshape((1,) * (out.ndim - scale.ndim) + scale.shape))
+
+
+def _by_kernel(x: jax.Array, weight: Quantised) -> jax.Array | None:
+    """The product of x [T, I] and a weight [I, ...] by the kernel that it names; None where that does not take it."""
+    if weight.by is None or x.ndim != 2 or weight.axis != 0:
+        return None
+    (inputs, *outputs), scales = weight.shape, weight.scale.shape[0]
+    if not weight.by.takes(len(x), inputs, prod(outputs), scales):
+        return None
+    out = weight.by(x, weight.values.reshape(inputs, -1), weight.scale.reshape(scales, -1))
+    return out.reshape(len(x), *outputs)
+
+
+def multiplied_by(tree: Any, products: Products) -> Any:
+    """The tree with its quantised weights multiplied by `products`: to be said within a program, not of held arrays."""
+
+    def named(leaf: Any) -> Any:
+        return replace(leaf, by=products) if isinstance(leaf, Quantised) else leaf
+
+    return jax.tree.map(named, tree, is_leaf=lambda leaf: isinstance(leaf, Quantised))
 
 
 def multiplied(

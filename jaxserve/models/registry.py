@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxserve.models import manifest
 from jaxserve.models.layers import Decoder, Info, Part, Tree, Turns, tree_of
 from jaxserve.models.narrow import narrowed
-from jaxserve.models.quantised import Quantised
+from jaxserve.models.quantised import Quantised, multiplied_by
 from jaxserve.models.spec import Config, ModelSpec, architecture
 from jaxserve.sched.errors import InvalidValue
 from pallas_kernels.dispatch import Attention, Pool
@@ -139,7 +139,7 @@ def through(
     model, (x, turns, work), filled = decoder(spec), stream, []
     # Jitted, so that layers of a kind are traced and lowered once: a kernel traced per layer is compiled per layer.
     one = {kind: jax.jit(partial(model.layer, kind, part, kernel=attention)) for kind in set(kinds)}
-    for kind, leaves, pool in zip(kinds, layers, pools, strict=True):
+    for kind, leaves, pool in zip(kinds, multiplied_by(list(layers), attention.products), pools, strict=True):
         x, pool = one[kind](leaves, pool, x, turns, work)
         filled.append(pool)
     return x, filled

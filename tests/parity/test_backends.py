@@ -134,9 +134,20 @@ def test_tokens_are_those_of_xla_with_a_latent_cache(mesh: str, several: None) -
     check("mosaic_gpu", mesh, replace(MODELS["mosaic_gpu"], spec=LATENT))
 
 
-def check(backend: str, mesh: str, model: Model) -> None:
+# As wide as Hopper's products with 8-bit weights want them, with two scales for what is summed over.
+NARROW = replace(WIDE, dim=256, ff_dim=256).quantised_as("fp8_per_block")
+
+
+@pytest.mark.full
+@needs_interpreter
+def test_tokens_are_those_of_xla_with_weights_of_8_bits() -> None:
+    model = replace(MODELS["mosaic_gpu"], spec=NARROW)
+    check("mosaic_gpu", "1x1", model, products_backend="mosaic_gpu")
+
+
+def check(backend: str, mesh: str, model: Model, **options: str) -> None:
     seen = Seen()
-    setup = Setup(mesh, 32, PAGES, model=model, attention_backend=backend, interpret=True)
+    setup = Setup(mesh, 32, PAGES, model=model, attention_backend=backend, interpret=True, **options)
     assert setup.executors[0].state.programs.attention == f"{backend} (interpreted)"
     requests = asks()
     served, _ = setup.run(requests, "sarathi", seen)

@@ -1,0 +1,88 @@
+"""Who multiplies by weights of 8 bits, told with its reasons, and that a weight's product is the same by each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.models.quantised import Quantised, einsum, multiplied_by
+from pallas_kernels.choice import Unsupported
+from pallas_kernels.products import MosaicProducts, Spec, XlaProducts, products, resolve_products
+
+from .interpreted import needs_interpreter
+from .reference import error
+
+H200 = Spec("gpu", "bfloat16", "float8_e4m3fn", True, device="NVIDIA H200", capability="9.0")
+
+
+@dataclass(frozen=True)
+class Told:
+    """Computes by XLA, and remembers what it was asked for."""
+
+    most: int
+    shapes: list[Any] = field(default_factory=list, compare=False)
+
+    def takes(self, tokens: int, inputs: int, outputs: int, scales: int) -> bool:
+        return tokens <= self.most
+
+    def __call__(self, x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
+        self.shapes.append((x.shape, values.shape, scale.shape))
+        return einsum("ti,io->to", x, Quantised(values, scale, 0))
+
+
+def weight(*shape: int, scales: int, dtype: Any = jnp.int8) -> Quantised:
+    random = np.random.default_rng(0)
+    values = jnp.asarray(np.rint(random.uniform(-100, 100, shape)), dtype)
+    return Quantised(values, jnp.asarray(random.uniform(0.001, 0.01, (scales, *shape[1:])), jnp.float32), 0)
+
+
+def test_scales_of_blocks_are_the_kernels_and_others_are_left_to_xla() -> None:
+    assert resolve_products(H200).backend == "mosaic_gpu"
+    assert resolve_products(replace(H200, weights="int8")).backend == "mosaic_gpu"
+    for changes, reason in (
+        ({"blocks": False}, "reads as few bytes"),
+        ({"shards": 4}, "split over 4 devices"),
+        ({"dtype": "float32"}, "activations of float32"),
+        ({"capability": "8.0"}, "it is for Hopper"),
+    ):
+        choice = resolve_products(replace(H200, **changes))  # type: ignore[arg-type]
+        assert choice.backend == "xla" and reason in choice.refusals[0][1]
+        with pytest.raises(Unsupported, match=r"'mosaic_gpu' cannot run here: .*; allowed: auto, xla"):
+            resolve_products(replace(H200, **changes), "mosaic_gpu")  # type: ignore[arg-type]
+    assert isinstance(products(resolve_products(H200)), MosaicProducts)
+    assert isinstance(products(None), XlaProducts)
+
+
+def test_few_tokens_of_whole_strips_are_taken() -> None:
+    one = products(resolve_products(H200))
+    assert one.takes(1, 4096, 6144, 32) and one.takes(256, 14336, 4096, 112)
+    assert not one.takes(257, 4096, 6144, 32) and not one.takes(8, 4096, 6100, 32) and not one.takes(8, 96, 128, 3)
+    assert not XlaProducts().takes(1, 4096, 6144, 32)
+
+
+def test_a_weight_goes_to_who_takes_it_with_its_outputs_together() -> None:
+    x, told = jnp.asarray(np.random.default_rng(1).standard_normal((3, 64)), jnp.float32), Told(4)
+    plain = weight(64, 2, 16, scales=2)
+    tree = multiplied_by({"a": plain, "b": x}, told)
+    got = einsum("ti,ipo->tpo", x, tree["a"])
+    assert told.shapes == [((3, 64), (64, 32), (2, 32))] and tree["b"] is x
+    np.testing.assert_allclose(got, einsum("ti,ipo->tpo", x, plain), rtol=1e-6)
+    einsum("ti,ipo->tpo", jnp.tile(x, (2, 1)), tree["a"])  # six tokens
+    assert len(told.shapes) == 1
+    np.testing.assert_allclose(x @ replace(weight(64, 16, scales=1), by=told), x @ weight(64, 16, scales=1), rtol=1e-6)
+    assert len(told.shapes) == 2
+
+
+@needs_interpreter
+def test_the_kernel_computes_what_xla_does() -> None:
+    spec = Spec("cpu", "float16", "float8_e4m3fn", True, cores=2, interpret=True)
+    one = products(resolve_products(spec, "mosaic_gpu"))
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((3, 256)), jnp.float16)
+    plain = weight(256, 2, 128, scales=2, dtype=jnp.float8_e4m3fn)
+    got = jax.jit(lambda x, weight: einsum("ti,ipo->tpo", x, multiplied_by(weight, one)))(x, plain)
+    assert error(got, einsum("ti,ipo->tpo", x, plain)) < 1e-3
