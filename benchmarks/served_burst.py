@@ -2,15 +2,16 @@
 
     python benchmarks/served_burst.py            # the demo model on --mesh 4x2: a table and JSON
 
-Everything is relative to this machine: first the engine serves a pile of short requests, and a pile of long prompts.
-Short requests then come, Poisson, at `--short` of the rate at which the first pile was served; every `1 / --long` times
-as long as the second pile took, as many long prompts come at once. A short prompt is promised its first token in half
-of that time, a long one in 2.5 times that time; tokens in 4 times what they took in the pile of short requests.
+Everything is relative to what this machine can do at the moment: before each run the engine serves a pile of short
+requests, and a pile of long prompts. Short requests then come, Poisson, at `--short` of the rate at which the first
+pile was served; every `1 / --long` times as long as the second pile took, as many long prompts come at once. A short
+prompt is promised its first token in half of that time, a long one in 2.5 times that time; tokens in 4 times what they
+took in the pile of short requests.
 
-The very arrivals of each served run are then simulated, with step times fitted (a) to the profile that the engine made
-of itself while idle, and (b) to the steps of the served runs. (a) knows nothing of instances that share cores, nor of
-the time between steps; (b) knows their mean. Systems run in turn, `--rounds` times, in one process on the same
-executors, and the engine measures itself anew before each round.
+The very arrivals of each served run are then simulated, with step times fitted (a) to the profile that the engine makes
+of itself, idle, just before, and (b) to the steps of that very run. (a) knows nothing of instances that share cores,
+nor of the time between steps; (b) knows their mean. Systems run in turn, `--rounds` times, in one process on the same
+executors.
 """
 
 from __future__ import annotations
@@ -217,6 +218,36 @@ def simulated(
     return list(report.measured)
 
 
+KINDS = ("served", "profile", "steps")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One system in one round."""
+
+    scale: Scale
+    run: Run
+    measured: dict[str, list[Measured]]  # by kind
+    slower: float  # median of measured by profiled seconds of a step
+    fits: tuple[float, float]  # mean absolute errors: of the profile, of the run's steps
+
+
+def cell(bench: Bench, system: System, args: argparse.Namespace, seed: int, sizes: tuple[int, int, int]) -> Cell:
+    scale = Scale.of(bench)
+    bench.profile()
+    idle = fit(bench.points)
+    arrivals = burst(scale, args, seed)
+    run = bench.serve(system, arrivals)
+    own = fit(run.steps)
+    measured = {
+        "served": run.measured,
+        "profile": simulated(system, arrivals, idle.coefficients, bench, scale.move, sizes),
+        "steps": simulated(system, arrivals, own.coefficients, bench, run.move, sizes),
+    }
+    slower = median(seconds / idle.coefficients.step_time(load) for load, seconds in run.steps)
+    return Cell(scale, run, measured, slower, (idle.mape, own.mape))
+
+
 def shares(measured: Sequence[Measured]) -> dict[str, float]:
     """Attained, by class and phase."""
     whole = summarize(measured)
@@ -242,41 +273,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     names, sizes = args.systems.split(";"), (LENGTH, CHUNK, ROWS)
     bench = Bench(MESH, sizes)
-    scale = Scale.of(bench)
-    print(f"short requests {scale.short_rate:.1f}/s, {PILE[1]} long prompts in {scale.burst:.2f} s, "
-          f"{scale.tpot * 1e3:.1f} ms a token", flush=True)  # fmt: skip
-    served: dict[str, list[Run]] = {name: [] for name in names}
-    loads = [burst(scale, args, seed) for seed in range(args.rounds)]
-    points: list[tuple[Load, float]] = []
-    for number, arrivals in enumerate(loads):
-        bench.profile()
-        points += bench.points
+    cells: dict[str, list[Cell]] = {name: [] for name in names}
+    for number in range(args.rounds):
         for name in names:
-            served[name].append(bench.serve(SYSTEMS[name], arrivals))
-            print(f"round {number + 1} {name}: {shares(served[name][-1].measured)['attained']:.1%}", flush=True)
-    idle = fit(points)
-    steps = [step for runs in served.values() for run in runs for step in run.steps]
-    busy, move = fit(steps), median(run.move for runs in served.values() for run in runs)
-    table: dict[str, dict[str, Any]] = {}
-    for name in names:
-        table[name] = {
-            "served": shares([one for run in served[name] for one in run.measured]),
-            "deflections": sum(run.deflections for run in served[name]),
-            "mape": {
-                path: [run.mape[path] for run in served[name] if path in run.mape] for path in ("prefill", "decode")
-            },
+            cells[name].append(cell(bench, SYSTEMS[name], args, number, sizes))
+            last = cells[name][-1]
+            print(f"round {number + 1} {name}: " + ", ".join(
+                f"{kind} {shares(ones)['attained']:.0%}" for kind, ones in last.measured.items()
+            ), last.scale, flush=True)  # fmt: skip
+    table: dict[str, dict[str, Any]] = {
+        name: {
+            **{kind: shares([one for each in ones for one in each.measured[kind]]) for kind in KINDS},
+            "deflections": sum(each.run.deflections for each in ones),
+            "forecast_mape": [each.run.mape for each in ones],
+            "scale": [vars(each.scale) for each in ones],
+            "steps_by_profile": [each.slower for each in ones],
+            "fit_mape": {"profile": [each.fits[0] for each in ones], "steps": [each.fits[1] for each in ones]},
         }
-        for kind, truth, way in (("profile", idle, scale.move), ("steps", busy, move)):
-            runs = [simulated(SYSTEMS[name], one, truth.coefficients, bench, way, sizes) for one in loads]
-            table[name][kind] = shares([one for run in runs for one in run])
+        for name, ones in cells.items()
+    }
     rows = [
         (
             name,
-            *(
-                f"{one[kind][what]:.0%}"
-                for what in ("attained", "short", "long")
-                for kind in ("served", "profile", "steps")
-            ),
+            *(f"{one[kind][what]:.0%}" for what in ("attained", "short", "long") for kind in KINDS),
         )
         for name, one in table.items()
     ]
@@ -284,13 +303,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_table(
         "attained: all, short, long", ("system", *(f"{w} {k}" for w in ("all", "short", "long") for k in kinds)), rows
     )
-    ratio = float(np.median([seconds / idle.coefficients.step_time(load) for load, seconds in steps]))
-    print(f"served steps take {ratio:.2f} times (median) what the idle profile says")
-    save(args, {
-        "mesh": MESH, "scale": vars(scale), "table": table, "steps": len(steps), "served_by_profile": ratio,
-        "fit_profile": {"mape": idle.mape, "by_kind": dict(idle.by_kind)},
-        "fit_steps": {"mape": busy.mape, "by_kind": dict(busy.by_kind)},
-    })  # fmt: skip
+    slower = [each.slower for ones in cells.values() for each in ones]
+    print(f"served steps take {min(slower):.2f} to {max(slower):.2f} times (medians) what the idle profile says")
+    save(args, {"mesh": MESH, "table": table})
     return 0
 
 

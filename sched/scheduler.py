@@ -92,8 +92,7 @@ class Scheduler(Moves):
     @property
     def prefill_backlog(self) -> int:
         """Prompt tokens still to compute here, less what is expected to be in the prefix cache."""
-        rows = self._roster.prefill
-        return int((rows.remaining - rows.hit).sum())
+        return self._roster.prefill.backlog
 
     @property
     def decode_context(self) -> int:

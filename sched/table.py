@@ -101,6 +101,13 @@ class Table:
         return self._column(BEST)
 
     @property
+    def backlog(self) -> int:
+        """Tokens left to compute, less what is expected to be found in the prefix cache. Nothing is kept of it, so that
+        other threads may ask: a column that one of them had kept, while rows came, would be too short for good."""
+        data, count = self._data, len(self._requests)
+        return int(data[REMAINING, :count].sum() - data[HIT, :count].sum())
+
+    @property
     def last(self) -> Array:
         """Not kept: results change it at every step, and few policies look."""
         return np.array([one.token_times[-1] if one.token_times else nan for one in self._requests], dtype=float)

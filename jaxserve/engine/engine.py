@@ -251,6 +251,10 @@ class Engine:
             self._cluster.submit(request, tell)
         except InvalidValue as error:
             tell(Delta(request.id, finish_reason="rejected", error=str(error)))
+        except Exception as error:  # its client would wait for ever
+            log.exception("placing request %d failed", request.id)
+            if request.id in self._listeners:
+                tell(Delta(request.id, finish_reason="error", error=f"placing it failed: {error}"))
 
     def _finished(self, request: Request) -> None:
         self._over[request.id] = request
