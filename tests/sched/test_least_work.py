@@ -23,7 +23,7 @@ from jaxserve.sched.sim import Arrival, Latency, Options, Report, simulate
 from jaxserve.sched.sim.executor import SimExecutor
 from jaxserve.sched.slo import SLO
 
-from .harness import Job
+from .harness import COEFFICIENTS, Job
 from .harness import simulate as serve
 from .test_cluster import JOB, ROLES, check_complete
 from .test_journal import perf, recorded
@@ -186,3 +186,13 @@ def test_giving_back_loses_nothing(jobs, roles, pages, every) -> None:  # type: 
 def test_what_comes_back_is_in_the_journal(jobs: list[Job], every: int) -> None:
     text = recorded(jobs, "4x1", "distserve", every, GIVE)
     assert replay(text.splitlines(), perf).differences == []
+
+
+def test_what_other_threads_ask_for_is_not_kept() -> None:
+    """`/metrics` is read while rows come: a column kept then would stay too short."""
+    scheduler = Scheduler(Sarathi(), GeneralModel(COEFFICIENTS), Limits(pages=100))
+    for id in range(3):
+        scheduler.add(Request(id, range(10 * id + 5), SamplingParams(max_tokens=2), SLO(), float(id)))
+    table = scheduler._roster.prefill
+    assert scheduler.prefill_backlog == 5 + 15 + 25 and not table._columns
+    assert int((table.remaining - table.hit).sum()) == 45
