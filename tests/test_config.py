@@ -214,3 +214,34 @@ def test_a_copy_without_the_link_says_so(tmp_path, repo):
         [sys.executable, "-c", "import jaxserve"], cwd=tmp_path, capture_output=True, text=True, env={}
     )
     assert done.returncode == 1 and "ln -s ../sched jaxserve/sched" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{}", "missing 'method', 'num_speculative_tokens'"),
+        ('{"method": "ngram"', "not valid YAML"),
+        ('{"method": "eagle", "num_speculative_tokens": 4}', "ngram"),
+        ('{"method": "ngram", "num_speculative_tokens": 0}', "must be 1 to 15"),
+        ('{"method": "ngram", "num_speculative_tokens": 16}', "must be 1 to 15"),
+        ('{"method": "ngram", "num_speculative_tokens": 4, "model": "x"}', "takes no model"),
+        ('{"method": "draft_model", "num_speculative_tokens": 4}', "needs a model"),
+        ('{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 5, "prompt_lookup_max": 3}', "no more"),
+        ('{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup": 5}', "prompt_lookup"),
+        ('{"method": "ngram", "num_speculative_tokens": 4, "rejection_sample_method": "probabilistic"}', "strict"),
+    ],
+)
+def test_what_speculative_config_refuses(text: str, words: str) -> None:
+    with pytest.raises(InvalidValue, match=words) as raised:
+        ServeConfig(speculative_config=text)
+    assert raised.value.param == "speculative_config"
+
+
+def test_what_speculative_config_says() -> None:
+    text = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}'
+    config = ServeConfig(speculative_config=text, policy="kairos")
+    assert config.speculative is not None and config.speculative.lookup == (3, 3)
+    assert config.decides == "kairos/draft" and ServeConfig(policy="kairos").decides == "kairos"
+    assert ServeConfig(speculative_config=text, policy="slos_serve:no-admit").decides == "slos_serve:no-admit"
+    fixed = ServeConfig(speculative_config=text[:-1] + ', "adaptive": false}', policy="kairos")
+    assert fixed.decides == "kairos/draft:no-adaptive"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 
 from jaxserve.models.spec import ModelSpec
+from jaxserve.replay import perf_of
+from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.policy import Decision, Grant, View
 from jaxserve.sched.request import Request
@@ -118,3 +121,14 @@ def check(case: tuple[str, int, int, str]) -> None:
         assert cluster.mover.transfers > 0, "nothing was migrated"
     if case[-1] == "close":
         assert right > 0.3 * drafted, "KV of the draft model is missing or wrong"
+
+
+def test_a_journal_of_drafts_gives_its_plans_again() -> None:
+    """What was accepted, and what steps took, are inputs of the plans: they follow from the results."""
+    file = io.StringIO()
+    requests = asks(1)
+    served, cluster = setup("1x1", 64, ROOMY, "ngram").run(requests, "distserve/draft", journal=Journal(file))
+    assert compare(requests, served, alone(1)) <= 1
+    assert cluster.cores[0].scheduler.counters.drafted > 0
+    outcome = replay(file.getvalue().splitlines(), perf_of)
+    assert outcome.differences == [] and outcome.plans > 20
