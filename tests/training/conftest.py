@@ -11,8 +11,7 @@ WORDS = "def return self class import value for in if not None True name print p
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of two layers. Its feed-forwards outweigh its embeddings, so that it does not only repeat itself, and it
-    is neither sure nor indifferent: next to a uniform one any draft looks good."""
+    """A Llama of two layers that mostly says its last token again: soon learnt, and never by chance."""
     import jax
     from flax import nnx
 
@@ -24,7 +23,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = NetConfig(vocab=300, dim=32, layers=2, heads=2, kv_heads=1, head_dim=16, ff_dim=64, max_positions=64)
     net = Net(config, nnx.Rngs(1))
     _, params = flat_params(net)
-    grown = {name: value * (25.0 if value.ndim > 1 else 1.0) for name, value in params.items()}
+    grown = {
+        name: value * ((25.0 if "embed" in name else 8.0) if value.ndim > 1 else 1.0) for name, value in params.items()
+    }
     folder = tmp_path_factory.mktemp("target")
     tokenizer = vocab.train_tokenizer([WORDS * 3, *(text for pair in corpus.ABOUT for text in pair)], config.vocab)
     write_model(folder, config, tokenizer, jax.device_get(grown))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -82,6 +83,20 @@ def test_tokens_per_step_by_hand() -> None:
     made = RollOut(1, (0.5, 0.25, 0.0, 0.0))
     assert made.acceptance == (0.5, 0.5, 0.0, 0.0)
     assert [made.tokens_per_step(k) for k in (1, 2, 4)] == [1.5, 1.75, 1.75]
+
+
+def test_a_model_begins_its_own_prompts() -> None:
+    class Echo:
+        """Says as many tokens as it may."""
+
+        def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> list[Any]:
+            assert prompts == [[7]] * 5 and all(p.temperature == 1.0 and p.ignore_eos for p in params)
+            said = [SimpleNamespace(token_ids=[p.seed] * p.max_tokens) for p in params]
+            return [SimpleNamespace(outputs=[one]) for one in said]
+
+    found = prompts.of_model(7, 10, 3)(Echo(), 16, 21)  # type: ignore[arg-type]
+    assert [n for n, _ in found] == [16, 17, 18, 19, 20]
+    assert all(prompt[0] == 7 and set(prompt[1:]) == {3 + n} and len(prompt) <= 10 for n, prompt in found)
 
 
 @pytest.mark.parametrize(
