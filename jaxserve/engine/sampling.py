@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -23,6 +24,8 @@ MOST_COUNTED = SEEN_IN_PROMPT - 1
 MASKED = -1e30
 ADJUSTED = 512  # A: 300 biases and 212 banned ids
 ADJUST_BLOCK = 32
+BITS = 30  # of a weight in (0, 1]
+DIGIT = 3
 
 
 class Column(IntEnum):
@@ -220,13 +223,25 @@ def _bits(weight: jax.Array) -> jax.Array:
 def _border(weight: jax.Array, wanted: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """The highest border [G], as bits, with `enough` still kept at or above it; 0 if no row has `wanted` [] any.
 
-    Bisection, 30 passes over [G, V]: a twentieth of a sort's time on CPU.
+    Found by digits of its 30 bits, one in a pass over [G, V]: of one bit on a CPU, where what each border keeps is work
+    to add up, of `DIGIT` bits on a GPU, where one fusion adds it up for all that a digit allows while it waits for
+    memory. A sort takes twenty times as long on a CPU.
     """
-    bits = _bits(weight)
+    times = jnp.where(wanted, BITS, 0)
+    single, several = (partial(search, enough=enough, digit=digit) for digit in (1, DIGIT))
+    found: jax.Array = lax.platform_dependent(weight, times, cuda=several, rocm=several, default=single)
+    return found
 
-    def halve(i: jax.Array, border: jax.Array) -> jax.Array:
-        higher = border | (jnp.int32(1) << (29 - i))
-        return jnp.where(enough(bits >= higher[:, None]), higher, border)
 
-    border: jax.Array = lax.fori_loop(0, jnp.where(wanted, 30, 0), halve, jnp.zeros(weight.shape[0], jnp.int32))
+def search(weight: jax.Array, times: jax.Array, *, enough: Callable[[jax.Array], jax.Array], digit: int) -> jax.Array:
+    """The first `times` [] of the border's bits, `digit` of them in a pass."""
+    bits, below = _bits(weight), BITS - digit
+
+    def step(i: jax.Array, border: jax.Array) -> jax.Array:
+        some = [border | (jnp.int32(each) << (below - digit * i)) for each in range(1, 2**digit)]
+        # Each keeps no more than the one before: those that keep enough come first.
+        count = sum((enough(bits >= higher[:, None]).astype(jnp.int32) for higher in some), jnp.zeros_like(border))
+        return border | (count << (below - digit * i))
+
+    border: jax.Array = lax.fori_loop(0, times // digit, step, jnp.zeros(weight.shape[0], jnp.int32))
     return border

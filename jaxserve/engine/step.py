@@ -65,7 +65,7 @@ class Programs:
         self.spec = spec
         self.limits = limits
         backends = backends or Backends()
-        self.attention = "xla" if backends.attention is None else str(backends.attention)
+        self.attention, self.experts, self.products = ("xla" if one is None else str(one) for one in backends)
         shape = mesh.abstract_mesh  # without devices, so that what is traced serves every instance
         whole = NamedSharding(shape, PartitionSpec())
         pools = spec.cache.pools(NamedSharding(shape, spec.cache.partition))

@@ -63,9 +63,9 @@ def plain_adjust(draws: int) -> Adjust:
     )
 
 
-def reference(params: SamplingParams) -> Array:
-    """Probability of each token, in the order of vLLM."""
-    x = LOGITS.astype(np.float64)
+def reference(params: SamplingParams, logits: Array = LOGITS) -> Array:
+    """Probability of each token, in the order of vLLM. What ties with the last that is kept is kept."""
+    x = logits.astype(np.float64)
     drawn = np.bincount(HISTORY, minlength=V)
     seen = (drawn > 0) | np.isin(np.arange(V), PROMPT)
     x = np.where(seen, np.where(x > 0, x / params.repetition_penalty, x * params.repetition_penalty), x)
@@ -80,7 +80,7 @@ def reference(params: SamplingParams) -> Array:
     p /= p.sum()
     order = np.argsort(-p)
     kept = np.cumsum(p[order]) - p[order] < params.top_p
-    p[order[~kept]] = 0
+    p[p < p[order[kept]].min()] = 0
     return p / p.sum()
 
 
@@ -99,9 +99,25 @@ def reference(params: SamplingParams) -> Array:
     ids=lambda options: "-".join(options),
 )
 def test_distribution(options: dict[str, Any]) -> None:
+    check_distribution(options, LOGITS)
+
+
+TIED = np.round(LOGITS)  # seven values, twenty-four tokens
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"top_k": 4}, {"top_k": 1}, {"top_p": 0.55}, {"top_k": 7, "top_p": 0.6}, {"top_k": 7, "top_p": 0.99}],
+    ids=lambda options: "-".join(f"{name}{value}" for name, value in options.items()),
+)
+def test_distribution_with_ties_at_the_border(options: dict[str, Any]) -> None:
+    check_distribution({"temperature": 1.0, **options}, TIED)
+
+
+def check_distribution(options: dict[str, Any], values: Array) -> None:
     params = SamplingParams(max_tokens=None, **options)
-    expected = reference(params)
-    rows, logits = table(params, DRAWS), jnp.tile(jnp.asarray(LOGITS)[None], (DRAWS, 1))
+    expected = reference(params, values)
+    rows, logits = table(params, DRAWS), jnp.tile(jnp.asarray(values)[None], (DRAWS, 1))
     adjust = plain_adjust(DRAWS)
     for i, (token, bias) in enumerate(params.logit_bias):
         adjust = Adjust(adjust.ids.at[:, i].set(token), adjust.values.at[:, i].set(bias), jnp.asarray(i + 1, jnp.int32))
@@ -117,6 +133,28 @@ def test_distribution(options: dict[str, Any]) -> None:
     chi2 = float(((found - pooled)[use] ** 2 / np.maximum(pooled[use], 1)).sum())
     freedom = int(use.sum()) - 1
     assert chi2 < freedom + 5 * np.sqrt(2 * freedom) + 5, (chi2, freedom)
+
+
+@pytest.mark.parametrize("digit", [1, sampling.DIGIT, 5])
+def test_a_border_is_that_of_a_sort(digit: int) -> None:
+    """However many bits a pass finds, and where many weights are the same."""
+    rng = np.random.default_rng(0)
+    weight = np.exp(np.round(rng.normal(size=(8, 61)).astype(np.float32) * 4) / 2)
+    weight[:4] = rng.random((4, 61), np.float32) ** 9
+    weight /= weight.max(axis=1, keepdims=True)
+    falling = -np.sort(-weight, axis=1)
+    times = jnp.int32(sampling.BITS)
+
+    def border(enough: Any) -> Array:
+        return np.asarray(sampling.search(jnp.asarray(weight), times, enough=enough, digit=digit)).view(np.float32)
+
+    for k in (1, 2, 17, 61):
+        np.testing.assert_array_equal(border(lambda kept, k=k: jnp.sum(kept, axis=1) >= k), falling[:, k - 1])
+    for share in (0.01, 0.5, 0.999):
+        least = (share * weight.sum(axis=1)).astype(np.float32)
+        found = border(lambda kept, least=least: jnp.sum(jnp.where(kept, weight, 0.0), axis=1) >= least)
+        last = np.argmax(np.cumsum(falling.astype(np.float64), axis=1) >= least[:, None], axis=1)
+        np.testing.assert_array_equal(found, falling[np.arange(8), last])
 
 
 def test_both_programs_draw_the_same_where_both_may() -> None:

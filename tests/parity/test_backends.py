@@ -92,6 +92,14 @@ LATENT = registry.spec_from_config(
         "hidden_act": "silu", "eos_token_id": 7, "topk_method": "greedy", "norm_topk_prob": False,
     }
 )  # fmt: skip
+EXPERTS = registry.spec_from_config(
+    {
+        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 256, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True, "eos_token_id": 7,
+        "max_position_embeddings": LENGTH, "tie_word_embeddings": False,
+    }
+)  # fmt: skip
 EIGHT = [
     pytest.param("tpu", "int8", id="tpu-int8"),
     pytest.param("tpu", "fp8", id="tpu-fp8", marks=pytest.mark.full),
@@ -145,10 +153,17 @@ def test_tokens_are_those_of_xla_with_weights_of_8_bits() -> None:
     check("mosaic_gpu", "1x1", model, products_backend="mosaic_gpu")
 
 
-def check(backend: str, mesh: str, model: Model, **options: str) -> None:
+@pytest.mark.parametrize("mesh", ["1x1", pytest.param("1x2", marks=pytest.mark.full)])
+@needs_interpreter
+def test_tokens_are_those_of_xla_with_experts(mesh: str, several: None) -> None:
+    check("mosaic_gpu", mesh, replace(MODELS["mosaic_gpu"], spec=EXPERTS), "experts")
+
+
+def check(backend: str, mesh: str, model: Model, what: str = "attention", **options: str) -> None:
+    """`what`: the operation that the backend does; what else, `options` say."""
     seen = Seen()
-    setup = Setup(mesh, 32, PAGES, model=model, attention_backend=backend, interpret=True, **options)
-    assert setup.executors[0].state.programs.attention == f"{backend} (interpreted)"
+    setup = Setup(mesh, 32, PAGES, model=model, interpret=True, **{f"{what}_backend": backend}, **options)
+    assert getattr(setup.executors[0].state.programs, what) == f"{backend} (interpreted)"
     requests = asks()
     served, _ = setup.run(requests, "sarathi", seen)
     assert seen.mixed and seen.decode, f"not every kind of step was run: {seen}"
