@@ -10,22 +10,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.engine import kv
-from jaxserve.engine.backends import resolve_backends
+from jaxserve.engine.backends import Backends, resolve_backends
 from jaxserve.engine.build import ExecutorConfig, random_init
 from jaxserve.engine.inputs import Bucket, Layout, Limits
 from jaxserve.engine.mesh import plan_mesh
 from jaxserve.engine.sampling import Column
+from jaxserve.engine.segments import Segments, outside, pools_of
 from jaxserve.engine.step import Carry, Programs, Tree
 from jaxserve.models import registry
-from jaxserve.models.layers import Info
+from jaxserve.models.layers import Info, Part
 from jaxserve.models.published import published_spec
+from jaxserve.sched.boundary import Boundary
 from jaxserve.speculative import Speculative
 from pallas_kernels.aot.cases import Step
 from pallas_kernels.aot.targets import memory_of
@@ -46,12 +48,13 @@ class Served(NamedTuple):
     tp: int
     usual: tuple[str, ...] = ()
     rows: int = ROWS
+    segments: bool = False  # also those of a step that can be stopped: a layer, and each of its halves
     draft: int = 0  # tokens that a row may draft, by n-grams
     quantization: str | None = None  # of weights, as the flag names it
 
 
 SERVED = (
-    Served("llama3-8b", 1, ("decode", "prefill", "draw")),
+    Served("llama3-8b", 1, ("decode", "prefill", "draw", "segment layer"), segments=True),
     Served("llama3-8b", 1, ("verify", "judge"), draft=4),
     Served("llama3-8b", 1, ("decode",), quantization="fp8_per_block"),
     Served("qwen2.5-7b", 1, ("decode",)),
@@ -60,7 +63,7 @@ SERVED = (
     Served("opt-6.7b", 1, ("decode",)),
     Served("qwen3-30b-a3b", 1, ("decode",)),
     Served("deepseek-v2-lite", 1, ("decode",)),
-    Served("llama3-8b", 4),
+    Served("llama3-8b", 4, segments=True),
     Served("llama3-70b", 4),
     Served("qwen2.5-0.5b", 1),
     Served("qwen3-32b", 1),
@@ -76,7 +79,18 @@ def cases() -> list[Step]:
 def served_steps(served: Served) -> Iterator[Step]:
     named = f"{served.model} tp{served.tp}" + (f" draft{served.draft}" if served.draft else "")
     named += f" {served.quantization}" if served.quantization else ""
-    return steps(named, partial(_config, served), served.tp, served.usual, drafts=served.draft > 0)
+    config = partial(_config, served)
+    yield from steps(named, config, served.tp, served.usual, drafts=served.draft > 0)
+    if served.segments:
+        for part in Part:
+            kind = f"segment {part.value}"
+            yield Step(
+                f"{named} {kind}",
+                partial(_program, config, partial(_segment, part=part)),
+                served.tp,
+                needs=frozenset() if part is Part.FEED else frozenset({"tma", "wgmma"}),
+                usual=kind in served.usual,
+            )
 
 
 def _config(served: Served, backend: str) -> ExecutorConfig:
@@ -136,10 +150,24 @@ class Instance:
     weights: Tree
     pools: list[tuple[jax.ShapeDtypeStruct, ...]]
     whole: NamedSharding
+    backends: Backends
 
     def plain(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         """An array that every device holds."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.whole)
+
+    def segment(self, bucket: Bucket, part: Part) -> jax.stages.Lowered:
+        """Of the model's first layer."""
+        spec, limits = self.programs.spec, self.programs.limits
+        boundary = Boundary(1, operators=part is not Part.WHOLE)
+        segments = Segments(spec, cast(Mesh, self.whole.mesh), limits, boundary, self.backends)
+        link = next(link for link in segments.links if link.kind[1] is part)
+        packed = self.plain((Layout.of(bucket, limits.row_pages).end,))
+        made = jax.eval_shape(segments.begin[bucket], outside(self.weights), self.plain((limits.slots,)), packed)
+        stream, _ = jax.tree.map(lambda one: self.plain(one.shape, one.dtype), made)
+        pools = pools_of(link, self.pools)
+        lowered: jax.stages.Lowered = segments.through[link.kind].lower(self.weights["layers"][:1], pools, stream)
+        return lowered
 
     def step(self, bucket: Bucket) -> jax.stages.Lowered:
         limits = self.programs.limits
@@ -175,8 +203,9 @@ def described(config: ExecutorConfig, mesh: Mesh) -> Instance:
     part = jax.ShapeDtypeStruct(
         spec.cache.shape(pages, page), stored, sharding=NamedSharding(mesh, spec.cache.partition)
     )
-    programs = Programs(spec, mesh, limits, resolve_backends(config, spec, DTYPE, mesh))
-    return Instance(programs, weights, spec.cache.pools(part), NamedSharding(mesh, PartitionSpec()))
+    backends = resolve_backends(config, spec, DTYPE, mesh)
+    programs = Programs(spec, mesh, limits, backends)
+    return Instance(programs, weights, spec.cache.pools(part), NamedSharding(mesh, PartitionSpec()), backends)
 
 
 def _decode(made: Instance) -> jax.stages.Lowered:
@@ -185,6 +214,10 @@ def _decode(made: Instance) -> jax.stages.Lowered:
 
 def _prefill(made: Instance) -> jax.stages.Lowered:
     return made.step(max(bucket for bucket in made.programs.limits.buckets if not bucket.decode))
+
+
+def _segment(made: Instance, part: Part) -> jax.stages.Lowered:
+    return made.segment(max(bucket for bucket in made.programs.limits.buckets if not bucket.decode), part)
 
 
 def _draw(made: Instance) -> jax.stages.Lowered:
