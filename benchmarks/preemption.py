@@ -2,8 +2,10 @@
 
 For each chunk, boundary and depth: a step of one chunk of a long prompt is under way; at a random moment of it a short
 prompt arrives, and the step is asked to stop. Latency: from there until the short prompt's step is with the devices.
-Beside it the time of the chunk by segments, nobody stopping it, as a ratio to the same chunk in one program (in turn,
-so that a busy machine slows both): of medians, of the best of each, and of the processors' time. Expected: the 99th percentile of the latency at most (depth + 1) segments + 0.5 ms.
+Expected: its 99th percentile is at most (depth + 1) segments + 0.5 ms.
+
+Beside it what segments lose when nobody stops them: their time over that of the same chunk in one program, in turn so
+that a busy machine slows both; of medians, of the best of each, and of the processors' time.
 
 On a GPU: `python benchmarks/preemption.py --model llama3-8b --chunks 512,2048,8192 --context 32768 --dtype bfloat16`.
 """

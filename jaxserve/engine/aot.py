@@ -156,6 +156,12 @@ class Instance:
         """An array that every device holds."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.whole)
 
+    @property
+    def carried(self) -> jax.ShapeDtypeStruct:
+        """Tokens of `Carry`."""
+        limits = self.programs.limits
+        return self.plain((limits.slots, 1 + limits.draft))
+
     def segment(self, bucket: Bucket, part: Part) -> jax.stages.Lowered:
         """Of the model's first layer."""
         spec, limits = self.programs.spec, self.programs.limits
@@ -163,7 +169,7 @@ class Instance:
         segments = Segments(spec, cast(Mesh, self.whole.mesh), limits, boundary, self.backends)
         link = next(link for link in segments.links if link.kind[1] is part)
         packed = self.plain((Layout.of(bucket, limits.row_pages).end,))
-        made = jax.eval_shape(segments.begin[bucket], outside(self.weights), self.plain((limits.slots,)), packed)
+        made = jax.eval_shape(segments.begin[bucket], outside(self.weights), self.carried, packed)
         stream, _ = jax.tree.map(lambda one: self.plain(one.shape, one.dtype), made)
         pools = pools_of(link, self.pools)
         lowered: jax.stages.Lowered = segments.through[link.kind].lower(self.weights["layers"][:1], pools, stream)
@@ -172,8 +178,8 @@ class Instance:
     def step(self, bucket: Bucket) -> jax.stages.Lowered:
         limits = self.programs.limits
         packed = self.plain((Layout.of(bucket, limits.row_pages).end,))
-        carry = self.plain((limits.slots, 1 + limits.draft))
-        lowered: jax.stages.Lowered = self.programs.step[bucket].lower(self.weights, self.pools, carry, packed)
+        program = self.programs.step[bucket]
+        lowered: jax.stages.Lowered = program.lower(self.weights, self.pools, self.carried, packed)
         return lowered
 
 
