@@ -157,7 +157,7 @@ class ServeConfig:
         None, "scheduling", "Requests allowed to wait; further ones get 503 and Retry-After. Default: no bound."
     )
     preempt_boundary: str = flag(
-        "chunk", "scheduling", "Where a running prefill may stop for more urgent work: op (attention and feed-forward "
+        "layer", "scheduling", "Where a running prefill may stop for more urgent work: op (attention and feed-forward "
         "of a layer apart), layer, layers:K, or chunk (its end).", metavar="WHERE",
     )  # fmt: skip
     preempt_depth: int = flag(

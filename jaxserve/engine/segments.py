@@ -26,6 +26,7 @@ from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.boundary import Boundary
 from pallas_kernels.dispatch import Attention, Pool
 
+SHORT = 512  # tokens: smaller steps are over sooner than the host can do much about, and run as a whole
 Kind = tuple[tuple[int, ...], Part]  # kinds of the layers of a segment, and what it computes of each
 
 
@@ -54,7 +55,9 @@ class Segments:
         self.links = links(spec, boundary)
         shape = mesh.abstract_mesh  # without devices, so that what is traced serves every instance
         whole = NamedSharding(shape, PartitionSpec())
-        self.buckets = tuple(bucket for bucket in limits.buckets if not bucket.decode and not bucket.verify)
+        prompts = [bucket for bucket in limits.buckets if not bucket.decode and not bucket.verify]
+        least = min(SHORT, max(prompts).tokens)
+        self.buckets = tuple(bucket for bucket in prompts if bucket.tokens >= least)
         self._kernel: Attention = (backends or Backends()).kernel(shape, decode=False)
         self.begin: dict[Bucket, Program] = {}
         self.end: dict[Bucket, Program] = {}

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from jaxserve.engine.build import ExecutorConfig, build_executors, random_init
 from jaxserve.engine.executor import JaxExecutor
+from jaxserve.engine.inputs import Limits
 from jaxserve.engine.mesh import plan_mesh
 from jaxserve.engine.segments import Segments, links, outside
 from jaxserve.engine.warmup import compile_counter
@@ -132,6 +133,18 @@ def test_layers_of_a_kind_share_a_program() -> None:
         (0, 4, (0, 1) * 2),
         (4, 6, (0, 1)),
     ]
+
+
+def test_short_steps_run_as_a_whole_but_the_largest_never() -> None:
+    spec, mesh = spec_of("Qwen2", 3), jax.make_mesh((1,), ("tp",))
+
+    def sizes(tokens: int) -> list[int]:
+        limits = Limits(slots=4, tokens=tokens, pages=8, page_size=16, row_pages=4, vocab=spec.vocab)
+        return [bucket.tokens for bucket in Segments(spec, mesh, limits, Boundary(1)).buckets]
+
+    assert sizes(8192) == [512, 2048, 8192]
+    assert sizes(512) == [512]
+    assert sizes(100) == [100]
 
 
 # several steps at once, on one executor
