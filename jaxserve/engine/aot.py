@@ -63,7 +63,7 @@ SERVED = (
     Served("opt-6.7b", 1, ("decode",)),
     Served("qwen3-30b-a3b", 1, ("decode",)),
     Served("deepseek-v2-lite", 1, ("decode",)),
-    Served("llama3-8b", 4, segments=True),
+    Served("llama3-8b", 4),
     Served("llama3-70b", 4),
     Served("qwen2.5-0.5b", 1),
     Served("qwen3-32b", 1),
