@@ -80,7 +80,7 @@ def test_kernels_dry(repo: Path, tmp_path: Path) -> None:
 
 
 SECTIONS = [
-    *("sanity", "ceilings", "numerics", "attention", "latent", "narrow", "slopes", "writes"),
+    *("sanity", "ceilings", "numerics", "attention", "latent", "narrow", "slopes", "writes", "experts"),
     *("pages", "registers", "peers", "questions", "sweep"),
 ]
 OURS = {"mosaic", "mosaic wgmma", "mosaic wgmma P in registers", "mosaic P in registers", "plan of mosaic"}
