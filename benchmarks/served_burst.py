@@ -76,7 +76,7 @@ class Run:
 
     measured: list[Measured]
     steps: list[tuple[Load, float]]
-    move: float  # mean seconds of a transfer
+    move: float  # least seconds from a first token to the next plan of where it decodes: others wait for a step too
     deflections: int
     mape: dict[str, float]
 
@@ -121,7 +121,8 @@ class Bench:
             machine._file.close()
             outcome = replay(path.read_text(encoding="utf-8").splitlines(), perf_of)
         assert not outcome.differences, "the journal does not give its plans again"
-        return replace(found, steps=[(load, seconds) for _, load, seconds in outcome.steps])
+        steps = [(load, seconds) for _, load, seconds in outcome.steps]
+        return replace(found, steps=steps, move=min(outcome.moves, default=0.0))
 
 
 async def _serve(machine: Machine, arrivals: Sequence[Arrival]) -> Run:
@@ -145,11 +146,10 @@ async def _serve(machine: Machine, arrivals: Sequence[Arrival]) -> Run:
     running.cancel()
     await asyncio.wait([running])
     over.sort(key=lambda one: one.id)
-    mover = cluster.mover
     return Run(
         [measure(one, arrivals[one.id].class_, stage_allowance(one)) for one in over],
         [],
-        mover.seconds / max(1, mover.transfers),
+        0.0,
         cluster.deflections,
         {path: one.mape for path, one in cluster.forecasts.accuracy.items() if one.count},
     )
@@ -244,7 +244,8 @@ def cell(bench: Bench, system: System, args: argparse.Namespace, seed: int, size
         "profile": simulated(system, arrivals, idle.coefficients, bench, scale.move, sizes),
         "steps": simulated(system, arrivals, own.coefficients, bench, run.move, sizes),
     }
-    slower = median(seconds / idle.coefficients.step_time(load) for load, seconds in run.steps)
+    predicted = [(idle.coefficients.step_time(load), seconds) for load, seconds in run.steps]
+    slower = median(seconds / told for told, seconds in predicted if told > 0)  # a poor fit may tell nothing of some
     return Cell(scale, run, measured, slower, (idle.mape, own.mape))
 
 
