@@ -47,8 +47,8 @@ class Acceptance:
 
     def record(self, tier: str, own: Drafts) -> Drafts:
         """A request's own record. One that never drafted expects what its tier has seen here, until it has drafted
-        some ten tokens itself."""
-        return own if own.trials else Drafts(self.of(tier), weight=8.0, memory=100.0)
+        some dozens of tokens itself."""
+        return own if own.trials else Drafts(self.of(tier), weight=24.0, memory=200.0)
 
     def count(self, tier: str, own: Drafts, drafted: int, right: int, *, cut: bool) -> None:
         """A draft was verified. `own`: the request's record."""

@@ -18,6 +18,7 @@ import numpy as np
 from ..perf.model import Array, Load
 from ..policy import Decision, Grant, Policy, Role, View
 
+WORTH = 1.05  # of the rate without drafts: less is within the error of what is measured
 SHARE = 0.01  # of the time that may go into trying another length
 LEAST, MOST = 16, 512  # steps between two tries
 
@@ -41,13 +42,14 @@ class _Best(NamedTuple):
 class Drafting:
     """What `policy` decides, with drafts for the rows that decode. adaptive: as above; otherwise always the most.
 
-    Writer of the count of steps since another length was tried: what is never done is never measured.
+    Writer of the count of steps since something else was tried: what is never done is never measured.
     """
 
     def __init__(self, policy: Policy, adaptive: bool = True) -> None:
         self._policy = policy
         self._adaptive = adaptive
         self._since = 0
+        self._turn = False  # whose turn it is to be tried
 
     def decide(self, view: View) -> Decision:
         decision = self._policy.decide(view)
@@ -74,23 +76,25 @@ class Drafting:
         context = view.decode.context[np.array(mine)]
         idle = _Best(len(mine) / _seconds(view, context, 0, 0), 0, able)
         found = [_best(view, chance, context, draft, idle.rate) for draft in lengths_of(view.limits.draft)]
-        best = max([idle, *(one for one in found if one is not None)], key=lambda one: one.rate)
+        best = max((one for one in found if one is not None), key=lambda one: one.rate, default=idle)
+        best = best if best.rate > WORTH * idle.rate else idle
         best = self._tried(view, best, idle, able, context)
         return {row: best.draft for row, drafts in zip(mine, best.rows.tolist(), strict=True) if drafts and best.draft}
 
     def _tried(self, view: View, best: _Best, idle: _Best, able: Array, context: Array) -> _Best:
-        """Now and then something else, as seldom as what it costs asks for: one token where none is best, none where
-        some are."""
+        """Now and then something else, as seldom as what it costs asks for: one token where none is best; where some
+        are, by turns none, and as many of all rows: one that was left out may have become better."""
         self._since += 1
-        if best.draft:
+        count, length = int(able.sum()), max(1, best.draft)
+        lost = _seconds(view, context, count, length) / max(_seconds(view, context, int(best.rows.sum()), length), 1e-9)
+        other, lost = _Best(0.0, length, able), lost - 1.0
+        if not best.draft:
+            lost = _seconds(view, context, count, 1) * idle.rate / len(context) - 1.0
+        elif self._turn or best.rows.sum() == count:
             other, lost = idle, 1.0 - idle.rate / best.rate
-        else:
-            count = int(able.sum())
-            seconds = _seconds(view, context, count, 1)
-            other, lost = _Best(0.0, 1, able), seconds * idle.rate / len(context) - 1.0
         if self._since < min(MOST, max(LEAST, ceil(lost / SHARE))):
             return best
-        self._since = 0
+        self._since, self._turn = 0, not self._turn
         return other
 
 
