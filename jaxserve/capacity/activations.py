@@ -66,9 +66,11 @@ def _module(module: Tree, spec: ModelSpec, tp: int, item: int) -> float:
         widths += spec.heads // tp * (spec.head_dim + 2 * spec.cache.dim + spec.latent.value)
     bytes_ = widths * item
     if spec.moe is not None and routed:
-        # Each shard sorts all tokens' copies [T, C, E] by expert, and its experts make as many in float32.
-        inner = sum(prod(info.shape) // spec.moe.experts // spec.dim for info in routed)
-        bytes_ += spec.moe.chosen * (inner * item + spec.dim * (item + 4))
+        # Each shard sorts all tokens' copies [T, C, E] by expert for gate and up; down makes as many in float32.
+        # Scales, where there are any, are the smallest.
+        sizes = sorted((prod(info.shape) // spec.moe.experts // spec.dim for info in routed), reverse=True)
+        wide, narrow = sizes[:2]
+        bytes_ += spec.moe.chosen * max((spec.dim + wide) * item, narrow * item + spec.dim * 4)
     return bytes_
 
 
