@@ -40,7 +40,9 @@ from jaxserve.report.table import print_table
 ROLES = ("prefill", "decode", "mixed")
 ROWS, LENGTH = 8, 384  # of an instance; tokens of a request
 TIGHT_MS = 1.0  # a TTFT that no machine keeps
-PATIENCE = 120.0  # seconds without any news after which a request counts as lost
+PATIENCE = (
+    3600.0  # seconds without any news after which a request counts as lost: best effort waits for the load to fall
+)
 
 
 # the server's side: what only its own process can say
