@@ -27,6 +27,7 @@ DEEP = Model(replace(SPEC, layers=4))
 MESHES, BOUNDARIES, POLICIES = ("1x1", "1x2", "2x1", "2x2"), ("op", "layer"), ("distserve", "unified", "flowprefill")
 CASES = list(itertools.product(MESHES, BOUNDARIES, (ROOMY, TIGHT), POLICIES))
 BARE = [("1x1", "op", TIGHT, "distserve"), ("1x2", "op", ROOMY, "flowprefill"), ("2x1", "layer", ROOMY, "unified")]
+MOST_RUNS = 8
 
 
 class Restless:
@@ -87,12 +88,17 @@ def stops(cluster: Cluster) -> int:
 
 
 def check(case: tuple[str, str, int, str]) -> None:
+    """The law, again and again until enough steps were stopped: how many depends on how fast the machine is."""
     mesh, boundary, pages, policy = case
-    requests = asks(1)
-    served, cluster = setup(mesh, boundary, pages).run(requests, policy, 5)
-    assert stops(cluster) > (5 if pages == ROOMY else 0)
-    assert all(request.finish_reason in ("stop", "length") for request in served)
-    assert compare(requests, served, alone(1), DEEP) <= 1
+    requests, stopped, enough = asks(1), 0, 6 if pages == ROOMY else 1
+    for seed in range(5, 5 + MOST_RUNS):
+        served, cluster = setup(mesh, boundary, pages).run(requests, policy, seed)
+        assert all(request.finish_reason in ("stop", "length") for request in served)
+        assert compare(requests, served, alone(1), DEEP) <= 1
+        stopped += stops(cluster)
+        if stopped >= enough:
+            return
+    raise AssertionError(f"only {stopped} steps were stopped in {MOST_RUNS} runs, of {enough} that are asked for")
 
 
 @pytest.mark.parametrize("case", BARE, ids=str)

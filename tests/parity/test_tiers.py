@@ -19,6 +19,7 @@ PLACEMENTS = ("deflect:faster", "deflect:slo", "unified")
 CASES = list(itertools.product(("1x1", "2x1", "4x2"), (ROOMY, TIGHT), ("distserve", "kairos", "unified"), PLACEMENTS))
 BARE = [("1x1", TIGHT, "unified", "unified"), ("2x1", ROOMY, "distserve", "deflect:faster")]
 BARE += [("4x2", ROOMY, "unified", "deflect:faster")]
+MOST_RUNS = 8
 
 
 class Trouble:
@@ -46,14 +47,21 @@ def mixed(seed: int) -> list[Ask]:
 
 
 def check(case: tuple[str, int, str, str]) -> None:
+    """The law, again and again until all that may happen has: when it does depends on how fast the machine is."""
     mesh, pages, policy, place = case
-    trouble = Trouble(1)
-    served, cluster = setup(mesh, 64, pages).run(mixed(1), policy, place=place, disturb=trouble)
-    assert all(request.finish_reason in ("stop", "length") for request in served)
-    assert compare(asks(1), served, alone(1)) <= 1
-    assert trouble.demoted > 0 and sum(request.drops for request in served) >= trouble.dropped > 0
-    if place == "deflect:faster" and mesh != "1x1":
-        assert cluster.deflections > 0
+    demoted = dropped = deflected = 0
+    for seed in range(1, MOST_RUNS + 1):
+        trouble = Trouble(seed)
+        served, cluster = setup(mesh, 64, pages).run(mixed(1), policy, place=place, disturb=trouble)
+        assert all(request.finish_reason in ("stop", "length") for request in served)
+        assert compare(asks(1), served, alone(1)) <= 1
+        drops = sum(request.drops for request in served)  # tight pools drop too, where all rows are always submitted
+        assert drops >= trouble.dropped
+        demoted, dropped = demoted + trouble.demoted, dropped + drops
+        deflected += cluster.deflections
+        if demoted and dropped and (deflected or place != "deflect:faster" or mesh == "1x1"):
+            return
+    raise AssertionError(f"not everything happened in {MOST_RUNS} runs: {demoted=} {dropped=} {deflected=}")
 
 
 @pytest.mark.parametrize("case", BARE, ids=str)

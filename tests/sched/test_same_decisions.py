@@ -140,7 +140,7 @@ class Plain:
                 ends, best = min((self._ends(who.prompt_length, fleet, other), other) for other in fleet.decoders)
                 waits = who.state is State.WAITING and ends - fleet.now <= 0.9 * (who.deadline - fleet.now)
                 if waits and best not in {move.target for move in moves}:
-                    moves.append(Move(who.id, index, best))
+                    moves.append(Move(who.id, index, best, ends))
         return moves
 
     def _ends(self, length: int, fleet: Fleet, index: int) -> float:
