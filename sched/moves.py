@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from .acceptance import Acceptance
@@ -15,7 +16,7 @@ from .request import Request, State
 from .roster import Roster
 
 
-class Moves:
+class Moves(ABC):
     """The inputs of a Scheduler that concern other instances, or what its own is for. Writer: as of the Scheduler."""
 
     counters: Counters
@@ -26,12 +27,12 @@ class Moves:
     _reservations: dict[int, Reservation]
 
     @property
-    def blocks(self) -> BlockManager:
-        raise NotImplementedError
+    @abstractmethod
+    def blocks(self) -> BlockManager: ...
 
     @property
-    def prefill_backlog(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def prefill_backlog(self) -> int: ...
 
     def reserved(self, reservation: Reservation) -> bool:
         """Whether a reservation still stands."""

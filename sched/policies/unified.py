@@ -75,14 +75,15 @@ class Unified:
             view = replace(view, perf=Scaled(view.perf, view.drift))
         if view.running is not None:
             return Decision(preempt=self._preempt and self._stops(view, view.running))
-        queue = self._queue(view)
+        bound = self._bound(view)
+        queue = self._queue(view, bound)
         if view.role is Role.PREFILL or not len(view.decode):
             decision = self._prompts(view, queue)
         elif len(queue.on_time):
-            decision = Decision(self._mixed(view, queue.on_time))
+            decision = Decision(self._mixed(view, queue.on_time, bound))
         else:
             decode = self._shed(view)
-            guests = self._guests(view, decode_load(view.decode), queue.others(), self._bound(view))
+            guests = self._guests(view, decode_load(view.decode), queue.others(), bound)
             decision = Decision(decode + guests.grants)
         return replace(decision, demote=queue.hopeless) if queue.hopeless else decision
 
@@ -120,14 +121,15 @@ class Unified:
                 return count
         return most
 
-    def _queue(self, view: View) -> _Queue:
+    def _queue(self, view: View, bound: float) -> _Queue:
+        """bound: seconds of a step beside decoding rows; 0 where none decode."""
         rows = view.prefill
         if not len(rows) and not view.suspended:
             return _Queue(np.arange(0), (), lambda: np.arange(0))
         work, deadline = remaining_work(view, rows), _deadlines(rows)
         hopeless = view.start + work > deadline  # whatever else runs here
         if view.role is not Role.PREFILL and len(view.decode):
-            work = work / max(SLOWEST, guest_speed(view, self._bound(view)))
+            work = work / max(SLOWEST, guest_speed(view, bound))
         jobs = [_job(view, task) for task in view.suspended]
         kept = np.concatenate([self._kept(rows), np.zeros(len(jobs), bool)]) if self._keep else None
         every = on_time_set(view.start, *_with(deadline, work, jobs), kept)
@@ -157,7 +159,7 @@ class Unified:
             return False
         job = _job(view, running)
         if view.now + job.seconds > job.due:
-            return len(self._queue(view).on_time) > 0
+            return len(self._queue(view, self._bound(view)).on_time) > 0
         rows = view.prefill
         if not len(rows):
             return False
@@ -183,9 +185,9 @@ class Unified:
             return one_each(rows)
         return one_each(rows[row] for row in np.sort(order[:fits]).tolist())
 
-    def _mixed(self, view: View, order: Order) -> tuple[Grant, ...]:
+    def _mixed(self, view: View, order: Order, bound: float) -> tuple[Grant, ...]:
         """Prompts that can be on time are here: only rows that cannot skip the step decode for sure."""
-        rows, bound = view.decode, self._bound(view)
+        rows = view.decode
         tpot = np.where(np.isfinite(rows.tpot), rows.tpot, 0.05)
         urgent = (rows.best_effort == 0) & (rows.deadline - view.start < bound + (1.0 + self._cushion) * tpot)
         spared = np.flatnonzero(~urgent)
@@ -202,7 +204,12 @@ class Unified:
         return one_each(rows[row] for row in chosen.tolist()) + guests.grants
 
     def _bound(self, view: View) -> float:
-        """Where prompts are no guests (mixed instances) decoding that is too slow by itself must not shut them out."""
+        """Seconds of a step beside rows that decode; 0 where none does.
+
+        Where prompts are no guests (mixed instances) decoding that is too slow by itself must not shut them out.
+        """
+        if view.role is Role.PREFILL or not len(view.decode):
+            return 0.0
         share = max(self._share, ALONE) if view.role is Role.MIXED else self._share
         bound = mixed_bound(view, share, self._stretch, self._cushion, GAP)
         alone = view.perf.step_time(decode_load(view.decode)) if view.role is Role.MIXED else 0.0
