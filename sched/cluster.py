@@ -142,6 +142,7 @@ class Cluster:
         target.scheduler.add(request)
         self._forecast(request, target, ends)
         self.deflections += target.scheduler.role is Role.DECODE is not source.scheduler.role
+        source.wake()  # who comes after it may fit
         target.wake()
 
     def turn(self, roles: Mapping[int, Role]) -> None:
@@ -207,6 +208,9 @@ class Cluster:
         if not self._hold_first or core.scheduler.role is not Role.PREFILL or delta.finish_reason is not None:
             return False
         return delta.request in self._held or len(self._residents[delta.request].request.output) <= 1
+
+    def dropped(self, core: Core) -> None:
+        self.mover.dropped(core)
 
     def recovered(self, core: Core, deltas: list[Delta]) -> None:
         self.rebuilt.append(core.executor.now())

@@ -16,6 +16,7 @@ class Listener(Protocol):
     """Who hears of what an instance did: the Cluster."""
 
     def settled(self, core: Core, settled: Settled) -> None: ...
+    def dropped(self, core: Core) -> None: ...
     def recovered(self, core: Core, deltas: list[Delta]) -> None: ...
 
 
@@ -53,7 +54,10 @@ class Core:
         self._wanted.clear()  # whatever changed until now, this plan knows
         now = self.executor.now()
         start = max(now, self.scheduler.ends)
+        drops = self.scheduler.counters.preemptions
         plan = self.scheduler.plan(now, start)
+        if self.scheduler.counters.preemptions > drops:
+            self._listener.dropped(self)
         if plan is None:
             return None
         self.scheduler.ends = start + self.scheduler.predicted

@@ -6,8 +6,8 @@ there is room for them.
 The destination is chosen, and its pages reserved, when one more chunk can end the prompt, if there is room;
 otherwise the KV stays held where it is and moves when space comes. Reserving at the first chunk let prompts that a
 policy postpones hoard the decode side: half of it at 4.6 requests/s of K128 under `kairos`. A prefill owns all its
-pages from the start (memory.py), so whatever is reserved will be filled: no cycle of instances waiting for each
-other's pages can close.
+pages from the start (memory.py), so whatever is reserved will be filled; where it loses them (best effort may) the
+reservation is given back. So no cycle of instances waiting for each other's pages can close.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Handover:
         self.target: Core | None = None
         self.reservation: Reservation | None = None
         self.settled = 0  # tokens whose KV stands at the source
+        self.drops = 0  # of its KV there, that are known here
         self.moved = 0  # pages that stand at the target
         self.failures = 0
         self.changed = asyncio.Event()
@@ -104,7 +105,7 @@ class Mover:
         handover = self._going.get(request.id)
         if handover is None:
             handover = self._going[request.id] = Handover(request, source)
-        handover.settled = settled
+        handover.settled, handover.drops = settled, request.drops
         handover.changed.set()
 
     def place(self) -> None:
@@ -134,7 +135,11 @@ class Mover:
         request, source, target, reservation = handover.request, handover.source, handover.target, handover.reservation
         assert target is not None and reservation is not None
         size = target.executor.page_size
-        while self._going.get(request.id) is handover and target.scheduler.reserved(reservation):
+        while (
+            self._going.get(request.id) is handover
+            and handover.task is asyncio.current_task()
+            and target.scheduler.reserved(reservation)
+        ):
             ready = len(reservation.pages) if handover.complete else handover.settled // size
             if ready > handover.moved:
                 await self._send(handover, target, reservation, ready)
@@ -144,8 +149,6 @@ class Mover:
             else:
                 handover.changed.clear()
                 await handover.changed.wait()
-            if handover.task is not asyncio.current_task():
-                break
         self._give_up(handover, target, reservation)
 
     async def _send(self, handover: Handover, target: Core, reservation: Reservation, ready: int) -> None:
@@ -187,6 +190,14 @@ class Mover:
         handover = self._going.pop(id, None)
         if handover is not None:
             handover.changed.set()
+
+    def dropped(self, core: Core) -> None:
+        """An instance has taken somebody's KV. Pages reserved for it elsewhere would wait for it to be computed again,
+        and those whose room it is computed in may wait for just these pages."""
+        for handover in self._going.values():
+            if handover.source is core and handover.request.drops > handover.drops:
+                handover.settled, handover.drops, handover.task = 0, handover.request.drops, None
+                handover.changed.set()
 
     def turned(self, core: Core) -> None:
         """An instance is for something else: its requests stay where it prefills no more, and nobody comes to it to

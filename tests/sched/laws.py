@@ -14,7 +14,7 @@ from jaxserve.sched.log import Log
 from jaxserve.sched.perf.model import Form, PerfModel
 from jaxserve.sched.plan import Span
 from jaxserve.sched.policy import Decision, Policy, Rows, Task, View
-from jaxserve.sched.request import Request, RequestView, State
+from jaxserve.sched.request import BEST_EFFORT, Request, RequestView, State
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.sim import clock
 
@@ -148,7 +148,8 @@ class Watch:
 
 def idle(one: Scheduler, now: float) -> None:
     """An instance may stand still while time passes only where nobody in it can run: no step is suspended, nobody who
-    holds pages has the page that it needs, and of those without pages the first that the policy wants does not fit.
+    holds pages has the page that it needs, and of those without pages the first that the policy wants (best effort comes
+    behind the others, whatever it says) does not fit.
 
     A policy that leaves rows out (shedding, delaying) may do so only beside others that run.
     """
@@ -161,7 +162,8 @@ def idle(one: Scheduler, now: float) -> None:
     if waiting:
         policy = one.policy
         assert isinstance(policy, Listening)
-        first = next((waiting[id] for id in policy.named if id in waiting), None)
+        wanted = [waiting[id] for id in policy.named if id in waiting]
+        first = min(wanted, key=lambda each: each.tier == BEST_EFFORT, default=None)  # it comes last, whoever is named
         assert first is not None, f"idle at {now}: the policy wants none of {list(waiting.values())}"
         assert not _fits(one, first), f"idle at {now}: {first} fits"
 

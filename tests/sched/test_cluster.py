@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from math import inf
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,8 @@ from jaxserve.sched.errors import StepFailed
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import StepPlan
 from jaxserve.sched.policy import Role
+from jaxserve.sched.request import BEST_EFFORT
+from jaxserve.sched.slo import SLO
 
 from .harness import Job, Outcome, simulate
 
@@ -146,6 +150,15 @@ def test_pools_that_are_lost_are_no_fault_of_the_link() -> None:
 
     outcome = simulate([Job(range(10), 8)], PD, loses=loses)
     assert next(left, None) is None and outcome.requests[0].finish_reason == "stop"
+
+
+def test_whose_kv_is_taken_keeps_no_pages_elsewhere() -> None:
+    """Best effort has pages reserved where it will decode, and loses its KV to a prompt that needs just these."""
+    best: dict[str, Any] = {"slo": SLO(inf, inf), "tier": BEST_EFFORT}
+    jobs = [Job(range(41), 5, **best), Job(range(1000, 1036), 6, 0.002), Job(range(2000, 2006), 3, 0.004)]
+    outcome = simulate(jobs, PD, pages=20, tokens=16)
+    assert outcome.requests[0].drops == 1
+    check_complete(outcome, jobs)
 
 
 def test_shared_prefix_is_computed_once() -> None:
