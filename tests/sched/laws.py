@@ -148,8 +148,8 @@ class Watch:
 
 def idle(one: Scheduler, now: float) -> None:
     """An instance may stand still while time passes only where nobody in it can run: no step is suspended, nobody who
-    holds pages has the page that it needs, and of those without pages the first that the policy wants (best effort comes
-    behind the others, whatever it says) does not fit.
+    holds pages has the page that it needs, and of those without pages the first that the policy wants (best effort
+    comes behind the others, whatever it says) does not fit.
 
     A policy that leaves rows out (shedding, delaying) may do so only beside others that run.
     """
