@@ -120,6 +120,9 @@ class ServeConfig:
     experts_backend: Literal["auto", "mosaic_gpu", "xla"] = flag(
         "auto", "devices", "Kernels that multiply in a mixture of experts; chosen as --attention-backend is."
     )
+    products_backend: Literal["auto", "mosaic_gpu", "xla"] = flag(
+        "auto", "devices", "Kernels that multiply by other weights of 8 bits; chosen as --attention-backend is."
+    )
 
     # scheduling
     policy: str = flag(
@@ -249,6 +252,7 @@ class ServeConfig:
             ("mode", ("auto", "disaggregated", "colocated")),
             ("attention_backend", ("auto", "mosaic_gpu", "tpu", "xla")),
             ("experts_backend", ("auto", "mosaic_gpu", "xla")),
+            ("products_backend", ("auto", "mosaic_gpu", "xla")),
             ("first_token", ("prefill", "decode")),
             ("log_level", ("debug", "info", "warning", "error")),
             ("quantization", (None, "int8", "fp8", "fp8_per_block")),

@@ -7,8 +7,9 @@ shard's experts; who splits them over devices calls it there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import gcd
 from typing import Any, Protocol
 
 import jax
@@ -31,7 +32,8 @@ class Spec:
     experts: int  # X
     dim: int  # E
     ff_dim: int  # F
-    weights: str = ""  # dtype of the weights, where it is not `dtype`
+    weights: str = ""  # dtype of the weights, where it is not `dtype`: of 8 bits, with scales
+    block: int = 0  # of what is summed over that share a scale, at most; 0: all do
     device: str = ""  # kind, as in "NVIDIA H200"
     capability: str = ""  # of a GPU, as in "9.0"
     cores: int = 132  # streaming multiprocessors of a GPU
@@ -87,11 +89,14 @@ class MosaicExperts:
     ) -> jax.Array:
         from pallas_kernels.hopper import grouped
 
-        assert scale is None, "weights of 8 bits are refused by `supports`"
         experts, width, outputs = weight.shape
-        shape = grouped.Spec(len(work.place), experts, width, outputs, x.dtype, self.spec.cores)
+        shape = grouped.Spec(len(work.place), experts, width, outputs, x.dtype, cores=self.spec.cores)
+        if scale is not None:
+            shape = replace(shape, stored=weight.dtype, scales=scale.shape[1])
         config = grouped.heuristic(shape)
-        return grouped.grouped_matmul(x, weight, work, out_dtype=out_dtype, config=config, interpret=self._interpret)
+        return grouped.grouped_matmul(
+            x, weight, work, scale=scale, out_dtype=out_dtype, config=config, interpret=self._interpret
+        )
 
 
 class _Mosaic:
@@ -104,11 +109,13 @@ class _Mosaic:
 
         if (reason := unfit(spec)) is not None:
             return reason
-        if spec.weights not in ("", spec.dtype):
-            return f"weights of {spec.weights}; it multiplies weights of {spec.dtype}"
-        sizes = ((spec.dim, 2 * spec.ff_dim), (spec.ff_dim, spec.dim))
-        shapes = (grouped.Spec(1, spec.experts, *size, jnp.dtype(spec.dtype), spec.cores) for size in sizes)
-        return next((why for one in shapes if (why := grouped.supports(one)) is not None), None)
+        stored = jnp.dtype(spec.weights) if spec.weights not in ("", spec.dtype) else None
+        for width, outputs in ((spec.dim, 2 * spec.ff_dim), (spec.ff_dim, spec.dim)):
+            scales = width // gcd(width, spec.block) if spec.block else 1
+            shape = grouped.Spec(1, spec.experts, width, outputs, jnp.dtype(spec.dtype), stored, scales, spec.cores)
+            if (reason := grouped.supports(shape)) is not None:
+                return reason
+        return None
 
     @staticmethod
     def make(spec: Spec) -> Experts:

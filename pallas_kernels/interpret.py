@@ -10,7 +10,7 @@ Letters here: M rows of the product, C what is summed over, N columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,17 +73,28 @@ def fence(interpret: Interpret) -> None:
 
 
 def wgmma(
-    a: Any, b: Any, acc: jax.Array | None = None, *, transposed: bool = False, interpret: Interpret = None
+    a: Any,
+    b: Any,
+    acc: jax.Array | None = None,
+    *,
+    transposed: bool = False,
+    meanwhile: Callable[[], None] | None = None,
+    interpret: Interpret = None,
 ) -> jax.Array:
     """acc + a @ b in float32 [M, N] by one warpgroup, waited for. M = 64 a warpgroup.
 
     a [M, C]: a ref in shared memory, or an array in registers of `Layout.WGMMA`. b: a ref in shared memory, [C, N], or
-    [N, C] where `transposed`. Write registers to shared memory only before a `commit_smem`.
+    [N, C] where `transposed`. Write registers to shared memory only before a `commit_smem`. `meanwhile` is called
+    between issuing the product and waiting for it, where there is no acc; it may not touch the operands.
     """
     in_registers = isinstance(a, jax.Array)
     if is_interpreting(interpret) and (in_registers or not compat.DETECTS_RACES):
-        return _plain(a if in_registers else a[...], b[...], acc, transposed)
+        plain = _plain(a if in_registers else a[...], b[...], acc, transposed)
+        if meanwhile is not None:
+            meanwhile()
+        return plain
     right = compat.transpose(b) if transposed else b
+    assert acc is None or meanwhile is None, "an acc is not summed beside other work"
     if acc is not None and not is_interpreting(interpret):
         summed: jax.Array = pl.run_state(lambda ref: plgpu.wgmma(ref, a, right))(plgpu.ACC.init(acc))
         return summed
@@ -91,8 +102,10 @@ def wgmma(
 
     def fresh(ref: Any) -> jax.Array:
         plgpu.wgmma(ref, a, right)
-        product: jax.Array = ref[...]
-        return product
+        if meanwhile is not None:
+            meanwhile()
+        read: jax.Array = ref[...]
+        return read
 
     product: jax.Array = pl.run_scoped(fresh, plgpu.ACC(shape, jnp.float32))
     return product if acc is None else acc + product

@@ -1,9 +1,12 @@
-"""How long the products of a mixture of experts take: our kernel in both forms, the XLA path, `ragged_dot`, torch."""
+"""How long the products of a mixture of experts take: our kernel in both forms, the XLA path, `ragged_dot`, torch.
+
+With weights of 8 bits: our kernel and the XLA path.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -32,10 +35,13 @@ class Case:
     chosen: int = 8
     width: int = 2048
     outputs: int = 1536
+    stored: str = ""  # dtype of weights of 8 bits
+    scales: int = 1  # of these, along the width
 
     @property
     def name(self) -> str:
-        return f"experts {self.tokens} tokens"
+        kind = f" {self.stored} {'blocks' if self.scales > 1 else 'channels'}" if self.stored else ""
+        return f"experts {self.tokens} tokens{kind}"
 
     def routed(self) -> np.ndarray:
         draw = np.random.default_rng(0)
@@ -45,7 +51,16 @@ class Case:
         """Bytes: weights of experts that are chosen, rows in and out."""
         touched = len(np.unique(self.routed()))
         rows = self.tokens * self.chosen
-        return 2.0 * (touched * self.width * self.outputs + rows * (self.width + self.outputs))
+        size = 1 if self.stored else 2
+        return size * touched * self.width * self.outputs + 2.0 * rows * (self.width + self.outputs)
+
+    def weights(self) -> tuple[jax.Array, jax.Array | None]:
+        """Of all experts, and their scales."""
+        shape, size = (self.experts, self.width, self.outputs), self.width**-0.5
+        if not self.stored:
+            return normal(shape, jnp.bfloat16, 2) * jnp.bfloat16(size), None
+        scale = jax.random.uniform(jax.random.key(3), (self.experts, self.scales, self.outputs), minval=0.5 * size)
+        return normal(shape, jnp.dtype(self.stored), 2), scale * size
 
     def flops(self) -> float:
         return 2.0 * self.tokens * self.chosen * self.width * self.outputs
@@ -54,8 +69,13 @@ class Case:
 def cases(dry: bool) -> list[Case]:
     """Qwen3-30B-A3B; dry, both forms of the kernel at sizes that an interpreter can do."""
     if dry:
-        return [Case(5, 3, 2, 64, 128), Case(80, 2, 1, 64, 128)]
-    return [Case(1), Case(64), Case(256), Case(1024), Case(4096)]
+        return [Case(5, 3, 2, 64, 128), Case(80, 2, 1, 64, 128), Case(5, 3, 2, 128, 128, "int8", 2)]
+    narrow = [
+        Case(tokens, stored=stored, scales=scales)
+        for stored, scales in (("int8", 1), ("float8_e4m3fn", 16))
+        for tokens in (1, 64, 256, 4096)
+    ]
+    return [Case(1), Case(64), Case(256), Case(1024), Case(4096), *narrow]
 
 
 def measure(session: Session) -> None:
@@ -69,41 +89,47 @@ def _case(session: Session, case: Case) -> None:
     told = interpreter() if session.dry else None
     chosen = jnp.asarray(case.routed().reshape(-1))
     spec = grouped.Spec(len(chosen), case.experts, case.width, case.outputs, cores=2 if session.dry else grouped.CORES)
+    if case.stored:
+        spec = replace(spec, stored=jnp.dtype(case.stored), scales=case.scales)
     config = grouped.heuristic(spec)
     work = jax.jit(lambda chosen: grouped.plan(chosen, case.experts))(chosen)
     x = normal((len(chosen), case.width), jnp.bfloat16, 1)
-    weight = normal((case.experts, case.width, case.outputs), jnp.bfloat16, 2) * jnp.bfloat16(case.width**-0.5)
-    rows = x[work.source]
+    rows, (weight, scale) = x[work.source], case.weights()
 
-    def mosaic(x: jax.Array, weight: jax.Array, work: Groups) -> jax.Array:
-        return grouped.grouped_matmul(x, weight, work, config=config, interpret=told)
+    def mosaic(x: jax.Array, weight: jax.Array, scale: Any, work: Groups) -> jax.Array:
+        return grouped.grouped_matmul(x, weight, work, scale=scale, config=config, interpret=told)
 
-    def tiles(x: jax.Array, weight: jax.Array, work: Groups) -> jax.Array:
-        return by_xla(x, weight, work, tile=config.rows)
+    def tiles(x: jax.Array, weight: jax.Array, scale: Any, work: Groups) -> jax.Array:
+        return by_xla(x, weight, work, tile=config.rows, scale=scale)
 
-    def ragged(x: jax.Array, weight: jax.Array, work: Groups) -> jax.Array:
+    def ragged(x: jax.Array, weight: jax.Array, scale: Any, work: Groups) -> jax.Array:
         return lax.ragged_dot(x, weight, -(-work.sizes // grouped.ALIGN) * grouped.ALIGN)
 
     label = "mosaic swapped" if config.swapped else "mosaic"
     found: list[tuple[str, Callable[..., Any]]] = [(label, mosaic), ("xla tiles", tiles)]
-    if case.tokens <= 64:  # it computes every expert for every row
+    if case.tokens <= 64 and not case.stored:  # it computes every expert for every row
         found.append(("ragged_dot", ragged))
     for name, call in found:
-        error = _error(jax.jit(call)(rows, weight, work), x, weight, chosen, work)
+        error = _error(jax.jit(call)(rows, weight, scale, work), x, weight, scale, chosen, work)
         assert error <= MOST, f"{name}: relative error {error:.2e} is more than {MOST:.0e}"
         turns = 4 if name == "ragged_dot" else 4 * session.turns(case.moved() / session.ceilings.copy)
-        took = session.seconds(reading(call, turns), (rows, [(weight,)], (work,)), turns)
+        took = session.seconds(reading(call, turns), (rows, [(weight, scale)], (work,)), turns)
         session.add(case.name, name, took, moved=case.moved(), flops=case.flops(), error=error)
-    if not session.dry:
+    if not session.dry and not case.stored:
         session.part(f"{case.name}: torch", lambda: _torch(session, case))
 
 
-def _error(out: Any, x: Any, weight: Any, chosen: Any, work: Groups) -> float:
+def _error(out: Any, x: Any, weight: Any, scale: Any, chosen: Any, work: Groups) -> float:
     """Of some pairs, in float64 on the host."""
     some = np.random.default_rng(1).permutation(len(chosen))[:64]
     doubles = reference().doubles
+
+    def wide(expert: int) -> np.ndarray:
+        plain = doubles(weight[expert])
+        return plain if scale is None else plain * np.repeat(doubles(scale[expert]), len(plain) // scale.shape[1], 0)
+
     got = doubles(out[work.place[some]])
-    want = np.stack([doubles(x[p]) @ doubles(weight[int(chosen[p])]) for p in some])
+    want = np.stack([doubles(x[p]) @ wide(int(chosen[p])) for p in some])
     return float(reference().error(got, want))
 
 

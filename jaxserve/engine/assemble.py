@@ -133,6 +133,7 @@ def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
             share_devices=config.share_devices,
             attention_backend=config.attention_backend,
             experts_backend=config.experts_backend,
+            products_backend=config.products_backend,
             preempt_boundary=config.preempt_boundary,
             preempt_depth=config.preempt_depth,
             speculative=config.speculative,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.engine import kv
 from jaxserve.engine.mesh import MeshPlan
+from jaxserve.models import registry
+from jaxserve.models.layers import Info
+from jaxserve.models.quantised import Quantised
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.errors import InvalidValue
 from pallas_kernels import dispatch, experts, products
@@ -60,78 +63,75 @@ class Asked(Protocol):
 
 def resolve_backends(config: Asked, spec: ModelSpec, dtype: Any, mesh: Mesh) -> Backends:
     """Of all instances. `spec` is that of `for_tp`; raises InvalidValue where what is named cannot run."""
-    each = resolve_attention, resolve_experts, resolve_products
-    return Backends(*(resolve(config, spec, dtype, mesh) for resolve in each))
-
-
-def resolve_attention(config: Asked, spec: ModelSpec, dtype: Any, mesh: Mesh) -> Choice:
-    """The attention."""
     device = mesh.devices.flat[0]
-    asked = dispatch.Spec(
-        platform=device.platform,
-        dtype=str(dtype),
+    # An interpreter runs every block of a kernel, one after the other: few of them.
+    cores = 2 if config.interpret else int(getattr(device, "core_count", 0) or dispatch.Spec.cores)
+    here = {
+        "platform": device.platform,
+        "dtype": str(dtype),
+        "device": device.device_kind,
+        "capability": str(getattr(device, "compute_capability", "")),
+        "cores": cores,
+        "interpret": config.interpret,
+    }
+    return Backends(
+        _resolved(dispatch.resolve, _attention(config, spec, dtype, here), config.attention_backend, "attention"),
+        _resolved(experts.resolve_experts, _experts(config, spec, dtype, here), config.experts_backend, "experts"),
+        _resolved(products.resolve_products, _products(config, spec, here), config.products_backend, "products"),
+    )
+
+
+def _attention(config: Asked, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]) -> dispatch.Spec:
+    return dispatch.Spec(
+        **here,
         heads=spec.heads // config.mesh.tp,
         kv_heads=spec.cache.heads // config.mesh.tp,
         head_dim=spec.cache.dim,
         latent=spec.latent.rank if spec.latent is not None else 0,
         page=config.page_size,
         windows=spec.windows,
-        device=device.device_kind,
-        capability=str(getattr(device, "compute_capability", "")),
-        cores=_cores(config, device),
-        interpret=config.interpret,
         kv_dtype=str(kv.pool_dtype(config.kv_cache_dtype, dtype)),
     )
-    return _told(partial(dispatch.resolve, asked, config.attention_backend), "attention")
 
 
-def resolve_experts(config: Asked, spec: ModelSpec, dtype: Any, mesh: Mesh) -> Choice | None:
-    """The products of the mixture of experts, where the model has one."""
+def _experts(config: Asked, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]) -> experts.Spec | None:
+    """None: the model has no mixture of experts."""
     if spec.moe is None:
         return None
-    device = mesh.devices.flat[0]
-    asked = experts.Spec(
-        platform=device.platform,
-        dtype=str(dtype),
+    # Not every model whose weights are quantised has its experts among them, nor in every layer.
+    narrow = spec.quantised if any(map(_narrow_experts, registry.abstract_weights(spec, dtype)["layers"])) else None
+    return experts.Spec(
+        **here,
         experts=spec.moe.experts // config.mesh.tp,
         dim=spec.dim,
         ff_dim=spec.moe.ff_dim,
-        weights="" if spec.quantised is None else str(spec.quantised),
-        device=device.device_kind,
-        capability=str(getattr(device, "compute_capability", "")),
-        cores=_cores(config, device),
-        interpret=config.interpret,
+        weights="" if narrow is None else narrow.dtype,
+        block=narrow.block[1] if narrow is not None and narrow.block is not None else 0,
     )
-    return _told(partial(experts.resolve_experts, asked, config.experts_backend), "experts")
 
 
-def resolve_products(config: Asked, spec: ModelSpec, dtype: Any, mesh: Mesh) -> Choice | None:
-    """The products with weights of 8 bits, where the model has them."""
+def _narrow_experts(layer: Any) -> bool:
+    leaves = jax.tree.leaves(layer, is_leaf=lambda leaf: isinstance(leaf, Info | Quantised))
+    return any(isinstance(leaf, Quantised) and leaf.values.axes[0] == "experts" for leaf in leaves)
+
+
+def _products(config: Asked, spec: ModelSpec, here: Mapping[str, Any]) -> products.Spec | None:
+    """None: no weights are of 8 bits."""
     if spec.quantised is None:
         return None
-    device = mesh.devices.flat[0]
-    asked = products.Spec(
-        platform=device.platform,
-        dtype=str(dtype),
-        weights=spec.quantised.dtype,
-        blocks=spec.quantised.block is not None,
-        shards=config.mesh.tp,
-        device=device.device_kind,
-        capability=str(getattr(device, "compute_capability", "")),
-        cores=_cores(config, device),
-        interpret=config.interpret,
-    )
-    return _told(partial(products.resolve_products, asked, config.products_backend), "products")
+    blocks = spec.quantised.block is not None
+    return products.Spec(**here, weights=spec.quantised.dtype, blocks=blocks, shards=config.mesh.tp)
 
 
-def _cores(config: Asked, device: Any) -> int:
-    # An interpreter runs every block of a kernel, one after the other: few of them.
-    return 2 if config.interpret else int(getattr(device, "core_count", 0) or dispatch.Spec.cores)
+A = TypeVar("A")
 
 
-def _told(resolve: Callable[[], Choice], what: str) -> Choice:
+def _resolved(resolve: Callable[[A, str], Choice], asked: A | None, name: str, what: str) -> Choice | None:
+    """The choice for what is asked, told; None where the model does not need it."""
+    if asked is None:
+        return None
     try:
-        choice = resolve()
+        choice = resolve(asked, name)
     except dispatch.Unsupported as error:
         raise InvalidValue(str(error), f"{what}_backend") from error
     for backend, reason in choice.refusals:

@@ -8,18 +8,26 @@ rows. For decode the operands are swapped: outputs take its 64 rows and up, toke
 and as long as an expert's rows are one tile its weights are streamed once. Both operands are in shared memory in both
 forms: ptxas before 13.3 may compile a left operand in registers wrongly.
 
+Weights may be of 8 bits, with scales of their outputs, one or n of them along what is summed over:
+
+    out[r, o] = sum_b scale[owner[r], b, o] sum_{i in block b} x[r, i] weight[owner[r], i, o]
+
+They are widened within the kernel, exactly, and sums scaled in float32. Operands are then swapped for prefill too.
+
 Floor: bytes of the experts that have rows over the bandwidth (277 us for a layer of Qwen3-30B-A3B and 64 tokens), or
 2 R I O operations (391 us for 4,096 tokens).
 
-Letters: T tokens, Q pairs of a token and an expert, R rows, X experts, I what is summed over, O outputs.
+Letters: T tokens, Q pairs of a token and an expert, R rows, X experts, I what is summed over, O outputs, n blocks of I
+that have scales of their own (1: per channel).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, product
+from math import gcd
 from typing import Any
 
 import jax
@@ -27,8 +35,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import compat
 from pallas_kernels.aot.cases import Case, shapes
-from pallas_kernels.hopper.grouped_body import ALIGN, DEPTH, GRID, ROLE, WIDE, Shape, body
-from pallas_kernels.hopper.spec import CORES, SMEM
+from pallas_kernels.hopper.grouped_body import ALIGN, DEPTH, GRID, ROLE, WIDE, Shape, Whole, body
+from pallas_kernels.hopper.grouped_narrow import Narrow
+from pallas_kernels.hopper.narrow_tile import COLUMNS, CONSUMERS, NARROW, Tile, held
+from pallas_kernels.hopper.spec import CORES, SMEM, allowed, refusal
 from pallas_kernels.interpret import Interpret
 from pallas_kernels.plan.experts import Groups, plan_experts
 
@@ -44,7 +54,13 @@ class Spec:
     width: int  # I
     outputs: int  # O
     dtype: Any = jnp.bfloat16
+    stored: Any = None  # of the weights, where it is not `dtype`: one of NARROW
+    scales: int = 1  # n, of weights of 8 bits
     cores: int = CORES
+
+    @property
+    def narrow(self) -> bool:
+        return self.stored is not None
 
 
 @dataclass(frozen=True)
@@ -58,32 +74,56 @@ class Config:
     swapped: bool = False  # tokens are the columns of the tensor core's product
     blocks: int = CORES
 
+    depth: int = DEPTH  # of I at a time; 8 bits: or twice as much
+
     def validate(self, spec: Spec) -> None:
         """Raises ValueError, naming the value, where this config cannot compute the spec."""
         if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
             raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
-        if spec.width % DEPTH or spec.outputs % WIDE:
-            raise ValueError(f"{spec.width=} and {spec.outputs=} must be multiples of {DEPTH} and {WIDE}")
         if self.consumers not in (1, 2) or min(self.stages, self.blocks) < 1:
             raise ValueError(f"{self.consumers=} must be 1 or 2, {self.stages=} and {self.blocks=} positive")
-        if self.columns not in (64, 128, 192, 256) or spec.outputs % self.columns:
-            raise ValueError(f"{self.columns=} must be 64, 128, 192 or 256 and divide {spec.outputs=}")
+        if spec.narrow:
+            self._validate_narrow(spec)
+        else:
+            self._validate_whole(spec)
         if self.swapped and (self.rows not in (8, 16, 32, 64, 128) or self.columns % (ROWS * self.consumers)):
             raise ValueError(
                 f"swapped, {self.rows=} must be 8, 16, 32, 64 or 128, and {self.columns=} a multiple of {ROWS} for "
                 f"each of {self.consumers=}"
             )
-        if not self.swapped and self.rows not in (ROWS * self.consumers, 2 * ROWS * self.consumers):
-            raise ValueError(f"{self.rows=} must be {ROWS} or {2 * ROWS} for each of {self.consumers=}")
-        if (held := self.rows * self.columns // self.consumers) > ROWS * 256:
-            raise ValueError(f"{self} has {held} sums a warpgroup; its registers hold {ROWS * 256}")
-        if (size := self.smem_bytes()) > SMEM:
+        if (size := self.smem_bytes(spec.narrow)) > SMEM:
             raise ValueError(f"{self} needs {size} bytes of shared memory; a block has {SMEM}")
 
-    def smem_bytes(self) -> int:
+    def _validate_whole(self, spec: Spec) -> None:
+        if spec.width % DEPTH or spec.outputs % WIDE:
+            raise ValueError(f"{spec.width=} and {spec.outputs=} must be multiples of {DEPTH} and {WIDE}")
+        if self.depth != DEPTH:
+            raise ValueError(f"{self.depth=} must be {DEPTH}")
+        if self.columns not in (64, 128, 192, 256) or spec.outputs % self.columns:
+            raise ValueError(f"{self.columns=} must be 64, 128, 192 or 256 and divide {spec.outputs=}")
+        if not self.swapped and self.rows not in (ROWS * self.consumers, 2 * ROWS * self.consumers):
+            raise ValueError(f"{self.rows=} must be {ROWS} or {2 * ROWS} for each of {self.consumers=}")
+        if (sums := self.rows * self.columns // self.consumers) > ROWS * 256:
+            raise ValueError(f"{self} has {sums} sums a warpgroup; its registers hold {ROWS * 256}")
+
+    def _validate_narrow(self, spec: Spec) -> None:
+        if jnp.dtype(spec.stored).name not in NARROW:
+            raise ValueError(f"{spec.stored=} must be one of {', '.join(NARROW)}")
+        if spec.outputs % COLUMNS:
+            raise ValueError(f"{spec.outputs=} must be a multiple of {COLUMNS} where weights are of 8 bits")
+        if self.depth not in (DEPTH, 2 * DEPTH) or spec.width % (self.depth * spec.scales):
+            raise ValueError(f"{self.depth=} must be {DEPTH} or {2 * DEPTH} and divide {spec.width=} / {spec.scales=}")
+        if not self.swapped or (self.columns, self.consumers) != (COLUMNS, CONSUMERS) or self.stages < 2:
+            raise ValueError(
+                f"{self} must be swapped where weights are of 8 bits, with columns={COLUMNS}, consumers={CONSUMERS} "
+                "and at least 2 stages"
+            )
+
+    def smem_bytes(self, narrow: bool = False) -> int:
         """Shared memory of a block, barriers and alignment included; results are of 4 bytes at most."""
         stored = self.rows * (self.consumers if self.swapped else 1)
-        return self.stages * DEPTH * (self.rows + self.columns) * 2 + stored * WIDE * 4 + 2048
+        weights = held(self.depth, self.stages) if narrow else self.stages * self.depth * self.columns * 2
+        return self.stages * self.depth * self.rows * 2 + weights + stored * WIDE * 4 + 2048
 
 
 def plan(chosen: jax.Array, experts: int, tile: int | None = None) -> Groups:
@@ -103,44 +143,39 @@ def tile_of(pairs: int, experts: int) -> int:
 def heuristic(spec: Spec) -> Config:
     """A config that is expected to be good, for the work of `plan`."""
     rows = tile_of(spec.pairs, spec.experts)
+    if spec.narrow:
+        # Twice as deep a tile waits half as often, while there is room for several.
+        depth = gcd(spec.width // spec.scales, 2 * DEPTH) if rows <= ROWS else DEPTH
+        config = Config(rows, COLUMNS, 2, CONSUMERS, True, spec.cores, depth)
+        return _deepest(config, range(8, 2, -1), narrow=True)
     swapped = rows <= ROWS
     # Swapped, wide strips would leave some blocks without any: there are as many rows of them as experts that are hit.
     widths = (128,) if swapped else (256, 192, 128)
     columns = next((width for width in widths if spec.outputs % width == 0), 64)
     consumers = 1 if swapped and columns == ROWS else 2
-    config = Config(rows, columns, 1, consumers, swapped, spec.cores)
-    for stages in range(12 if swapped else 6, 1, -1):
-        deep = replace(config, stages=stages)
-        if deep.smem_bytes() <= SMEM:
-            return deep
-    return replace(config, stages=1)
+    return _deepest(Config(rows, columns, 1, consumers, swapped, spec.cores), range(12 if swapped else 6, 1, -1))
+
+
+def _deepest(config: Config, stages: Iterable[int], narrow: bool = False) -> Config:
+    """With the first of `stages` that there is room for."""
+    deep = (replace(config, stages=count) for count in stages)
+    return next((one for one in deep if one.smem_bytes(narrow) <= SMEM), config)
 
 
 def supports(spec: Spec) -> str | None:
     """None, or why no config computes the spec."""
-    for pairs in (1, 2 * ROWS * spec.experts):  # of both forms
-        one = replace(spec, pairs=pairs)
-        try:
-            heuristic(one).validate(one)
-        except ValueError as reason:
-            return str(reason)
-    return None
+    return refusal(heuristic, *(replace(spec, pairs=pairs) for pairs in (1, 2 * ROWS * spec.experts)))  # both forms
 
 
 def candidates(spec: Spec) -> Iterator[Config]:
     """Configs worth timing for the spec, the heuristic first; the compile gate drops those that spill."""
+    stages, depths = (2, 3, 4, 6, 8, 12), (DEPTH, 2 * DEPTH) if spec.narrow else (DEPTH,)
+    sizes = product((True, False), (8, 16, 32, 64, 128, 256), (64, 128, 192, 256), stages, (1, 2), depths)
     some = (
-        Config(rows, columns, stages, consumers, swapped, spec.cores)
-        for swapped, rows, columns, stages, consumers in product(
-            (True, False), (8, 16, 32, 64, 128, 256), (64, 128, 192, 256), (3, 4, 6, 8, 12), (1, 2)
-        )
+        Config(rows, columns, stages, consumers, swapped, spec.cores, depth)
+        for swapped, rows, columns, stages, consumers, depth in sizes
     )
-    for config in dict.fromkeys(chain([heuristic(spec)], some)):
-        try:
-            config.validate(spec)
-        except ValueError:
-            continue
-        yield config
+    return allowed(chain([heuristic(spec)], some), spec)
 
 
 def grouped_matmul(
@@ -148,6 +183,7 @@ def grouped_matmul(
     weight: jax.Array,  # [X, I, O]
     work: Groups,
     *,
+    scale: jax.Array | None = None,  # [X, n, O] float32, of weights of 8 bits
     out_dtype: Any = None,
     config: Config,
     interpret: Interpret = None,
@@ -158,9 +194,16 @@ def grouped_matmul(
     """
     (rows, width), (experts, _, outputs) = x.shape, weight.shape
     out_dtype = jnp.dtype(out_dtype or x.dtype)
-    config.validate(Spec(rows, experts, width, outputs, x.dtype))
-    if weight.dtype != x.dtype or weight.shape[1] != width or rows != len(work.source):
-        raise ValueError(f"{x.dtype}{x.shape}, {weight.dtype}{weight.shape} and {len(work.source)} rows do not fit")
+    spec = Spec(rows, experts, width, outputs, x.dtype)
+    if scale is not None:
+        spec = replace(spec, stored=weight.dtype, scales=scale.shape[1])
+    config.validate(spec)
+    fits = weight.dtype == x.dtype if scale is None else scale.shape == (experts, spec.scales, outputs)
+    if not fits or weight.shape[1] != width or rows != len(work.source):
+        scales = "" if scale is None else f", scales {scale.shape}"
+        raise ValueError(
+            f"{x.dtype}{x.shape}, {weight.dtype}{weight.shape}{scales} and {len(work.source)} rows do not fit"
+        )
     tiles = len(work.expert)
     shape = Shape(
         rows=config.rows,
@@ -170,9 +213,11 @@ def grouped_matmul(
         swapped=config.swapped,
         blocks=min(config.blocks, tiles * (outputs // config.columns)),
         strips=outputs // config.columns,
-        steps=width // DEPTH,
+        depth=config.depth,
+        steps=width // config.depth,
         dtype=x.dtype,
         out_dtype=out_dtype,
+        weights=_weights(spec, config, interpret),
         interpret=interpret,
     )
     run = compat.kernel(
@@ -183,45 +228,85 @@ def grouped_matmul(
         threads=(ROLE, config.consumers + 1),
         interpret=interpret,
     )
-    out: jax.Array = run(x, weight, work.expert, work.begin, work.length, work.used)
+    held_by = (weight,) if scale is None else (weight, scale)
+    out: jax.Array = run(x, work.expert, work.begin, work.length, work.used, *held_by)
     return out
 
 
+def _weights(spec: Spec, config: Config, interpret: Interpret) -> Whole | Narrow:
+    if not spec.narrow:
+        return Whole()
+    every = spec.width // spec.scales // config.depth if spec.scales > 1 else 0
+    return Narrow(Tile(config.depth, every, jnp.dtype(spec.dtype), jnp.dtype(spec.stored), interpret))
+
+
 # X, I and O of the two products of a layer: gate and up together, and down.
-MODELS = {"qwen3-30b-a3b": (128, 2048, 768), "qwen3-30b-a3b tp4": (32, 2048, 768), "gpt-oss-20b": (32, 2880, 2880)}
-CHOSEN = {"qwen3-30b-a3b": 8, "qwen3-30b-a3b tp4": 8, "gpt-oss-20b": 4}
+MODELS = {
+    "qwen3-30b-a3b": (128, 2048, 768),
+    "qwen3-30b-a3b tp4": (32, 2048, 768),
+    "gpt-oss-20b": (32, 2880, 2880),
+    "deepseek-v2-lite": (64, 2048, 1408),
+    "minimax-m2 tp4": (64, 3072, 1536),
+}
+CHOSEN = {"qwen3-30b-a3b": 8, "qwen3-30b-a3b tp4": 8, "gpt-oss-20b": 4, "deepseek-v2-lite": 6, "minimax-m2 tp4": 8}
 
 
 def cases() -> Iterator[Case]:
     """Configs in use, for the compile gate: both products of decode and prefill steps of what is served."""
-    for model, (experts, dim, ff_dim) in MODELS.items():
+    for model in ("qwen3-30b-a3b", "qwen3-30b-a3b tp4", "gpt-oss-20b"):
         usual = model == "qwen3-30b-a3b"
         for tokens in (1, 64, 256, 4096):
-            pairs = tokens * CHOSEN[model]
-            up = Spec(pairs, experts, dim, 2 * ff_dim)
-            down = Spec(pairs, experts, ff_dim, dim)
-            yield _case(f"{model} up", up, None, tokens, usual and tokens > 1)
-            yield _case(f"{model} down", down, jnp.float32, tokens, usual and tokens > 1)
-    yield _case("qwen3-30b-a3b up", Spec(512, 128, 2048, 1536, jnp.float16), None, 64, True)
+            yield from _cases(model, tokens, usual=usual and tokens > 1)
+    yield next(_cases("qwen3-30b-a3b", 64, jnp.float16))
+    for stored, blocks in product((jnp.int8, jnp.float8_e4m3fn), (False, True)):
+        for tokens in (1, 64, 4096):
+            usual = tokens > 1 and blocks == (stored != jnp.int8)
+            yield from _cases("qwen3-30b-a3b", tokens, stored=stored, blocks=blocks, usual=usual)
+    yield next(_cases("qwen3-30b-a3b", 256, jnp.float16, stored=jnp.float8_e4m3fn, blocks=True, usual=False))
+    for tokens in (64, 256, 4096):
+        yield from _cases("deepseek-v2-lite", tokens, stored=jnp.int8, usual=False)
+        yield from _cases("minimax-m2 tp4", tokens, stored=jnp.float8_e4m3fn, blocks=True, usual=False)
+
+
+def _cases(
+    model: str, tokens: int, dtype: Any = jnp.bfloat16, *, stored: Any = None, blocks: bool = False, usual: bool = True
+) -> Iterator[Case]:
+    """Both products of a layer."""
+    (experts, dim, ff_dim), pairs = MODELS[model], tokens * CHOSEN[model]
+    for part, width, outputs, out_dtype in (("up", dim, 2 * ff_dim, None), ("down", ff_dim, dim, jnp.float32)):
+        spec = Spec(pairs, experts, width, outputs, dtype, stored, width // 128 if blocks else 1)
+        yield _case(f"{model} {part}", spec, out_dtype, tokens, usual)
 
 
 def _case(name: str, spec: Spec, out_dtype: Any, tokens: int, usual: bool) -> Case:
     config = heuristic(spec)
     rows = len(jax.eval_shape(lambda: plan(jnp.zeros(spec.pairs, jnp.int32), spec.experts)).source)
-    form = "swapped" if config.swapped else "straight"
+    form, kind = "swapped" if config.swapped else "straight", jnp.dtype(spec.dtype).name
+    arguments = shapes(
+        ((rows, spec.width), spec.dtype),
+        ((spec.experts, spec.width, spec.outputs), spec.stored or spec.dtype),
+        ((spec.pairs,), jnp.int32),
+    )
+    if spec.narrow:
+        form = f"{jnp.dtype(spec.stored).name} {'blocks' if spec.scales > 1 else 'channels'}"
+        arguments += shapes(((spec.experts, spec.scales, spec.outputs), jnp.float32))
     return Case(
-        name=f"grouped {name} {form} {jnp.dtype(spec.dtype).name} t{tokens}",
+        name=f"grouped {name} {form} {kind} t{tokens}",
         program=partial(_step, config=config, out_dtype=out_dtype),
-        arguments=shapes(
-            ((rows, spec.width), spec.dtype),
-            ((spec.experts, spec.width, spec.outputs), spec.dtype),
-            ((spec.pairs,), jnp.int32),
-        ),
+        arguments=arguments,
         needs=frozenset({"wgmma", "tma"}),
         usual=usual,
     )
 
 
-def _step(x: jax.Array, weight: jax.Array, chosen: jax.Array, *, config: Config, out_dtype: Any) -> jax.Array:
+def _step(
+    x: jax.Array,
+    weight: jax.Array,
+    chosen: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    config: Config,
+    out_dtype: Any,
+) -> jax.Array:
     """The plan and one product."""
-    return grouped_matmul(x, weight, plan(chosen, len(weight)), out_dtype=out_dtype, config=config)
+    return grouped_matmul(x, weight, plan(chosen, len(weight)), scale=scale, out_dtype=out_dtype, config=config)

@@ -4,6 +4,7 @@ A block takes items in turn; an item is one tile of rows of an expert (plan/expe
 Along what is summed over, tiles go through a ring of `stages` slots by TMA. A copy has a fixed size: the rows of a
 tile come in pieces, of which those that it does not have are left out, and leave as the powers of two that they are the
 sum of. Rows that were not brought hold what the slot held before: they reach results of rows that are not stored.
+How weights come and are multiplied is `Weights`: here those of the dtype of the rows, in grouped_narrow.py of 8 bits.
 
 Letters: R rows, X experts, I what is summed over, O outputs.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.experimental.pallas as pl
@@ -22,10 +23,11 @@ from jax import lax
 
 from pallas_kernels import compat
 from pallas_kernels.compat import plgpu
+from pallas_kernels.hopper.memory import tiled
 from pallas_kernels.interpret import Interpret, cast, fence, is_interpreting
 
 GRID, ROLE = "block", "role"
-DEPTH = 64  # of I at a time: 128 bytes, which are swizzled together
+DEPTH = 64  # of I that 128 bytes hold, which are swizzled together
 WIDE = 64  # columns of results that leave together
 ALIGN = 8  # rows that a tiling of shared memory keeps together, hence the alignment of groups
 LEAST = 16  # rows that are always brought
@@ -42,9 +44,11 @@ class Shape:
     swapped: bool  # outputs are the rows of the tensor core's product, and tokens its columns
     blocks: int
     strips: int  # O / columns
-    steps: int  # I / DEPTH
+    depth: int  # of I at a time
+    steps: int  # I / depth
     dtype: Any  # of the products
     out_dtype: Any
+    weights: Weights
     interpret: Interpret
 
     @property
@@ -74,36 +78,58 @@ class Shape:
     def scratch(self) -> list[Any]:
         ring, out = self.stages, (self.consumers, self.stored, WIDE)
         return [
-            _tiled((ring, self.rows, DEPTH), self.dtype),
-            _tiled((ring, DEPTH, self.columns), self.dtype),
-            _tiled(out, self.out_dtype),
-            plgpu.Barrier(num_arrivals=1 + len(self.pieces), num_barriers=ring),
+            tiled((ring, self.rows, self.depth), self.dtype),
+            tiled(out, self.out_dtype),
+            plgpu.Barrier(num_arrivals=self.weights.copies + len(self.pieces), num_barriers=ring),
             plgpu.Barrier(num_arrivals=self.consumers, num_barriers=ring),
+            *self.weights.scratch(self),
         ]
 
 
-def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory as TMA and the tensor cores like it: 8 rows of 128 bytes, swizzled."""
-    width = 128 // jnp.dtype(dtype).itemsize
-    transforms = plgpu.TilingTransform((ALIGN, width)), plgpu.SwizzleTransform(128)
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+class Weights(Protocol):
+    """Weights of one kind: their part of what a block does."""
+
+    @property
+    def arrays(self) -> int:
+        """How many arguments of the kernel they are."""
+
+    @property
+    def copies(self) -> int:
+        """How many copies bring a tile of them."""
+
+    def scratch(self, shape: Shape) -> list[Any]:
+        """Their shared memory."""
+
+    def bring(self, shape: Shape, refs: Refs, item: Item, k: jax.Array, slot: jax.Array) -> None:
+        """Tile k of an item."""
+
+    def multiply(self, shape: Shape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> jax.Array:
+        """`shape.product` of float32: a consumer's part of the item, from step `done` of the ring on."""
 
 
 class Refs(NamedTuple):
     """Arguments, results and scratch, in the order in which the kernel gets them."""
 
     x: Any  # [R, I]
-    weight: Any  # [X, I, O]
     expert: Any  # [I], and so on: of Groups
     begin: Any
     length: Any
     used: Any  # [1]
+    weights: tuple[Any, ...]
     out: Any  # [R, O]
-    x_s: Any  # [stages, rows, DEPTH]
-    w_s: Any  # [stages, DEPTH, columns]
+    x_s: Any  # [stages, rows, depth]
     out_s: Any  # [consumers, stored, WIDE]
     full: Any  # barriers
     free: Any
+    weights_s: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, arrays: tuple[Any, ...], weights: int) -> Refs:
+        """`weights`: how many arrays they are."""
+        x, expert, begin, length, used, *rest = arrays
+        out, x_s, out_s, full, free, *weights_s = rest[weights:]
+        held = tuple(rest[:weights])
+        return cls(x, expert, begin, length, used, held, out, x_s, out_s, full, free, tuple(weights_s))
 
 
 class Item(NamedTuple):
@@ -119,7 +145,7 @@ def body(shape: Shape) -> Callable[..., None]:
     """The kernel over the grid GRID, threads ROLE: consumers first, then the producer."""
 
     def run(*arrays: Any) -> None:
-        refs = Refs(*arrays)
+        refs = Refs.of(arrays, shape.weights.arrays)
         role, block = lax.axis_index(ROLE), lax.axis_index(GRID)
 
         def each(one: Callable[[Item, jax.Array], None]) -> jax.Array:
@@ -160,19 +186,18 @@ def _item(shape: Shape, refs: Refs, index: jax.Array) -> Item:
 
 def _produce(shape: Shape, refs: Refs, item: Item, done: jax.Array) -> None:
     def step(k: jax.Array, nothing: None) -> None:
-        slot, depth = lax.rem(done + k, jnp.int32(shape.stages)), k * DEPTH
+        slot = lax.rem(done + k, jnp.int32(shape.stages))
         full = refs.full.at[slot]
 
         @pl.when(done + k >= shape.stages)
         def _() -> None:
             plgpu.barrier_wait(refs.free.at[slot])
 
-        weight = refs.weight.at[item.expert, pl.ds(depth, DEPTH), pl.ds(item.column, shape.columns)]
-        plgpu.copy_gmem_to_smem(weight, refs.w_s.at[slot], full)
+        shape.weights.bring(shape, refs, item, k, slot)
         for first, rows in shape.pieces:
 
             def bring(first: int = first, rows: int = rows) -> None:
-                source = refs.x.at[pl.ds(item.begin + first, rows), pl.ds(depth, DEPTH)]
+                source = refs.x.at[pl.ds(item.begin + first, rows), pl.ds(k * shape.depth, shape.depth)]
                 plgpu.copy_gmem_to_smem(source, refs.x_s.at[slot, pl.ds(first, rows)], full)
 
             if first:
@@ -189,7 +214,7 @@ def _consume(shape: Shape, refs: Refs, role: jax.Array, item: Item, done: jax.Ar
 
     @pl.when(count > 0)
     def _multiply() -> None:
-        product = pl.run_scoped(partial(_sum, shape, refs, role, done), plgpu.ACC(shape.product, jnp.float32))
+        product = shape.weights.multiply(shape, refs, role, item, done)
         _store(shape, refs, role, item, count, product)
 
     @pl.when(count <= 0)  # only the slots must go round
@@ -202,9 +227,28 @@ def _consume(shape: Shape, refs: Refs, role: jax.Array, item: Item, done: jax.Ar
         lax.fori_loop(0, shape.steps, step, None)
 
 
+@dataclass(frozen=True)
+class Whole:
+    """Weights of the dtype of the rows: the tensor core takes them as they come."""
+
+    arrays = copies = 1
+
+    def scratch(self, shape: Shape) -> list[Any]:
+        return [tiled((shape.stages, shape.depth, shape.columns), shape.dtype)]
+
+    def bring(self, shape: Shape, refs: Refs, item: Item, k: jax.Array, slot: jax.Array) -> None:
+        (weight,), (w_s,) = refs.weights, refs.weights_s
+        source = weight.at[item.expert, pl.ds(k * shape.depth, shape.depth), pl.ds(item.column, shape.columns)]
+        plgpu.copy_gmem_to_smem(source, w_s.at[slot], refs.full.at[slot])
+
+    def multiply(self, shape: Shape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> jax.Array:
+        summed = partial(_sum, shape, refs, role, done)
+        product: jax.Array = pl.run_scoped(summed, plgpu.ACC(shape.product, jnp.float32))
+        return product
+
+
 def _sum(shape: Shape, refs: Refs, role: jax.Array, done: jax.Array, acc: Any) -> jax.Array:
-    """This consumer's product of the item."""
-    height, _ = shape.product
+    (height, _), (w_s,) = shape.product, refs.weights_s
 
     def release(k: jax.Array) -> None:
         fence(shape.interpret)
@@ -214,10 +258,10 @@ def _sum(shape: Shape, refs: Refs, role: jax.Array, done: jax.Array, acc: Any) -
         slot = lax.rem(done + k, jnp.int32(shape.stages))
         plgpu.barrier_wait(refs.full.at[slot])
         if shape.swapped:
-            weight = refs.w_s.at[slot, :, pl.ds(role * height, height)]
+            weight = w_s.at[slot, :, pl.ds(role * height, height)]
             plgpu.wgmma(acc, compat.transpose(weight), compat.transpose(refs.x_s.at[slot]))
         else:
-            plgpu.wgmma(acc, refs.x_s.at[slot, pl.ds(role * height, height)], refs.w_s.at[slot])
+            plgpu.wgmma(acc, refs.x_s.at[slot, pl.ds(role * height, height)], w_s.at[slot])
         plgpu.wgmma_wait(1)  # the one before has read its slot
         pl.when(k > 0)(partial(release, k - 1))
 

@@ -27,11 +27,11 @@ import numpy as np
 
 from pallas_kernels import compat
 from pallas_kernels.aot.cases import Case, shapes
-from pallas_kernels.hopper.narrow_body import COLUMNS, CONSUMERS, GRID, ROLE, TOKENS, Shape, body
-from pallas_kernels.hopper.spec import CORES, SMEM
+from pallas_kernels.hopper.narrow_body import GRID, ROLE, TOKENS, Shape, body
+from pallas_kernels.hopper.narrow_tile import COLUMNS, CONSUMERS, NARROW, Tile, held
+from pallas_kernels.hopper.spec import CORES, SMEM, allowed, refusal
 from pallas_kernels.interpret import Interpret
 
-NARROW = ("int8", "float8_e4m3fn")
 MOST = 256  # tokens; of more, arithmetic takes longer than to widen the weights once
 PRODUCT = 128  # tokens of a product: as many sums as registers hold beside those of a block of scales
 
@@ -70,22 +70,22 @@ class Config:
             raise ValueError(f"{self.depth=} must be 64 or 128 and divide {spec.inputs=} / {spec.scales=}")
         if self.tokens not in (8, 16, 32, 64, PRODUCT) or not 1 <= spec.tokens <= MOST:
             raise ValueError(f"{self.tokens=} must be 8, 16, 32, 64 or {PRODUCT}, and {spec.tokens=} 1 to {MOST}")
-        if min(self.stages, self.workers) < 1:
-            raise ValueError(f"{self.stages=} and {self.workers=} must be positive")
+        if self.stages < 2 or self.workers < 1:  # the next tile is widened before this one is given back
+            raise ValueError(f"{self.stages=} must be at least 2, and {self.workers=} positive")
         if (size := self.smem_bytes()) > SMEM:
             raise ValueError(f"{self} needs {size} bytes of shared memory; a block has {SMEM}")
 
     def smem_bytes(self) -> int:
         """Shared memory of a block, barriers and alignment included."""
-        return self.stages * self.depth * (COLUMNS + 2 * self.tokens) + self.depth * COLUMNS * 2 + 2048
+        return self.stages * self.depth * 2 * self.tokens + held(self.depth, self.stages) + 2048
 
 
 def heuristic(spec: Spec) -> Config:
     """A config for the spec that is expected to be good."""
     tokens = next((n for n in (8, 16, 32, 64) if spec.tokens <= n), PRODUCT)
     depth = 128 if spec.inputs % (128 * spec.scales) == 0 else 64
-    config = Config(tokens, depth, 1, max(1, spec.cores // -(-spec.tokens // tokens)))
-    fits = (replace(config, stages=stages) for stages in range(8, 0, -1))
+    config = Config(tokens, depth, 2, max(1, spec.cores // -(-spec.tokens // tokens)))
+    fits = (replace(config, stages=stages) for stages in range(8, 1, -1))
     return next((deep for deep in fits if deep.smem_bytes() <= SMEM), config)
 
 
@@ -93,21 +93,12 @@ def candidates(spec: Spec) -> Iterator[Config]:
     """Configs worth timing for the spec, the heuristic first; the compile gate drops those that spill."""
     best = heuristic(spec)
     some = (replace(best, depth=depth, stages=stages) for depth, stages in product((64, 128), (2, 3, 4, 5, 6, 8, 12)))
-    for config in dict.fromkeys((best, *some)):
-        try:
-            config.validate(spec)
-        except ValueError:
-            continue
-        yield config
+    return allowed((best, *some), spec)
 
 
 def supports(spec: Spec) -> str | None:
     """None, or why no config computes the spec."""
-    try:
-        heuristic(spec).validate(spec)
-    except ValueError as reason:
-        return str(reason)
-    return None
+    return refusal(heuristic, spec)
 
 
 @dataclass(frozen=True)
@@ -159,15 +150,9 @@ def narrow_matmul(
         raise ValueError(f"x {x.shape}, values {values.shape} and scale {scale.shape} do not fit")
     work = Work(outputs // COLUMNS, inputs // config.depth, config.workers)
     groups = -(-tokens // config.tokens)
-    shape = Shape(
-        tokens=config.tokens,
-        depth=config.depth,
-        stages=config.stages,
-        every=inputs // scales // config.depth if scales > 1 else 0,
-        dtype=jnp.dtype(x.dtype),
-        stored=jnp.dtype(values.dtype),
-        interpret=interpret,
-    )
+    every = inputs // scales // config.depth if scales > 1 else 0
+    tile = Tile(config.depth, every, jnp.dtype(x.dtype), jnp.dtype(values.dtype), interpret)
+    shape = Shape(config.tokens, config.stages, tile)
     run = compat.kernel(
         body(shape),
         out=jax.ShapeDtypeStruct((groups, len(work.items), COLUMNS, config.tokens), jnp.float32),

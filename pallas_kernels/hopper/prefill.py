@@ -30,7 +30,7 @@ from pallas_kernels import compat
 from pallas_kernels.aot.cases import Case, shapes
 from pallas_kernels.hopper.prefill_body import body
 from pallas_kernels.hopper.prefill_shape import GRID, MOST, ROLE, ROWS, WARPGROUPS, Shape
-from pallas_kernels.hopper.spec import CORES, SMEM, Spec, allowed
+from pallas_kernels.hopper.spec import CORES, SMEM, Spec, allowed, refusal
 from pallas_kernels.interpret import Interpret
 from pallas_kernels.layout import MASKED, Ragged, Scales
 from pallas_kernels.plan.prefill import PrefillWork, plan_prefill
@@ -107,11 +107,7 @@ def heuristic(spec: Spec, *, window: int | None = None) -> Config:
 
 def supports(spec: Spec) -> str | None:
     """None, or why no config computes the spec."""
-    try:
-        heuristic(spec).validate(spec)
-    except ValueError as reason:
-        return str(reason)
-    return None
+    return refusal(heuristic, spec)
 
 
 def candidates(spec: Spec) -> Iterator[Config]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -41,21 +41,33 @@ class Spec:
         return bool(jnp.dtype(self.kv_dtype).itemsize == 1)
 
 
-class Config(Protocol):
+S = TypeVar("S", contravariant=True)
+
+
+class Config(Protocol[S]):
     """Block sizes and the like of one kernel."""
 
-    def validate(self, spec: Spec) -> None:
+    def validate(self, spec: S) -> None:
         """Raises ValueError, with the reason, where it cannot compute the spec."""
 
 
-C = TypeVar("C", bound=Config)
+T = TypeVar("T")
+C = TypeVar("C", bound=Config[Any])
 
 
-def allowed(configs: Iterable[C], spec: Spec) -> Iterator[C]:
+def allowed(configs: Iterable[C], spec: Any) -> Iterator[C]:
     """Those that can compute the spec, each once."""
-    for config in dict.fromkeys(configs):
-        try:
-            config.validate(spec)
-        except ValueError:
-            continue
-        yield config
+    return (config for config in dict.fromkeys(configs) if _why_not(config, spec) is None)
+
+
+def refusal(heuristic: Callable[[T], Config[T]], *specs: T) -> str | None:
+    """None, or why a kernel's heuristic config cannot compute one of the specs."""
+    return next((why for spec in specs if (why := _why_not(heuristic(spec), spec)) is not None), None)
+
+
+def _why_not(config: Config[T], spec: T) -> str | None:
+    try:
+        config.validate(spec)
+    except ValueError as reason:
+        return str(reason)
+    return None

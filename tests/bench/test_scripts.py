@@ -99,7 +99,7 @@ def test_kernels_dry_to_the_end(repo: Path, tmp_path: Path) -> None:
     assert list(found["sections_s"]) == SECTIONS
     kernels = {row["kernel"] for row in rows}
     assert kernels >= {"copy", "matmul", "xla", "export", "import", "jax triton paged", "jax cudnn"}
-    assert all(row["error"] < 2e-3 for row in rows if "error" in row)
+    assert all(row["error"] < 3e-3 for row in rows if "error" in row)
     assert any("needs the interpreter of jax 0.11" in failed["why"] for failed in found["failures"]) != DETECTS_RACES
     assert (kernels >= OURS) == DETECTS_RACES and {entry["op"] for entry in tuned["entries"]} == (
         {"decode", "prefill"} if DETECTS_RACES else set()

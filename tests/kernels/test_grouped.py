@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
+from math import gcd
 from typing import Any
 
 import jax
@@ -110,6 +112,55 @@ def test_the_kernel_in_every_form(config: str, route: str, dtype: str) -> None:
     check(CONFIGS[config], ROUTES[route], jnp.dtype(dtype), jnp.dtype(dtype))
 
 
+# Weights of 8 bits: tokens are columns in all of them.
+NARROW = {
+    "decode": Config(8, 128, 2, 2, True, 2, 64),
+    "deep": Config(32, 128, 3, 2, True, 3, 128),
+    "prefill": Config(128, 128, 2, 2, True, 2, 64),
+}
+
+
+def check_narrow(config: Config, chosen: list[int], stored: Any, scales: int, dtype: Any, out_dtype: Any) -> None:
+    random, width = np.random.default_rng(len(chosen)), 256
+    x = jnp.asarray(random.standard_normal((len(chosen), width)), dtype)
+    values = random.standard_normal((3, width, 128)) * (40 if stored == jnp.int8 else 1)
+    values = jnp.asarray(np.clip(np.rint(values), -127, 127) if stored == jnp.int8 else values, stored)
+    scale = jnp.asarray(random.uniform(0.01, 0.1, (3, scales, 128)), jnp.float32)
+    work = plan(jnp.array(chosen), 3, config.rows)
+
+    # One program, in haste: compiling is most of the time that this takes.
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True})
+    def multiplied(x: jax.Array, values: jax.Array, work: Groups, scale: jax.Array) -> jax.Array:
+        return grouped.grouped_matmul(
+            x, values, work, scale=scale, out_dtype=out_dtype, config=config, interpret=interpret
+        )
+
+    with without_races() as interpret:
+        got = by_pairs(jax.block_until_ready(multiplied(x[work.source], values, work, scale)), work)
+    wide = doubles(values) * np.repeat(doubles(scale), width // scales, axis=1)
+    most = {"float32": 1e-6, "float16": 5e-4, "bfloat16": 4e-3}[jnp.dtype(out_dtype).name]
+    assert error(got, formula(x, wide, chosen)) < most
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("config", "route", "stored", "scales"),
+    [("decode", "elsewhere", jnp.int8, 2), ("deep", "a tile and one more", jnp.float8_e4m3fn, 1)],
+)
+def test_the_kernel_multiplies_by_weights_of_8_bits(config: str, route: str, stored: Any, scales: int) -> None:
+    check_narrow(NARROW[config], ROUTES[route], stored, scales, jnp.bfloat16, jnp.float32)
+
+
+@needs_interpreter
+@pytest.mark.full
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("config", NARROW)
+@pytest.mark.parametrize(("stored", "dtype"), [(jnp.int8, jnp.bfloat16), (jnp.float8_e4m3fn, jnp.float16)])
+@pytest.mark.parametrize("scales", [1, 2])
+def test_the_kernel_in_every_form_of_8_bits(config: str, route: str, stored: Any, dtype: Any, scales: int) -> None:
+    check_narrow(NARROW[config], ROUTES[route], stored, scales, dtype, dtype)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -121,10 +172,29 @@ def test_the_kernel_in_every_form(config: str, route: str, dtype: str) -> None:
         ({"stages": 0}, "self.stages=0"),
         ({"stages": 20}, "bytes of shared memory; a block has"),
         ({"rows": 256, "columns": 256, "swapped": False, "stages": 1}, "sums a warpgroup"),
+        ({"depth": 128}, "self.depth=128 must be 64"),
     ],
 )
 def test_a_config_that_cannot_be_is_refused(changes: dict[str, Any], reason: str) -> None:
-    config, spec = Config(8, 128, 4, 2, True), Spec(64, 8, 256, 256)
+    refused(Config(8, 128, 4, 2, True), Spec(64, 8, 256, 256), changes, reason)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rows": 128, "columns": 256, "swapped": False}, "must be swapped where weights are of 8 bits"),
+        ({"consumers": 1}, "with columns=128, consumers=2"),
+        ({"stages": 1}, "at least 2 stages"),
+        ({"depth": 96}, "self.depth=96 must be 64 or 128"),
+        ({"depth": 128}, "divide spec.width=256 / spec.scales=4"),
+        ({"stages": 12, "rows": 128}, "bytes of shared memory; a block has"),
+    ],
+)
+def test_a_config_that_cannot_be_with_8_bits_is_refused(changes: dict[str, Any], reason: str) -> None:
+    refused(Config(8, 128, 4, 2, True), Spec(64, 8, 256, 256, stored=jnp.int8, scales=4), changes, reason)
+
+
+def refused(config: Config, spec: Spec, changes: dict[str, Any], reason: str) -> None:
     config.validate(spec)
     with pytest.raises(ValueError) as caught:
         replace(config, **changes).validate(spec)
@@ -139,6 +209,9 @@ def test_what_does_not_fit_is_refused() -> None:
     work = plan(jnp.zeros(4, jnp.int32), 3, 8)
     with pytest.raises(ValueError, match="do not fit"):
         grouped.grouped_matmul(x, weight, work, config=CONFIGS["swapped"])
+    with pytest.raises(ValueError, match=r"int8\(3, 128, 128\), scales \(2, 1, 128\) and 40 rows do not fit"):
+        scale = jnp.ones((2, 1, 128))
+        grouped.grouped_matmul(x[work.source], weight.astype(jnp.int8), work, scale=scale, config=NARROW["decode"])
 
 
 @pytest.mark.parametrize("sizes", [(128, 2048, 768), (32, 2880, 2880), (64, 2048, 1408), (256, 3072, 1536)])
@@ -149,18 +222,28 @@ def test_there_are_configs_for_what_is_served(sizes: tuple[int, int, int], pairs
         spec = Spec(pairs, count, width, outputs)
         heuristic(spec).validate(spec)
         assert heuristic(spec).rows == grouped.tile_of(pairs, count) and heuristic(spec).stages > 2
+        for stored, scales in ((jnp.int8, 1), (jnp.float8_e4m3fn, width // gcd(width, 128))):
+            if outputs % 128 == 0:
+                narrow = replace(spec, stored=stored, scales=scales)
+                heuristic(narrow).validate(narrow)
+                assert heuristic(narrow).rows == heuristic(spec).rows and heuristic(narrow).stages > 2
     assert len({one.swapped for one in candidates(Spec(512, 128, 2048, 1536))}) == 2
+    assert len({one.depth for one in candidates(Spec(512, 128, 2048, 1536, stored=jnp.int8))}) == 2
 
 
 def test_the_choice_is_told_with_its_reasons() -> None:
     assert resolve_experts(H200) == Choice("mosaic_gpu", H200)
     assert resolve_experts(replace(H200, platform="cpu")) == Choice("xla", replace(H200, platform="cpu"))
     assert resolve_experts(replace(H200, platform="tpu")).backend == "xla"
+    for weights, block in (("int8", 0), ("float8_e4m3fn", 0), ("float8_e4m3fn", 128)):
+        assert resolve_experts(replace(H200, weights=weights, block=block)).backend == "mosaic_gpu"
     for changes, reason in (
         ({"capability": "8.0"}, "it is for Hopper"),
         ({"dtype": "float32"}, "must be bfloat16 or float16"),
         ({"ff_dim": 100}, "multiples of 64"),
-        ({"weights": "int8"}, "weights of int8"),
+        ({"weights": "uint8"}, "must be one of int8, float8_e4m3fn"),
+        ({"weights": "int8", "dim": 2112}, "spec.outputs=2112 must be a multiple of 128 where weights are of 8 bits"),
+        ({"weights": "int8", "dim": 2048, "block": 96}, "divide spec.width=2048 / spec.scales=64"),
     ):
         choice = resolve_experts(replace(H200, **changes))
         assert choice.backend == "xla" and reason in choice.refusals[0][1]

@@ -159,6 +159,20 @@ def test_tokens_are_those_of_xla_with_experts(mesh: str, several: None) -> None:
     check("mosaic_gpu", mesh, replace(MODELS["mosaic_gpu"], spec=EXPERTS), "experts")
 
 
+# As wide as the products of experts want weights of 8 bits, with two scales for what the first sums over.
+NARROW_EXPERTS = replace(EXPERTS, dim=256, moe=replace(EXPERTS.moe, ff_dim=64))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("quantization", "mesh"), [("int8", "1x1"), ("fp8", "1x1"), ("fp8_per_block", "1x1"), ("int8", "1x2")]
+)
+@needs_interpreter
+def test_tokens_are_those_of_xla_with_experts_of_8_bits(quantization: str, mesh: str, several: None) -> None:
+    model = replace(MODELS["mosaic_gpu"], spec=NARROW_EXPERTS.quantised_as(quantization))
+    check("mosaic_gpu", mesh, model, "experts")
+
+
 def check(backend: str, mesh: str, model: Model, what: str = "attention", **options: str) -> None:
     """`what`: the operation that the backend does; what else, `options` say."""
     seen = Seen()
