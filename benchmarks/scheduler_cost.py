@@ -239,13 +239,14 @@ def promise(new: int, running: int, times: int) -> dict[str, object]:
     full = Full([Role.MIXED], running)
     for _ in range(new):
         full.instances[0].add(full.request())
-    view, nobody = full.view(0), np.arange(0)
+    view = full.view(0)
     spent = []
     with undisturbed():
         for _ in range(times):
             began = time.process_time()
             terms = terms_of(view, block=0.25, draft=0, margin=0.05)
-            kept = admitted(standing_of(view, nobody, 256), prompts_of(view, np.arange(new), 256), terms)
+            nobody, come = (prompts_of(view, np.arange(count), 256) for count in (0, new))
+            kept = admitted(standing_of(view, nobody, 256), come, terms)
             spent.append(time.process_time() - began)
     row = {"programme": "dp", "new": new, "running": running, "admitted": int(kept.sum())}
     return row | milliseconds("admit", spent)

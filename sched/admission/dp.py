@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..policies.dp import Prompts, Standing, admitted, blocks, demand, standing_of, terms_of
-from ..policies.speculation import NEVER
+from ..kept import Kept
+from ..policies.dp import Prompts, Standing, admitted, blocks, demand, prompts_of, standing_of, terms_of
+from ..policies.speculation import NEVER, Terms
 from ..policy import Role, View
 from ..request import Request
 from ..scheduler import Scheduler
@@ -16,23 +17,28 @@ from ..table import tightest
 
 class ByDP:
     """Admits a request that can keep its SLO beside everything its instance has promised. margin, block, output: see
-    policies.slos_serve."""
+    policies.slos_serve. Writer of what it knows of each instance."""
 
     def __init__(self, refuse: bool = False, margin: float = 0.05, block: float = 0.25, output: int = 256) -> None:
         self.refuse = refuse
         self._margin = margin
         self._block = block
         self._output = output
+        self._promised = Kept(self._standing)
 
     def admits(self, request: Request, scheduler: Scheduler, now: float) -> bool:
-        view = scheduler.view(now, max(now, scheduler.ends))
-        rows = view.prefill
-        promised = np.flatnonzero(rows.best_effort == 0) if len(rows) else np.arange(0)
-        standing = _with_drafting(standing_of(view, promised, self._output), scheduler, view)
-        terms = terms_of(view, block=self._block, draft=view.limits.draft, margin=self._margin)
+        view, standing, terms = self._promised.of(scheduler, now)
         terms = replace(terms, idle=min(terms.idle, self._block * request.slo.ttft))
         new = self._prompt(request, scheduler, view)
         return bool(admitted(standing, new, terms)[0])
+
+    def _standing(self, scheduler: Scheduler, start: float) -> tuple[View, Standing, Terms]:
+        view = scheduler.view(start, start)
+        rows = view.prefill
+        promised = np.flatnonzero(rows.best_effort == 0) if len(rows) else np.arange(0)
+        standing = standing_of(view, prompts_of(view, promised, self._output), self._output)
+        terms = terms_of(view, block=self._block, draft=view.limits.draft, margin=self._margin)
+        return view, _with_drafting(standing, scheduler, view), terms
 
     def _prompt(self, request: Request, scheduler: Scheduler, view: View) -> Prompts:
         cached = scheduler.cached_tokens(request)

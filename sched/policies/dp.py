@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil
+from functools import lru_cache
+from math import ceil, prod
 
 import numpy as np
 
@@ -45,7 +46,7 @@ class Prompts:
         names = ("deadline", "tokens", "tpot", "pages")
         return Prompts(*(np.concatenate([getattr(self, name), getattr(others, name)]) for name in names))
 
-    def at(self, rows: Order) -> Prompts:
+    def at(self, rows: Order | Mask) -> Prompts:
         """Some of them, in that order."""
         return Prompts(self.deadline[rows], self.tokens[rows], self.tpot[rows], self.pages[rows])
 
@@ -69,27 +70,29 @@ def largest_set(
     A forced prompt that is late in any case stays, and nobody may make it later.
     """
     deadline = np.minimum(prompts.deadline, start + NEVER)
-    order = np.lexsort((np.arange(len(prompts)), ~forced, deadline))
-    new = order[~forced[order]]
+    order = np.lexsort((~forced, deadline))
+    stays = forced[order]
+    new = order[~stays]
     chosen: Mask = np.zeros(len(prompts), dtype=bool)
     if not len(new):
         return chosen
-    sizes = [1 + int((tier[new] == one).sum()) for one in range(len(counts))]
-    taken = np.indices(sizes).reshape(len(sizes), -1).T  # [cells, tiers]
-    strides = [int(np.prod(sizes[one + 1 :])) for one in range(len(sizes))]
+    taken, strides = _cells(tuple(np.bincount(tier[new], minlength=len(counts)).tolist()))
     need, room = _units(prompts.pages, new, free)
-    base = counts + np.cumsum(np.eye(len(counts))[tier[order]] * forced[order][:, None], axis=0)
-    before = np.vstack([counts, base[:-1]])
-    speed = rate(before[:, None, :] + taken[None, :, :])  # [prompts, cells]
-    gaps = np.diff(deadline[order], prepend=start)
-    speed[:, 1:] = np.where(speed[:, 1:] < 0, -np.inf, speed[:, 1:])  # these rows alone are too many
+    base = np.zeros((1 + len(order), len(counts)))  # rows that decode before each, and after the last
+    base[0] = counts
+    base[1:][stays, tier[order[stays]]] = 1.0
+    base = np.add.accumulate(base, axis=0)
+    speed = rate(base[:-1, None, :] + taken[None, :, :])  # [prompts, cells]
+    due = deadline[order]
+    gaps = due - np.concatenate(([start], due[:-1]))
+    speed[:, 1:][speed[:, 1:] < 0] = -np.inf  # these rows alone are too many
     left = np.full((len(taken), room + 1), -np.inf)
     left[0, 0] = 0.0
     with np.errstate(invalid="ignore"):
         gained = np.where(gaps[:, None] > 0, gaps[:, None] * speed, np.where(np.isinf(speed), -np.inf, 0.0))
     took: list[np.ndarray] = []
     cost, first = prompts.tokens[order], 0
-    for step in np.flatnonzero(~forced[order]).tolist():
+    for step in np.flatnonzero(~stays).tolist():
         row, tokens = int(order[step]), float(cost[step])
         left = _past(left, gained[first:step], cost[first:step]) + gained[step][:, None]
         first = step + 1
@@ -100,6 +103,8 @@ def largest_set(
         with_it[(with_it < -EASE) | (taken[:, tier[row]] == 0)[:, None]] = -np.inf
         took.append(with_it > left)
         left = np.maximum(left, with_it)
+    if not any(flags.any() for flags in took):
+        return chosen
     left = _past(left, gained[first:], cost[first:])
     lasting = rate(base[-1] + taken) >= 0
     lasting[0] = True
@@ -113,6 +118,16 @@ def largest_set(
             cell -= strides[tier[row]]
             used -= int(need[row])
     return chosen
+
+
+@lru_cache(maxsize=256)
+def _cells(most: tuple[int, ...]) -> tuple[Array, list[int]]:
+    """All numbers of prompts that can be taken of tiers that have so many, [cells, tiers], and how many cells one more
+    of a tier is away."""
+    sizes = [1 + one for one in most]
+    cells = np.indices(sizes).reshape(len(sizes), -1).T
+    cells.flags.writeable = False
+    return cells, [prod(sizes[one + 1 :]) for one in range(len(sizes))]
 
 
 def _past(left: Array, gained: Array, cost: Array) -> Array:
@@ -164,6 +179,8 @@ def admitted(standing: Standing, new: Prompts, terms: Terms) -> Mask:
         lot = order[first : first + MOST]
         chosen = _decide(standing, new.at(lot), terms)
         result[lot] = chosen
+        if first + MOST >= len(order):
+            break
         kept = new.at(lot[chosen])
         standing = Standing(
             standing.start,
@@ -189,7 +206,7 @@ def _decide(standing: Standing, new: Prompts, terms: Terms) -> Mask:
 
 def tiers(tpot: Array) -> Array:
     """Ascending distinct tpots, at most TIERS of them."""
-    distinct: Array = np.unique(np.minimum(tpot, NEVER))
+    distinct = np.array(sorted(set(np.minimum(tpot, NEVER).tolist())))  # np.unique takes several times as long
     return distinct if len(distinct) <= TIERS else distinct[np.arange(TIERS) * len(distinct) // TIERS]
 
 
@@ -203,12 +220,13 @@ def demand(perf: PerfModel, tokens: Array, context: Array, chunk: int) -> Array:
     """Prompt tokens in a step's currency: those to compute, and as many as their attention to what comes before and
     to each other takes in time."""
     size = min(chunk, 2048)
-    half, whole = perf.prefill_times(np.array([size / 2, size]), np.zeros(2), chunk).tolist()
+    probes = np.concatenate(([size / 2, size], tokens)), np.concatenate(([0.0, 0.0], context))
+    seconds = perf.prefill_times(*probes, chunk)
+    half, whole = seconds[:2].tolist()
     each = (whole - half) / (size / 2)
     if not each > 0:
         return tokens
-    fixed = max(0.0, whole - size * each)
-    seconds = perf.prefill_times(tokens, context, chunk)
+    fixed, seconds = max(0.0, whole - size * each), seconds[2:]
     extra = (seconds - np.ceil(tokens / chunk) * fixed) / each - tokens
     result: Array = tokens + np.maximum(0.0, extra)
     return result
@@ -217,12 +235,14 @@ def demand(perf: PerfModel, tokens: Array, context: Array, chunk: int) -> Array:
 # from a view
 
 
-def terms_of(view: View, *, block: float, draft: int, margin: float, fixed: float | None = None) -> Terms:
+def terms_of(
+    view: View, *, block: float, draft: int, margin: float, fixed: float | None = None, caution: float = 1.0
+) -> Terms:
     """block: of the median ttft that anybody here was promised, the seconds of a step in which nobody decodes: so
     long may a newcomer have to wait."""
     ttft = np.concatenate([rows.ttft for rows in (view.prefill, view.decode)])
     idle = block * min(_median(ttft), NEVER) if len(ttft) else NEVER
-    return Terms(view.perf, view.limits.tokens, idle, view.acceptance, draft, margin, fixed)
+    return Terms(view.perf, view.limits.tokens, idle, view.acceptance, draft, margin, fixed, caution)
 
 
 def _median(values: Array) -> float:
@@ -250,12 +270,12 @@ def blocks(tokens: Array, view: View) -> Array:
     return result
 
 
-def standing_of(view: View, promised: Order, output: int) -> Standing:
-    """What an instance has promised: every row of view.decode that is not best effort, and `promised` prompts.
+def standing_of(view: View, prompts: Prompts, output: int) -> Standing:
+    """What an instance has promised: every row of view.decode that is not best effort, and these prompts.
 
     Pages that best effort holds count as free. Each row is taken to generate `output` tokens in all.
     """
-    prompts, rows = prompts_of(view, promised, output), view.decode
+    rows = view.decode
     mine = np.flatnonzero(rows.best_effort == 0)
     grow = np.maximum(0.0, output - (rows.context - rows.length)[mine]).sum() / view.limits.page_size
     free = view.free_pages + best_effort_pages(view) - float(grow) - float(prompts.pages.sum())
@@ -269,11 +289,19 @@ def best_effort_pages(view: View) -> float:
     size = view.limits.page_size
 
     def held(rows: Rows) -> float:
-        return float(np.ceil(rows.context * rows.best_effort * rows.running / size).sum()) if len(rows) else 0.0
+        return (
+            float(np.ceil(rows.context * rows.best_effort * rows.running / size).sum()) if _last_is_best(rows) else 0.0
+        )
 
     return held(view.prefill) + held(view.decode)
 
 
 def best_effort_slots(view: View) -> int:
     """Slots that best effort holds."""
-    return int(sum((rows.best_effort * rows.running).sum() for rows in (view.prefill, view.decode) if len(rows)))
+    tables = (rows for rows in (view.prefill, view.decode) if _last_is_best(rows))
+    return int(sum((rows.best_effort * rows.running).sum() for rows in tables))
+
+
+def _last_is_best(rows: Rows) -> bool:
+    """Whether a table has best effort: it comes last."""
+    return len(rows) > 0 and rows.best_effort[-1] > 0

@@ -12,7 +12,6 @@ late a promise is void, and the request best effort.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import islice
 from math import inf, log2
 
@@ -72,8 +71,8 @@ class SlosServe:
             self._tightest = min(self._tightest, tightest_tpot(view.prefill), tightest_tpot(view.decode))
             fixed = (1.0 - self._margin) * self._tightest
         draft = view.limits.draft if self._spec else 0
-        terms = terms_of(view, block=self._block, draft=draft, margin=self._margin, fixed=fixed)
-        return replace(terms, caution=self._caution)
+        margin, caution = self._margin, self._caution
+        return terms_of(view, block=self._block, draft=draft, margin=margin, fixed=fixed, caution=caution)
 
     # promises
 
@@ -89,8 +88,8 @@ class SlosServe:
             late = self._late(view, standard[stays])
             if len(new):
                 stays[late] = False
-                standing = standing_of(view, standard[stays], self._output)
-                kept = admitted(standing, prompts_of(view, new, self._output), terms)
+                every = prompts_of(view, standard, self._output)
+                kept = admitted(standing_of(view, every.at(stays), self._output), every.at(new), terms)
                 self._promised.update(rows[row].id for row in new[kept].tolist())
                 declined = new[~kept]
             declined = np.concatenate([declined, late])

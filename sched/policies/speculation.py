@@ -32,6 +32,8 @@ def accepted(acceptance: float, length: int) -> float:
 def counted_on(acceptance: float, length: int, caution: float) -> float:
     """Tokens a step to count on: the mean less `caution` standard deviations of the mean over as many steps as WINDOW
     tokens take. With 0, the paper's, every second short answer that depends on drafts is late."""
+    if length == 1:
+        return 1.0
     mean = accepted(acceptance, length)
     squares = sum((2 * token + 1) * acceptance**token for token in range(length))
     return max(1.0, mean - caution * sqrt(max(0.0, squares - mean * mean) * mean / WINDOW))
@@ -134,8 +136,11 @@ class Supply:
         """Prompt tokens per second beside `counts` [..., tiers] rows, at the best choice; negative where the rows
         alone take longer than they may."""
         present, rows = counts > 0, counts @ np.ones(counts.shape[-1])
+        always = present.reshape(-1, len(self._tpot)).all(axis=0).tolist()
         best = np.full(counts.shape[:-1], -np.inf)
         for choice in self._choices:
+            if any(here and not length for here, length in zip(always, choice.lengths, strict=True)):
+                continue  # too long for a tier that is there in any case
             for here, found in self._rates(choice, counts, present, rows):
                 np.maximum(best, found, out=best, where=here)
         result: Array = np.where(rows > 0, best, self._empty.rate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from heapq import heappop, heappush
 from math import ceil, inf
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.sched.admission.dp import ByDP
 from jaxserve.sched.feasibility import (
     chunk_times,
     decode_load,
@@ -24,7 +26,8 @@ from jaxserve.sched.perf.poly import Polynomial
 from jaxserve.sched.perf.roofline import Roofline, Term
 from jaxserve.sched.perf.table import TableModel
 from jaxserve.sched.placement import Fleet, Move
-from jaxserve.sched.placement.deflect import PROBES, Deflect
+from jaxserve.sched.placement.deflect import PROBES, Deflect, Host, Lost, Paths
+from jaxserve.sched.plan import StepResult
 from jaxserve.sched.policies.unified import _fitting, _waited
 from jaxserve.sched.policy import Role
 from jaxserve.sched.request import Request, State
@@ -163,11 +166,11 @@ class Plain:
 @given(st.integers(0, 1 << 20), st.integers(1, 25))
 def test_prompts_move_as_if_nothing_was_kept(seed: int, prompts: int) -> None:
     random = np.random.default_rng(seed)
-    fleet = Fleet(0.0, [instance(role) for role in (Role.PREFILL, Role.PREFILL, *(Role.DECODE,) * 3)], lambda _: 0.0)
+    fleet = Fleet(0.0, [instance(role) for role in (Role.PREFILL, Role.PREFILL, *(Role.DECODE,) * 5)], lambda _: 0.0)
     deflect, plain, moved = Deflect(dropped=True), Plain(), 0
     for id in range(prompts):
         if random.random() < 0.3:
-            decodes(fleet.instances[int(random.integers(2, 5))], 1000 + id, int(random.integers(10, 300)))
+            decodes(fleet.instances[int(random.integers(2, 7))], 1000 + id, int(random.integers(10, 300)))
         one = request(id, int(random.integers(10, 2000)), float(random.uniform(0.5, 8.0)))
         fleet.instances[int(random.integers(2))].add(one)
         fleet = fleet._replace(now=fleet.now + float(random.uniform(0.0, 0.1)))
@@ -178,6 +181,58 @@ def test_prompts_move_as_if_nothing_was_kept(seed: int, prompts: int) -> None:
         for move in moves:
             fleet.instances[move.target].add(fleet.instances[move.source].disown(move.request))
         moved += len(moves)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 1 << 20))
+def test_paths_that_are_kept_are_those_worked_out_anew(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    perf, paths = GeneralModel(GENERAL), Paths()
+
+    def host() -> Host:
+        start, free, queue = random.uniform(0.0, 2.0), int(random.integers(0, 3000)), float(random.integers(0, 5000))
+        bound = float(random.choice([inf, 0.01, 0.03]))
+        return Host(start, free, queue, bound, Load(0, 20, 0.0, 900, int(random.integers(900, 20_000))), perf, 2048)
+
+    def lost() -> Lost:
+        lengths = random.integers(1, 3000, int(random.integers(1, 30))).astype(float)
+        requests = [request(id, int(length)) for id, length in enumerate(lengths)]
+        return Lost(list(requests), lengths, np.full(len(lengths), inf))
+
+    hosts, pieces = [host() for _ in range(9)], [lost() for _ in range(3)]
+    for _ in range(40):
+        if random.random() < 0.5:
+            hosts = [*hosts]
+            hosts[int(random.integers(len(hosts)))] = host()
+        if random.random() < 0.1:
+            hosts = hosts[1:] if len(hosts) > 5 else [*hosts, host()]
+        pieces = [lost() if random.random() < 0.4 else piece for piece in pieces]
+        lengths = np.concatenate([piece.lengths for piece in pieces])
+        plain = np.stack([each.ends(lengths) for each in hosts])
+        best, ends = paths.best(hosts, pieces)
+        assert best.tolist() == plain.argmin(axis=0).tolist() and ends.tolist() == plain.min(axis=0).tolist()
+    assert len(paths._places) < 500, "lengths that nobody has any more are forgotten"
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 1 << 20), st.sampled_from([Role.PREFILL, Role.DECODE, Role.MIXED]), st.sampled_from([0, 2]))
+def test_the_programme_admits_as_if_nothing_was_kept(seed: int, role: Role, draft: int) -> None:
+    random = np.random.default_rng(seed)
+    one, asked, now = instance(role), ByDP(), 0.0
+    one.limits = replace(one.limits, draft=draft)
+    for id in range(25):
+        for attempt in range(2):  # asked twice of the same state, and again once it has changed
+            new = request(1000 + 2 * id + attempt, int(random.integers(10, 3000)), float(random.uniform(0.1, 8.0)))
+            assert asked.admits(new, one, now) == ByDP().admits(new, one, now)
+        event = random.random()
+        if event < 0.5:
+            one.add(request(id, int(random.integers(10, 2000)), float(random.uniform(0.5, 8.0))))
+        elif event < 0.7 and role is not Role.PREFILL:
+            decodes(one, id, int(random.integers(10, 300)))
+        elif (plan := one.plan(now, now)) is not None:
+            now += 0.01
+            tokens = tuple((7,) if span.samples else () for span in plan.spans)
+            one.settle(StepResult(plan.step, now - 0.01, now, tokens))
 
 
 @pytest.mark.parametrize("model", sorted(MODELS))
