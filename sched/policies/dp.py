@@ -121,7 +121,7 @@ def largest_set(
 
 
 @lru_cache(maxsize=256)
-def _cells(most: tuple[int, ...]) -> tuple[Array, list[int]]:
+def _cells(most: tuple[int, ...]) -> tuple[np.ndarray, list[int]]:
     """All numbers of prompts that can be taken of tiers that have so many, [cells, tiers], and how many cells one more
     of a tier is away."""
     sizes = [1 + one for one in most]

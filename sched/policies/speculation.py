@@ -136,7 +136,7 @@ class Supply:
         """Prompt tokens per second beside `counts` [..., tiers] rows, at the best choice; negative where the rows
         alone take longer than they may."""
         present, rows = counts > 0, counts @ np.ones(counts.shape[-1])
-        always = present.reshape(-1, len(self._tpot)).all(axis=0).tolist()
+        always: list[bool] = np.all(present.reshape(-1, len(self._tpot)), axis=0).tolist()
         best = np.full(counts.shape[:-1], -np.inf)
         for choice in self._choices:
             if any(here and not length for here, length in zip(always, choice.lengths, strict=True)):
