@@ -98,8 +98,9 @@ def _experts(config: Asked, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]
     """None: the model has no mixture of experts."""
     if spec.moe is None:
         return None
-    # Not every model whose weights are quantised has its experts among them, nor in every layer.
-    narrow = spec.quantised if any(map(_narrow_experts, registry.abstract_weights(spec, dtype)["layers"])) else None
+    narrow = spec.quantised
+    if narrow is not None and not any(map(_narrow_experts, registry.abstract_weights(spec, dtype)["layers"])):
+        narrow = None  # what is quantised are other weights
     return experts.Spec(
         **here,
         experts=spec.moe.experts // config.mesh.tp,

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from jaxserve.__main__ import dispatch
 from jaxserve.config import ServeConfig
 from jaxserve.demo import model_path
+from jaxserve.engine.backends import resolve_backends
+from jaxserve.engine.build import ExecutorConfig, random_init
+from jaxserve.engine.mesh import plan_mesh
 from jaxserve.errors import InvalidValue
 from jaxserve.models import registry
+from jaxserve.models.published import published_spec
 from jaxserve.models.quantisation import FLAG
+from pallas_kernels.experts import resolve_experts
 
 from .perplexity import demo, perplexity, unquantised
 from .steps import Job, alone, executors
@@ -47,3 +56,25 @@ def test_the_flag_is_checked_where_it_is_given() -> None:
     assert ServeConfig(quantization="fp8").quantization == "fp8"
     with pytest.raises(InvalidValue, match="quantization='awq' must be one of int8, fp8, fp8_per_block"):
         ServeConfig(quantization="awq")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("model", "flag", "weights", "block"),
+    [
+        ("qwen3-30b-a3b", None, "", 0),
+        ("qwen3-30b-a3b", "int8", "int8", 0),
+        ("deepseek-v2-lite", "fp8_per_block", "float8_e4m3fn", 128),
+        ("minimax-m2", None, "float8_e4m3fn", 128),  # as it is published
+        ("gpt-oss-20b", "int8", "", 0),  # its experts stay wide
+    ],
+)
+def test_the_products_of_experts_are_chosen_for_the_weights_that_experts_have(
+    model: str, flag: str | None, weights: str, block: int
+) -> None:
+    spec = published_spec(model).quantised_as(flag)
+    config = ExecutorConfig(spec, random_init(), plan_mesh("1x1"), 1, 16, 16)
+    mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
+    found = resolve_backends(config, spec, jnp.dtype(jnp.bfloat16), mesh).experts
+    assert found is not None and (found.spec.weights, found.spec.block) == (weights, block)
+    on_hopper = replace(found.spec, platform="gpu", capability="9.0")
+    assert resolve_experts(on_hopper).backend == "mosaic_gpu"

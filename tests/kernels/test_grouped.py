@@ -153,10 +153,21 @@ def test_the_kernel_multiplies_by_weights_of_8_bits(config: str, route: str, sto
 
 @needs_interpreter
 @pytest.mark.full
+@pytest.mark.parametrize("config", NARROW)
+@pytest.mark.parametrize("stored", [jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("scales", [1, 2])
+def test_types_and_scales_of_8_bits(config: str, stored: Any, dtype: Any, scales: int) -> None:
+    check_narrow(NARROW[config], ROUTES["one each"], stored, scales, dtype, jnp.float32)
+
+
+@needs_interpreter
+@pytest.mark.full
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("config", NARROW)
-@pytest.mark.parametrize(("stored", "dtype"), [(jnp.int8, jnp.bfloat16), (jnp.float8_e4m3fn, jnp.float16)])
-@pytest.mark.parametrize("scales", [1, 2])
+@pytest.mark.parametrize(
+    ("stored", "dtype", "scales"), [(jnp.int8, jnp.bfloat16, 2), (jnp.float8_e4m3fn, jnp.float16, 1)]
+)
 def test_the_kernel_in_every_form_of_8_bits(config: str, route: str, stored: Any, dtype: Any, scales: int) -> None:
     check_narrow(NARROW[config], ROUTES[route], stored, scales, dtype, dtype)
 
