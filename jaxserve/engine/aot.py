@@ -65,7 +65,6 @@ SERVED = (
     Served("deepseek-v2-lite", 1, ("decode",)),
     Served("qwen3-30b-a3b", 1, quantization="fp8_per_block"),
     Served("deepseek-v2-lite", 1, quantization="int8"),
-    Served("minimax-m2", 4),  # published in FP8
     Served("llama3-8b", 4),
     Served("llama3-70b", 4),
     Served("qwen2.5-0.5b", 1),
