@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..feasibility import guest_speed, mixed_bound, on_time_set, remaining_work
-from ..policies.unified import GAP
+from ..feasibility import decode_load, guest_speed, mixed_bound, on_time_set, remaining_work, tightest_tpot
+from ..policies.unified import ALONE, GAP
 from ..policy import Role
 from ..request import State
 from ..scheduler import Scheduler
@@ -16,6 +16,10 @@ from .least_work import LeastWork
 
 SOON = 0.5  # seconds
 SURE = 0.6  # of the time left: what ends soon is as certain as that
+
+
+FULL = 0.95  # of the rows of an instance
+CALM = 0.6
 
 
 class Unified(LeastWork):
@@ -35,6 +39,32 @@ class Unified(LeastWork):
         self._share = share
         self._stretch = stretch
         self._seen: dict[int, tuple[int, int]] = {}  # instance -> how far it was when last looked at
+        self._apart: dict[int, Role] = {}  # roles before all instances were made mixed; empty where they have not been
+
+    def roles(self, fleet: Fleet) -> Mapping[int, Role]:
+        """All instances do both from when those that decode have no row left for a prompt that is done, until there
+        are few enough rows again.
+
+        With n instances, d of which decode, steps of all that take n/d times as long have as many rows decode per
+        second, and leave prompts no less time than n - d instances have: where that is within the tpot, nothing is
+        lost, and prompts find rows.
+        """
+        roles = {index: one.role for index, one in enumerate(fleet.instances)}
+        mixed = dict.fromkeys(roles, Role.MIXED)
+        if self._apart and roles == mixed:
+            rows = sum(one.running for one in fleet.instances)
+            room = sum(fleet.instances[at].limits.rows for at, role in self._apart.items() if role is Role.DECODE)
+            if rows > CALM * room:
+                return {}
+            before, self._apart = self._apart, {}
+            return before
+        self._apart = {}
+        decoders = [fleet.instances[index] for index in fleet.decoders]
+        most = ALONE * len(decoders) / len(roles)
+        if not decoders or not all(_full(one, fleet.now, most) for one in decoders):
+            return {}
+        self._apart = roles
+        return mixed
 
     def redirect(self, fleet: Fleet) -> Sequence[Move]:
         moves: list[Move] = []
@@ -89,3 +119,11 @@ class Unified(LeastWork):
         work = remaining_work(view, view.prefill)
         waiting = float(work[view.prefill.best_effort == 0].sum())
         return view.start + (waiting / speed if speed > 0.05 else np.inf), speed
+
+
+def _full(one: Scheduler, now: float, share: float) -> bool:
+    """Whether prompts wait for rows, and all rows together take no more than a share of the tightest tpot."""
+    if not one.kv_waiting or one.running < FULL * one.limits.rows:
+        return False
+    rows = one.view(now, max(now, one.ends)).decode
+    return one.perf.step_time(decode_load(rows)) <= share * tightest_tpot(rows)
