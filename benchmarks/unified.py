@@ -129,9 +129,10 @@ def run(case: Case) -> tuple[Case, float, float]:
     mesh = Mesh.parse(case.mesh)
     if case.system in BOUNDS:
         arrivals = load if isinstance(load, Sequence) else load.draw(case.requests, 1.0, 0)
-        half = mesh.instances // 2
-        deflection = BOUNDS[case.system]
-        return case, goodput_bound(arrivals, latency.solve(), half, half, deflection=deflection, chunk=CHUNK), GOAL
+        anywhere = BOUNDS[case.system]
+        prefill = 0 if anywhere else mesh.instances // 2
+        servers = prefill, mesh.instances - prefill
+        return case, goodput_bound(arrivals, latency.solve(), *servers, deflection=anywhere, chunk=CHUNK), GOAL
     system = SYSTEMS[case.system]
     found = goodput_search(
         load,

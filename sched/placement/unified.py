@@ -16,10 +16,8 @@ from .least_work import LeastWork
 
 SOON = 0.5  # seconds
 SURE = 0.6  # of the time left: what ends soon is as certain as that
-
-
-FULL = 0.95  # of the rows of an instance
-CALM = 0.6
+FULL = 0.95  # of the rows of the instances that decode: they are all taken, or nearly
+CALM = 0.6  # of them: there is room for all that decode
 
 
 class Unified(LeastWork):
@@ -30,28 +28,29 @@ class Unified(LeastWork):
 
     What is far off is uncertain (others will come there), so that a prompt moves only where `margin` of its time left
     is enough; what takes less than `SOON` may take `SURE` of it. early: prompts are moved while there is still this
-    share of their time left, not when the last of it is about to go.
+    share of their time left, not when the last of it is about to go. turn: see `roles`.
     """
 
-    def __init__(self, margin: float = 0.2, share: float = 0.8, stretch: float = 1.5, early: float = 0.5) -> None:
+    def __init__(
+        self, margin: float = 0.2, share: float = 0.8, stretch: float = 1.5, early: float = 0.5, turn: bool = True
+    ) -> None:
         self._margin = margin
         self._early = early
         self._share = share
         self._stretch = stretch
+        self._turn = turn
         self._seen: dict[int, tuple[int, int]] = {}  # instance -> how far it was when last looked at
-        self._apart: dict[int, Role] = {}  # roles before all instances were made mixed; empty where they have not been
+        self._apart: dict[int, Role] = {}  # roles before all instances were made mixed; empty where they are not
 
     def roles(self, fleet: Fleet) -> Mapping[int, Role]:
         """All instances do both from when those that decode have no row left for a prompt that is done, until there
         are few enough rows again.
 
-        With n instances, d of which decode, steps of all that take n/d times as long have as many rows decode per
-        second, and leave prompts no less time than n - d instances have: where that is within the tpot, nothing is
-        lost, and prompts find rows.
+        Where d of n instances decode, steps n/d times as long on all of them decode as many tokens per second, and
+        leave prompts the time of n - d instances: where that is within the tpot nothing is lost, and prompts find rows.
         """
-        roles = {index: one.role for index, one in enumerate(fleet.instances)}
-        mixed = dict.fromkeys(roles, Role.MIXED)
-        if self._apart and roles == mixed:
+        decoders = [fleet.instances[index] for index in fleet.decoders]
+        if self._apart and not decoders and len(fleet.entries) == len(self._apart):
             rows = sum(one.running for one in fleet.instances)
             room = sum(fleet.instances[at].limits.rows for at, role in self._apart.items() if role is Role.DECODE)
             if rows > CALM * room:
@@ -59,12 +58,13 @@ class Unified(LeastWork):
             before, self._apart = self._apart, {}
             return before
         self._apart = {}
-        decoders = [fleet.instances[index] for index in fleet.decoders]
-        most = ALONE * len(decoders) / len(roles)
-        if not decoders or not all(_full(one, fleet.now, most) for one in decoders):
+        if not self._turn or not decoders:
             return {}
-        self._apart = roles
-        return mixed
+        most = ALONE * len(decoders) / len(fleet.instances)
+        if not all(_full(one, fleet.now, most) for one in decoders):
+            return {}
+        self._apart = {index: one.role for index, one in enumerate(fleet.instances)}
+        return dict.fromkeys(self._apart, Role.MIXED)
 
     def redirect(self, fleet: Fleet) -> Sequence[Move]:
         moves: list[Move] = []

@@ -58,7 +58,7 @@ class Unified:
         margin: float = 0.97,
         patience: float = 4.0,
         preempt: bool = True,
-        pack: float = 0.5,
+        pack: float = 0.6,
     ) -> None:
         self._share = share
         self._stretch = stretch

@@ -15,8 +15,9 @@ from .oracle import Bound, Details, bound, goodput_bound
 from .simulate import Drawn, arrivals_of
 from .workload import Arrival
 
-# Placements that never deflect.
+# Placements that never deflect, and those that have all instances do both when that is better.
 STAYING = ("fewest_requests", "least_work", "next_replica", "prefill_budget", "round_robin")
+TURNING = ("auto", "unified")
 
 
 class Bounded(NamedTuple):
@@ -78,11 +79,12 @@ def _promised(
 
 def _servers(mesh: Mesh | str, latency: Latency, options: Options) -> dict[str, Any]:
     roles = (Mesh.parse(mesh) if isinstance(mesh, str) else mesh).roles
-    device = options.device(latency)
+    device, placement = options.device(latency), options.placement.partition(":")[0]
+    prefill = 0 if placement in TURNING else roles.count(Role.PREFILL)
     return {
-        "prefill_servers": roles.count(Role.PREFILL),
-        "decode_servers": len(roles) - roles.count(Role.PREFILL),
-        "deflection": Role.MIXED in roles or options.placement.partition(":")[0] not in STAYING,
+        "prefill_servers": prefill,
+        "decode_servers": len(roles) - prefill,
+        "deflection": Role.MIXED in roles or placement not in STAYING,
         "chunk": options.tokens,
         "details": Details(
             rows=options.rows,

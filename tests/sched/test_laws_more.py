@@ -40,15 +40,16 @@ def drawn(seed: object, count: int = 24) -> list[Arrival]:
 
 
 def check_bound(policy: str, mesh: str, placement: str, admission: str, **more: Any) -> None:
-    """The bound of these very servers: those that decode count for prompts only where some may come to them."""
+    """The bound of these very servers: those that decode count for prompts only where some may come to them, and
+    those for prompts decode where the placement changes roles."""
     arrivals = drawn((policy, mesh, placement, admission))
     options = Options(placement=placement, admission=admission, tokens=64, rows=8, **more)
     report = simulate(arrivals, policy, MESHES[mesh], TINY, options=options)
     attained = sum(one.attained for one in report.measured if one.promised)
     [found] = bounds(arrivals, MESHES[mesh], TINY, rates=[None], options=options)
     assert attained <= found.bound.attained
-    prefill = sum(role.value == "prefill" for role in MESHES[mesh].roles)
-    stays = prefill and placement not in ("unified", "auto") and not placement.startswith("deflect")
+    prefill = sum(role.value == "prefill" for role in MESHES[mesh].roles) if placement != "unified" else 0
+    stays = prefill and not placement.startswith("deflect")
     kept = [one for one in arrivals if one.tier != BEST_EFFORT]
     details = Details(rows=8, draft=options.draft, kv_tokens=400)
     servers = prefill, MESHES[mesh].instances - prefill

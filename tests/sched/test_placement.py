@@ -30,8 +30,8 @@ P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 ROLES = (P, P, D, D)
 
 
-def instance(role: Role, pages: int = 6000) -> Scheduler:
-    return Scheduler(Sarathi(), GeneralModel(PERF, correct=False), Limits(8192, 256, pages, 16), role)
+def instance(role: Role, pages: int = 6000, rows: int = 256) -> Scheduler:
+    return Scheduler(Sarathi(), GeneralModel(PERF, correct=False), Limits(8192, rows, pages, 16), role)
 
 
 def request(id: int, tokens: int, ttft: float = 8.0, tier: str = "standard", tpot: float = 0.05) -> Request:
@@ -207,6 +207,41 @@ def test_unified_moves_nobody_to_where_prompts_wait_for_pages() -> None:
     assert not placement.make("unified:margin=0.7").redirect(fleet(instances))
     instances = [busy(P, 1200, 900, 600, due=2.0), instance(D)]
     assert placement.make("unified:margin=0.7").redirect(fleet(instances))
+
+
+def crowded(role: Role, rows: int, tpot: float = 0.05) -> Scheduler:
+    """Four rows at most, for one more of which a prompt waits. A step of four takes 14 ms."""
+    one = instance(role, rows=4)
+    for id in range(rows):
+        decodes(one, id, 100, tpot)
+    one.kv_waiting = 1
+    return one
+
+
+def test_unified_has_all_instances_do_both_where_rows_are_what_is_lacking() -> None:
+    """One of two decodes: steps may take twice as long, 28 ms."""
+    unified = placement.make("unified")
+    assert unified.roles(fleet([instance(P), crowded(D, 4)])) == {0: M, 1: M}
+    for lacks in (
+        [instance(P), crowded(D, 3)],  # pages, not rows
+        [instance(P), crowded(D, 4, tpot=0.029)],
+        [instance(P), crowded(D, 4), instance(D)],
+        [instance(P), instance(P), instance(P), crowded(D, 4)],  # four times as long
+    ):
+        assert placement.make("unified").roles(fleet(lacks)) == {}
+    assert placement.make("unified:no-turn").roles(fleet([instance(P), crowded(D, 4)])) == {}
+    assert placement.make("unified").roles(fleet([crowded(M, 4), crowded(M, 4)])) == {}
+
+
+def test_roles_are_as_before_when_there_is_room_again_unless_somebody_else_has_changed_them() -> None:
+    unified = placement.make("unified")
+    unified.roles(fleet([instance(P), crowded(D, 4)]))
+    assert unified.roles(fleet([crowded(M, 1), crowded(M, 2)])) == {}
+    assert unified.roles(fleet([crowded(M, 1), crowded(M, 1)])) == {0: P, 1: D}
+    assert unified.roles(fleet([crowded(M, 0), crowded(M, 0)])) == {}  # as if they had been so from the start
+    unified.roles(fleet([instance(P), crowded(D, 4)]))
+    assert unified.roles(fleet([instance(D), instance(P)])) == {}
+    assert unified.roles(fleet([instance(M), instance(M)])) == {}
 
 
 @pytest.mark.parametrize("name", ["deflect:dropped", "unified:margin=1.0"])

@@ -179,3 +179,13 @@ def test_a_promised_gap_is_kept_beside_guests() -> None:
     assert granted(Unified().decide(at)) == [0, 1]
     larger = view([prompt(1, 63)], [row], role=Role.DECODE, limits=LIMITS, start=0.0)
     assert granted(Unified().decide(larger)) == [0]
+
+
+def test_prompts_find_rows_where_those_of_the_decode_instance_are_taken() -> None:
+    """Four rows of 200 tokens each at 2.2 ms a token: 9 requests per second, and 14 come. Eight rows are enough."""
+    arrivals = [Arrival(0.07 * one, 200, 200, SLO(ttft=0.5, tpot=0.01)) for one in range(100)]
+    apart, both = (
+        simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement=placement, rows=4))
+        for placement in ("unified:no-turn", "unified")
+    )
+    assert apart.summary.attained < both.summary.attained
