@@ -194,7 +194,7 @@ def admitted(standing: Standing, new: Prompts, terms: Terms) -> Mask:
 
 def _decide(standing: Standing, new: Prompts, terms: Terms) -> Mask:
     prompts = standing.prompts.and_(new)
-    tpot = tiers(np.concatenate([standing.tpot, prompts.tpot]))
+    tpot = tiers(np.concatenate((standing.tpot, prompts.tpot)))
     counts = np.bincount(tier_of(standing.tpot, tpot), minlength=len(tpot)).astype(float)
     forced = np.arange(len(prompts)) < len(standing.prompts)
     supply = Supply(terms, tpot.tolist(), standing.load(), len(standing.tpot), float(prompts.tokens.mean()))
@@ -206,7 +206,8 @@ def _decide(standing: Standing, new: Prompts, terms: Terms) -> Mask:
 
 def tiers(tpot: Array) -> Array:
     """Ascending distinct tpots, at most TIERS of them."""
-    distinct = np.array(sorted(set(np.minimum(tpot, NEVER).tolist())))  # np.unique takes several times as long
+    values = np.sort(np.minimum(tpot, NEVER))
+    distinct: Array = values[np.concatenate(([True], values[1:] != values[:-1]))[: len(values)]]
     return distinct if len(distinct) <= TIERS else distinct[np.arange(TIERS) * len(distinct) // TIERS]
 
 

@@ -135,15 +135,16 @@ class Supply:
     def rate(self, counts: Array) -> Array:
         """Prompt tokens per second beside `counts` [..., tiers] rows, at the best choice; negative where the rows
         alone take longer than they may."""
-        present, rows = counts > 0, counts @ np.ones(counts.shape[-1])
-        always: list[bool] = np.all(present.reshape(-1, len(self._tpot)), axis=0).tolist()
-        best = np.full(counts.shape[:-1], -np.inf)
+        flat = counts.reshape(-1, len(self._tpot))  # numpy multiplies it several times as fast
+        present, rows = flat > 0, flat @ np.ones(len(self._tpot))
+        always: list[bool] = np.all(present, axis=0).tolist()
+        best = np.full(len(flat), -np.inf)
         for choice in self._choices:
             if any(here and not length for here, length in zip(always, choice.lengths, strict=True)):
                 continue  # too long for a tier that is there in any case
-            for here, found in self._rates(choice, counts, present, rows):
+            for here, found in self._rates(choice, flat, present, rows):
                 np.maximum(best, found, out=best, where=here)
-        result: Array = np.where(rows > 0, best, self._empty.rate)
+        result: Array = np.where(rows > 0, best, self._empty.rate).reshape(counts.shape[:-1])
         return result
 
     def _rates(self, choice: _Choice, counts: Array, present: Mask, rows: Array) -> Iterator[tuple[Mask, Array]]:
