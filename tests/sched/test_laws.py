@@ -197,6 +197,13 @@ def test_no_policy_knows_when_somebody_ends(policy: str) -> None:
     assert check_blind(policy, case, jobs, permuted(jobs, shuffled(len(jobs))), shape) < inf
 
 
+def test_who_waits_behind_a_prompt_that_moves_away_is_looked_at_again() -> None:
+    """Found by the whole matrix: nobody planned anew where a waiting prompt had left."""
+    case = ("1P1D", "deflect:dropped", "pab:refuse")
+    jobs, shape = drawn(("kairos", case, "full"))
+    serve("kairos", case, permuted(jobs, shuffled(len(jobs))), shape, seal=False)
+
+
 class Lazy:
     """Runs nothing before its time."""
 
