@@ -269,7 +269,7 @@ def main() -> int:
     parser.add_argument("--programme", default="10+200", metavar="NEW+RUNNING")
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="rounds over all; the best of each counts")
     args = parser.parse_args()
-    sizes = [tuple(map(int, size.split("+"))) for size in args.sizes]
+    sizes = [(int(size.split("+")[0]), int(size.split("+")[1])) for size in args.sizes]
     instances, residents = map(int, args.fleet.split("x"))
     new, running = map(int, args.programme.split("+"))
     rounds = range(args.repeats)
