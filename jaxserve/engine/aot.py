@@ -51,6 +51,7 @@ class Served(NamedTuple):
     segments: bool = False  # also those of a step that can be stopped: a layer, and each of its halves
     draft: int = 0  # tokens that a row may draft, by n-grams
     quantization: str | None = None  # of weights, as the flag names it
+    wanted: tuple[str, ...] = ()  # of its steps; (): all
 
 
 SERVED = (
@@ -63,8 +64,8 @@ SERVED = (
     Served("opt-6.7b", 1, ("decode",)),
     Served("qwen3-30b-a3b", 1, ("decode",)),
     Served("deepseek-v2-lite", 1, ("decode",)),
-    Served("qwen3-30b-a3b", 1, quantization="fp8_per_block"),
-    Served("deepseek-v2-lite", 1, quantization="int8"),
+    Served("qwen3-30b-a3b", 1, quantization="fp8_per_block", wanted=("decode",)),
+    Served("deepseek-v2-lite", 1, quantization="int8", wanted=("decode",)),
     Served("llama3-8b", 4),
     Served("llama3-70b", 4),
     Served("qwen2.5-0.5b", 1),
@@ -82,7 +83,8 @@ def served_steps(served: Served) -> Iterator[Step]:
     named = f"{served.model} tp{served.tp}" + (f" draft{served.draft}" if served.draft else "")
     named += f" {served.quantization}" if served.quantization else ""
     config = partial(_config, served)
-    yield from steps(named, config, served.tp, served.usual, drafts=served.draft > 0)
+    found = steps(named, config, served.tp, served.usual, drafts=served.draft > 0)
+    yield from (step for step in found if not served.wanted or step.name.split()[-1] in served.wanted)
     if served.segments:
         for part in Part:
             kind = f"segment {part.value}"
