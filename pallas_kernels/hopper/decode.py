@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from pallas_kernels import compat
 from pallas_kernels.aot.cases import Case, shapes
 from pallas_kernels.hopper.decode_launch import attend
-from pallas_kernels.hopper.decode_shape import Shape
+from pallas_kernels.hopper.decode_shape import MEETING, Shape
+from pallas_kernels.hopper.fragments import ROWS
 from pallas_kernels.hopper.spec import CORES, SMEM, Spec, allowed
 from pallas_kernels.interpret import Interpret
 from pallas_kernels.layout import Ragged, Scales
@@ -37,7 +38,8 @@ WGMMA_ROWS = 64
 class Config:
     """How one shape is computed. `plan` makes the work that `paged_decode` of the same config wants."""
 
-    warps: bool = False  # products of warps, of 16 rows and up (jax >= 0.11); else of a warpgroup, of 64 rows
+    # Products of warps, of 16 rows and up (jax >= 0.11; of 8-bit pools any jax, 16 rows); else of a warpgroup, of 64.
+    warps: bool = False
     queries: int = 1  # Q
     tile: int = 64  # tokens of keys at a time
     stages: int = 4  # tiles on the way
@@ -63,8 +65,12 @@ class Config:
             raise ValueError(f"{self.stages=} must be a multiple of {self.consumers=}: a slot has one consumer")
         if not 1 <= self.queries <= 16:
             raise ValueError(f"{self.queries=} must be between 1 and 16")
-        if self.warps and not compat.HAS_MMA:
+        if self.warps and not (compat.HAS_MMA or spec.quantised):
             raise ValueError(f"{self.warps=} needs jax 0.11 or later; this is {jax.__version__}")
+        if self.warps and spec.quantised and self.block(spec) * spec.group > ROWS:
+            raise ValueError(
+                f"{self.warps=} with {spec.kv_dtype=} is for {ROWS} rows, not {self.block(spec)} * {spec.group}"
+            )
         if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
             raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
         if not spec.quantised and jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
@@ -88,15 +94,19 @@ class Config:
         """Shared memory of a block, barriers and alignment included."""
         wide = 2  # bytes of what the products take
         ring = 2 * self.stages * self.tile * spec.dim * (1 if spec.quantised else wide)
+        rest = 2 * self.rows(spec) * spec.dim * wide + 4096
+        if spec.quantised and self.warps:
+            return ring + rest + self.consumers * (64 * (MEETING + 8) + 128) * 4
         weights = self.consumers * self.rows(spec) * self.tile * wide if self.warps or self.p_in_smem else 0
         widened = self.consumers * self.tile * spec.dim * wide if spec.quantised else 0
-        return ring + 2 * self.rows(spec) * spec.dim * wide + weights + widened + 4096
+        return ring + rest + weights + widened
 
 
 def heuristic(spec: Spec, *, warps: bool | None = None) -> Config:
     """A config for the spec that is expected to be good; `warps` None chooses by the rows of the product."""
     packed = spec.queries * spec.group
-    warps = compat.HAS_MMA and packed <= 32 if warps is None else warps
+    if warps is None:
+        warps = packed <= ROWS if spec.quantised else compat.HAS_MMA and packed <= 32
     # The mixed values are held in registers, 128 of a thread for D = 256: more than three warpgroups a block leave it.
     consumers = 1 if spec.dim > 128 else 2
     config = Config(warps=warps, queries=spec.queries, consumers=consumers)
@@ -113,7 +123,7 @@ def candidates(spec: Spec) -> Iterator[Config]:
     """Configs worth timing for the spec, the heuristic first; the compile gate drops those that spill."""
     best = heuristic(spec)
     yield best
-    bodies = (True, False) if compat.HAS_MMA else (False,)
+    bodies = (True, False) if compat.HAS_MMA or spec.quantised else (False,)
     for share in (1, 2):  # blocks on a core at a time
         some = (
             replace(best, warps=warps, consumers=consumers, tile=tile, stages=stages, workers=best.workers * share)
@@ -199,6 +209,10 @@ def cases() -> list[Case]:
             found += _both(model, replace(spec, kv_dtype=stored), usual=usual)
     for dim in (64, 256):
         found += _both(f"d{dim}", Spec(64, 16, 4, dim, 64))
+        for stored in (jnp.float8_e4m3fn, jnp.int8):
+            found += _both(f"d{dim}", Spec(64, 16, 4, dim, 64, kv_dtype=stored), usual=False)
+    wide = Spec(64, 32, 8, 128, 64, 4, kv_dtype=jnp.float8_e4m3fn)
+    found += _both("softcap window", wide, usual=False, window=4096, softcap=50.0)
     found += _both("d256 window", Spec(64, 4, 1, 256, 64, queries=16), window=512)
     found += _both("softcap window", Spec(64, 16, 8, 128, 64), window=4096, softcap=50.0)
     return found
@@ -207,7 +221,7 @@ def cases() -> list[Case]:
 def _both(name: str, spec: Spec, *, usual: bool = True, **options: Any) -> Iterator[Case]:
     """One spec with products of warps and of warpgroups."""
     for warps in (False, True):
-        if warps and spec.queries * spec.group > 32:
+        if warps and spec.queries * spec.group > (ROWS if spec.quantised else 32):
             continue
         stored = "" if spec.kv_dtype == spec.dtype else f" {jnp.dtype(spec.kv_dtype).name}"
         yield Case(
@@ -216,7 +230,7 @@ def _both(name: str, spec: Spec, *, usual: bool = True, **options: Any) -> Itera
             program=partial(_step, spec=spec, config=heuristic(spec, warps=warps), **options),
             arguments=_arguments(spec),
             needs=frozenset({"mma" if warps else "wgmma", "tma"}),
-            least_jax=(0, 11) if warps else (0, 10),
+            least_jax=(0, 11) if warps and not spec.quantised else (0, 10),
             usual=usual,
         )
 

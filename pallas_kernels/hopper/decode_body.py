@@ -25,11 +25,12 @@ from jax import lax
 
 from pallas_kernels import compat
 from pallas_kernels.compat import plgpu
-from pallas_kernels.hopper import latent_body
+from pallas_kernels.hopper import decode_bytes, latent_body
 from pallas_kernels.hopper.decode_copy import produce
 from pallas_kernels.hopper.decode_shape import Refs, Shape, each_item
-from pallas_kernels.hopper.decode_steps import mask, release
+from pallas_kernels.hopper.decode_steps import mask, mine, release, soften
 from pallas_kernels.hopper.prefill_shape import LEAST, LOG2E
+from pallas_kernels.hopper.widen import widened
 from pallas_kernels.interpret import cast, is_interpreting, mma, wgmma
 from pallas_kernels.layout import MASKED
 
@@ -49,7 +50,8 @@ def body(shape: Shape) -> Callable[..., None]:
         @pl.when(role < shape.consumers)
         def _() -> None:
             _registers(shape, consumer=True)
-            (latent_body.consume if shape.joint else _consume)(shape, refs, role)
+            consume = decode_bytes.consume if shape.parted else latent_body.consume if shape.joint else _consume
+            consume(shape, refs, role)
 
         @pl.when(role == shape.consumers)
         def _() -> None:
@@ -93,14 +95,12 @@ def _consume(shape: Shape, refs: Refs, me: Any) -> None:
 
         def step(j: Any, carry: Any) -> Any:
             acc, peak, total = carry
-            tile = mine + j * shape.consumers
+            tile = begin + j * shape.consumers
             slot = shape.place(done + tile)
             plgpu.barrier_wait(s["k_full"].at[slot])
             score = _scores(shape, s, q, slot, me)
             score = mask(shape, score, (first + tile) * shape.tile, position, raw)
-            top = jnp.maximum(peak, jnp.max(score, axis=1) * unit)
-            weight = jnp.exp2(score * unit - lax.broadcast_in_dim(top, score.shape, (0,)))
-            fade = jnp.exp2(peak - top)
+            weight, fade, top = soften(score, peak, unit)
             # Of warp products a row lies over four warps, which would have to meet to sum it: once per item will do.
             if shape.warps:
                 total = total * lax.broadcast_in_dim(fade, total.shape, (0,)) + weight
@@ -110,14 +110,7 @@ def _consume(shape: Shape, refs: Refs, me: Any) -> None:
             acc = _mix(shape, s, acc, weight.astype(shape.dtype), slot, me)
             return acc, top, total
 
-        # The first of my tiles in this item, tiles counted over all items.
-        mine = (
-            lax.rem(me + shape.consumers - lax.rem(done, shape.consumers), shape.consumers)
-            if shape.consumers > 1
-            else 0
-        )
-        mine = jnp.int32(mine)
-        count = lax.div(tiles - mine + (shape.consumers - 1), shape.consumers)
+        begin, count = mine(shape, me, tiles, done)
         start = (
             [full(0.0, (shape.rows, shape.width), acc_layout)] * (shape.values // shape.width),
             # Not MASKED: of a tile that a row sees nothing of, that times `unit` would be the highest score, and where
@@ -198,12 +191,7 @@ def _mix(
 
 def _widen(shape: Shape, s: dict[str, Any], name: str, slot: Any, me: Any) -> Any:
     """A slot of 8-bit values in the dtype of the products, in shared memory; the slot is free again."""
-    wide = s["wide"].at[me]
-    if is_interpreting(shape.interpret):
-        narrow = s[name][slot]
-    else:
-        narrow = compat.load(s[name].at[slot], plgpu.Layout.WGMMA_UPCAST_2X)
-    s["wide"][me] = cast(narrow.astype(shape.dtype), plgpu.Layout.WGMMA, shape.interpret)
+    s["wide"][me] = widened(s[name].at[slot], shape.dtype, shape.interpret)
     plgpu.commit_smem()
     plgpu.barrier_arrive(s[f"{name}_free"].at[slot])
-    return wide
+    return s["wide"].at[me]

@@ -12,6 +12,7 @@ from pallas_kernels import compat
 from pallas_kernels.hopper.combine import combine
 from pallas_kernels.hopper.decode_body import body
 from pallas_kernels.hopper.decode_shape import Shape
+from pallas_kernels.hopper.fragments import in_order
 from pallas_kernels.layout import MASKED, Ragged, Scales
 from pallas_kernels.plan.decode import DecodeWork
 
@@ -52,6 +53,8 @@ def attend(
         dtype=q.dtype,
         interpret=shape.interpret,
     )
+    if shape.parted:
+        out = in_order(out)
     return _unpack(out, lse, ragged, work, shape, kv_heads)
 
 

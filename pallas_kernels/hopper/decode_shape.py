@@ -14,7 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import plgpu
+from pallas_kernels.hopper import fragments
 from pallas_kernels.interpret import Interpret
+
+MEETING = 64  # columns that warps with keys of their own add up at a time
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,11 @@ class Shape:
         return bool(self.kv_dtype != self.dtype)
 
     @property
+    def parted(self) -> bool:
+        """Whether the four warps of a consumer have keys of their own, each with all rows (decode_bytes.py)."""
+        return self.quantised and self.warps
+
+    @property
     def pages(self) -> int:
         """Pages, or the part of one, that make up a tile."""
         return max(1, self.tile // self.page)
@@ -103,7 +111,7 @@ class Shape:
 
     def layout(self, operand: str, dtype: Any = None) -> Any:
         """Registers of an operand of the product: "LHS", "RHS" or "ACC"."""
-        if not self.warps:
+        if not self.warps or self.parted:
             return plgpu.Layout.WGMMA
         return getattr(plgpu.Layout, f"MMA_{operand}")(dtype or self.dtype, m_warps=min(4, self.rows // 16))
 
@@ -117,22 +125,32 @@ class Shape:
             "q_free": plgpu.Barrier(num_arrivals=self.consumers, num_barriers=self.queues),
         }
         for side in sides:
-            memory[side] = _tiled(ring, self.kv_dtype)
+            most = fragments.KEY_SWIZZLE if self.parted and side == "k" else 128
+            memory[side] = _tiled(ring, self.kv_dtype, most)
             barriers[f"{side}_full"] = plgpu.Barrier(num_arrivals=self.copies, num_barriers=self.stages)
             barriers[f"{side}_free"] = plgpu.Barrier(num_arrivals=self.slots, num_barriers=self.stages)
-        if self.joint:
+        if self.parted:
+            memory["told"] = plgpu.SMEM((self.consumers, 128), jnp.float32)
+            memory["met"] = _meeting(self.consumers)
+        elif self.joint:
             memory["told"] = plgpu.SMEM((self.consumers, self.rows), jnp.float32)
             barriers["met"] = plgpu.Barrier(num_arrivals=self.consumers, num_barriers=2)
         elif self.warps or self.p_in_smem:
             memory["p"] = _tiled((self.consumers, self.rows, self.tile), self.dtype)
-        if self.quantised:
+        if self.quantised and not self.parted:
             memory["wide"] = _tiled((self.consumers, self.tile, self.dim), self.dtype)
         return memory | barriers
 
 
-def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory as TMA and the tensor cores like it: 8 rows of up to 128 bytes, swizzled."""
-    swizzle = min(128, shape[-1] * jnp.dtype(dtype).itemsize)
+def _meeting(consumers: int) -> Any:
+    """Where warps add up; rows are longer than what is in them, so that their banks differ."""
+    return plgpu.SMEM((consumers, 64, MEETING + 8), jnp.float32)
+
+
+def _tiled(shape: tuple[int, ...], dtype: Any, most: int = 128) -> Any:
+    """Shared memory as TMA and the tensor cores like it: 8 rows of up to 128 bytes, or `most`, swizzled."""
+    row = shape[-1] * jnp.dtype(dtype).itemsize
+    swizzle = next(size for size in (128, 64) if size <= most and row % size == 0)
     transforms = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 

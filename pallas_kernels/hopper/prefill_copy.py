@@ -18,10 +18,9 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import compat
 from pallas_kernels.compat import plgpu
 from pallas_kernels.hopper.prefill_shape import MOST, ROWS, Item, Refs, Shape
-from pallas_kernels.interpret import cast, is_interpreting
+from pallas_kernels.hopper.widen import widened
 
 
 class _Side(NamedTuple):
@@ -114,11 +113,7 @@ def _widen(shape: Shape, refs: Refs, item: Item, side: _Side, step: jax.Array, j
     width = shape.columns if side.columns else shape.dim
     for row, column in product(range(0, shape.keys, ROWS), range(0, width, MOST)):
         part = pl.ds(row, ROWS), pl.ds(column, min(width, MOST))
-        if is_interpreting(shape.interpret):
-            narrow = side.narrow[(slot, *part)]
-        else:
-            narrow = compat.load(side.narrow.at[(slot, *part)], plgpu.Layout.WGMMA_UPCAST_2X)
-        side.ring[(slot, *part)] = cast(narrow.astype(shape.dtype), plgpu.Layout.WGMMA, shape.interpret)
+        side.ring[(slot, *part)] = widened(side.narrow.at[(slot, *part)], shape.dtype, shape.interpret)
     plgpu.commit_smem()
     plgpu.barrier_arrive(side.full.at[slot])
 

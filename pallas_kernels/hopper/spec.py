@@ -33,8 +33,8 @@ class Spec:
 
     @property
     def compute_dtype(self) -> Any:
-        """Of the products: float16 where the pools are float8, which the hardware widens to no other type."""
-        return jnp.float16 if jnp.dtype(self.kv_dtype) == jnp.float8_e4m3fn else self.dtype
+        """Of the products: float16 where pools are of 8 bits, which take the fewest instructions to become that."""
+        return jnp.float16 if self.quantised else self.dtype
 
     @property
     def quantised(self) -> bool:

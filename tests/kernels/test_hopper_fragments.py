@@ -1,0 +1,128 @@
+"""Products of warps from values of 8 bits: which number is where, for there is no device here to multiply by.
+
+What the kernel writes for a thread is run for all 128, on the words that Mosaic's layouts give them, with each
+instruction done as PTX defines it.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.compat import plgpu
+from pallas_kernels.hopper import fragments, inline
+
+THREADS = 128
+
+
+def places(layout: Any, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], tuple[int, ...]]:
+    """[128, registers, length] flat index of what each thread has, and the shape in which Mosaic has registers."""
+    registers = layout.registers_shape(shape)
+    indices = np.arange(int(np.prod(shape))).reshape(shape)
+    for tile in layout.tiling.tiles:  # cut the last axes into tiles: those before, then those within
+        kept, cut = indices.shape[: indices.ndim - len(tile)], indices.shape[indices.ndim - len(tile) :]
+        parts = indices.reshape(*kept, *(n for size, of in zip(cut, tile, strict=True) for n in (size // of, of)))
+        first, count = len(kept), len(tile)
+        order = [*range(first), *range(first, first + 2 * count, 2), *range(first + 1, first + 2 * count, 2)]
+        indices = parts.transpose(order)
+    found = np.empty((THREADS, *registers, layout.vector_length), int)
+    for thread in range(THREADS):
+        where: list[Any] = [slice(None)] * indices.ndim
+        for dims, number in ((layout.warp_dims, thread // 32), (layout.lane_dims, thread % 32)):
+            for dim in reversed(dims):
+                size = dim.times if isinstance(dim, plgpu.Replicated) else indices.shape[dim]
+                if not isinstance(dim, plgpu.Replicated):
+                    where[indices.ndim + dim] = number % size
+                number //= size
+        taken = indices[tuple(slice(n, n + 1) if isinstance(n, int) else n for n in where)]
+        found[thread] = taken.reshape(*registers, layout.vector_length)
+    return found.reshape(THREADS, -1, layout.vector_length), registers
+
+
+class Threads:
+    """A `FragmentedArray` of all threads: registers are arrays [128, length]."""
+
+    def __init__(self, array: np.ndarray[Any, Any], layout: Any) -> None:
+        at, registers = places(layout.to_mgpu(), array.shape)
+        held = np.empty(at.shape[1], object)
+        for number in range(at.shape[1]):
+            held[number] = array.reshape(-1)[at[:, number]]
+        self.registers, self.shape, self.mlir_dtype = held.reshape(registers), array.shape, array.dtype
+
+
+def gather(made: Any) -> np.ndarray[Any, Any]:
+    """The array whose registers were made."""
+    at, _ = places(made.layout, made.shape)
+    array = np.empty(made.shape, np.float32)
+    for number, register in enumerate(made.registers.reshape(-1)):
+        array.reshape(-1)[at[:, number]] = register
+    return array
+
+
+def mma(sums: Any, left: Any, right: Any) -> list[Any]:
+    """mma.m16n8k16: PTX's table of fragments, for each warp."""
+    lane = np.arange(THREADS) % 32
+    g, t, warp = lane // 4, lane % 4, np.arange(THREADS) // 32
+    a, b, c = np.zeros((4, 16, 16)), np.zeros((4, 16, 8)), np.zeros((4, 16, 8))
+    for number, word in enumerate(left):
+        for e in range(2):
+            a[warp, g + 8 * (number % 2), 2 * t + e + 8 * (number // 2)] = word[:, e]
+    for number, word in enumerate(right):
+        for e in range(2):
+            b[warp, 2 * t + e + 8 * number, g] = word[:, e]
+    for number, value in enumerate(sums):
+        c[warp, g + 8 * (number // 2), 2 * t + number % 2] = value
+    product = c + np.matmul(a, b)
+    return [product[warp, g + 8 * (number // 2), 2 * t + number % 2] for number in range(4)]
+
+
+@pytest.fixture
+def instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `inline`, on words [128, 4 or 2] in place of MLIR's."""
+    made = {
+        "words": lambda register: np.split(register, register.shape[1] * register.itemsize // 4, axis=1),
+        "halves": lambda word, _: (word[:, :2].astype(np.float32), word[:, 2:].astype(np.float32)),
+        "crossed": lambda first, second: tuple(
+            np.stack([first[:, n], second[:, n], first[:, n + 1], second[:, n + 1]], axis=1) for n in (0, 2)
+        ),
+        "mma": mma,
+        "zeros": lambda: [np.zeros(THREADS)] * 4,
+        "pair": lambda values: np.stack(values, axis=1),
+        "singles": lambda register: list(register.T),
+        "FragmentedArray": lambda _registers, _layout, _is_signed: SimpleNamespace(
+            registers=_registers, layout=_layout
+        ),
+    }
+    for name, instruction in made.items():
+        monkeypatch.setattr(inline, name, instruction)
+
+
+SIZES = [(64, 64), (128, 128), *(pytest.param(dim, 64, marks=pytest.mark.full) for dim in (128, 192, 256))]
+
+
+@pytest.mark.parametrize(("dim", "tokens"), SIZES)
+def test_threads_multiply_what_the_products_say(instructions: None, dim: int, tokens: int) -> None:
+    random = np.random.default_rng(dim + tokens)
+    q = random.integers(-9, 9, (16, dim)).astype(np.float16)
+    k, v = random.integers(-9, 9, (2, tokens, dim)).astype(np.int8)
+    weight = random.integers(-9, 9, (64, tokens // 4)).astype(np.float16)
+    mixed = random.integers(-9, 9, (64, dim)).astype(np.float32)
+    wgmma = plgpu.Layout.WGMMA
+
+    made = fragments._scores(Threads(q, fragments.queries()), Threads(k, fragments.keys()))
+    made.shape = (64, tokens // 4)
+    np.testing.assert_array_equal(gather(made), fragments.scores(jnp.asarray(q), jnp.asarray(k), interpret="host"))
+    # A product is where the docstring says: row 16 w + r, column 16 c + n of query row r and key 64 c + 16 w + n.
+    assert gather(made)[16 * 3 + 5, 7] == q[5].astype(int) @ k[16 * 3 + 7].astype(int)
+
+    made = fragments._mix(Threads(mixed, wgmma), Threads(weight, wgmma), Threads(v, fragments.values(dim)))
+    made.shape = (64, dim)
+    want = fragments.mix(*map(jnp.asarray, (mixed, weight, v)), interpret="host")
+    np.testing.assert_array_equal(gather(made), want)
+    keys = [64 * c + 16 * 2 + n for c in range(tokens // 64) for n in range(16)]
+    straight = np.asarray(fragments.in_order(want - mixed))[16 * 2 + 1]
+    np.testing.assert_array_equal(straight, weight[16 * 2 + 1].astype(int) @ v[keys].astype(int))
