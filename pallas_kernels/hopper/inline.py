@@ -19,12 +19,13 @@ vector: Any = _vector
 FragmentedArray: Any = _FragmentedArray
 
 # e4m3 has an instruction. Of an integer x, the bits of x + 128 are the last eight of 1024 + 128 + x in float16.
-_HALVES = {
+HALVES = {
     "e4m3": "mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;",
     "int8": """xor.b32 x, $2, 0x80808080; mov.b32 m, 0x64806480;
         prmt.b32 y, x, 0x64646464, 0x4140; sub.f16x2 $0, y, m;
         prmt.b32 z, x, 0x64646464, 0x4342; sub.f16x2 $1, z, m;""",
 }
+TURNS = 0x5140, 0x7362  # bytes 0, 4, 1, 5 and 2, 6, 3, 7 of two words
 
 
 def _word() -> Any:
@@ -50,7 +51,7 @@ def register_of(found: Sequence[Any]) -> Any:
 
 def halves(word: Any, stored: Any) -> tuple[Any, Any]:
     """Four values of 8 bits as two words of float16: the first two, and the last two. `stored`: their MLIR type."""
-    text = _HALVES["e4m3" if stored == ir.Float8E4M3FNType.get() else "int8"]
+    text = HALVES["e4m3" if stored == ir.Float8E4M3FNType.get() else "int8"]
     text = f"{{ .reg .b16 a, b; .reg .b32 x, y, z, m; {text} }}"
     both = llvm.inline_asm(llvm.StructType.get_literal([_word()] * 2), [word], text, "=r,=r,r", has_side_effects=False)
     return llvm.extractvalue(_word(), both, [0]), llvm.extractvalue(_word(), both, [1])
@@ -58,7 +59,7 @@ def halves(word: Any, stored: Any) -> tuple[Any, Any]:
 
 def crossed(first: Any, second: Any) -> tuple[Any, Any]:
     """Bytes of two words by turns: of the first two of each, and of the last two of each."""
-    return _permuted(first, second, 0x5140), _permuted(first, second, 0x7362)
+    return _permuted(first, second, TURNS[0]), _permuted(first, second, TURNS[1])
 
 
 def _permuted(first: Any, second: Any, order: int) -> Any:
