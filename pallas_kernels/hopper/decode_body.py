@@ -34,6 +34,7 @@ from pallas_kernels.hopper.widen import widened
 from pallas_kernels.interpret import cast, is_interpreting, mma, wgmma
 from pallas_kernels.layout import MASKED
 
+PART = 128  # columns that are widened at a time: more at once would need registers that wide heads lack
 CHUNK = 64  # dimensions of a latent's scores that are in registers at a time
 
 
@@ -191,7 +192,9 @@ def _mix(
 
 def _widen(shape: Shape, s: dict[str, Any], name: str, slot: Any, me: Any) -> Any:
     """A slot of 8-bit values in the dtype of the products, in shared memory; the slot is free again."""
-    s["wide"][me] = widened(s[name].at[slot], shape.dtype, shape.interpret)
+    for begin in range(0, shape.dim, PART):
+        columns = pl.ds(begin, min(PART, shape.dim - begin))
+        s["wide"][me, :, columns] = widened(s[name].at[slot, :, columns], shape.dtype, shape.interpret)
     plgpu.commit_smem()
     plgpu.barrier_arrive(s[f"{name}_free"].at[slot])
     return s["wide"].at[me]
