@@ -11,6 +11,8 @@ INSTRUCTIONS = {
     "mma": re.compile(r"\bmma\.sync"),
     "tma": re.compile(r"cp\.async\.bulk\.tensor"),
 }
+SHARED = re.compile(r"\b(?:ld\.shared|st\.shared|ldmatrix|stmatrix|shfl)\.")
+NARROW = re.compile(r"\bld\.shared[\w.:]*\.[bsu](?:8|16)\b")
 SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 REGISTERS = re.compile(r"Used (\d+) registers")
 SERIALISED = re.compile(r"Potential Performance Loss: (.*)")
@@ -31,6 +33,8 @@ class Figures:
     smem: int = 0  # bytes per block
     serialised: tuple[str, ...] = ()  # ptxas on wgmma that waits for itself
     instructions: dict[str, int] = field(default_factory=dict)
+    shared: int = 0  # instructions through shared memory, or from thread to thread by the same way
+    narrow: int = 0  # loads from there of less than 4 bytes
     temp: int = 0  # bytes per device, as the next five
     arguments: int = 0
     code: int = 0  # of the whole program as it is kept, where the backend does not tell the code alone
@@ -57,6 +61,8 @@ def kernels(folder: Path) -> dict[str, object]:
         "spills": sum(int(n) for report in reports for found in SPILL.findall(report) for n in found),
         "smem": max(sizes, default=0),
         "serialised": tuple(line.strip() for report in reports for line in SERIALISED.findall(report)),
+        "shared": sum(len(SHARED.findall(code)) for code in codes),
+        "narrow": sum(len(NARROW.findall(code)) for code in codes),
         "instructions": {
             name: count
             for name, pattern in INSTRUCTIONS.items()

@@ -21,10 +21,12 @@ class Bound:
     temp: int  # bytes
     buffers: int | None = None
     kernels: int = 0
+    shared: int | None = None
+    narrow: int | None = None
 
 
 def bound_of(figures: Figures) -> Bound:
-    return Bound(figures.registers, figures.temp, figures.buffers, figures.kernels)
+    return Bound(figures.registers, figures.temp, figures.buffers, figures.kernels, figures.shared, figures.narrow)
 
 
 def laws(case: Compilable, figures: Figures, memory: int) -> Iterator[str]:
@@ -64,3 +66,7 @@ def excess(figures: Figures, bound: Bound | None) -> Iterator[str]:
         yield f"{figures.buffers} command buffers, the recorded bound is {bound.buffers}"
     if figures.kernels > bound.kernels:
         yield f"{figures.kernels} kernels compiled, the recorded bound is {bound.kernels}: is one traced per layer?"
+    if bound.shared is not None and figures.shared > bound.shared:
+        yield f"{figures.shared} instructions through shared memory, the recorded bound is {bound.shared}"
+    if bound.narrow is not None and figures.narrow > bound.narrow:
+        yield f"{figures.narrow} loads of shared memory of less than 4 bytes, the recorded bound is {bound.narrow}"

@@ -6,8 +6,22 @@ from collections.abc import Sequence
 
 from pallas_kernels.aot.figures import Figures
 
-HEAD = ("case", "regs", "spill", "SMEM KB", "instructions", "temp MB", "alias MB", "GB", "graphs", "s", "cpu s", "")
-LEFT = {0, 4, 11}  # columns of words
+HEAD = (
+    "case",
+    "regs",
+    "spill",
+    "SMEM KB",
+    "shared",
+    "instructions",
+    "temp MB",
+    "alias MB",
+    "GB",
+    "graphs",
+    "s",
+    "cpu s",
+    "",
+)
+LEFT = {0, 5, 12}  # columns of words
 
 
 def row(name: str, outcome: Figures | str, verdict: str) -> tuple[str, ...]:
@@ -20,6 +34,7 @@ def row(name: str, outcome: Figures | str, verdict: str) -> tuple[str, ...]:
         str(outcome.registers) if outcome.kernels else "",
         str(outcome.spills) if outcome.kernels else "",
         f"{outcome.smem / 1024:.0f}" if outcome.smem else "",
+        f"{outcome.shared}+{outcome.narrow}" if outcome.kernels else "",
         mix,
         f"{outcome.temp / 1e6:.2f}",
         f"{outcome.alias / 1e6:.1f}" if outcome.alias else "",

@@ -33,6 +33,10 @@ CODE = """wgmma.mma_async.sync.aligned
 wgmma.mma_async.sync.aligned
 cp.async.bulk.tensor.5d.shared
 mma.sync.aligned.m16n8k16
+ld.shared.v4.b32 {%r1, %r2, %r3, %r4}, [%r5];
+ld.shared.b8 %rs1, [%r6];
+stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r7], {%r1, %r2, %r3, %r4};
+shfl.sync.bfly.b32 %r8, %r1, 1, 31, -1;
 """
 THUNKS = """000: kCommandBuffer [source       | next=018 (1)]
     001: kCustomKernel [source       | next=002 (1)] input_reduce_fusion_2 grid: [64, 1, 1]
@@ -88,6 +92,7 @@ def test_reports_are_read(tmp_path: Path) -> None:
     found = kernels(folder(tmp_path, a_ptxas=REPORT, a_ptx=CODE, a_log=log))
     assert found["registers"] == 232 and found["spills"] == 8 + 12 + 20 and found["smem"] == 151656
     assert found["instructions"] == {"wgmma": 2, "mma": 1, "tma": 1} and found["kernels"] == 1
+    assert found["shared"] == 4 and found["narrow"] == 1
     assert found["serialised"] == ("wgmma.mma_async instructions are serialized due to a fence in it",)
 
 
@@ -133,7 +138,14 @@ def test_real_programs_are_read_as_written_ones_are() -> None:
 
 
 SOUND = Figures(
-    kernels=1, registers=168, instructions={"wgmma": 12, "tma": 3}, temp=1600, donated=1, aliased=1, buffers=1
+    kernels=1,
+    registers=168,
+    instructions={"wgmma": 12, "tma": 3},
+    shared=40,
+    temp=1600,
+    donated=1,
+    aliased=1,
+    buffers=1,
 )
 NEEDY = Case("a", lambda: None, (), needs=frozenset({"wgmma"}))
 GRAPHS = Step("s", lambda mesh: None, command_buffers=1)  # type: ignore[arg-type,return-value]
@@ -171,6 +183,8 @@ def test_each_law_names_the_figure_and_the_bound(case: Case | Step, change: dict
         ({"registers": 169}, "169 registers, the recorded bound is 168"),
         ({"temp": 1701}, "1701 bytes of temporaries, the recorded bound is 1600"),
         ({"buffers": 2}, "2 command buffers, the recorded bound is 1"),
+        ({"shared": 41}, "41 instructions through shared memory, the recorded bound is 40"),
+        ({"narrow": 1}, "1 loads of shared memory of less than 4 bytes, the recorded bound is 0"),
         ({"kernels": 32}, "32 kernels compiled, the recorded bound is 1"),
     ],
 )

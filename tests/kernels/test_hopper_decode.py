@@ -154,6 +154,25 @@ def test_dtypes(dtype: Any, stored: Any, warps: bool) -> None:
 
 
 @pytest.mark.full
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("queries", "dim", "tile", "window", "softcap", "stored"),
+    [
+        (1, 192, 64, None, None, jnp.int8),
+        (4, 64, 128, 30, None, jnp.float8_e4m3fn),
+        (2, 256, 64, None, 5.0, jnp.int8),
+        (4, 128, 64, 100, None, jnp.float8_e4m3fn),
+    ],
+)
+def test_warps_with_keys_of_their_own(
+    queries: int, dim: int, tile: int, window: int | None, softcap: float | None, stored: Any
+) -> None:
+    rows = ((queries, 200), (1, 70), (queries, queries), (1, 130))
+    problem = Problem(rows, heads=8, kv_heads=2, dim=dim, window=window, softcap=softcap, stored=stored)
+    check(problem, replace(SMALL, warps=True, queries=queries, tile=tile))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("warps", BODIES)
 @pytest.mark.parametrize(("window", "softcap", "dim"), [(1, None, 64), (30, 5.0, 64), (None, 1.0, 64), (30, None, 256)])
 def test_windows_and_soft_caps(window: int | None, softcap: float | None, dim: int, warps: bool) -> None:
@@ -207,6 +226,8 @@ def test_configs_that_cannot_be_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=why):
             SMALL.validate(wrong)
+    with pytest.raises(ValueError, match="is for 16 rows"):
+        replace(SMALL, warps=True, queries=5).validate(replace(spec, queries=5, kv_dtype=jnp.int8))
     if not compat.HAS_MMA:
         with pytest.raises(ValueError, match=r"needs jax 0\.11"):
             replace(SMALL, warps=True).validate(spec)
