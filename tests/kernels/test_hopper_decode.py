@@ -158,7 +158,7 @@ def test_dtypes(dtype: Any, stored: Any, warps: bool) -> None:
 @pytest.mark.parametrize(
     ("queries", "dim", "tile", "window", "softcap", "stored"),
     [
-        (1, 192, 64, None, None, jnp.int8),
+        (1, 128, 128, None, None, jnp.int8),
         (4, 64, 128, 30, None, jnp.float8_e4m3fn),
         (2, 256, 64, None, 5.0, jnp.int8),
         (4, 128, 64, 100, None, jnp.float8_e4m3fn),
