@@ -210,9 +210,9 @@ def cases() -> list[Case]:
     for dim in (64, 256):
         found += _both(f"d{dim}", Spec(64, 16, 4, dim, 64))
         for stored in (jnp.float8_e4m3fn, jnp.int8):
-            found += _both(f"d{dim}", Spec(64, 16, 4, dim, 64, kv_dtype=stored), usual=False)
-    wide = Spec(64, 32, 8, 128, 64, 4, kv_dtype=jnp.float8_e4m3fn)
-    found += _both("softcap window", wide, usual=False, window=4096, softcap=50.0)
+            found.append(_case(f"d{dim}", Spec(64, 16, 4, dim, 64, kv_dtype=stored), warps=True, usual=False))
+    eight = Spec(64, 32, 8, 128, 64, 4, kv_dtype=jnp.float8_e4m3fn)
+    found.append(_case("softcap window", eight, warps=True, usual=False, window=4096, softcap=50.0))
     found += _both("d256 window", Spec(64, 4, 1, 256, 64, queries=16), window=512)
     found += _both("softcap window", Spec(64, 16, 8, 128, 64), window=4096, softcap=50.0)
     return found
@@ -223,16 +223,20 @@ def _both(name: str, spec: Spec, *, usual: bool = True, **options: Any) -> Itera
     for warps in (False, True):
         if warps and spec.queries * spec.group > (ROWS if spec.quantised else 32):
             continue
-        stored = "" if spec.kv_dtype == spec.dtype else f" {jnp.dtype(spec.kv_dtype).name}"
-        yield Case(
-            name=f"decode {name} {'mma' if warps else 'wgmma'} {jnp.dtype(spec.dtype).name}{stored}"
-            f" page{spec.page} q{spec.queries}",
-            program=partial(_step, spec=spec, config=heuristic(spec, warps=warps), **options),
-            arguments=_arguments(spec),
-            needs=frozenset({"mma" if warps else "wgmma", "tma"}),
-            least_jax=(0, 11) if warps and not spec.quantised else (0, 10),
-            usual=usual,
-        )
+        yield _case(name, spec, warps, usual=usual, **options)
+
+
+def _case(name: str, spec: Spec, warps: bool, *, usual: bool = True, **options: Any) -> Case:
+    stored = "" if spec.kv_dtype == spec.dtype else f" {jnp.dtype(spec.kv_dtype).name}"
+    return Case(
+        name=f"decode {name} {'mma' if warps else 'wgmma'} {jnp.dtype(spec.dtype).name}{stored}"
+        f" page{spec.page} q{spec.queries}",
+        program=partial(_step, spec=spec, config=heuristic(spec, warps=warps), **options),
+        arguments=_arguments(spec),
+        needs=frozenset({"mma" if warps else "wgmma", "tma"}),
+        least_jax=(0, 11) if warps and not spec.quantised else (0, 10),
+        usual=usual,
+    )
 
 
 def _arguments(spec: Spec) -> tuple[jax.ShapeDtypeStruct, ...]:
