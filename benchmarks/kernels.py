@@ -83,9 +83,10 @@ def measure(session: Session, args: argparse.Namespace) -> None:
     if args.executable is not None:
         session.part("travelled executable", lambda: questions.load(session, args.executable))
     for name in args.only:
-        began = time.perf_counter()
+        began, before = time.perf_counter(), session.parts
         SECTIONS[name](session)
         session.facts.setdefault("sections_s", {})[name] = round(time.perf_counter() - began, 1)
+        session.facts.setdefault("sections_parts", {})[name] = session.parts - before
 
 
 def main() -> None:
@@ -99,7 +100,13 @@ def main() -> None:
     with bar("kernels") as show:
         session = Session(args.dry, args.output, began + 60 * args.minutes, show)
         session.expect(PARTS)
-        session.facts |= {"dry": args.dry, "note": args.note, **common.origin(), **first.machine()}
+        session.facts |= {
+            "dry": args.dry,
+            "sections": list(SECTIONS),
+            "note": args.note,
+            **common.origin(),
+            **first.machine(),
+        }
         measure(session, args)
     session.facts["seconds"] = time.perf_counter() - began
     session.save()

@@ -24,7 +24,7 @@ from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.products import Products, XlaProducts
 from pallas_kernels.rope import Turn
 
-__all__ = ["Attention", "Choice", "Pool", "Spec", "Unsupported", "attention", "resolve"]
+__all__ = ["Attention", "Choice", "Pool", "Spec", "Unsupported", "attention", "pool_row", "resolve"]
 
 BACKENDS: Mapping[str, Backend] = {"mosaic_gpu": mosaic_gpu, "tpu": tpu, "xla": xla}
 
@@ -32,6 +32,12 @@ BACKENDS: Mapping[str, Backend] = {"mosaic_gpu": mosaic_gpu, "tpu": tpu, "xla": 
 def resolve(spec: Spec, name: str = "auto") -> Choice:
     """The attention for `spec`: see `choice.resolve`."""
     return choose(spec, name, BACKENDS, "attention")
+
+
+def pool_row(choice: Choice | None, head_dim: int) -> tuple[int, int]:
+    """How many kv heads lie side by side in a row of the pools, and its width, as the kernels of `choice` want it: each
+    pool is [N, B, K / heads, width]."""
+    return tpu.row(choice.spec) if choice is not None and choice.backend == "tpu" else (1, head_dim)
 
 
 class Attention(Local, Protocol):

@@ -54,6 +54,11 @@ class Session:
     def expect(self, parts: int) -> None:
         self._planned += parts
 
+    @property
+    def parts(self) -> int:
+        """Those that were begun, or skipped, so far."""
+        return self._done
+
     def part(self, name: str, work: Callable[[], Any], *, least: float = 5.0) -> Any:
         """Run a part; None, and one line, where it fails or where less than `least` seconds are left for it."""
         self._done += 1

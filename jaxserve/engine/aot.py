@@ -39,6 +39,7 @@ DTYPE = jnp.dtype(jnp.bfloat16)
 SPARE = 6 << 30  # bytes left for temporaries; an engine measures them
 BACKENDS = {"gpu": "mosaic_gpu", "tpu": "tpu"}  # named, because one that is named does not fall back
 EXPERTS = {"mosaic_gpu": "mosaic_gpu", "tpu": "xla"}
+COLLECTIVES = "--xla_gpu_enable_command_buffer=+COLLECTIVES"  # for XLA_FLAGS: CUDA graphs take them in
 
 
 class Served(NamedTuple):
@@ -52,6 +53,8 @@ class Served(NamedTuple):
     draft: int = 0  # tokens that a row may draft, by n-grams
     quantization: str | None = None  # of weights, as the flag names it
     wanted: tuple[str, ...] = ()  # of its steps; (): all
+    layers: int | None = None  # the first ones only, where all would take CI too long
+    graphed: bool = False  # with the collectives taken into CUDA graphs
 
 
 SERVED = (
@@ -66,7 +69,10 @@ SERVED = (
     Served("deepseek-v2-lite", 1, ("decode",)),
     Served("qwen3-30b-a3b", 1, quantization="fp8_per_block", wanted=("decode",)),
     Served("deepseek-v2-lite", 1, quantization="int8", wanted=("decode",)),
+    Served("gpt-oss-20b", 1, ("decode",), wanted=("decode",)),
+    Served("minimax-m2", 4, ("decode",), wanted=("decode",), layers=4),
     Served("llama3-8b", 4),
+    Served("llama3-8b", 4, ("decode",), wanted=("decode",), graphed=True),
     Served("llama3-70b", 4),
     Served("qwen2.5-0.5b", 1),
     Served("qwen3-32b", 1),
@@ -75,16 +81,18 @@ SERVED = (
 
 
 def cases() -> list[Step]:
-    """The largest decode step and the largest step with prompts of each, and drawing."""
+    """The steps of each."""
     return [step for served in SERVED for step in served_steps(served)]
 
 
 def served_steps(served: Served) -> Iterator[Step]:
     named = f"{served.model} tp{served.tp}" + (f" draft{served.draft}" if served.draft else "")
+    named += f" {served.layers} layers" if served.layers else ""
     named += f" {served.quantization}" if served.quantization else ""
     config = partial(_config, served)
-    found = steps(named, config, served.tp, served.usual, drafts=served.draft > 0)
-    yield from (step for step in found if not served.wanted or step.name.split()[-1] in served.wanted)
+    named += " graphed" if served.graphed else ""
+    wanted = served.wanted or (DRAFTING if served.draft else PLAIN)
+    yield from steps(named, config, served.tp, served.usual, wanted, (COLLECTIVES,) if served.graphed else ())
     if served.segments:
         for part in Part:
             kind = f"segment {part.value}"
@@ -101,6 +109,8 @@ def _config(served: Served, backend: str) -> ExecutorConfig:
     spec = published_spec(served.model)
     if served.quantization is not None:
         spec = spec.quantised_as(served.quantization)
+    if served.layers is not None:
+        spec = spec.first_layers(served.layers)
     return ExecutorConfig(
         spec,
         random_init(),
@@ -116,27 +126,50 @@ def _config(served: Served, backend: str) -> ExecutorConfig:
     )
 
 
+class Kind(NamedTuple):
+    """Of a step."""
+
+    program: Callable[[Instance], jax.stages.Lowered]
+    needs: frozenset[str] = frozenset()
+    graph: bool = False  # all of it is one CUDA graph
+
+
+PLAIN, DRAFTING = ("decode", "prefill", "draw"), ("verify", "judge")
+
+
+def kinds() -> dict[str, Kind]:
+    """The largest decode step, the largest step with prompts, and drawing; the largest step of rows that drafted, and
+    judging their drafts."""
+    return {
+        "decode": Kind(_decode, frozenset({"tma"}), graph=True),
+        "prefill": Kind(_prefill, frozenset({"tma", "wgmma"})),
+        "draw": Kind(_draw, graph=True),
+        "verify": Kind(_verify, frozenset({"tma"}), graph=True),
+        "judge": Kind(_judge),
+    }
+
+
 def steps(
-    named: str, config: Callable[[str], ExecutorConfig], tp: int, usual: tuple[str, ...] = (), *, drafts: bool = False
+    named: str,
+    config: Callable[[str], ExecutorConfig],
+    tp: int,
+    usual: tuple[str, ...] = (),
+    wanted: tuple[str, ...] = PLAIN,
+    flags: tuple[str, ...] = (),
 ) -> Iterator[Step]:
-    """The largest decode step, the largest step with prompts, and drawing, of the engine that `config` makes for an
-    attention backend; or, of one that speculates, the largest step of rows that drafted, and judging their drafts."""
-    # One CUDA graph a step. Over several devices collectives are outside of it, unless XLA is asked to take them in.
-    graphs = 1 if tp == 1 else None
-    plain = (
-        ("decode", _decode, frozenset({"tma"}), graphs),
-        ("prefill", _prefill, frozenset({"tma", "wgmma"}), None),
-        ("draw", _draw, frozenset[str](), graphs),
-    )
-    speculative = (("verify", _verify, frozenset({"tma"}), graphs), ("judge", _judge, frozenset[str](), None))
-    for kind, program, needs, buffers in speculative if drafts else plain:
+    """Those `wanted` of `kinds`, of the engine that `config` makes for an attention backend."""
+    # Over several devices collectives are outside of CUDA graphs, unless XLA is asked to take them in.
+    graphs = tp == 1 or COLLECTIVES in flags
+    for name in wanted:
+        kind = kinds()[name]
         yield Step(
-            f"{named} {kind}",
-            partial(_program, config, program),
+            f"{named} {name}",
+            partial(_program, config, kind.program),
             tp,
-            needs=needs,
-            usual=kind in usual,
-            command_buffers=buffers,
+            needs=kind.needs,
+            usual=name in usual,
+            command_buffers=1 if kind.graph and graphs else None,
+            flags=flags,
         )
 
 
@@ -206,6 +239,8 @@ def described(config: ExecutorConfig, mesh: Mesh) -> Instance:
         sharing=1,
         memory=memory_of(mesh.devices.flat[0].device_kind),
     )
+    backends = resolve_backends(config, spec, DTYPE, mesh)
+    spec = backends.pooled(spec)
     pages = kv.fit_pages(spec, page, stored, pool_bytes=room, max_model_len=config.max_model_len)
     row_pages = -(-config.max_model_len // page)
     draft = 0 if config.speculative is None else config.speculative.num_speculative_tokens
@@ -213,7 +248,6 @@ def described(config: ExecutorConfig, mesh: Mesh) -> Instance:
     part = jax.ShapeDtypeStruct(
         spec.cache.shape(pages, page), stored, sharding=NamedSharding(mesh, spec.cache.partition)
     )
-    backends = resolve_backends(config, spec, DTYPE, mesh)
     programs = Programs(spec, mesh, limits, backends)
     return Instance(programs, weights, spec.cache.pools(part), NamedSharding(mesh, PartitionSpec()), backends)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -40,6 +41,11 @@ class Backends(NamedTuple):
             experts=made(self.experts),
             products=products.products(self.products),
         )
+
+    def pooled(self, spec: ModelSpec) -> ModelSpec:
+        """`spec` with pools as the attention wants them."""
+        heads, width = dispatch.pool_row(self.attention, spec.head_dim)
+        return replace(spec, kv_row=heads, kv_width=width)
 
 
 class Asked(Protocol):

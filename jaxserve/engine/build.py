@@ -143,6 +143,7 @@ def build_executors(config: ExecutorConfig, progress: Progress | None = None) ->
     if spec.kv_scales:
         trees = with_kv_scales(spec, trees, meshes, stored)
     backends = resolve_backends(config, spec, dtype, meshes[0])
+    spec = backends.pooled(spec)
     limits = _limits(config, spec, dtype, meshes, trees[0], backends)
     programs = Programs(spec, meshes[0], limits, backends)
     segments = _segments(config, spec, meshes[0], limits, backends)
@@ -185,7 +186,8 @@ def _drafters(config: ExecutorConfig, dtype: Any, meshes: Sequence[Mesh], limits
         plain = replace(
             config, kv_cache_dtype="auto"
         )  # its pools are of its own type: nothing measures scales for them
-        programs = DraftPrograms(draft, meshes[0], limits, resolve_backends(plain, draft, dtype, meshes[0]))
+        backends = resolve_backends(plain, draft, dtype, meshes[0])
+        programs = DraftPrograms(backends.pooled(draft), meshes[0], limits, backends)
         trees = config.load_draft(draft, dtype, meshes)
         return [DraftModel(programs, mesh, tree, dtype) for mesh, tree in zip(meshes, trees, strict=True)]
     least, most = asked.lookup

@@ -171,6 +171,8 @@ class ModelSpec:
     eos: tuple[int, ...] = ()
     dtype: str = "float32"  # of the checkpoint
     kv_copies: int = 1  # each kv head is held by this many shards
+    kv_row: int = 1  # kv heads that lie side by side in a row of the pools
+    kv_width: int = 0  # of such a row, where it is padded; 0: of its heads
     quantised: Quantisation | None = None  # weights in 8 bits
     kv_scales: bool = False  # pools are of 8 bits: beside the weights lies what keys and values are divided by
     vocab_padding: int = 0  # rows that no id reads at the end of tables, so that shards divide them
@@ -202,7 +204,7 @@ class ModelSpec:
         """What is kept of each token."""
         if self.latent is not None:
             return Cache(self.layers, 1, self.pool_heads, self.latent.rank + self.latent.turned)
-        return Cache(self.layers, 2, self.pool_heads, self.head_dim)
+        return Cache(self.layers, 2, self.pool_heads // self.kv_row, self.kv_width or self.kv_row * self.head_dim)
 
     @property
     def scale(self) -> float:
@@ -232,6 +234,11 @@ class ModelSpec:
     def quantised_as(self, name: str | None) -> ModelSpec:
         """The spec with weights as `--quantization` says; None: as the checkpoint has them."""
         return replace(self, quantised=quantisation.chosen(self.quantised, name))
+
+    def first_layers(self, layers: int) -> ModelSpec:
+        """The spec of a model that ends after so many layers."""
+        moe = None if self.moe is None else replace(self.moe, layers=self.moe.layers[:layers])
+        return replace(self, layers=layers, sliding=self.sliding[:layers], moe=moe)
 
     def for_tp(self, tp: int) -> ModelSpec:
         """The spec as `tp` shards hold it: fewer kv heads than shards are copied, a vocabulary is padded."""

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from pallas_kernels.aot.figures import Figures
 
 
+LIMIT = 600.0  # seconds
+
+
 def parser() -> argparse.ArgumentParser:
     head, rest = (__doc__ or "").split("\n", 1)
     made = argparse.ArgumentParser(
@@ -63,6 +66,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--json", metavar="FILE", type=Path, help="also write figures and verdicts there")
     made.add_argument("--jobs", metavar="N", type=int, default=os.cpu_count() or 1, help="cases compiled at once")
+    made.add_argument(
+        "--limit", metavar="S", type=float, default=LIMIT, help="seconds that a case may take (default: %(default).0f)"
+    )
     return made
 
 
@@ -80,7 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not chosen:
         print(f"no case for {args.target} matches {' or '.join(args.only) or 'at all'}", file=sys.stderr)
         return 1
-    return Gate(target, args.bounds, args.record).run(chosen, args.jobs, args.json, whole=args.all and not args.only)
+    gate = Gate(target, args.bounds, args.record, args.jobs, args.limit)
+    return gate.run(chosen, args.json, whole=args.all and not args.only)
 
 
 def choose(target: Target, modules: Sequence[str], patterns: Sequence[str], everything: bool) -> list[Compilable]:
@@ -101,21 +108,23 @@ def choose(target: Target, modules: Sequence[str], patterns: Sequence[str], ever
 class Gate:
     """One run. Writer of its fields: `_hear`."""
 
-    def __init__(self, target: Target, file: Path, record: bool) -> None:
+    def __init__(self, target: Target, file: Path, record: bool, jobs: int, limit: float) -> None:
         self.target = target
         self.file = file
         self.recording = record
+        self.jobs = jobs
+        self.limit = limit  # seconds of a case
         self.jax = version("jax")
         self.known, self.since = bounds.load(target.name, self.jax, file)
         self.outcomes: dict[str, Figures | str] = {}
         self.breaches: dict[str, list[str]] = {}
         self.total = 0
 
-    def run(self, cases: Sequence[Compilable], jobs: int, report: Path | None, *, whole: bool) -> int:
+    def run(self, cases: Sequence[Compilable], report: Path | None, *, whole: bool) -> int:
         from pallas_kernels.aot.compiling import compile_all
 
         began, self.total = time.perf_counter(), len(cases)
-        compile_all(cases, self.target, jobs=jobs, tell=self._hear)
+        compile_all(cases, self.target, jobs=self.jobs, tell=self._hear, limit=self.limit)
         seconds = time.perf_counter() - began
         names = [case.name for case in cases]
         self._show(names, seconds)

@@ -64,6 +64,10 @@ class Compilable(Protocol):
     def command_buffers(self) -> int | None:
         """The most CUDA graphs it may be cut into; None: any number."""
 
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """For XLA, as XLA_FLAGS takes them, where it is to be compiled with more than the defaults."""
+
     def lower(self, mesh: Mesh) -> jax.stages.Lowered:
         """The program on `devices` devices, lowered."""
 
@@ -88,6 +92,7 @@ class Case:
     held: int = KERNELS_HOLD
     devices: int = 1
     command_buffers: int | None = None
+    flags: tuple[str, ...] = ()
 
     @property
     def most_temp(self) -> int | None:
@@ -112,6 +117,7 @@ class Step:
     command_buffers: int | None = None
     held: int = STEPS_HOLD
     most_temp: int | None = None
+    flags: tuple[str, ...] = ()
 
     def lower(self, mesh: Mesh) -> jax.stages.Lowered:
         return self.program(mesh)

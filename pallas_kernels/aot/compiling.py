@@ -25,7 +25,6 @@ from pallas_kernels.aot.figures import Figures
 from pallas_kernels.aot.targets import Target, dump_into
 
 Outcome = Figures | str  # what was found, or why it did not compile
-LIMIT = 600.0  # seconds one case may take
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ def compile_all(
     *,
     jobs: int,
     tell: Callable[[Compilable, Outcome], None],
-    limit: float = LIMIT,
+    limit: float,
 ) -> None:
     """Compile `cases`, `jobs` at a time, each in `limit` seconds; `tell` hears of each as it ends."""
     todo = list(reversed(cases))
@@ -115,7 +114,7 @@ def compile_case(case: Compilable, target: Target) -> Figures:
         xla, mosaic = Path(made) / "xla", Path(made) / "mosaic"
         xla.mkdir()
         mosaic.mkdir()
-        dump_into(xla, target)
+        dump_into(xla, target, case.flags)
         mesh = mesh_of(target.devices()[: case.devices])
         began = time.perf_counter()
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

@@ -6,6 +6,7 @@ GPU: jaxlib's CUDA plugin runs the whole pipeline, `ptxas` included, from a targ
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -110,9 +111,10 @@ def prepare(target: Target) -> None:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # its threads would not survive a fork
 
 
-def dump_into(folder: Path, target: Target) -> None:
-    """Have XLA write its reports there. It reads its flags once, at the first compilation of a process."""
-    flags = [f"--xla_dump_to={folder}", "--xla_dump_emitter_re=thunk"]
+def dump_into(folder: Path, target: Target, more: Sequence[str] = ()) -> None:
+    """Have XLA write its reports there, and set `more` of its flags. It reads them once, at the first compilation of a
+    process."""
+    flags = [*more, f"--xla_dump_to={folder}", "--xla_dump_emitter_re=thunk"]
     if target.platform == "cuda":
         flags.append("--xla_gpu_fail_ptx_compilation_on_register_spilling=true")  # of XLA's own kernels
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()

@@ -36,6 +36,14 @@ def supports(spec: Spec) -> str | None:
     return config.supports(spec)
 
 
+def row(spec: Spec) -> tuple[int, int]:
+    """How many kv heads lie side by side in a row of the pool, and its width."""
+    from pallas_kernels.tpu.lanes import row_of
+
+    found = row_of(spec)
+    return found.heads, found.width
+
+
 def make(spec: Spec | None, decode: bool, few: bool = False) -> TpuAttention:
     """The attention of a bucket; `decode`: every program row is one token, so that nothing is prefill's. `few` makes no
     difference."""
@@ -78,6 +86,7 @@ class TpuAttention:
     ) -> tuple[jax.Array, Pool]:
         from pallas_kernels.tpu.kernel import paged_attention
         from pallas_kernels.tpu.kv_write import write_kv
+        from pallas_kernels.tpu.lanes import row_of
 
         assert v is not None, "a latent is refused by `supports`"
         interpret = True if self.spec.interpret else None
@@ -85,6 +94,9 @@ class TpuAttention:
         k_pool, v_pool = pool
         if scales is not None:
             k, v = quantised(k, scales.k, k_pool.dtype), quantised(v, scales.v, v_pool.dtype)
+        row = row_of(self.spec)
+        if not row.plain:
+            q, k, v = row.spread(q), row.joined(k), row.joined(v)
         k_pool, v_pool = write_kv(k_pool, v_pool, k, v, work.ragged, interpret=interpret)
         rest: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "scales": scales}
         rest["interpret"] = interpret
@@ -94,4 +106,5 @@ class TpuAttention:
             longer, more = paged_attention(q, k_pool, v_pool, work.ragged, work.prefill, config=prefill, **rest)
             mine = work.ragged.lengths[jnp.minimum(work.ragged.rows, len(work.ragged.lengths) - 1)] > decode.queries
             mixed, lse = jnp.where(mine[:, None, None], longer, mixed), jnp.where(mine[:, None], more, lse)
+        mixed = mixed if row.plain else row.own(mixed)
         return (mixed if sinks is None else with_sinks(mixed, lse, sinks)), (k_pool, v_pool)

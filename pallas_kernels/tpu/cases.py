@@ -14,12 +14,13 @@ from pallas_kernels.aot.cases import Case, shapes
 from pallas_kernels.backends import tpu
 from pallas_kernels.backends.base import Attention, Spec
 from pallas_kernels.layout import Ragged, Scales
-from pallas_kernels.tpu.config import Config, Shape
+from pallas_kernels.tpu.config import Config, Shape, shape_of
 from pallas_kernels.tpu.kernel import paged_attention
 from pallas_kernels.tpu.plan import Work
 
 MODELS = {"8b": (32, 8), "8b-tp4": (8, 2)}  # H, K of a shard of Llama 3
 DIM = 128
+NARROW, NARROW_DIM = {"gpt-oss": (64, 8), "qwen2.5-0.5b": (14, 2)}, 64  # two heads a row, and one that is padded
 POOL, CONTEXT = 2**19, 2**17  # tokens of a layer's pool, and of the longest row
 
 
@@ -65,14 +66,16 @@ class Layer:
 
 def in_place(model: str, page: int, tokens: int, rows: int, scratch: int) -> Case:
     """A layer's attention as an engine calls it, writing to its donated pools first: none of them may be copied."""
-    heads, kv_heads = MODELS[model]
-    decode = tokens == rows
-    layer = tpu.make(Spec("tpu", "bfloat16", heads, kv_heads, DIM, page), decode)
-    new, pool = ((tokens, kv_heads, DIM), jnp.bfloat16), ((POOL // page, page, kv_heads, DIM), jnp.bfloat16)
+    heads, kv_heads = MODELS.get(model) or NARROW[model]
+    decode, dim = tokens == rows, DIM if model in MODELS else NARROW_DIM
+    spec = Spec("tpu", "bfloat16", heads, kv_heads, dim, page)
+    layer, shape = tpu.make(spec, decode), shape_of(spec)
+    new = ((tokens, kv_heads, dim), jnp.bfloat16)
+    pool = ((POOL // page, page, shape.kv_heads, shape.dim), jnp.bfloat16)
     return Case(
         name=f"tpu layer {model} page{page} {'decode' if decode else 'mixed'}",
         program=partial(_write_and_run, layer=layer),
-        arguments=shapes(((tokens, heads, DIM), jnp.bfloat16), new, new, pool, pool, *_step(tokens, rows, page)),
+        arguments=shapes(((tokens, heads, dim), jnp.bfloat16), new, new, pool, pool, *_step(tokens, rows, page)),
         donate=(3, 4),
         scratch=scratch,
     )

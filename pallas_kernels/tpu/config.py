@@ -12,9 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels.backends.base import Spec
+from pallas_kernels.tpu.lanes import LANES, row_of
 
 VMEM = 128 * 2**20  # bytes of vector memory of a core, v5e and v6e
-LANES = 128
 # Rows [C * K] of a tile. Keys and values of 128 bf16 are then 1 MiB: at 819 GB/s as long under way as the scalar core
 # takes to ask for them some ten times over.
 TILE_ROWS = 2048
@@ -76,10 +76,11 @@ class Config:
 
 
 def shape_of(spec: Spec, pool_dtype: Any = None) -> Shape:
-    """`pool_dtype` where it is not that of the activations."""
+    """Of what the kernels see. `pool_dtype` where it is not that of the activations."""
     own = jnp.dtype(spec.dtype)
     stored = own if pool_dtype is None else jnp.dtype(pool_dtype)
-    return Shape(spec.heads, spec.kv_heads, spec.head_dim, spec.page, own.itemsize, stored.itemsize)
+    row = row_of(spec)
+    return Shape(spec.heads, spec.kv_heads // row.heads, row.width, spec.page, own.itemsize, stored.itemsize)
 
 
 def supports(spec: Spec) -> str | None:
@@ -104,11 +105,14 @@ def free_view(shape: Shape) -> str | None:
         return f"pages of {shape.page} tokens: a multiple of 16 is needed"
     if shape.dim % LANES or (shape.dim > LANES and shape.kv_heads % 8):
         return (
-            f"head dim {shape.dim} with {shape.kv_heads} kv heads a shard: it must be 128, or a multiple of 128 with a"
-            " multiple of 8 kv heads"
+            f"head dim {shape.dim} with {shape.kv_heads} kv heads a shard and pools of {8 * shape.pool_bytes} bits: it "
+            "must be 128, a multiple of 128 with a multiple of 8 kv heads, or 64 to 127 with pools as the activations"
         )
-    if shape.pool_bytes == 1 and shape.kv_heads == 2:
-        return "pools of one byte an element with 2 kv heads a shard: 1, or a multiple of 4, is needed"
+    if shape.kv_heads * shape.pool_bytes < 4:  # tokens would share words of 32 bits, and XLA lets them share none
+        return (
+            f"{shape.kv_heads} kv heads a shard in pools of {8 * shape.pool_bytes} bits an element: a token's must "
+            f"fill words of 32 bits, {4 // shape.pool_bytes} heads are needed"
+        )
     return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 from pallas_kernels.aot.cases import Case
-from pallas_kernels.tpu.cases import MODELS, Layer, in_place
+from pallas_kernels.tpu.cases import MODELS, NARROW, Layer, in_place
 from pallas_kernels.tpu.config import MIXED_ROWS, Config, Shape, supports, tile_keys
 from pallas_kernels.tpu.kernel import paged_attention
 from pallas_kernels.tpu.plan import Work, plan_decode
@@ -33,6 +33,7 @@ def cases() -> list[Case]:
     for stored in ("int8", "float8_e4m3fn"):
         found += [_case("8b", 64, 1, stored), _case("8b", 64, 16, stored, usual=False)]
     found += [in_place(model, 64, 256, 256, 2**23) for model in MODELS]
+    found += [in_place(model, 64, 256, 256, 2**24) for model in NARROW]
     layer = Layer("decode", "8b", 64, 64, 64, note=" q1 window softcap")
     found.append(layer.case(heuristic(layer.shape), partial(plan_decode, queries=1), window=4096, softcap=50.0))
     return found

@@ -107,6 +107,7 @@ class Setup:
             **options,
         )  # fmt: skip
         self.tokens = tokens
+        self.patience = 1500 if config.interpret else 240  # seconds: kernels in an interpreter take minutes
         self.spec = model.spec
         self.roles: tuple[Role, ...] = plan.roles
         self.executors: list[JaxExecutor] = build.build_executors(config)
@@ -183,7 +184,7 @@ class Setup:
             )  # fmt: skip
             cluster.submit(request, _cancelling(cluster, id) if ask.cancel else _nothing)
         drained = asyncio.ensure_future(cluster.drained())
-        await asyncio.wait([drained, machine], timeout=240, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([drained, machine], timeout=self.patience, return_when=asyncio.FIRST_COMPLETED)
         if machine.done():
             machine.result()
         assert drained.done(), [list(core.scheduler) for core in cluster.cores]

@@ -19,6 +19,7 @@ from pallas_kernels import compat
 
 from .law import LENGTH, SPEC, Ask, Model, Setup, compare
 
+pytestmark = pytest.mark.timeout(1800)  # interpreted kernels take minutes, on a busy machine many
 PAGES, TOKENS = 40, 4
 # Heads as wide as the kernels want them. Weights of the law's model, so that scores lie apart.
 WIDE = registry.spec_from_config(
