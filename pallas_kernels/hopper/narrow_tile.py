@@ -1,7 +1,7 @@
 """Tiles of 8-bit weights in shared memory: a warpgroup widens its 64 outputs of each, exactly, and multiplies by them.
 
 The tensor core takes 8 bits only where what is summed over lies together, and weights do not lie so: they go through
-registers into shared memory, wide. Of that there are two buffers, so that the next tile is widened while the tensor
+registers into shared memory, wide (widen.py). Of that there are two buffers: the next tile is widened while the tensor
 core works on this one. Operands are swapped: outputs are the rows of its product, 64 of which are the least it takes.
 
 Letters: I what is summed over, N tokens of a product, O outputs.
@@ -22,7 +22,8 @@ from jax import lax
 from pallas_kernels import compat
 from pallas_kernels.compat import plgpu
 from pallas_kernels.hopper.memory import tiled
-from pallas_kernels.interpret import Interpret, cast, fence, is_interpreting, wgmma
+from pallas_kernels.hopper.widen import widened
+from pallas_kernels.interpret import Interpret, cast, fence, wgmma
 
 NARROW = ("int8", "float8_e4m3fn")
 CONSUMERS, ROWS = 2, 64
@@ -111,11 +112,6 @@ def summed(tile: Tile, ring: Ring, steps: jax.Array | int, scale_at: Callable[[j
 
 
 def _widen(tile: Tile, ring: Ring, k: jax.Array) -> None:
-    """This warpgroup's weights of a tile, in the dtype of the products; what 8 bits can say, 16 can."""
-    here = ring.narrow.at[ring.slot(k), ring.role]
-    known = is_interpreting(tile.interpret)
-    narrow = here[...] if known else compat.load(here, plgpu.Layout.WGMMA_UPCAST_2X)
-    if tile.stored == jnp.float8_e4m3fn and tile.dtype != jnp.float16:
-        narrow = narrow.astype(jnp.float16).astype(jnp.float32)  # the hardware widens it to no other type
-    wide = cast(narrow.astype(tile.dtype), plgpu.Layout.WGMMA, tile.interpret)
+    """This warpgroup's weights of a tile, in the dtype of the products."""
+    wide = widened(ring.narrow.at[ring.slot(k), ring.role], tile.dtype, tile.interpret)
     ring.wide[lax.rem(k, jnp.int32(BUFFERS)), ring.role] = wide
