@@ -323,6 +323,7 @@ class Scheduler(Moves):
         if not tokens:
             return Delta(request.id, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
         reason = stop_token = None
+        stage = request.stage
         for count, token in enumerate(tokens, 1):
             reason = request.gain(token, result.finished)
             if reason is not None:
@@ -332,7 +333,7 @@ class Scheduler(Moves):
         self.counters.generated_tokens += len(tokens)
         if reason is not None:
             self._finish(request, reason)
-        elif len(request.output) == 1 or request.slo.stages:
+        elif len(request.output) == 1 or request.stage is not stage:
             self._roster.file(request)  # its deadline has a new anchor
         if reason is None and not logprobs and not prompt_logprobs:
             return news(request.id, tokens)
