@@ -30,7 +30,7 @@ from jaxserve.report.table import print_table
 from jaxserve.sched.sim import Arrival, Mesh
 from jaxserve.sched.sim.latency import Latency
 from jaxserve.sched.sim.options import Options
-from jaxserve.sched.sim.oracle import goodput_bound
+from jaxserve.sched.sim.oracle import Details, goodput_bound, sustained_bound
 from jaxserve.sched.sim.scenarios import NAMED
 from jaxserve.sched.sim.sweep import goodput_search
 from jaxserve.sched.sim.traces import load_trace
@@ -39,7 +39,8 @@ from jaxserve.sched.slo import SLO
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 GOAL = 0.9
 CHUNK = Options().tokens
-BOUNDS = {"bound": True, "bound, prompts on prefill instances": False}  # with deflection
+# With deflection; None: on a load without end.
+BOUNDS = {"bound": True, "bound, prompts on prefill instances": False, "bound, load without end": None}
 
 
 class System(NamedTuple):
@@ -76,6 +77,7 @@ class Case(NamedTuple):
     system: str  # or one of BOUNDS
     requests: int
     seeds: int
+    skip: int = 0
 
 
 class Served(NamedTuple):
@@ -130,9 +132,16 @@ def run(case: Case) -> tuple[Case, float, float]:
     if case.system in BOUNDS:
         arrivals = load if isinstance(load, Sequence) else load.draw(case.requests, 1.0, 0)
         anywhere = BOUNDS[case.system]
-        prefill = 0 if anywhere else mesh.instances // 2
-        servers = prefill, mesh.instances - prefill
-        return case, goodput_bound(arrivals, latency.solve(), *servers, deflection=anywhere, chunk=CHUNK), GOAL
+        prefill = 0 if anywhere is not False else mesh.instances // 2
+        if anywhere is None:
+            servers = 0, mesh.instances
+            return case, sustained_bound(arrivals, latency.solve(), *servers, deflection=True, chunk=CHUNK), GOAL
+        servers, details = (prefill, mesh.instances - prefill), Details(skip=case.skip)
+        return (
+            case,
+            goodput_bound(arrivals, latency.solve(), *servers, deflection=anywhere, chunk=CHUNK, details=details),
+            GOAL,
+        )
     system = SYSTEMS[case.system]
     found = goodput_search(
         load,
@@ -141,7 +150,7 @@ def run(case: Case) -> tuple[Case, float, float]:
         latency,
         seeds=range(case.seeds),
         num_requests=case.requests,
-        options=Options(placement=system.placement, boundary=system.boundary, **options),
+        options=Options(placement=system.placement, boundary=system.boundary, skip=case.skip, **options),
         goal=GOAL,
         tolerance=0.03,
         start=4.0,
@@ -155,10 +164,10 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     for name in args.workload or WORKLOADS:
         for mesh in args.mesh or ["2x4"]:
             for bound in BOUNDS:
-                yield Case(name, mesh, bound, args.requests, args.seeds)
+                yield Case(name, mesh, bound, args.requests, args.seeds, args.skip)
             for system, one in SYSTEMS.items():
                 if "all" in wanted or one.kind in wanted or system in wanted:
-                    yield Case(name, mesh, system, args.requests, args.seeds)
+                    yield Case(name, mesh, system, args.requests, args.seeds, args.skip)
 
 
 def main() -> int:
@@ -174,6 +183,9 @@ def main() -> int:
     parser.add_argument("--systems", default="all", help="all, or kinds and names with semicolons: published;unified")
     parser.add_argument("--requests", type=int, default=1000, metavar="N")
     parser.add_argument("--seeds", type=int, default=1, metavar="N")
+    parser.add_argument(
+        "--skip", type=int, default=0, metavar="N", help="requests at either end that are not counted [0]"
+    )
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON; what is in it already is not run again")
     args = parser.parse_args()
@@ -187,7 +199,7 @@ def main() -> int:
             done[_key(case)] = rate
             tick(count, len(todo))
             if args.output is not None:
-                document = {"origin": origin(), "requests": args.requests, "goodput": done}
+                document = {"origin": origin(), "requests": args.requests, "skip": args.skip, "goodput": done}
                 args.output.write_text(json.dumps(document, indent=1) + "\n")
     show(args, done)
     return 0
@@ -217,7 +229,18 @@ def show(args: argparse.Namespace, done: dict[str, float]) -> None:
             rows.append([f"{name} {mesh}", *("–" if rate is None else f"{rate:.2f}" for rate in got.values()), *ratios])
     print_table(
         "Goodput at 90 % attained, requests/s",
-        ["workload", *names, "bound", "bound, prefill only", "x published", "x repaired", "x bound", "x prefill only"],
+        [
+            "workload",
+            *names,
+            "bound",
+            "bound, prefill only",
+            "bound, without end",
+            "x published",
+            "x repaired",
+            "x bound",
+            "x prefill only",
+            "x without end",
+        ],
         rows,
     )
 

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.request import BEST_EFFORT
 from jaxserve.sched.sim import Arrival, Mesh, Options, simulate
 from jaxserve.sched.sim.bounds import bounds, goodput_bounds
+from jaxserve.sched.sim.oracle import Details, goodput_bound, sustained_bound
 from jaxserve.sched.sim.sweep import goodput_search
 from jaxserve.sched.slo import SLO
 
@@ -64,3 +66,43 @@ def test_rounds_have_no_bound() -> None:
     rounds = [Arrival(0.0, 30, 5), Arrival(0.0, 40, 5, after=0)]
     with pytest.raises(InvalidValue, match="requests that come in rounds"):
         list(bounds(rounds, "1x1", QUIET, rates=[None]))
+
+
+SECONDS = Coefficients(0.0, 1.0, 0.0, 0.0, 0.0, 0.0)  # one per prompt token
+
+
+def test_nobody_sustains_more_than_the_servers_have_time_for() -> None:
+    """Of ten requests nine must be on time, at best the nine of a second each and not the one of three."""
+    mixed = [Arrival(float(n), 3 if n % 10 == 0 else 1, 1) for n in range(100)]
+    for servers in (1, 2):
+        rate = sustained_bound(mixed, SECONDS, servers, 0, deflection=False, chunk=8)
+        assert rate == pytest.approx(servers / 0.9)
+    assert sustained_bound(mixed, SECONDS, 1, 0, deflection=False, chunk=8, goal=1.0) == pytest.approx(1 / 1.2)
+    assert sustained_bound(mixed, SECONDS, 1, 1, deflection=True, chunk=8) == pytest.approx(2 / 0.9)
+    late = [replace(one, slo=SLO(0.5)) for one in mixed]
+    assert sustained_bound(late, SECONDS, 1, 0, deflection=False, chunk=8) == 0.0
+    with pytest.raises(InvalidValue, match="nobody to compute"):
+        sustained_bound(mixed, SECONDS, 0, 2, deflection=False, chunk=8)
+
+
+@pytest.mark.parametrize("deflection", [False, True])
+def test_the_bound_of_a_long_load_comes_down_to_that_of_one_without_end(deflection: bool) -> None:
+    arrivals = HARD.draw(60, 100.0, 0)
+    span = arrivals[-1].time + 0.01
+    shape = {"deflection": deflection, "chunk": 8192, "details": Details(rows=16, prefix_caching=False)}
+    found = []
+    for times in (1, 8):
+        load = [replace(one, time=one.time + span * turn) for turn in range(times) for one in arrivals]
+        found.append(goodput_bound(load, QUIET.solve(), 1, 1, **shape))  # type: ignore[arg-type]
+    endless = sustained_bound(arrivals, QUIET.solve(), 1, 1, **shape)  # type: ignore[arg-type]
+    assert endless * 0.99 < found[1] < found[0]
+
+
+@pytest.mark.parametrize("policy", ["distserve", "unified"])
+def test_no_policy_attains_the_goal_well_above_it(policy: str) -> None:
+    """1.5 times the rate, and the first and last requests, which find an empty house, not counted."""
+    arrivals = HARD.draw(150, 100.0, 1)
+    limits = Details(kv_tokens=QUIET.kv_tokens)
+    rate = sustained_bound(arrivals, QUIET.solve(), 0, 2, deflection=True, chunk=8192, details=limits)
+    options = Options(skip=25, placement="unified" if policy == "unified" else "least_work")
+    assert simulate(arrivals, policy, "2x1", QUIET, qps=1.5 * rate, options=options).summary.attained < 0.9

@@ -22,10 +22,11 @@ from ...perf.model import Array, Coefficients
 from ..workload import Arrival
 from .kim import in_agreement, most_on_time
 from .price import decodes_alone, prompts_alone, shared
+from .sustained import sustained_bound
 from .window import most_value
 from .work import Details, Server, jobs
 
-__all__ = ["Bound", "Details", "bound", "goodput_bound", "most_on_time", "most_value"]
+__all__ = ["Bound", "Details", "bound", "goodput_bound", "most_on_time", "most_value", "sustained_bound"]
 
 DETAILS = Details()
 ROUNDING = 1e-6  # requests

@@ -30,11 +30,16 @@ def decodes_alone(jobs: Jobs, server: Server, arrival: Array) -> Array:
 
 
 def shared(jobs: Jobs, server: Server, arrival: Array) -> Costs:
-    """Seconds of both where steps may hold both.
+    """Seconds of both where steps may hold both: the dearer price for all requests together."""
+    return max(shared_prices(jobs, server, arrival), key=lambda costs: float(costs.prompt.sum() + costs.decode.sum()))
+
+
+def shared_prices(jobs: Jobs, server: Server, arrival: Array) -> tuple[Costs, Costs]:
+    """Two prices, of which each holds for any set of requests.
 
     A step of n prompt tokens and d decoded ones has overhead(n + d) >= x·n + y·d if that is so at the corners of
     n + d <= tokens, d <= rows. Of two such prices, full chunks, x = y = overhead(tokens) / tokens, and full batches
-    of rows, y = overhead(rows) / rows with what a full step leaves for x, the dearer for all requests together.
+    of rows, y = overhead(rows) / rows with what a full step leaves for x.
     """
     tokens, whole = server.tokens, server.overhead(server.tokens)
     batched = _batched(jobs, server, arrival)
@@ -43,7 +48,7 @@ def shared(jobs: Jobs, server: Server, arrival: Array) -> Costs:
     marginal = _marginal(jobs, server, arrival)
     chunked = Costs(prompts_alone(jobs, server), marginal + whole / tokens * jobs.outputs)
     full = Costs(jobs.prompt + rest * jobs.fresh, marginal + batched * jobs.outputs)
-    return max(chunked, full, key=lambda costs: float(costs.prompt.sum() + costs.decode.sum()))
+    return chunked, full
 
 
 def _batched(jobs: Jobs, server: Server, arrival: Array) -> Array:

@@ -1,0 +1,63 @@
+"""What no policy sustains on a load without end: the finite bound without the queue that is left at its end.
+
+In a run of n requests the last prompts and outputs are served after the last arrival, which flatters policies and
+bounds alike. In the long run the work of those on time is no more than the servers' time, and at best they are those
+with the least work each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+import numpy as np
+
+from ...errors import InvalidValue
+from ...metrics import GOAL
+from ...perf.model import Array, Coefficients
+from ..workload import Arrival
+from .price import decodes_alone, prompts_alone, shared_prices
+from .work import Details, Server, jobs
+
+
+def sustained_bound(
+    arrivals: Sequence[Arrival],
+    coefficients: Coefficients,
+    prefill_servers: int,
+    decode_servers: int,
+    *,
+    deflection: bool,
+    chunk: int,
+    details: Details | None = None,
+    goal: float = GOAL,
+) -> float:
+    """A rate in requests per second above which no policy attains the goal for ever, where requests like these come
+    again and again; 0 where too few of them can attain their SLO alone. Arguments as of oracle.goodput_bound.
+
+    Steps are taken to be full always, and prompts to find in caches what they find in these. Raises InvalidValue.
+    """
+    if not 0 < goal <= 1:
+        raise InvalidValue(f"{goal=} must be more than 0 and at most 1", "goal")
+    if min(prefill_servers, decode_servers) < 0 or prefill_servers + deflection * decode_servers < 1:
+        raise InvalidValue(f"{prefill_servers=} and {decode_servers=} leave nobody to compute prompts")
+    details = Details() if details is None else details
+    server = Server(coefficients, chunk, details.rows, details.draft, details.kv_tokens)
+    every = jobs(arrivals, server, prefix_caching=details.prefix_caching)
+    able = every.take(every.possible)
+    count = ceil(goal * len(every) - 1e-9)
+    if len(able) < count:
+        return 0.0
+    together = np.zeros(len(able))  # as many at once as can be: the least price
+    found = [(prompts_alone(able, server), prefill_servers + deflection * decode_servers)]
+    if decode_servers:
+        found.append((decodes_alone(able, server, together), decode_servers))
+    if deflection and decode_servers:
+        found += [
+            (one.prompt + one.decode, prefill_servers + decode_servers) for one in shared_prices(able, server, together)
+        ]
+    return min(_rate(work, servers, count, len(every)) for work, servers in found)
+
+
+def _rate(work: Array, servers: int, count: int, every: int) -> float:
+    least = float(np.sort(work)[:count].sum())
+    return servers * every / least if least > 0 else np.inf
