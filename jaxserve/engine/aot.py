@@ -70,7 +70,7 @@ SERVED = (
     Served("qwen3-30b-a3b", 1, quantization="fp8_per_block", wanted=("decode",)),
     Served("deepseek-v2-lite", 1, quantization="int8", wanted=("decode",)),
     Served("gpt-oss-20b", 1, ("decode",), wanted=("decode",)),
-    Served("minimax-m2", 4, wanted=("decode",), layers=4),
+    Served("minimax-m2", 4, ("decode",), wanted=("decode",), layers=4),
     Served("llama3-8b", 4),
     Served("llama3-8b", 4, ("decode",), wanted=("decode",), graphed=True),
     Served("llama3-70b", 4),
