@@ -9,7 +9,7 @@ query head and key that it sees, at the rate of the tensor cores.
 
 Of D = 256 a block mixes one half of the values' columns, and another block the other, for all of them spill: scores are
 formed twice, and the products are half as many again. Pools of 8 bits are widened on their way (prefill_copy.py);
-with D = 256 they are refused, for there is room for one tile of keys, which spills (104 bytes stored and 152 loaded, 0.11.2).
+with D = 256 they are refused: there is room for one tile of keys, which spills (0.11.2: 256 bytes stored and loaded).
 
 Letters: T tokens, S rows, P pages per row, N pages in the pool, B page size, H query heads, K kv heads, G = H / K,
 D head dim, I tiles of the plan.
