@@ -106,6 +106,14 @@ def load(ref: Any, layout: Any = None, *, optimized: bool = True) -> jax.Array:
     return loaded
 
 
+def copy_row(source: Any, target: Any, barrier: Any) -> None:
+    """Begin to copy part of a row from GMEM to SMEM: any multiple of 16 bytes, from and to such a multiple.
+
+    A promise that it is all there: a copy that looks for the row's end is one of tiles, of at most 256 numbers a side.
+    """
+    plgpu.copy_gmem_to_smem(source, target, barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+
 def transpose(ref: Any) -> Any:
     """A rank-2 ref seen with its axes swapped; no data moves."""
     return plgpu.transpose_ref(ref, (1, 0)) if VERSION < (0, 11) else ref.T
