@@ -123,6 +123,9 @@ class ServeConfig:
     products_backend: Literal["auto", "mosaic_gpu", "xla"] = flag(
         "auto", "devices", "Kernels that multiply by other weights of 8 bits; chosen as --attention-backend is."
     )
+    sampling_backend: Literal["auto", "mosaic_gpu", "xla"] = flag(
+        "auto", "devices", "Kernels that find what top-k, top-p and min-p keep; chosen as --attention-backend is."
+    )
 
     # scheduling
     policy: str = flag(
@@ -253,6 +256,7 @@ class ServeConfig:
             ("attention_backend", ("auto", "mosaic_gpu", "tpu", "xla")),
             ("experts_backend", ("auto", "mosaic_gpu", "xla")),
             ("products_backend", ("auto", "mosaic_gpu", "xla")),
+            ("sampling_backend", ("auto", "mosaic_gpu", "xla")),
             ("first_token", ("prefill", "decode")),
             ("log_level", ("debug", "info", "warning", "error")),
             ("quantization", (None, "int8", "fp8", "fp8_per_block")),

@@ -4,19 +4,19 @@ What is kept of a row is `x >= border`, ties at the border included:
 
     min-p  x >= top + temperature * log(min_p)
     top-k  the highest b with count(x >= b) >= k
-    top-p  the highest b with mass(x >= b) >= p * mass(what the other two keep),  mass = sum exp((x - top) / temperature)
+    top-p  the highest b with mass(x >= b) >= p * mass(what both keep),  mass = sum exp((x - top) / temperature)
 
 A *sweep* looks at all logits of a row once. Lane l of L has the tokens l, l + L, ...; a sweep catches the DEPTH highest
 of each lane below a limit, the first one below infinity. So everything above the highest of the lowest caught, the
 *floor*, is caught, and a border at or above it is found among what was caught, by bisection, with no logit read again:
-top-k for k up to about a hundred (of 50 logits, 4 fall into one of 1024 lanes once in 5,000 rows), and top-p where as few
+top-k for k up to about a hundred (of 50 logits, 4 fall into one of 512 lanes once in 600 rows), and top-p where as few
 tokens have the mass. Other borders are searched by further sweeps. Each also adds up what `MARKS` borders would keep,
 near to where interpolation expects the border, and catches what lies just below one of them. After `GUESSES` of them
 the marks cut what is left into equal parts, so that even rows made to deceive take some twenty sweeps for a border.
 
 One search, two users: the kernel of `hopper/borders.py`, whose state is of one row, and XLA (`xla/borders.py`), with a
-leading axis G, which on a CPU, where every mark is work, tries one at a time in the middle and catches no more. Logits of NOTHING and
-less, -inf among them, count as not there.
+leading axis G, which on a CPU, where every mark is work, tries one at a time in the middle and catches no more. Logits
+of NOTHING and less, -inf among them, count as not there.
 """
 
 from __future__ import annotations
@@ -287,8 +287,10 @@ def _kept(caught: Sequence[jax.Array], weights: Sequence[jax.Array], border: jax
 
 
 def _middle(low: jax.Array, high: jax.Array) -> jax.Array:
-    """A number between, or `high` where there is none."""
-    return jnp.maximum(low / 2 + high / 2, after(low))
+    """A number between, or `high` where there is none. Zero, which halves come to late, and its neighbour are first."""
+    middle = jnp.maximum(low / 2 + high / 2, after(low))
+    middle = jnp.where((low < 0) & (high > 0), 0.0, middle)
+    return jnp.where(low == 0, after(low), middle)
 
 
 def _open(state: _State) -> jax.Array:

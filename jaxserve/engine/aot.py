@@ -122,6 +122,7 @@ def _config(served: Served, backend: str) -> ExecutorConfig:
         attention_backend=backend,
         speculative=Speculative("ngram", served.draft) if served.draft else None,
         experts_backend=EXPERTS[backend],
+        sampling_backend=EXPERTS[backend],
         products_backend=EXPERTS[backend] if served.quantization == "fp8_per_block" else "auto",
     )
 

@@ -134,6 +134,7 @@ def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
             attention_backend=config.attention_backend,
             experts_backend=config.experts_backend,
             products_backend=config.products_backend,
+            sampling_backend=config.sampling_backend,
             preempt_boundary=config.preempt_boundary,
             preempt_depth=config.preempt_depth,
             speculative=config.speculative,

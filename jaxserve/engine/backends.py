@@ -17,7 +17,7 @@ from jaxserve.models.layers import Info
 from jaxserve.models.quantised import Quantised
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.errors import InvalidValue
-from pallas_kernels import dispatch, experts, products
+from pallas_kernels import borders, dispatch, experts, products
 from pallas_kernels.dispatch import Attention, Choice, attention
 from pallas_kernels.experts import experts as made
 
@@ -30,6 +30,7 @@ class Backends(NamedTuple):
     attention: Choice | None = None
     experts: Choice | None = None
     products: Choice | None = None
+    sampling: Choice | None = None
 
     def kernel(self, mesh: AbstractMesh, *, decode: bool = False, few: bool = False) -> Attention:
         """What the programs of a bucket are given: the attention, and with it the experts and the products."""
@@ -47,6 +48,10 @@ class Backends(NamedTuple):
         heads, width = dispatch.pool_row(self.attention, spec.head_dim)
         return replace(spec, kv_row=heads, kv_width=width)
 
+    def borders(self, mesh: AbstractMesh) -> borders.Borders:
+        """What finds the borders of what rows draw from."""
+        return borders.borders(self.sampling, mesh)
+
 
 class Asked(Protocol):
     """What of an `ExecutorConfig` decides."""
@@ -63,6 +68,8 @@ class Asked(Protocol):
     def experts_backend(self) -> str: ...
     @property
     def products_backend(self) -> str: ...
+    @property
+    def sampling_backend(self) -> str: ...
     @property
     def interpret(self) -> bool: ...
 
@@ -84,6 +91,7 @@ def resolve_backends(config: Asked, spec: ModelSpec, dtype: Any, mesh: Mesh) -> 
         _resolved(dispatch.resolve, _attention(config, spec, dtype, here), config.attention_backend, "attention"),
         _resolved(experts.resolve_experts, _experts(config, spec, dtype, here), config.experts_backend, "experts"),
         _resolved(products.resolve_products, _products(config, spec, here), config.products_backend, "products"),
+        _resolved(borders.resolve_sampling, _sampling(spec, here), config.sampling_backend, "sampling"),
     )
 
 
@@ -128,6 +136,10 @@ def _products(config: Asked, spec: ModelSpec, here: Mapping[str, Any]) -> produc
         return None
     blocks = spec.quantised.block is not None
     return products.Spec(**here, weights=spec.quantised.dtype, blocks=blocks, shards=config.mesh.tp)
+
+
+def _sampling(spec: ModelSpec, here: Mapping[str, Any]) -> borders.Spec:
+    return borders.Spec(**{name: fact for name, fact in here.items() if name != "dtype"}, vocab=spec.vocab)
 
 
 A = TypeVar("A")

@@ -57,6 +57,7 @@ class ExecutorConfig:
     attention_backend: str = "auto"  # see `dispatch.resolve`
     experts_backend: str = "auto"  # the same, of a mixture of experts
     products_backend: str = "auto"  # the same, of products with weights of 8 bits
+    sampling_backend: str = "auto"  # the same, of what top-k, top-p and min-p keep
     preempt_boundary: str = "chunk"  # see `Boundary`
     preempt_depth: int = DEPTH  # segments dispatched ahead of what is done
     suspended: int = 4  # most steps stopped at a boundary at a time: memory is kept for them

@@ -30,6 +30,7 @@ from jaxserve.engine.transfer import padded, piece_sizes
 from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.plan import Span
+from pallas_kernels.borders import Borders
 from pallas_kernels.dispatch import Attention, Pool
 from pallas_kernels.layout import Ragged
 
@@ -49,6 +50,7 @@ class DraftPrograms:
         pair = (backends or Backends()).kernel(shape, few=True)
         logits = partial(logits_of, spec=spec, whole=whole)
         draft = partial(_draft, spec=spec, limits=limits, one=one, pair=pair, logits=logits)
+        draft = partial(draft, borders=(backends or Backends()).borders(shape))
         self.draft: Program = jitted(draft, "draft", (whole, pools, whole), (1, 2, 3))
         self.follow: dict[Bucket, Program] = {}
         for bucket in limits.buckets:
@@ -209,6 +211,7 @@ def _draft(
     one: Attention,
     pair: Attention,
     logits: Logits,
+    borders: Borders,
 ) -> tuple[jax.Array, list[Pool], jax.Array]:
     """Carry tokens with those drafted, the pools, and the carry's scores.
 
@@ -225,7 +228,7 @@ def _draft(
         if scores.shape[1]:
             told = salted(told, GUESSED)
             scores = scores.at[slots, ahead].set(found, mode="drop")
-        return jnp.maximum(draw_cut(found, told), 0), scores
+        return jnp.maximum(draw_cut(found, told, borders), 0), scores
 
     ids = jnp.maximum(jnp.stack([before, last], axis=1).reshape(-1), 0)
     ragged = _pairs(starts, counts > 0, tables, limits)

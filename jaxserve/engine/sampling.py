@@ -7,9 +7,7 @@ temperature both give the same tokens. Letters: G sampling rows, V vocabulary, A
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import IntEnum
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -17,6 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.sched.params import MAX_LOGPROBS
+from pallas_kernels.border_search import LOG2_E, Options
+from pallas_kernels.borders import Borders, XlaBorders
 
 BAD = -1  # in place of a token where the logits are not finite
 SEEN_IN_PROMPT = 1 << 14  # in a count: the token is in the prompt; below it, how often it was drawn
@@ -24,8 +24,7 @@ MOST_COUNTED = SEEN_IN_PROMPT - 1
 MASKED = -1e30
 ADJUSTED = 512  # A: 300 biases and 212 banned ids
 ADJUST_BLOCK = 32
-BITS = 30  # of a weight in (0, 1]
-DIGIT = 3
+BY_XLA = XlaBorders()
 
 
 class Column(IntEnum):
@@ -78,26 +77,38 @@ def draw_plain(logits: jax.Array, rows: Rows) -> jax.Array:
     return jnp.where(finite(logits), tokens, BAD)
 
 
-def draw_cut(logits: jax.Array, rows: Rows) -> jax.Array:
+def draw_cut(logits: jax.Array, rows: Rows, borders: Borders = BY_XLA) -> jax.Array:
     """Tokens [G] as `draw_full` draws them for rows without penalties, bias and bans: by temperature, min-p, top-k and
     top-p."""
     temperature = rows.floats(Column.TEMPERATURE)
     warm = (temperature > 0)[:, None]
     tokens = lax.cond(
         jnp.any(warm),
-        lambda x: argmax(jnp.where(warm, heated_and_cut(x, rows) + gumbel(rows, x.shape[1]), x)),
+        lambda x: argmax(jnp.where(warm, heated_and_cut(x, rows, borders) + gumbel(rows, x.shape[1]), x)),
         argmax,
         logits,
     )
     return jnp.where(finite(logits), tokens, BAD)
 
 
-def heated_and_cut(x: jax.Array, rows: Rows) -> jax.Array:
-    """Logits [G, V] whose softmax is what a row's token is drawn from; MASKED where a cut leaves a token out."""
-    x = _heated(x, rows.floats(Column.TEMPERATURE))
-    cuts = (rows.ints(Column.TOP_K) > 0) | (rows.floats(Column.TOP_P) < 1) | (rows.floats(Column.MIN_P) > 0)
-    cut: jax.Array = lax.cond(jnp.any(cuts), lambda x: _cut(x, rows), lambda x: x, x)
-    return cut
+def heated_and_cut(x: jax.Array, rows: Rows, borders: Borders = BY_XLA) -> jax.Array:
+    """Logits [G, V] whose softmax is what a row's token is drawn from; MASKED where a cut leaves a token out: min-p,
+    then top-k, then top-p. Ties at a border stay in. Greedy rows are left as they are."""
+    temperature, min_p = rows.floats(Column.TEMPERATURE), rows.floats(Column.MIN_P)
+    warm = temperature > 0
+    options = Options(
+        rate=LOG2_E / jnp.where(warm, temperature, 1.0),
+        least=jnp.where(warm & (min_p > 0), temperature * jnp.log(min_p), -jnp.inf),
+        top_k=jnp.where(warm, rows.ints(Column.TOP_K), 0).astype(jnp.float32),
+        top_p=jnp.where(warm, rows.floats(Column.TOP_P), 1.0),
+    )
+    cuts = (options.top_k > 0) | (options.top_p < 1) | (options.least > -jnp.inf)
+
+    def cut(x: jax.Array) -> jax.Array:
+        return jnp.where(x >= borders(x, options).border[:, None], _heated(x, temperature), MASKED)
+
+    done: jax.Array = lax.cond(jnp.any(cuts), cut, lambda x: _heated(x, temperature), x)
+    return done
 
 
 def draw_full(
@@ -105,6 +116,7 @@ def draw_full(
     rows: Rows,
     adjust: Adjust,
     counts: jax.Array,  # [slots, V] int16
+    borders: Borders = BY_XLA,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Tokens [G], their log-probabilities packed as `logprobs_of` [G, 2 + 2 * MAX_LOGPROBS], and the new counts.
 
@@ -117,7 +129,7 @@ def draw_full(
     x = _adjusted(_penalised(logits, kept, rows), adjust)
     temperature = rows.floats(Column.TEMPERATURE)
     warm = (temperature > 0)[:, None]
-    noisy = _cut(_heated(x, temperature), rows) + jnp.where(warm, gumbel(rows, x.shape[1]), 0.0)
+    noisy = heated_and_cut(x, rows, borders) + jnp.where(warm, gumbel(rows, x.shape[1]), 0.0)
     tokens = argmax(jnp.where(warm, noisy, x))
     packed = logprobs_of(logits, tokens)
     tokens = jnp.where(finite(logits), tokens, BAD)
@@ -197,51 +209,3 @@ def _adjusted(x: jax.Array, adjust: Adjust) -> jax.Array:
 
     adjusted: jax.Array = lax.fori_loop(0, (adjust.used + ADJUST_BLOCK - 1) // ADJUST_BLOCK, add, x)
     return adjusted
-
-
-def _cut(x: jax.Array, rows: Rows) -> jax.Array:
-    """MASKED where min-p, then top-k, then top-p leave a token out. Ties at a border stay in."""
-    top = jnp.max(x, axis=-1, keepdims=True)
-    min_p = rows.floats(Column.MIN_P)[:, None]
-    x = jnp.where(x >= top + jnp.log(min_p), x, -jnp.inf)
-    top_k = rows.ints(Column.TOP_K)
-    few = jnp.any(top_k > 0)
-    top_k = jnp.where(top_k > 0, top_k, x.shape[1])
-    weight = jnp.exp(x - top)  # in (0, 1], so that its bits are ordered as it is
-    border = _border(weight, few, lambda kept: jnp.sum(kept, axis=1, dtype=jnp.int32) >= top_k)
-    weight = jnp.where(_bits(weight) >= border[:, None], weight, 0.0)
-    top_p = rows.floats(Column.TOP_P)
-    enough = jnp.where(top_p < 1, top_p * jnp.sum(weight, axis=1), jnp.inf)
-    border = _border(weight, jnp.any(top_p < 1), lambda kept: jnp.sum(jnp.where(kept, weight, 0.0), axis=1) >= enough)
-    return jnp.where((weight > 0) & (_bits(weight) >= border[:, None]), x, MASKED)
-
-
-def _bits(weight: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(weight, jnp.int32)
-
-
-def _border(weight: jax.Array, wanted: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The highest border [G], as bits, with `enough` still kept at or above it; 0 if no row has `wanted` [] any.
-
-    Found by digits of its 30 bits, one in a pass over [G, V]: of one bit on a CPU, where what each border keeps is work
-    to add up, of `DIGIT` bits on a GPU, where one fusion adds it up for all that a digit allows while it waits for
-    memory. A sort takes twenty times as long on a CPU.
-    """
-    times = jnp.where(wanted, BITS, 0)
-    single, several = (partial(search, enough=enough, digit=digit) for digit in (1, DIGIT))
-    found: jax.Array = lax.platform_dependent(weight, times, cuda=several, rocm=several, default=single)
-    return found
-
-
-def search(weight: jax.Array, times: jax.Array, *, enough: Callable[[jax.Array], jax.Array], digit: int) -> jax.Array:
-    """The first `times` [] of the border's bits, `digit` of them in a pass."""
-    bits, below = _bits(weight), BITS - digit
-
-    def step(i: jax.Array, border: jax.Array) -> jax.Array:
-        some = [border | (jnp.int32(each) << (below - digit * i)) for each in range(1, 2**digit)]
-        # Each keeps no more than the one before: those that keep enough come first.
-        count = sum((enough(bits >= higher[:, None]).astype(jnp.int32) for higher in some), jnp.zeros_like(border))
-        return border | (count << (below - digit * i))
-
-    border: jax.Array = lax.fori_loop(0, times // digit, step, jnp.zeros(weight.shape[0], jnp.int32))
-    return border

@@ -15,7 +15,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxserve.engine.sampling import BAD, Column, Rows, argmax, draw_cut, finite, gumbel, heated_and_cut
+from jaxserve.engine.sampling import BAD, BY_XLA, Column, Rows, argmax, draw_cut, finite, gumbel, heated_and_cut
+from pallas_kernels.borders import Borders
 
 NONE = -2  # in place of a token that a row did not gain
 JUDGED, GUESSED = 0x5EED0001, 0x5EED0002  # kinds of noise: to keep a drafted token, and to draft one
@@ -29,20 +30,27 @@ def repeated(packed: jax.Array, times: int) -> Rows:
     return Rows(rows.at[:, Column.POSITION].add(ahead))
 
 
-def strict(logits: jax.Array, packed: jax.Array, draft: jax.Array, lengths: jax.Array) -> jax.Array:
+def strict(
+    logits: jax.Array, packed: jax.Array, draft: jax.Array, lengths: jax.Array, borders: Borders = BY_XLA
+) -> jax.Array:
     """Tokens [G, D] that rows gain, NONE behind the last, BAD where logits are not finite.
 
     logits [G * D, V]; packed [G, len(Column)], POSITION that of the first token to draw; draft [G, D - 1], of which
     `lengths` [G] count.
     """
     width, times = packed.shape[0], 1 + draft.shape[1]
-    drawn = draw_cut(logits, repeated(packed, times)).reshape(width, times)
+    drawn = draw_cut(logits, repeated(packed, times), borders).reshape(width, times)
     right = (drawn[:, :-1] == draft) & (jnp.arange(times - 1)[None] < lengths[:, None])
     return gained(drawn, _leading(right))
 
 
 def probabilistic(
-    logits: jax.Array, packed: jax.Array, draft: jax.Array, lengths: jax.Array, scores: jax.Array
+    logits: jax.Array,
+    packed: jax.Array,
+    draft: jax.Array,
+    lengths: jax.Array,
+    scores: jax.Array,
+    borders: Borders = BY_XLA,
 ) -> jax.Array:
     """As `strict`, by rejection sampling (arXiv 2211.17192, Algorithm 1): a drafted token is kept with chance
     min(1, p / q), and where it is not, the row's token is drawn from what p has more than q.
@@ -53,7 +61,7 @@ def probabilistic(
     width, times = packed.shape[0], 1 + draft.shape[1]
     told = repeated(packed, times)
     theirs = jnp.pad(scores, ((0, 0), (0, 1), (0, 0))).reshape(logits.shape)
-    mine, guessed = (jax.nn.softmax(heated_and_cut(one, told)) for one in (logits, theirs))
+    mine, guessed = (jax.nn.softmax(heated_and_cut(one, told, borders)) for one in (logits, theirs))
     tokens = jnp.pad(draft, ((0, 0), (0, 1))).reshape(-1, 1)
     p, q = (jnp.take_along_axis(one, tokens, axis=1)[:, 0] for one in (mine, guessed))
     drafted = (jnp.arange(times)[None] < lengths[:, None]).reshape(-1)

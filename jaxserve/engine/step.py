@@ -26,6 +26,7 @@ from jaxserve.engine.speculate import last_of, noted, probabilistic, strict
 from jaxserve.models import registry
 from jaxserve.models.cache import Cache
 from jaxserve.models.spec import ModelSpec
+from pallas_kernels.borders import Borders
 from pallas_kernels.dispatch import Attention, Pool
 from pallas_kernels.layout import Ragged
 from pallas_kernels.pages import export_pages, import_pages
@@ -65,7 +66,9 @@ class Programs:
         self.spec = spec
         self.limits = limits
         backends = backends or Backends()
-        self.attention, self.experts, self.products = ("xla" if one is None else str(one) for one in backends)
+        self.attention, self.experts, self.products, self.sampling = (
+            "xla" if one is None else str(one) for one in backends
+        )
         shape = mesh.abstract_mesh  # without devices, so that what is traced serves every instance
         whole = NamedSharding(shape, PartitionSpec())
         pools = spec.cache.pools(NamedSharding(shape, spec.cache.partition))
@@ -78,9 +81,10 @@ class Programs:
             self.block.setdefault(bucket.tokens, jitted(_block, f"block_{bucket.tokens}", whole))
         logits = partial(logits_of, spec=spec, whole=whole)
         self.plain = jitted(partial(_plain, logits=logits), "draw_plain", (whole, whole), (2,))
-        self.full = jitted(partial(_full, logits=logits), "draw_full", (whole,) * 4, (2, 3))
+        borders = backends.borders(shape)
+        self.full = jitted(partial(_full, logits=logits, borders=borders), "draw_full", (whole,) * 4, (2, 3))
         self.pick = jitted(_pick, "pick", whole)
-        self.verify = jitted(partial(_verify, logits=logits), "verify", (whole, whole), (2,))
+        self.verify = jitted(partial(_verify, logits=logits, borders=borders), "verify", (whole, whole), (2,))
         self.recall = jitted(_recall, "recall", whole, (0,))
         self.score = jitted(partial(_score, logits=logits), "score", whole)
         self.remember = jitted(_remember, "remember", whole, (0,))
@@ -184,15 +188,23 @@ def _full(
     used: jax.Array,
     *,
     logits: Logits,
+    borders: Borders,
 ) -> tuple[jax.Array, Carry, jax.Array, jax.Array]:
     """As `_plain`, with token counts [slots, V] and an Adjust -> tokens, carry, counts, log-probabilities."""
     told = Rows(sampling)
-    tokens, logprobs, counts = draw_full(logits(weights, rows), told, Adjust(ids, values, used), counts)
+    tokens, logprobs, counts = draw_full(logits(weights, rows), told, Adjust(ids, values, used), counts, borders)
     return tokens, _carried(carry, told, tokens), counts, logprobs
 
 
 def _verify(
-    weights: Tree, rows: jax.Array, carry: Carry, sampling: jax.Array, lengths: jax.Array, *, logits: Logits
+    weights: Tree,
+    rows: jax.Array,
+    carry: Carry,
+    sampling: jax.Array,
+    lengths: jax.Array,
+    *,
+    logits: Logits,
+    borders: Borders,
 ) -> tuple[jax.Array, Carry]:
     """As `_plain`, for rows [G * D, E], of which `lengths` [G] were drafted; -> tokens [G, D] as of `strict`."""
     told = Rows(sampling)
@@ -201,9 +213,9 @@ def _verify(
     draft = carry.tokens[slots, 1 : 1 + depth]
     scores = logits(weights, rows)
     if carry.scores.shape[1]:
-        tokens = probabilistic(scores, sampling, draft, lengths, carry.scores[slots, :depth])
+        tokens = probabilistic(scores, sampling, draft, lengths, carry.scores[slots, :depth], borders)
     else:
-        tokens = strict(scores, sampling, draft, lengths)
+        tokens = strict(scores, sampling, draft, lengths, borders)
     return tokens, _carried(carry, told, last_of(tokens), tokens)
 
 

@@ -22,6 +22,7 @@ GPU = (
     "pallas_kernels.hopper.kv_write",
     "pallas_kernels.hopper.grouped",
     "pallas_kernels.hopper.narrow",
+    "pallas_kernels.hopper.borders",
     "pallas_kernels.pages",
     "jaxserve.engine.aot",
 )

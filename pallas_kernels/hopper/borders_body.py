@@ -102,17 +102,18 @@ def _found(shape: Shape, refs: Refs, row: jax.Array, options: Options) -> Found:
     def sweep(
         limit: jax.Array | None, marks: Sequence[jax.Array], rate: jax.Array
     ) -> tuple[Seen | None, list[jax.Array]]:
+        assert limit is not None
+        borders = (limit, *marks)
+
         def again(parts: list[jax.Array], state: Any) -> Any:
             caught, sums = state
             for part in parts:
                 # -inf is below all marks: what it weighs where all else counts as one is not asked.
                 weight = jnp.exp2((part - top) * rate)
                 sums = [one + jnp.where(part >= mark, weight, 0.0) for one, mark in zip(sums, borders, strict=True)]
-                caught = insert(caught, jnp.where(part >= limit, NOTHING, part))
+                caught = insert(caught, jnp.where(part >= borders[0], NOTHING, part))
             return caught, sums
 
-        assert limit is not None
-        borders = (limit, *marks)
         caught, sums = _each_tile(shape, refs, row, again, (nothing, [zeros] * len(borders)))
         above, *kept = [jnp.sum(one) for one in sums]
         return Seen(limit, above, caught), kept
@@ -121,7 +122,7 @@ def _found(shape: Shape, refs: Refs, row: jax.Array, options: Options) -> Found:
 
 
 def _each_tile(shape: Shape, refs: Refs, row: jax.Array, one: Callable[[list[jax.Array], Any], Any], start: Any) -> Any:
-    """one(parts of a tile, state) over all of a row: each part has one logit of every lane, -inf where there is none."""
+    """one(parts of a tile, state) over all of a row: each part has one logit of every lane."""
     stages, tiles = min(shape.stages, shape.tiles), shape.tiles
 
     def copy(tile: Any, slot: Any) -> None:

@@ -20,12 +20,13 @@ EACH = 16  # numbers of a lane, where there are enough: what is caught is DEPTH 
 
 def borders(x: jax.Array, options: Options) -> Found:
     """Of logits x [G, V] float32 what each row keeps at least, [G]: see `border_search`."""
-    several, halves = partial(_borders, halves=False), partial(_borders, halves=True)
+    several, halves = partial(swept, halves=False), partial(swept, halves=True)
     found: Found = lax.platform_dependent(x, options, cuda=several, rocm=several, tpu=several, default=halves)
     return found
 
 
-def _borders(x: jax.Array, options: Options, *, halves: bool) -> Found:
+def swept(x: jax.Array, options: Options, *, halves: bool) -> Found:
+    """As `borders`, with the sweeps that are for a CPU (`halves`) or for a GPU."""
     rows, vocab = x.shape
     lanes = min(MOST, max(LEAST, 1 << (vocab // EACH).bit_length() - 1))
     deep = -(-vocab // lanes)

@@ -135,28 +135,6 @@ def check_distribution(options: dict[str, Any], values: Array) -> None:
     assert chi2 < freedom + 5 * np.sqrt(2 * freedom) + 5, (chi2, freedom)
 
 
-@pytest.mark.parametrize("digit", [1, sampling.DIGIT, 5])
-def test_a_border_is_that_of_a_sort(digit: int) -> None:
-    """However many bits a pass finds, and where many weights are the same."""
-    rng = np.random.default_rng(0)
-    weight = np.exp(np.round(rng.normal(size=(8, 61)).astype(np.float32) * 4) / 2)
-    weight[:4] = rng.random((4, 61), np.float32) ** 9
-    weight /= weight.max(axis=1, keepdims=True)
-    falling = -np.sort(-weight, axis=1)
-    times = jnp.int32(sampling.BITS)
-
-    def border(enough: Any) -> Array:
-        return np.asarray(sampling.search(jnp.asarray(weight), times, enough=enough, digit=digit)).view(np.float32)
-
-    for k in (1, 2, 17, 61):
-        np.testing.assert_array_equal(border(lambda kept, k=k: jnp.sum(kept, axis=1) >= k), falling[:, k - 1])
-    for share in (0.01, 0.5, 0.999):
-        least = (share * weight.sum(axis=1)).astype(np.float32)
-        found = border(lambda kept, least=least: jnp.sum(jnp.where(kept, weight, 0.0), axis=1) >= least)
-        last = np.argmax(np.cumsum(falling.astype(np.float64), axis=1) >= least[:, None], axis=1)
-        np.testing.assert_array_equal(found, falling[np.arange(8), last])
-
-
 def test_both_programs_draw_the_same_where_both_may() -> None:
     for temperature in (0.0, 0.7, 1.0):
         rows = table(SamplingParams(temperature=temperature, max_tokens=None), 64, seed=9)

@@ -293,10 +293,9 @@ def margins(ask: Ask, output: Sequence[int], model: Model = TINY) -> list[float]
     columns = slots.columns[:n].copy()
     columns[:, Column.POSITION] = prompt + np.arange(n)
     rows = Rows(jnp.asarray(columns))
-    temperature = rows.floats(Column.TEMPERATURE)
     x = sampling._penalised(logits, jnp.asarray(counts), rows)
     if ask.params.temperature > 0:
-        x = sampling._cut(sampling._heated(x, temperature), rows) + sampling.gumbel(rows, spec.vocab)
+        x = sampling.heated_and_cut(x, rows) + sampling.gumbel(rows, spec.vocab)
     best = np.sort(np.asarray(x), axis=1)
     gaps: list[float] = (best[:, -1] - best[:, -2]).tolist()
     return gaps

@@ -1,0 +1,249 @@
+"""What top-k, top-p and min-p keep of a row, by XLA and by the Hopper kernel, against float64.
+
+The law: what is kept is all down to some logit, its ties among it, and where float64 keeps more or less, the share of
+the mass above that logit is top-p's within rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.border_search import LOG2_E, Options, after, before
+from pallas_kernels.borders import MosaicBorders, Spec, XlaBorders, borders, resolve_sampling
+from pallas_kernels.choice import Unsupported
+from pallas_kernels.hopper.borders import Config, heuristic, supports
+from pallas_kernels.hopper.borders import borders as by_mosaic
+from pallas_kernels.xla.borders import borders as by_xla
+from pallas_kernels.xla.borders import swept
+
+from .interpreted import needs_interpreter, without_races
+
+Array = npt.NDArray[Any]
+ROUNDING = 3e-6  # of a mass
+RANDOM = np.random.default_rng(0)
+
+
+@dataclass(frozen=True)
+class Asks:
+    """Of one row."""
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    temperature: float = 1.0
+
+
+CUTS = (
+    Asks(top_k=1),
+    Asks(top_k=50),
+    Asks(top_k=10**9),
+    Asks(top_p=1e-6),
+    Asks(top_p=0.6, temperature=0.3),
+    Asks(top_p=0.9),
+    Asks(top_p=0.9999),
+    Asks(top_k=50, top_p=0.9),
+    Asks(top_k=700, top_p=0.9),
+    Asks(min_p=0.05),
+    Asks(top_k=40, top_p=0.95, min_p=0.01, temperature=1.7),
+    Asks(),
+)
+
+
+def options(asks: tuple[Asks, ...]) -> Options:
+    with np.errstate(divide="ignore"):
+        least = [one.temperature * np.log(one.min_p) for one in asks]
+    told = ([LOG2_E / one.temperature for one in asks], least, [one.top_k for one in asks], [one.top_p for one in asks])
+    return Options(*(jnp.asarray(each, jnp.float32) for each in told))
+
+
+def rows(kind: str, vocab: int, count: int) -> Array:
+    """Logits [count, vocab]."""
+    x = RANDOM.normal(size=(count, vocab))
+    if kind == "peaked":  # as a language model's: weights fall as a power of the rank
+        x = -1.6 * np.log1p(np.argsort(np.argsort(-x))) + 0.3 * x
+    elif kind == "tied":
+        x = np.round(4 * x) / 4
+    elif kind == "constant":
+        x = np.full_like(x, -3.25)
+    elif kind == "masked":  # as a grammar leaves them
+        x = np.where(RANDOM.random(x.shape) < 0.03, x, -np.inf)
+        x[:, 7] = 0.0
+    elif kind == "padded":
+        x[:, vocab - vocab // 5 :] = -np.inf
+    elif kind == "around zero":
+        x = np.where(RANDOM.random(x.shape) < 0.5, 0.0, 1e-3 * x)
+    return x.astype(np.float32)
+
+
+KINDS = ("normal", "peaked", "tied", "constant", "masked", "padded", "around zero")
+
+
+def check(x: Array, asks: tuple[Asks, ...], border: Array) -> None:
+    for row, one, found in zip(x, asks, border, strict=True):
+        kept = (row >= found) & (row > -1e30)
+        want = row >= max(float(row.max()) + one.temperature * np.log(max(one.min_p, 1e-300)), -1e30)
+        if one.top_k:
+            want &= row >= np.sort(row)[-min(one.top_k, len(row))]
+        weight = np.where(want, np.exp((row.astype(np.float64) - row.max()) / one.temperature), 0.0)
+        if one.top_p < 1:
+            order = np.argsort(-row, kind="stable")
+            enough = np.searchsorted(np.cumsum(weight[order]), one.top_p * weight.sum())
+            want &= row >= row[order[min(enough, len(row) - 1)]]
+        assert kept.any() and row[kept].min() > max(row[~kept], default=-np.inf)
+        if (kept != want).any():  # only by rounding: what is between them weighs nothing, or the sum was just enough
+            assert one.top_p < 1, (one, kept.sum(), want.sum())
+            share = weight[kept].sum() / weight.sum()
+            lowest = row[kept].min()
+            assert share >= one.top_p - ROUNDING, (one, share)
+            assert weight[row > lowest].sum() / weight.sum() < one.top_p + ROUNDING, (one, share)
+
+
+XLA = {halves: jax.jit(lambda x, o, halves=halves: swept(x, o, halves=halves)) for halves in (False, True)}
+
+
+@pytest.mark.parametrize("halves", [True, False], ids=["as on a CPU", "as on a GPU"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_xla_keeps_what_float64_keeps(kind: str, halves: bool) -> None:
+    x = rows(kind, 5003, len(CUTS))
+    found = XLA[halves](jnp.asarray(x), options(CUTS))
+    check(x, CUTS, np.asarray(found.border))
+    assert np.asarray(found.sweeps).max() <= (70 if halves else 25)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 2**31), st.integers(0, 90), st.floats(1e-6, 1.0), st.floats(0.0, 0.5), st.sampled_from(KINDS))
+def test_small_rows(seed: int, top_k: int, top_p: float, min_p: float, kind: str) -> None:
+    global RANDOM
+    RANDOM = np.random.default_rng(seed)
+    x, asks = rows(kind, 61, 3), (Asks(top_k, top_p, min_p, 0.8),) * 3
+    check(x, asks, np.asarray(XLA[True](jnp.asarray(x), options(asks)).border))
+
+
+def test_a_row_alone_is_as_among_others() -> None:
+    x, told = jnp.asarray(rows("tied", 2048, len(CUTS))), options(CUTS)
+    together = by_xla(x, told)
+    for row in range(len(CUTS)):
+        alone = by_xla(x[row : row + 1], Options(*(one[row : row + 1] for one in told)))
+        assert alone.border[0] == together.border[row] and alone.sweeps[0] == together.sweeps[row]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_rows_that_are_not_finite_end(bad: float) -> None:
+    x = rows("normal", 512, len(CUTS))
+    x[:, 100 if np.isnan(bad) or bad > 0 else slice(None)] = bad
+    for halves in (True, False):
+        assert np.asarray(XLA[halves](jnp.asarray(x), options(CUTS)).sweeps).max() <= 2
+
+
+@given(st.floats(1e-36, 1e36), st.booleans())
+def test_numbers_have_neighbours(size: float, negative: bool) -> None:
+    x = np.float32(-size if negative else size)
+    assert after(jnp.float32(x)) == np.nextafter(x, np.float32(np.inf))
+    assert before(jnp.float32(x)) == np.nextafter(x, np.float32(-np.inf))
+
+
+# ---- the kernel ----------------------------------------------------------------------------------------------------
+
+SMALL = Config(lanes=128, tile=256, stages=2)
+
+
+def check_kernel(x: Array, asks: tuple[Asks, ...], config: Config = SMALL) -> Array:
+    """Keeps what float64 keeps; how often each row was swept."""
+    told = options(asks)
+    with without_races() as interpret:
+        program = jax.jit(lambda x, told: by_mosaic(x, told, config=config, interpret=interpret))
+        found = jax.block_until_ready(program(jnp.asarray(x), told))
+    check(x, asks, np.asarray(found.border))
+    return np.asarray(found.sweeps)
+
+
+@needs_interpreter
+def test_the_kernel_keeps_what_float64_keeps() -> None:
+    """One row of each kind: some that are not looked at, that one look decides, and that take several."""
+    asks = (Asks(top_k=20, top_p=0.9), Asks(), Asks(top_p=0.9), Asks(top_k=400))
+    x = np.concatenate([rows(kind, 1004, 1) for kind in ("peaked", "normal", "normal", "tied")])
+    sweeps = check_kernel(x, asks)
+    assert sweeps[0] == 1 and sweeps[1] == 0 and 1 < sweeps[2] <= 6 and sweeps[3] <= 6
+
+
+@pytest.mark.full
+@needs_interpreter
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernel_on_all_kinds(kind: str) -> None:
+    check_kernel(rows(kind, 1004, len(CUTS)), CUTS)
+
+
+@pytest.mark.full
+@needs_interpreter
+@pytest.mark.parametrize("config", [replace(SMALL, stages=1), Config(256, 256, 3), Config(128, 512, 8)])
+@pytest.mark.parametrize("vocab", [1024, 2044])
+def test_configs(config: Config, vocab: int) -> None:
+    check_kernel(rows("normal", vocab, 3), (CUTS[5], CUTS[7], CUTS[10]), config)
+
+
+@needs_interpreter
+def test_tiles_that_are_overwritten_while_they_are_read_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test of the tests: a ring whose slots are filled again without a word that they were read."""
+    from pallas_kernels.hopper import borders_body
+
+    monkeypatch.setattr(borders_body.plgpu, "commit_smem", lambda: None)
+    with pytest.raises(AssertionError, match="races"):
+        check_kernel(rows("peaked", 1024, 1), (Asks(top_k=5),), replace(SMALL, stages=1))
+
+
+@pytest.mark.parametrize(
+    ("config", "vocab", "why"),
+    [
+        (SMALL, 1002, "vocab=1002 must be a multiple of 4"),
+        (SMALL, 128, "vocab=128 must be at least self.tile=256"),
+        (replace(SMALL, lanes=100), 1024, "self.lanes=100 must be a multiple of 128"),
+        (replace(SMALL, tile=320), 1024, "divide self.tile=320"),
+        (replace(SMALL, stages=0), 1024, "self.stages=0 must be positive"),
+        (replace(SMALL, stages=400), 1024, "bytes of shared memory"),
+    ],
+)
+def test_configs_that_cannot_be_are_named(config: Config, vocab: int, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        config.validate(vocab)
+
+
+@given(st.integers(32, 70000))
+def test_a_vocabulary_has_a_config_or_a_reason(quarter: int) -> None:
+    assert supports(4 * quarter) is None
+    heuristic(4 * quarter).validate(4 * quarter)
+    assert "multiple of 4" in str(supports(4 * quarter + 1))
+
+
+# ---- the choice ----------------------------------------------------------------------------------------------------
+
+HOPPER = Spec("gpu", 128256, "NVIDIA H200", "9.0")
+MADE: list[tuple[Spec, Callable[..., Any]]] = [
+    (HOPPER, MosaicBorders),
+    (replace(HOPPER, vocab=50257), XlaBorders),
+    (replace(HOPPER, capability="8.0"), XlaBorders),
+    (Spec("cpu", 4096), XlaBorders),
+    (Spec("tpu", 4096), XlaBorders),
+]
+
+
+@pytest.mark.parametrize(("spec", "kind"), MADE)
+def test_what_is_chosen(spec: Spec, kind: type) -> None:
+    choice = resolve_sampling(spec)
+    assert isinstance(borders(choice), kind)
+    assert bool(choice.refusals) == (spec.platform == "gpu" and kind is XlaBorders)
+
+
+def test_what_is_named_runs_or_is_an_error() -> None:
+    assert isinstance(borders(resolve_sampling(HOPPER, "xla")), XlaBorders)
+    with pytest.raises(Unsupported, match=r"vocab=50257 must be a multiple of 4.*allowed: auto, xla"):
+        resolve_sampling(replace(HOPPER, vocab=50257), "mosaic_gpu")
