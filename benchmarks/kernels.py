@@ -21,7 +21,7 @@ from typing import Any
 
 import common
 import jax
-from kernel_bench import experts, first, latent, narrow, questions, times, tune
+from kernel_bench import experts, first, latent, narrow, questions, sampling, times, tune
 from kernel_bench.session import Session
 
 from jaxserve.report.progress import bar
@@ -64,6 +64,7 @@ SECTIONS: dict[str, Callable[[Session], Any]] = {
     "slopes": lambda session: session.part("slopes", lambda: times.slopes(session)),
     "writes": writes,
     "experts": experts.measure,
+    "sampling": sampling.measure,
     "pages": lambda session: session.part("pages", lambda: times.pages_out_and_in(session)),
     "registers": questions.registers,
     "peers": lambda session: times.others(session, RESERVE),

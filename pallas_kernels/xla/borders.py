@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_kernels.border_search import DEPTH, NOTHING, Found, Options, Seen, insert, search
 
-LEAST, MOST = 128, 1024  # lanes
+LEAST, MOST = 128, 512  # lanes
 EACH = 16  # numbers of a lane, where there are enough: what is caught is DEPTH of them
 
 

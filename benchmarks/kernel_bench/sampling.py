@@ -1,0 +1,81 @@
+"""How long it takes to find what top-k and top-p keep: the kernel, XLA's search, and a sort of all logits.
+
+Bytes are those of one look at the logits; `sweeps` is how often a row was looked at, on average and at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import compat
+from pallas_kernels.border_search import LOG2_E, Found, Options
+from pallas_kernels.hopper import borders as hopper
+from pallas_kernels.interpret import interpreter
+from pallas_kernels.xla.borders import borders as by_xla
+
+from .session import Session, reading
+
+ROWS, VOCAB = 256, 128256
+ASKS = {"k50": (50.0, 1.0), "p0.9": (0.0, 0.9), "k50 p0.9": (50.0, 0.9)}
+
+
+def logits(kind: str, rows: int, vocab: int) -> jax.Array:
+    """normal: no model's, which keeps most of the vocabulary; zipf: weights fall as a power of the rank."""
+    x = jax.random.normal(jax.random.key(7), (rows, vocab), jnp.float32)
+    if kind == "zipf":
+        rank = jnp.argsort(jnp.argsort(-jax.random.uniform(jax.random.key(8), (rows, vocab))))
+        x = -1.5 * jnp.log1p(rank.astype(jnp.float32)) + 0.3 * x
+    return x
+
+
+def measure(session: Session) -> None:
+    rows, vocab = (2, 512) if session.dry else (ROWS, VOCAB)
+    for kind in ("zipf",) if session.dry else ("zipf", "normal"):
+        for asks in ("k50 p0.9",) if session.dry else ASKS:
+            name = f"sampling {rows}x{vocab} {kind} {asks}"
+            session.part(name, lambda name=name, kind=kind, asks=asks: _case(session, name, kind, asks, rows, vocab))
+
+
+def _case(session: Session, name: str, kind: str, asks: str, rows: int, vocab: int) -> None:
+    x, (top_k, top_p) = logits(kind, rows, vocab), ASKS[asks]
+    options = Options(*(jnp.full(rows, value, jnp.float32) for value in (LOG2_E, -jnp.inf, top_k, top_p)))
+    kept = None
+    for label, call in _calls(session, vocab).items():
+        found = jax.jit(call)(x, options)
+        mine = np.asarray(jnp.sum(x >= found.border[:, None], axis=1))
+        kept = mine if kept is None else kept
+        apart = np.abs(mine - kept).max()  # sums in another order may differ by a token of thousands
+        assert apart <= 1 + 1e-3 * kept.max(), f"{label} keeps {apart} tokens more or less than what came first"
+        turns = 1 if session.dry else 20
+        moved = 4.0 * rows * vocab
+        took = session.seconds(reading(lambda x, o, call=call: call(x, o).border, turns), (x, [(options,)], ()), turns)
+        sweeps = np.asarray(found.sweeps)
+        session.add(name, label, took, moved=moved, sweeps=float(sweeps.mean()), most_sweeps=int(sweeps.max()))
+
+
+def _calls(session: Session, vocab: int) -> dict[str, Callable[[jax.Array, Options], Found]]:
+    calls: dict[str, Callable[[jax.Array, Options], Found]] = {"xla": by_xla, "sort": _sorted}
+    if not session.dry or compat.DETECTS_RACES:
+        told: Any = interpreter() if session.dry else None
+        config = hopper.heuristic(vocab)
+        calls["mosaic"] = lambda x, options: hopper.borders(x, options, config=config, interpret=told)
+    return calls
+
+
+def _sorted(x: jax.Array, options: Options) -> Found:
+    """All logits in order, and the first place where enough are kept."""
+    falling = -lax.sort(-x, dimension=1)
+    place = jnp.arange(x.shape[1], dtype=jnp.float32)[None]
+    few = (options.top_k[:, None] == 0) | (place < options.top_k[:, None])
+    weight = jnp.where(few, jnp.exp2((falling - falling[:, :1]) * options.rate[:, None]), 0.0)
+    before = jnp.cumsum(weight, axis=1) - weight
+    kept = few & (before < options.top_p[:, None] * jnp.sum(weight, axis=1, keepdims=True))
+    last = jnp.maximum(jnp.sum(kept, axis=1) - 1, 0)
+    border = jnp.take_along_axis(falling, last[:, None], axis=1)[:, 0]
+    return Found(border, jnp.zeros(x.shape[0], jnp.int32))
