@@ -14,6 +14,7 @@ import time
 import common
 
 from jaxserve.config import load_yaml, preset
+from jaxserve.report import progress
 from jaxserve.report.table import print_table
 from jaxserve.sched import policies
 from jaxserve.sched.sim import NAMED, Latency, Mesh, Options, simulate
@@ -48,7 +49,11 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=1000, metavar="N", help="[1000]")
     common.add_output(parser, "simulation_cost")
     args = parser.parse_args()
-    rows = [run(policy, mesh, args) for mesh in MESHES for policy in args.policies]
+    cases, rows = [(policy, mesh) for mesh in MESHES for policy in args.policies], []
+    with progress.bar("simulating") as tick:
+        for policy, mesh in cases:
+            rows.append(run(policy, mesh, args))
+            tick(len(rows), len(cases))
     titles = ["policy", "mesh", "steps", "attained", "CPU s", "CPU ms a step"]
     print_table(
         f"{args.requests} requests of {args.workload} at {args.qps:g}/s", titles, [[*row.values()] for row in rows]

@@ -22,6 +22,7 @@ SCRIPTS = [
     "quantisation",
     "scheduler_cost",
     "served_burst",
+    "simulation_cost",
     "soak",
     "speculation",
     "startup",
@@ -58,6 +59,14 @@ def test_scheduler_cost(repo: Path, tmp_path: Path) -> None:
     assert row["decoding_in_last_view"] > 0
     assert {"deflect", "unified"} <= {row["placement"] for row in found["placements"]}
     assert found["programme"][0]["admitted"] > 0
+
+
+def test_simulation_cost(repo: Path, tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    run(repo, "simulation_cost", "--policies", "distserve", "--requests", "20", "--output", str(path))
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["mesh"] for row in rows] == ["1P1D", "2 mixed"]
+    assert all(row["policy"] == "distserve" and row["steps"] > 0 < row["cpu_s"] for row in rows)
 
 
 def dry_kernels(repo: Path, folder: Path, *flags: str) -> dict[str, Any]:
