@@ -49,7 +49,8 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=1000, metavar="N", help="[1000]")
     common.add_output(parser, "simulation_cost")
     args = parser.parse_args()
-    cases, rows = [(policy, mesh) for mesh in MESHES for policy in args.policies], []
+    cases = [(policy, mesh) for mesh in MESHES for policy in args.policies]
+    rows: list[dict[str, object]] = []
     with progress.bar("simulating") as tick:
         for policy, mesh in cases:
             rows.append(run(policy, mesh, args))
