@@ -107,12 +107,12 @@ class _Row(NamedTuple):
 
 
 def after(x: jax.Array) -> jax.Array:
-    """The next number."""
+    """The next number; SMALLEST further where numbers lie closer than that, around zero."""
     return x + jnp.maximum(jnp.abs(x) * HALF_STEP, SMALLEST)
 
 
 def before(x: jax.Array) -> jax.Array:
-    """The number before."""
+    """The number before, as in `after`."""
     return x - jnp.maximum(jnp.abs(x) * HALF_STEP, SMALLEST)
 
 

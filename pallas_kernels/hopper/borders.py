@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +101,7 @@ def _case(name: str, rows: int, vocab: int, usual: bool = True) -> Case:
     options = [((rows,), jnp.float32)] * len(Options._fields)
     return Case(
         name=f"borders {name} r{rows}",
-        program=partial(program),
+        program=program,
         arguments=shapes(((rows, vocab), jnp.float32), *options),
         usual=usual,
     )
