@@ -15,8 +15,7 @@ near to where interpolation expects the border, and catches what lies just below
 the marks cut what is left into equal parts, so that even rows made to deceive take some twenty sweeps for a border.
 
 One search, two users: the kernel of `hopper/borders.py`, whose state is of one row, and XLA (`xla/borders.py`), with a
-leading axis G, which on a CPU, where every mark is work, tries one at a time in the middle and catches no more. Logits
-of NOTHING and less, -inf among them, count as not there.
+leading axis G. Logits of NOTHING and less, -inf among them, count as not there.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ class Found(NamedTuple):
     sweeps: jax.Array  # int32, the first one included
 
 
-# Of a limit (None: catch nothing), marks, and the rate of weights (0: each counts as one): sums at or above the marks.
-Sweep = Callable[[jax.Array | None, Sequence[jax.Array], jax.Array], tuple[Seen | None, list[jax.Array]]]
+# Of a limit, marks, and the rate of weights (0: each counts as one): sums at or above the marks.
+Sweep = Callable[[jax.Array, Sequence[jax.Array], jax.Array], tuple[Seen, list[jax.Array]]]
 COUNT, WEIGH, DONE = 0, 1, 2  # phases of a row
 UNKNOWN = -1.0  # a mass
 
@@ -141,12 +140,8 @@ def search(
     options: Options,
     sweep: Sweep,
     vocab: int,
-    halves: bool = False,
 ) -> Found:
-    """The border of each row, from its best logit, the mass of all, and what its first sweep caught.
-
-    `halves`: a sweep tries the middle and catches nothing.
-    """
+    """The border of each row, from its best logit, the mass of all, and what its first sweep caught."""
     row, zero, whole = _Row(options, top, total, vocab), filled(top, 0), filled(top, 0, jnp.int32)
     seen = Seen(after(top), zero, caught)
     cut = jnp.maximum(top + options.least, NOTHING)
@@ -159,9 +154,7 @@ def search(
         closed = jnp.logical_not(_open(state))
         state = _advanced(row, state, closed)
         asks = jnp.logical_not(closed) & (state.phase != DONE)
-        done: _State = lax.cond(
-            _any(asks), lambda: _chosen(asks, _swept(row, state, sweep, halves), state), lambda: state
-        )
+        done: _State = lax.cond(_any(asks), lambda: _chosen(asks, _swept(row, state, sweep), state), lambda: state)
         return done
 
     done: _State = lax.while_loop(lambda state: _any(state.phase != DONE), step, state)
@@ -199,9 +192,9 @@ def _advanced(row: _Row, state: _State, closed: jax.Array) -> _State:
     )
 
 
-def _swept(row: _Row, state: _State, sweep: Sweep, halves: bool) -> _State:
+def _swept(row: _Row, state: _State, sweep: Sweep) -> _State:
     """The state after another look at the row."""
-    marks, limit = ([_half(state)], None) if halves else _marks(state, row.wanted(state))
+    marks, limit = _marks(state, row.wanted(state))
     lost = jnp.logical_not(_known(state))
     marks[0] = jnp.where(lost, state.cut, marks[0])
     fresh, sums = sweep(limit, marks, row.rate(state))
@@ -216,7 +209,7 @@ def _swept(row: _Row, state: _State, sweep: Sweep, halves: bool) -> _State:
             high=jnp.where(less, mark, state.high),
             at_high=jnp.where(less, found, state.at_high),
         )
-    return state if fresh is None else state._replace(seen=fresh)
+    return state._replace(seen=fresh)
 
 
 def _narrowed(row: _Row, state: _State) -> _State:
@@ -270,14 +263,6 @@ def _marks(state: _State, wanted: jax.Array) -> tuple[list[jax.Array], jax.Array
     limit = jnp.where(first | (turn >= 3), high, marks[CATCH])
     marks[-1] = jnp.where(first, marks[-1], before(high))  # many are alike, and this is what they are
     return marks, limit
-
-
-def _half(state: _State) -> jax.Array:
-    """The one border to try."""
-    low, high, turn = state.low, state.high, state.turn
-    far = high - jnp.maximum(jnp.abs(high), 1.0) * jnp.exp2(4.0 * turn)
-    half = jnp.where(low <= NOTHING, jnp.maximum(far, after(low)), _middle(low, high))
-    return jnp.where(turn == 0, jnp.maximum(before(high), after(low)), half)
 
 
 def _kept(caught: Sequence[jax.Array], weights: Sequence[jax.Array], border: jax.Array) -> jax.Array:

@@ -99,10 +99,7 @@ def _found(shape: Shape, refs: Refs, row: jax.Array, options: Options) -> Found:
     top = jnp.max(caught[0])
     total = jnp.sum(mass * jnp.exp2((caught[0] - top) * options.rate))
 
-    def sweep(
-        limit: jax.Array | None, marks: Sequence[jax.Array], rate: jax.Array
-    ) -> tuple[Seen | None, list[jax.Array]]:
-        assert limit is not None
+    def sweep(limit: jax.Array, marks: Sequence[jax.Array], rate: jax.Array) -> tuple[Seen, list[jax.Array]]:
         borders = (limit, *marks)
 
         def again(parts: list[jax.Array], state: Any) -> Any:
