@@ -14,6 +14,7 @@ from ..errors import InvalidValue
 from ..journal import REHEARSAL, Replay
 from ..metrics import Summary, measure, stage_allowance, summarize
 from ..perf.fit import Fit, fit, to_total
+from ..perf.model import Coefficients
 from ..request import Request
 from .latency import Latency
 from .options import Mesh, Options
@@ -39,8 +40,7 @@ def again(replayed: Replay, seed: int = 0) -> Again:
         raise InvalidValue("no request of the journal has finished", "journal")
     fitted = fit((load, seconds) for _, load, seconds in replayed.steps)
     truth = to_total(fitted.coefficients, ((load, seconds) for _, load, seconds in replayed.steps))
-    errors = [np.log(seconds / truth.step_time(load)) for _, load, seconds in replayed.steps if seconds > 0]
-    noise = min(float(np.std(errors)), 0.99)
+    spread = min(noise(replayed, truth), 0.99)
     made = list(replayed.instances.values())
     limits = made[0]["limits"]
     latency = Latency(
@@ -50,7 +50,7 @@ def again(replayed: Replay, seed: int = 0) -> Again:
         page_size=limits["page_size"],
         coefficients=truth,
         link_latency=min(replayed.moves, default=0.0),  # the others include waiting for the target's running step
-        noise=noise,
+        noise=spread,
     )
     mesh = Mesh.parse(
         f"{len(made)}x1",
@@ -64,7 +64,15 @@ def again(replayed: Replay, seed: int = 0) -> Again:
     served = summarize(tuple(measure(request, allowance=stage_allowance(request)) for request in done))
     ended = max(request.token_times[-1] for request in done) - first
     busy = tuple(sum(t for at, _, t in replayed.steps if at == name) / ended for name in replayed.instances)
-    return Again(served, report, fitted, noise, busy)
+    return Again(served, report, fitted, spread, busy)
+
+
+def noise(replayed: Replay, truth: Coefficients) -> float:
+    """Standard deviation of log(measured / fitted). A fit to few steps may give some of them no time at all: they do
+    not count."""
+    pairs = [(seconds, truth.step_time(load)) for _, load, seconds in replayed.steps]
+    errors = [np.log(measured / fitted) for measured, fitted in pairs if measured > 0 and fitted > 0]
+    return float(np.std(errors)) if errors else 0.0
 
 
 def _arrival(request: Request, first: float, page_size: int) -> Arrival:

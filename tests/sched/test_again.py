@@ -8,7 +8,8 @@ import pytest
 
 from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.journal import Replay, replay
-from jaxserve.sched.sim.again import again, rows
+from jaxserve.sched.perf.model import Coefficients, Load
+from jaxserve.sched.sim.again import again, noise, rows
 
 from .harness import Job
 from .test_journal import perf, recorded
@@ -27,3 +28,12 @@ def test_a_simulated_run_comes_out_again(roles: str) -> None:
 def test_a_journal_without_a_finished_request_is_refused() -> None:
     with pytest.raises(InvalidValue, match="no request of the journal has finished"):
         again(Replay())
+
+
+def test_steps_to_which_a_fit_gives_no_time_do_not_count() -> None:
+    """A few steps on a busy machine, whose times fell while they grew, have coefficients of 0."""
+    found = Replay()
+    found.steps += [("one", Load(decode=1), 0.003), ("one", Load(prefill=4), 0.002), ("one", Load(prefill=8), 0.004)]
+    told = Coefficients(fixed=0, prefill=0.0005, decode=0, quadratic=0, longest=0, context=0)
+    assert noise(found, told) == pytest.approx(0)
+    assert noise(Replay(), told) == 0
