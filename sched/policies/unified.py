@@ -104,7 +104,8 @@ class Unified:
                 first = first[np.argsort(rows.arrival[first], kind="stable")]
         named = first[: self._together(view, first) if len(first) and first is on_time else view.limits.rows]
         count = len(named)
-        if not rows.running[named].any():  # those who hold pages go on where nobody of these gets any
+        # Those who hold pages go on where nobody of these gets any; best effort has some, but gives way to who waits.
+        if not (rows.running[named] * (1 - rows.best_effort[named])).any():
             others = np.concatenate([first[count:], behind()])
             named = np.concatenate([named, others[rows.running[others] > 0]])
         return Decision(whole(rows, named) + one_each(view.decode), prompts=max(1, count))

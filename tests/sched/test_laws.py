@@ -162,6 +162,12 @@ def test_the_laws_hold_everywhere(policy: str) -> None:
         check_blind(policy, case, jobs, permuted(jobs, shuffled(len(jobs))), shape)
 
 
+def test_best_effort_that_holds_pages_keeps_nobody_from_going_on() -> None:
+    """An older prompt was named and did not fit, best effort gave way to it, and who held pages stood still."""
+    policy, case = "unified:no-preempt", ("1P1D", "prefill_budget", "pab")
+    check(policy, case, *drawn((policy, case, "full")))
+
+
 def permuted(jobs: list[Job], places: list[int]) -> list[Job]:
     """The same requests with each other's hidden output lengths."""
     return [
