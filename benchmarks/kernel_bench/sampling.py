@@ -17,7 +17,7 @@ from pallas_kernels import compat
 from pallas_kernels.border_search import LOG2_E, Found, Options
 from pallas_kernels.hopper import borders as hopper
 from pallas_kernels.interpret import interpreter
-from pallas_kernels.xla.borders import borders as by_xla
+from pallas_kernels.xla.borders import swept
 
 from .session import Session, reading
 
@@ -60,7 +60,7 @@ def _case(session: Session, name: str, kind: str, asks: str, rows: int, vocab: i
 
 
 def _calls(session: Session, vocab: int) -> dict[str, Callable[[jax.Array, Options], Found]]:
-    calls: dict[str, Callable[[jax.Array, Options], Found]] = {"xla": by_xla, "sort": _sorted}
+    calls: dict[str, Callable[[jax.Array, Options], Found]] = {"xla": swept, "sort": _sorted}
     if not session.dry or compat.DETECTS_RACES:
         told: Any = interpreter() if session.dry else None
         config = hopper.heuristic(vocab)

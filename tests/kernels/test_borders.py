@@ -120,6 +120,29 @@ def test_xla_keeps_what_float64_keeps(kind: str, where: str) -> None:
     assert np.asarray(found.sweeps).max() <= (65 if where == "on a CPU" else 25)
 
 
+LOOKS = {  # of 128,256 logits, on average and at most: the table of docs/kernels.md
+    ("zipf", Asks(top_k=50)): (1.0, 1),
+    ("zipf", Asks(top_p=0.9)): (1.0, 1),
+    ("zipf", Asks(top_k=50, top_p=0.9)): (1.0, 1),
+    ("normal", Asks(top_k=50)): (1.0, 1),
+    ("normal", Asks(top_p=0.9)): (4.0, 4),
+    ("normal", Asks(top_k=50, top_p=0.9)): (1.0, 1),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "asks"), LOOKS)
+def test_a_row_is_looked_at_as_seldom_as_told(kind: str, asks: Asks) -> None:
+    draw = np.random.default_rng(7)
+    x = draw.normal(size=(16, 128256))
+    if kind == "zipf":  # weights fall as rank^-1.5
+        x = -1.5 * np.log1p(np.argsort(np.argsort(draw.random(x.shape)))) + 0.3 * x
+    sweeps = np.asarray(XLA["on a GPU"](jnp.asarray(x, jnp.float32), options((asks,) * 16)).sweeps)
+    print(kind, asks, f"looks: {sweeps.mean():.2f}, at most {sweeps.max()}")
+    mean, most = LOOKS[kind, asks]
+    assert sweeps.mean() <= mean and sweeps.max() <= most
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**31), st.integers(0, 90), st.floats(1e-6, 1.0), st.floats(0.0, 0.5), st.sampled_from(KINDS))
 def test_small_rows(seed: int, top_k: int, top_p: float, min_p: float, kind: str) -> None:

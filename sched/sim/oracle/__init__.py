@@ -24,7 +24,7 @@ from .kim import in_agreement, most_on_time
 from .price import decodes_alone, prompts_alone, shared
 from .sustained import sustained_bound
 from .window import most_value
-from .work import Details, Server, jobs
+from .work import Details, Server, check_goal, jobs
 
 __all__ = ["Bound", "Details", "bound", "goodput_bound", "most_on_time", "most_value", "sustained_bound"]
 
@@ -87,8 +87,7 @@ def goodput_bound(
     work has the same price. Prices fall with the number of requests that are there at once, so those of a rate hold
     for all lower ones too, and are taken anew from each rate that is found. Raises InvalidValue.
     """
-    if not 0 < goal <= 1:
-        raise InvalidValue(f"{goal=} must be more than 0 and at most 1", "goal")
+    check_goal(goal)
     if not 0 < tolerance < inf:
         raise InvalidValue(f"{tolerance=} must be more than 0", "tolerance")
     case = _Case(arrivals, coefficients, (prefill_servers, decode_servers), deflection, chunk, details)

@@ -17,7 +17,7 @@ from ...metrics import GOAL
 from ...perf.model import Array, Coefficients
 from ..workload import Arrival
 from .price import decodes_alone, prompts_alone, shared_prices
-from .work import Details, Server, jobs
+from .work import Details, Server, check_goal, jobs
 
 
 def sustained_bound(
@@ -36,8 +36,7 @@ def sustained_bound(
 
     Steps are taken to be full always, and prompts to find in caches what they find in these. Raises InvalidValue.
     """
-    if not 0 < goal <= 1:
-        raise InvalidValue(f"{goal=} must be more than 0 and at most 1", "goal")
+    check_goal(goal)
     if min(prefill_servers, decode_servers) < 0 or prefill_servers + deflection * decode_servers < 1:
         raise InvalidValue(f"{prefill_servers=} and {decode_servers=} leave nobody to compute prompts")
     details = Details() if details is None else details

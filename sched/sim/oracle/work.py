@@ -32,6 +32,12 @@ class Details(NamedTuple):
     skip: int = 0
 
 
+def check_goal(goal: float) -> None:
+    """Raises InvalidValue where it is no share to ask for."""
+    if not 0 < goal <= 1:
+        raise InvalidValue(f"{goal=} must be more than 0 and at most 1", "goal")
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """One instance: its step times, and the most tokens and rows that a step can hold."""
