@@ -107,6 +107,9 @@ BARE = [(4, 2, 64), (8, 1, 128)]
 
 
 def same_as_the_twin(case: Step, *, turned: bool = True, config: Config | None = None) -> None:
+    """To the bit; where heads of 16 bits are turned, to one unit in the last place: a program may contract the product
+    and the sum of a rotation into one rounding, and the twin, which is not one program here, does not."""
+    contracted = turned and case.scales is None
     arguments = list(case.arguments)
     if not turned:
         arguments[3] = None
@@ -114,8 +117,9 @@ def same_as_the_twin(case: Step, *, turned: bool = True, config: Config | None =
         got = rope_and_write(*arguments, scales=case.scales, config=config, interpret=interpret)
         got = [np.asarray(part, np.float32) for part in got]
     want = rope_and_write_xla(*arguments, scales=case.scales)
-    for one, other in zip(got, want, strict=True):
-        np.testing.assert_array_equal(one, np.asarray(other, np.float32))
+    rtol, atol = (float(jnp.finfo(case.q.dtype).eps), 2.0**-22) if contracted else (0.0, 0.0)
+    for one, other, turns in zip(got, want, (contracted, contracted, False), strict=True):
+        np.testing.assert_allclose(one, np.asarray(other, np.float32), rtol=rtol * turns, atol=atol * turns)
 
 
 @needs_interpreter
