@@ -80,12 +80,6 @@ class ExecutorConfig:
                 f"max_model_len={self.max_model_len} is above the model's {self.spec.max_positions} positions",
                 "max_model_len",
             )
-        if kv.scaled(self.kv_cache_dtype) and self.spec.cache.latent:
-            raise InvalidValue(
-                f"kv_cache_dtype={self.kv_cache_dtype!r} is not supported for {self.spec.architecture}, whose cache is "
-                "a latent without heads; allowed: auto, bfloat16, float16, float32",
-                "kv_cache_dtype",
-            )
 
     @property
     def draft_spec(self) -> ModelSpec | None:

@@ -5,7 +5,10 @@
 for keys (turned) and values of every layer. What a text makes larger than that is cut off. Scales are facts of an
 engine, not of a page: one measurement serves all instances, so pages travel without them.
 
-Letters: T tokens, E model dim, H query heads, K kv heads, G = H / K, D head dim.
+A latent has no heads, but a scale for each column: a few columns are often far larger than the rest. Two that turn
+into each other share one, of what they could become at any position.
+
+Letters: T tokens, E model dim, H query heads, K kv heads, or copies of a latent, G = H / K, D head dim, or columns.
 """
 
 from __future__ import annotations
@@ -35,16 +38,19 @@ from pallas_kernels.xla.write import LARGEST
 log = logging.getLogger(__name__)
 
 Tree = Any
+Floats = npt.NDArray[np.float32]
 
 TOKENS = 256
 # A float8 loses nothing to room above, so it gets more of it. Integers lose a step in as many.
 HEADROOM = {"float8_e4m3fn": 4.0, "int8": 1.25}
+COLUMN_HEADROOM = {"float8_e4m3fn": 4.0, "int8": 2.0}  # the largest of a column is of fewer numbers
 STEPS_PER_OCTAVE = 8  # scales are rounded up to these: another mesh's last bits must not make another scale
 
 
 @dataclass(frozen=True)
 class Observer:
-    """An attention that keeps no pages: its pool is the largest key and value of each head, two arrays [K]."""
+    """An attention that keeps no pages: its pool is the largest key and value of each head, two arrays [K]; of a latent
+    the largest of each column, one array [K, D]."""
 
     mesh: Mesh
     experts: Experts = field(default_factory=XlaExperts)
@@ -69,9 +75,10 @@ class Observer:
         scales: Scales | None = None,
     ) -> tuple[jax.Array, Pool]:
         """Attention of one row that begins at position 0: q [T, H, D], k and v [T, K, D] -> [T, H, D]."""
-        assert v is not None, "a latent has no scales"
         tokens, kv_heads, dim = k.shape
         k = rotate(k, turn)
+        kept, axes = ((k,), (0,)) if v is None else ((k, v), (0, 2))
+        v = (k if v is None else v).astype(q.dtype)
         grouped = rotate(q, turn).reshape(tokens, kv_heads, -1, dim)
         score = jnp.einsum("tkgd,ckd->kgtc", grouped, k, preferred_element_type=jnp.float32) * scale
         if softcap is not None:
@@ -83,36 +90,40 @@ class Observer:
         if sinks is not None:
             total = jax.nn.logsumexp(score, axis=-1)  # [K, G, T]
             mixed = with_sinks(mixed, jnp.moveaxis(total, -1, 0).reshape(q.shape[:2]), sinks)
-        largest = tuple(
-            jnp.maximum(peak, jnp.max(jnp.abs(x.astype(jnp.float32)), axis=(0, 2)))
-            for peak, x in zip(pool, (k, v), strict=True)
+        return mixed, tuple(
+            jnp.maximum(peak, jnp.max(jnp.abs(x.astype(jnp.float32)), axis=axes))
+            for peak, x in zip(pool, kept, strict=True)
         )
-        return mixed, (largest[0], largest[1])
 
 
 def with_kv_scales(spec: ModelSpec, trees: Sequence[Tree], meshes: Sequence[Mesh], dtype: Any) -> list[Tree]:
     """The weight trees with scales for pools of `dtype`, measured on the first mesh and the same on each."""
-    name = jnp.dtype(dtype).name
-    largest = HEADROOM[name] / LARGEST[name]
-    found = [(rounded_up(k * largest), rounded_up(v * largest)) for k, v in peaks(spec, trees[0], meshes[0])]
+    name, columns = jnp.dtype(dtype).name, spec.cache.latent
+    largest = (COLUMN_HEADROOM if columns else HEADROOM)[name] / LARGEST[name]
+    leaves = ("kv_scale",) if columns else ("k_scale", "v_scale")
+    found = [
+        {leaf: rounded_up(peak * largest) for leaf, peak in zip(leaves, layer, strict=True)}
+        for layer in peaks(spec, trees[0], meshes[0])
+    ]
     log.info("KV cache %s: scales of %d layers measured on %d tokens", name, spec.layers, TOKENS)
     placed: dict[Mesh, Tree] = {}
     for tree, mesh in zip(trees, meshes, strict=True):
         if mesh not in placed:
-            placed[mesh] = _placed(tree, found, NamedSharding(mesh, PartitionSpec("tp")))
+            placed[mesh] = _placed(tree, found, NamedSharding(mesh, PartitionSpec(None if columns else "tp")))
     return [placed[mesh] for mesh in meshes]
 
 
-def _placed(tree: Tree, found: Sequence[Any], where: NamedSharding) -> Tree:
-    layers = []
-    for layer, scales in zip(tree["layers"], found, strict=True):
-        k, v = (jax.device_put(scale, where) for scale in scales)
-        layers.append({**layer, "attention": {**layer["attention"], "k_scale": k, "v_scale": v}})
+def _placed(tree: Tree, found: Sequence[dict[str, Floats]], where: NamedSharding) -> Tree:
+    layers = [
+        {**layer, "attention": {**layer["attention"], **jax.device_put(scales, where)}}
+        for layer, scales in zip(tree["layers"], found, strict=True)
+    ]
     return {**tree, "layers": layers}
 
 
-def peaks(spec: ModelSpec, tree: Tree, mesh: Mesh) -> list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
-    """Of each layer the largest key and the largest value of each kv head, [K] each, over fixed random tokens."""
+def peaks(spec: ModelSpec, tree: Tree, mesh: Mesh) -> list[tuple[Floats, ...]]:
+    """Of each layer the largest key and the largest value of each kv head, [K] each, over fixed random tokens; of a
+    latent the largest of each column, one array [D]."""
     count = min(TOKENS, spec.max_positions)
     tokens = np.random.default_rng(0).integers(0, spec.vocab, count).astype(np.int32)
     index, one = np.arange(count, dtype=np.int32), np.full(1, count, np.int32)
@@ -120,9 +131,18 @@ def peaks(spec: ModelSpec, tree: Tree, mesh: Mesh) -> list[tuple[npt.NDArray[np.
     rows = (index, np.zeros_like(index), index, np.zeros(1, np.int32), one, one, unused)
     ragged = Ragged(*map(jnp.asarray, rows))
     run = jax.jit(partial(_observed, spec=spec, attention=Observer(mesh)))
-    empty = [(np.zeros(spec.pool_heads, np.float32),) * 2] * spec.layers
+    shape = (spec.pool_heads,) if spec.latent is None else (spec.pool_heads, spec.cache.dim)
+    empty = [(np.zeros(shape, np.float32),) * spec.cache.parts] * spec.layers
     seen = jax.device_get(run(tree, empty, tokens, ragged))
-    return [(np.asarray(k), np.asarray(v)) for k, v in seen]
+    if spec.latent is None:
+        return [tuple(map(np.asarray, layer)) for layer in seen]
+    return [(_turned(np.asarray(layer[0][0]), spec.latent.rank),) for layer in seen]  # copies are alike
+
+
+def _turned(peak: Floats, rank: int) -> Floats:
+    """peak [R + Z] with what pairs of the last Z columns become at most when they are turned further."""
+    left, right = np.split(peak[rank:], 2)
+    return np.concatenate([peak[:rank], np.tile(np.hypot(left, right), 2)])
 
 
 def _observed(
@@ -131,7 +151,7 @@ def _observed(
     return registry.forward(spec, weights, pools, tokens, ragged, attention=attention)[1]
 
 
-def rounded_up(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """x [K] at the next of `STEPS_PER_OCTAVE` steps; a head that is all zeros gets the smallest normal number."""
+def rounded_up(x: Floats) -> Floats:
+    """x [K] at the next of `STEPS_PER_OCTAVE` steps; where all are zeros it is the smallest normal number."""
     steps = np.ceil(np.log2(np.maximum(x, np.finfo(np.float32).tiny)) * STEPS_PER_OCTAVE - 1e-3)
     return np.exp2(steps / STEPS_PER_OCTAVE).astype(np.float32)

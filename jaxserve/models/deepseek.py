@@ -4,6 +4,9 @@ Of each token only a latent is kept, which is key and value of all heads (arXiv 
 done there, in prefill too: what makes keys of latents goes to the queries, what makes values to what was mixed. So
 there is one kv head of R + Z dimensions, whose first R are its value, and a copy of it on each shard.
 
+In a pool of 8 bits each column of the latent has a scale of its own, s: (q s) . (c / s) = q . c, and what was mixed is
+multiplied by s. So no element that is read is multiplied by any, and kernels know nothing of it.
+
 Letters: T tokens, E model dim, H query heads, K copies of the latent, R its rank, Z dimensions that turn.
 """
 
@@ -18,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.models import layers
-from jaxserve.models.layers import Array, Info, Source, Turns, angles, matrix, rms_norm, vector
+from jaxserve.models.layers import Array, Info, Source, Turns, angles, like, matrix, rms_norm, vector
 from jaxserve.models.moe import Moe
 from jaxserve.models.quantised import einsum
 from jaxserve.models.spec import (
@@ -123,6 +126,7 @@ class Attention(nnx.Module):
         self.k_up = nnx.Param(Info((h, m.straight, m.rank), ("heads", "pack", "rank"), up, self._keys))
         self.v_up = nnx.Param(Info((h, m.rank, m.value), ("heads", "rank", "pack"), up, self._values))
         self.out = matrix(prefix + "o_proj.weight", h * m.value, e, ("heads", "dim"))
+        self.kv_scale = layers.kv_scale(spec.cache.dim, "rank") if spec.kv_scales else None
 
     def _turning(self, x: Array) -> Array:
         """[..., dims, in], the last Z of the dims in the order in which `rotate` turns them."""
@@ -159,10 +163,20 @@ class Attention(nnx.Module):
         own, shared = jnp.split(x @ self.kv_down[...], [m.rank], axis=-1)
         own, shared = rms_norm(own, self.kv_norm[...], EPS), rotate(shared[:, None], turn)[:, 0]
         kept = jnp.concatenate([own, shared], axis=-1)  # [T, R + Z]
+        if self.kv_scale is not None:  # in float32: what is kept is rounded once, to 8 bits
+            q, kept = scaled(q, self.kv_scale[...]), kept / like(self.kv_scale[...], kept)
         kept = jnp.broadcast_to(kept[:, None], (tokens, spec.cache.heads, spec.cache.dim))
         mixed, pool = kernel(q, kept, None, None, pool, work, scale=spec.scale)  # [T, H, R] or more
-        out = jnp.einsum("thr,hrv->thv", mixed[..., : m.rank], self.v_up[...])
+        mixed = mixed[..., : m.rank]
+        if self.kv_scale is not None:
+            mixed = scaled(mixed, self.kv_scale[: m.rank])
+        out = jnp.einsum("thr,hrv->thv", mixed, self.v_up[...])
         return out.reshape(tokens, spec.heads * m.value) @ self.out[...], pool
+
+
+def scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """x [..., D] times scale [D], in the dtype of x."""
+    return (x * like(scale, x)).astype(x.dtype)
 
 
 class Block(layers.Block):

@@ -98,10 +98,11 @@ def matrix(name: str, inputs: int, outputs: int, axes: tuple[str, str], contract
     return nnx.Param(Info((inputs, outputs), axes, (Source(name, (outputs, inputs)),), transposed, contract=contract))
 
 
-def kv_scale(heads: int) -> nnx.Param[Info]:
-    """What keys, or values, of each kv head are divided by in a pool of 8 bits: measured, not read (`calibrate`)."""
-    ones = partial(np.ones, heads, np.float32)
-    return nnx.Param(Info((heads,), ("heads",), (), ones, dtype=jnp.dtype(jnp.float32)))
+def kv_scale(size: int, axis: str = "heads") -> nnx.Param[Info]:
+    """What keys, or values, of each kv head, or columns of a latent, are divided by in a pool of 8 bits: measured, not
+    read (`calibrate`)."""
+    ones = partial(np.ones, size, np.float32)
+    return nnx.Param(Info((size,), (axis,), (), ones, dtype=jnp.dtype(jnp.float32)))
 
 
 def tree_of(module: nnx.Module) -> Tree:

@@ -174,7 +174,7 @@ class ModelSpec:
     kv_row: int = 1  # kv heads that lie side by side in a row of the pools
     kv_width: int = 0  # of such a row, where it is padded; 0: of its heads
     quantised: Quantisation | None = None  # weights in 8 bits
-    kv_scales: bool = False  # pools are of 8 bits: beside the weights lies what keys and values are divided by
+    kv_scales: bool = False  # pools are of 8 bits: beside the weights lies what is divided by before it is kept
     vocab_padding: int = 0  # rows that no id reads at the end of tables, so that shards divide them
 
     def __post_init__(self) -> None:
@@ -183,12 +183,6 @@ class ModelSpec:
                 raise InvalidValue(f"config: {name}={getattr(self, name)} must be at least 1", name)
         if self.heads % self.kv_heads:
             raise InvalidValue(f"config: heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
-        if self.latent is not None and self.kv_scales:
-            raise InvalidValue(
-                f"a KV cache of 8 bits is not supported for {self.architecture}, whose cache is a latent; supported "
-                "are auto, bfloat16, float16, float32",
-                "kv_cache_dtype",
-            )
         if self.sliding and (len(self.sliding) != self.layers or self.window < 1):
             raise InvalidValue(f"config: sliding_window={self.window} must be at least 1, for {self.layers=} layers")
         if self.head_dim % 2:

@@ -67,7 +67,8 @@ class Attention(Protocol):
         included. `softcap`: a score s becomes softcap * tanh(s / softcap). Of a latent the mixed values have D columns,
         or only those of `Spec.latent`.
         `sinks` [H]: see `pallas_kernels.sinks`. `v` None: k [T, K, D] are values too, and the pool is one array.
-        `scales`: of the kv heads, where pools are of 8 bits.
+        `scales`: of the kv heads, where pools are of 8 bits. Of latents there are none: into a pool of 8 bits goes what
+        8 bits say of k, so the caller divides it, and has q and the mixed values multiplied.
         """
 
 

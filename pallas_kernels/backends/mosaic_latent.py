@@ -17,7 +17,7 @@ from pallas_kernels.backends.base import Pool, Spec
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.rope import Turn, rotate
 from pallas_kernels.sinks import with_sinks
-from pallas_kernels.xla.write import scatter
+from pallas_kernels.xla.write import write_latent
 
 MANY = 64  # tokens of a row, where it may be a prompt: as many as fill the products
 
@@ -88,7 +88,7 @@ class LatentAttention:
 
         assert v is None and scales is None, "a latent is key and value, and has no scales"
         ragged, works = work
-        latents = scatter(pool[0], rotate(k, turn), ragged.write)
+        latents = write_latent(pool[0], rotate(k, turn), ragged.write)
         mixed, lse = paged_latent(
             rotate(q, turn),
             latents,

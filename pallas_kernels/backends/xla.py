@@ -12,7 +12,7 @@ from pallas_kernels.backends.base import Pool, Spec
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.rope import Turn, rotate
 from pallas_kernels.sinks import with_sinks
-from pallas_kernels.xla.write import scatter
+from pallas_kernels.xla.write import write_latent
 
 
 def supports(spec: Spec) -> str | None:
@@ -71,7 +71,7 @@ def _written(
 ) -> tuple[jax.Array, Pool]:
     """Turned queries, and the pool with this step's keys and values, or latents."""
     if v is None:
-        return rotate(q, turn), (scatter(pool[0], rotate(k, turn), ragged.write),)
+        return rotate(q, turn), (write_latent(pool[0], rotate(k, turn), ragged.write),)
     k_pool, v_pool = pool
     q, k_pool, v_pool = attention_xla.rope_and_write_xla(q, k, v, turn, k_pool, v_pool, ragged, scales=scales)
     return q, (k_pool, v_pool)

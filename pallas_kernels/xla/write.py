@@ -3,6 +3,8 @@
     pool[write[t]] = rotate(x[t])              in the dtype of the pool
     pool[write[t]] = rotate(x[t]) / scale[k]   where `scales` are given (fp8 e4m3, int8), cut off at the largest value
 
+A latent (one pool) comes divided by its scales, if it has any, and is cut off just so.
+
 The twin of `hopper.kv_write`, with the same numbers: turned in float32, rounded to the dtype of x, then quantised.
 Letters: T tokens, N pages in the pool, B page size, H query heads, K kv heads, D head dim.
 """
@@ -44,10 +46,22 @@ def write_kv(
 
 
 def quantised(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """x [T, K, D] / scale [K] in `dtype`, rounded to even, cut off at what the dtype can hold (never NaN)."""
-    largest = LARGEST[jnp.dtype(dtype).name]
-    small = jnp.clip(x.astype(jnp.float32) / scale[None, :, None], -largest, largest)
+    """x [T, K, D] / scale [K] in `dtype`: see `fitted`."""
+    return fitted(x.astype(jnp.float32) / scale[None, :, None], dtype)
+
+
+def fitted(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """x in `dtype`; in 8 bits rounded to even, and cut off at what they can hold (never NaN)."""
+    largest = LARGEST.get(jnp.dtype(dtype).name)
+    if largest is None:
+        return x.astype(dtype)
+    small = jnp.clip(x.astype(jnp.float32), -largest, largest)
     return (jnp.round(small) if jnp.issubdtype(dtype, jnp.integer) else small).astype(dtype)
+
+
+def write_latent(pool: jax.Array, latent: jax.Array, where: jax.Array) -> jax.Array:
+    """The pool [N, B, K, D] with latents [T, K, D], turned, at token places [T]; those out of range are dropped."""
+    return scatter(pool, fitted(latent, pool.dtype), where)
 
 
 def scatter(pool: jax.Array, new: jax.Array, where: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ import typing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxserve.engine import calibrate, kv
 from jaxserve.engine.build import random_init
 from jaxserve.errors import InvalidValue
 from jaxserve.models import registry
+from jaxserve.models.spec import ModelSpec
 from pallas_kernels.dispatch import attention
 from pallas_kernels.layout import Ragged
 
@@ -29,6 +31,16 @@ SPEC = registry.spec_from_config(
         "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48, "vocab_size": 64, "sliding_window": 9,
         "max_position_embeddings": 40, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 16,
         "layer_types": ["sliding_attention", "full_attention"],
+    }
+)  # fmt: skip
+
+
+LATENT = registry.spec_from_config(
+    {
+        "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 48, "vocab_size": 64, "max_position_embeddings": 40, "kv_lora_rank": 24,
+        "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 4, "n_shared_experts": 1,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 2, "topk_method": "greedy",
     }
 )  # fmt: skip
 
@@ -69,8 +81,27 @@ def test_instances_share_scales_measured_once(tiny: Path) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_what_is_measured_is_what_the_cache_is_given(tp: int) -> None:
     """Largest keys and values are those that a float32 pool holds after the same step."""
+    found, pools = measured(SPEC, tp)
+    for (k, v), (k_pool, v_pool) in zip(found, pools, strict=True):
+        np.testing.assert_allclose(k, np.abs(k_pool).max(axis=(0, 1, 3)), rtol=1e-5)
+        np.testing.assert_allclose(v, np.abs(v_pool).max(axis=(0, 1, 3)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_columns_of_a_latent_are_measured_one_by_one_and_those_that_turn_for_any_position(tp: int) -> None:
+    found, pools = measured(LATENT, tp)
+    for (peak,), (pool,) in zip(found, pools, strict=True):
+        largest = np.abs(pool).max(axis=(0, 1, 2))  # [D]
+        np.testing.assert_allclose(peak[:24], largest[:24], rtol=1e-5)
+        norms = np.hypot(pool[..., 24:28], pool[..., 28:]).max(axis=(0, 1, 2))  # [Z / 2], the same at any position
+        np.testing.assert_array_equal(peak[24:28], peak[28:])
+        assert (peak[24:28] >= norms * 0.9999).all() and (peak[24:28] <= norms * 2**0.5 * 1.0001).all()
+
+
+def measured(spec: ModelSpec, tp: int) -> tuple[Any, Any]:
+    """What is measured of each layer, and the pools of float32 after the same step."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:tp]), ("tp",))
-    spec = replace(SPEC.for_tp(tp), kv_scales=True)
+    spec = replace(spec.for_tp(tp), kv_scales=True)
     (tree,) = random_init(1)(spec, "float32", [mesh])
     found = calibrate.peaks(spec, tree, mesh)
     plain = replace(spec, kv_scales=False)
@@ -80,17 +111,15 @@ def test_what_is_measured_is_what_the_cache_is_given(tp: int) -> None:
     table = np.arange(count // page, dtype=np.int32)[None]
     ragged = Ragged(index, np.zeros_like(index), index, np.zeros(1, np.int32), one, one, table)
     shape = spec.cache.shape(count // page, page)
-    pools = [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(spec.layers)]
+    pools = [(jnp.zeros(shape),) * spec.cache.parts] * spec.layers
     bare = {**tree, "layers": [_without_scales(layer) for layer in tree["layers"]]}
     (bare,) = (jax.device_get(bare),)
     _, pools = jax.jit(partial(registry.forward, plain, attention=attention()))(bare, pools, tokens, ragged)
-    for (k, v), (k_pool, v_pool) in zip(found, pools, strict=True):
-        np.testing.assert_allclose(k, np.abs(k_pool).max(axis=(0, 1, 3)), rtol=1e-5)
-        np.testing.assert_allclose(v, np.abs(v_pool).max(axis=(0, 1, 3)), rtol=1e-5)
+    return found, jax.device_get(pools)
 
 
 def _without_scales(layer: dict[str, typing.Any]) -> dict[str, typing.Any]:
-    kept = {name: leaf for name, leaf in layer["attention"].items() if name not in ("k_scale", "v_scale")}
+    kept = {name: leaf for name, leaf in layer["attention"].items() if not name.endswith("_scale")}
     return {**layer, "attention": kept}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -219,8 +218,7 @@ def test_a_latent_is_one_array_and_each_shard_has_a_copy(tp: int) -> None:
     assert spec.cache.latent and spec.cache.shape(10, 16) == (10, 16, tp, 16 + 4)
     assert spec.cache.parcel_shape(3, 16) == (2, 1, 3, 16, tp, 20)
     assert spec.cache.page_bytes(16, "bfloat16") == 2 * 16 * tp * 20 * 2
-    with pytest.raises(InvalidValue, match="8 bits is not supported for DeepseekV2ForCausalLM, whose cache is a late"):
-        replace(spec, kv_scales=True)
+    assert spec.cache.page_bytes(16, "int8") == 2 * 16 * tp * 20
 
 
 def test_scores_of_a_stretched_latent_attention_are_sharper() -> None:

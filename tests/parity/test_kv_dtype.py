@@ -11,12 +11,19 @@ from functools import cache
 
 import pytest
 
+from jaxserve.models import registry
+
 from .law import LENGTH, PAGE, SPEC, Model, Setup, hold
+from .test_families import FAMILIES, SIZES
 from .test_law import ROOMY, asks
 
 CLOSE = 0.05
 TIGHT = LENGTH // PAGE + 4
 KINDS = ("fp8", "int8")
+# Its cache has a scale for each column. No experts: they take long to compile, and have a law of their own.
+LATENT = registry.spec_from_config(
+    {**SIZES, **FAMILIES["DeepseekV2"], "first_k_dense_replace": 2, "architectures": ["DeepseekV2ForCausalLM"]}
+)
 SHAPES = (("1x1", 16, TIGHT), ("2x1", 16, TIGHT), ("2x2", 64, ROOMY), ("4x2", 64, TIGHT), ("1x8", 256, ROOMY))
 BARE = [("fp8", "2x1", 16, TIGHT), ("int8", "2x2", 64, ROOMY)]
 
@@ -38,6 +45,22 @@ def test_no_schedule_changes_the_tokens(kind: str, mesh: str, chunk: int, pages:
 )
 def test_no_schedule_changes_the_tokens_anywhere(kind: str, mesh: str, chunk: int, pages: int) -> None:
     hold(model(kind), asks(1), mesh, chunk, pages, ROOMY)
+
+
+@cache
+def latent(kind: str) -> Model:
+    return Model(LATENT, close=CLOSE, kv=kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "chunk", "pages"),
+    [
+        ("fp8", "2x1", 64, TIGHT),
+        *(pytest.param(kind, *shape, marks=pytest.mark.full) for kind in KINDS for shape in SHAPES[1:4]),
+    ],
+)
+def test_no_schedule_changes_the_tokens_of_a_latent(kind: str, mesh: str, chunk: int, pages: int) -> None:
+    hold(latent(kind), asks(1, 6), mesh, chunk, pages, ROOMY)
 
 
 def test_the_same_buckets_give_the_same_bits_after_migration() -> None:

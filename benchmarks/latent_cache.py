@@ -1,0 +1,82 @@
+"""What 8 bits cost a latent cache: the error of one layer's mixed latents, in float64, against those of exact latents.
+
+Latents are made up, of the sizes of DeepSeek (512 columns and 64 that turn); what they are divided by is measured on
+the first 256 tokens and applied to all, as an engine does. `alike`: all columns are of one size. `outliers`: one in 64
+is thirty times as large, of those that turn too, and queries look at all of them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import common
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from jaxserve.engine.calibrate import COLUMN_HEADROOM, TOKENS, rounded_up
+from jaxserve.report.table import print_table
+from pallas_kernels.xla.write import LARGEST
+
+RANK, TURNED, HEADS, CONTEXT = 512, 64, 16, 8192
+SHARP = 2.5  # standard deviation of scores: how much heads look at few tokens
+Floats = npt.NDArray[np.float64]
+
+
+def latents(outliers: bool) -> tuple[Floats, Floats]:
+    """Queries [H, D] and latents [C, D]."""
+    random = np.random.default_rng(0)
+    size = np.exp(random.normal(0.0, 0.3, RANK + TURNED))
+    if outliers:
+        size[::64] *= 30
+    kept = random.standard_normal((CONTEXT, RANK + TURNED)) * size
+    q = random.standard_normal((HEADS, RANK + TURNED)) / size
+    return q * SHARP / np.sqrt(RANK + TURNED), kept
+
+
+def attention(q: Floats, kept: Floats) -> Floats:
+    """Mixed latents [H, R]."""
+    score = q @ kept.T
+    weight = np.exp(score - score.max(axis=1, keepdims=True))
+    return (weight / weight.sum(axis=1, keepdims=True)) @ kept[:, :RANK]
+
+
+def narrowed(kept: Floats, dtype: str, by: str) -> Floats:
+    """What comes back of latents that were kept in `dtype`, with scales of each column, of each part, or none."""
+    if by == "none":
+        return kept.astype(getattr(ml_dtypes, dtype)).astype(np.float64)
+    peak = np.abs(kept[:TOKENS]).max(axis=0)
+    if by == "part":
+        peak = np.concatenate([np.full(RANK, peak[:RANK].max()), np.full(TURNED, peak[RANK:].max())])
+    largest = LARGEST[dtype]
+    scale = rounded_up((peak * COLUMN_HEADROOM[dtype] / largest).astype(np.float32)).astype(np.float64)
+    small = np.clip(kept / scale, -largest, largest)
+    stored = np.rint(small) if dtype == "int8" else small.astype(np.float32).astype(getattr(ml_dtypes, dtype))
+    return stored.astype(np.float64) * scale
+
+
+def measure(dtype: str, by: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"dtype": dtype, "scales": by}
+    for name, outliers in (("alike", False), ("outliers", True)):
+        q, kept = latents(outliers)
+        want, got = attention(q, kept), attention(q, narrowed(kept, dtype, by))
+        size = np.abs(kept[:, :RANK]).mean(axis=0)  # so that large columns do not hide the others
+        found[name] = float(np.linalg.norm((got - want) / size) / np.linalg.norm(want / size))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    common.add_output(parser, "latent_cache")
+    args = parser.parse_args()
+    kinds = ("bfloat16", "none"), *((dtype, by) for dtype in ("float8_e4m3fn", "int8") for by in ("column", "part"))
+    found = [measure(*kind) for kind in kinds]
+    rows = [[row["dtype"], row["scales"], f"{row['alike']:.2%}", f"{row['outliers']:.2%}"] for row in found]
+    print_table("mixed latents of one layer", ["kept in", "a scale for each", "error, alike", "error, outliers"], rows)
+    common.save(args, {"forms": found})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
