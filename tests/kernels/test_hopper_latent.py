@@ -24,7 +24,7 @@ LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, of the whole ou
 POOL, SCALE = 24, 0.1
 SMALL = Config(workers=2)
 FEW = replace(SMALL, warps=True, tile=32)
-BODIES = [SMALL, pytest.param(FEW, marks=needs_interpreter)]
+BODIES = [pytest.param(one, marks=needs_interpreter) for one in (SMALL, FEW)]
 
 
 @dataclass(frozen=True)
