@@ -14,6 +14,7 @@ import os
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=default, metavar="FOLDER", help="JSON and table [%(default)s]")
     parser.add_argument("--note", default="", help="kept in the JSON file")
     parser.add_argument("--dry", action="store_true", help="tiny shapes on a CPU: does the script work?")
-    parser.add_argument("--minutes", type=float, default=7.5, help="skip what would begin later [%(default)s]")
+    parser.add_argument(
+        "--minutes", type=float, default=7.5, help="skip what would begin later, unless dry [%(default)s]"
+    )
     parser.add_argument("--only", type=sections, default=list(SECTIONS), metavar="A,B", help=", ".join(SECTIONS))
     parser.add_argument("--executable", type=Path, metavar="FILE", help="run what --build-executable made elsewhere")
     parser.add_argument("--build-executable", type=Path, metavar="FILE", help="compile for a H200 without one, and end")
@@ -99,7 +102,8 @@ def main() -> None:
         raise SystemExit(f"no GPU here, only {jax.default_backend()}: --dry tries the script with tiny shapes")
     began = time.perf_counter()
     with bar("kernels") as show:
-        session = Session(args.dry, args.output, began + 60 * args.minutes, show)
+        deadline = math.inf if args.dry else began + 60 * args.minutes
+        session = Session(args.dry, args.output, deadline, show)
         session.expect(PARTS)
         session.facts |= {
             "dry": args.dry,

@@ -83,11 +83,12 @@ def dry_kernels(repo: Path, folder: Path, *flags: str) -> dict[str, Any]:
 
 
 def test_kernels_dry(repo: Path, tmp_path: Path) -> None:
-    found = dry_kernels(repo, tmp_path, "--only", "sanity,ceilings,slopes,questions")
+    found = dry_kernels(repo, tmp_path, "--only", "sanity,ceilings,slopes,questions,sweep", "--minutes", "0")
     assert found["sanity"] == "eager and jit agree with numpy"
     assert found["ceilings"]["copy_tb_s"] > 0 < found["ceilings"]["matmul_tflop_s"]
     assert {"alpha_s_per_token", "beta_s_per_token"} <= set(found["slopes"])
     assert len(found["slopes"]["points"]) == 6 and "fp8 / bf16" in found["questions"]
+    assert found["sections_parts"]["sweep"] == 5, "a sweep, two specs, a candidate of each: however slow the machine"
 
 
 OURS = {"mosaic", "mosaic wgmma", "mosaic wgmma P in registers", "mosaic P in registers", "plan of mosaic"}
