@@ -1,6 +1,8 @@
-"""How long it takes to find what top-k and top-p keep: the kernel, XLA's search, and a sort of all logits.
+"""How long it takes to find what top-k and top-p keep: the kernel, XLA's search, and a sort of all logits; and to draw
+tokens of what each of them found, as the engine does.
 
-Bytes are those of one look at the logits; `sweeps` is how often a row was looked at, on average and at most.
+Bytes are those of one look at the logits, so "x floor" counts looks; `sweeps` is how often a row was looked at for its
+border, on average and at most.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxserve.engine.sampling import Column, Rows, draw
 from pallas_kernels import compat
 from pallas_kernels.border_search import LOG2_E, Found, Options
 from pallas_kernels.hopper import borders as hopper
@@ -57,6 +60,18 @@ def _case(session: Session, name: str, kind: str, asks: str, rows: int, vocab: i
         took = session.seconds(reading(lambda x, o, call=call: call(x, o).border, turns), (x, [(options,)], ()), turns)
         sweeps = np.asarray(found.sweeps)
         session.add(name, label, took, moved=moved, sweeps=float(sweeps.mean()), most_sweeps=int(sweeps.max()))
+        drawing = reading(lambda x, packed, call=call: draw(x, Rows(packed), call), turns)
+        took = session.seconds(drawing, (x, [(_rows(rows, top_k, top_p),)], ()), turns)
+        session.add(name, f"draw, {label}", took, moved=moved)
+
+
+def _rows(rows: int, top_k: float, top_p: float) -> jax.Array:
+    """What the engine is told of rows that ask for this, at temperature 1."""
+    packed = np.zeros((rows, len(Column)), np.int32)
+    packed[:, Column.SEED] = np.arange(rows)
+    packed[:, Column.TOP_K] = int(top_k)
+    packed[:, [Column.TEMPERATURE, Column.TOP_P]] = np.array([1.0, top_p], np.float32).view(np.int32)
+    return jnp.asarray(packed)
 
 
 def _calls(session: Session, vocab: int) -> dict[str, Callable[[jax.Array, Options], Found]]:

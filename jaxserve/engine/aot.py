@@ -21,7 +21,7 @@ from jaxserve.engine.backends import Backends, resolve_backends
 from jaxserve.engine.build import ExecutorConfig, random_init
 from jaxserve.engine.inputs import Bucket, Layout, Limits
 from jaxserve.engine.mesh import plan_mesh
-from jaxserve.engine.sampling import Column
+from jaxserve.engine.sampling import Column, Rows, draw
 from jaxserve.engine.segments import Segments, outside, pools_of
 from jaxserve.engine.step import Carry, Programs, Tree
 from jaxserve.models import registry
@@ -29,8 +29,9 @@ from jaxserve.models.layers import Info, Part
 from jaxserve.models.published import published_spec
 from jaxserve.sched.boundary import Boundary
 from jaxserve.speculative import Speculative
-from pallas_kernels.aot.cases import Step
+from pallas_kernels.aot.cases import Case, Step, shapes
 from pallas_kernels.aot.targets import memory_of
+from pallas_kernels.borders import MosaicBorders, Spec
 
 ROWS, TOKENS = 256, 8192  # what an engine on a GPU has unless it is told otherwise
 LENGTH = 8192  # tokens of the longest request
@@ -80,9 +81,27 @@ SERVED = (
 )
 
 
-def cases() -> list[Step]:
-    """The steps of each."""
-    return [step for served in SERVED for step in served_steps(served)]
+VOCABULARIES = {"llama3": 128256, "qwen3": 151936, "opt": 50272}
+PASSES = 6  # the most that drawing with cuts may take, each reading or writing all logits
+
+
+def cases() -> list[Case | Step]:
+    """The steps of each, and drawing with cuts."""
+    steps = [step for served in SERVED for step in served_steps(served)]
+    return [*steps, *(_cuts(name, vocab) for name, vocab in VOCABULARIES.items())]
+
+
+def _cuts(name: str, vocab: int) -> Case:
+    """Drawing by top-k, top-p and min-p from logits that are there, without the head that makes them."""
+    found = MosaicBorders(Spec("gpu", vocab))
+    return Case(
+        name=f"draw with cuts {name} r{ROWS}",
+        program=lambda logits, packed: draw(logits, Rows(packed), found),
+        arguments=shapes(((ROWS, vocab), jnp.float32), ((ROWS, len(Column)), jnp.int32)),
+        usual=name == "llama3",
+        command_buffers=1,
+        most_moved=PASSES * 4 * ROWS * vocab,
+    )
 
 
 def served_steps(served: Served) -> Iterator[Step]:
@@ -269,7 +288,7 @@ def _draw(made: Instance) -> jax.stages.Lowered:
     slots = made.programs.limits.slots
     rows, carry = made.plain((slots, made.programs.spec.dim), DTYPE), Carry.made(made.programs.limits, made.plain)
     sampling = made.plain((slots, len(Column)))
-    lowered: jax.stages.Lowered = made.programs.plain.lower(made.weights, rows, carry, sampling)
+    lowered: jax.stages.Lowered = made.programs.draw.lower(made.weights, rows, carry, sampling)
     return lowered
 
 

@@ -21,6 +21,7 @@ from jaxserve.engine.drafters import Drafter, NGram
 from jaxserve.engine.executor import DEPTH, JaxExecutor
 from jaxserve.engine.inputs import Limits, SlotTable
 from jaxserve.engine.mesh import MeshPlan, sub_meshes
+from jaxserve.engine.sampling import ADJUSTED
 from jaxserve.engine.segments import Segments, outside
 from jaxserve.engine.state import DeviceState
 from jaxserve.engine.step import Carry, Programs, Tree
@@ -266,7 +267,9 @@ def temporaries(
     step = programs.step[bucket].lower(tree, spec.cache.pools(part), carry.tokens, batch.packed).compile()
     rows = described((bucket.width, spec.dim), dtype)
     counts = described((limits.slots, limits.vocab), jnp.int16)
-    draw = programs.plain.lower(tree, rows, carry, batch.sampling).compile()
+    adjust = described((bucket.width, ADJUSTED), jnp.int32), described((bucket.width, ADJUSTED), jnp.float32)
+    full = (tree, rows, carry, counts, batch.sampling, *adjust, described((), jnp.int32))
+    draw = programs.full.lower(*full).compile()
     largest = max(_temporary(step), _temporary(draw))
     if limits.draft:
         several = described((bucket.width * (1 + limits.depths[-1]), spec.dim), dtype)

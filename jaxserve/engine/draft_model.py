@@ -23,7 +23,7 @@ from jaxserve.engine.drafters import Call, drafted_into
 from jaxserve.engine.drafts import DraftColumn, Drafts, Int32, idle_rows
 from jaxserve.engine.inputs import Batch, Bucket, Layout, Limits
 from jaxserve.engine.kv import pool_maker
-from jaxserve.engine.sampling import Column, Rows, draw_cut
+from jaxserve.engine.sampling import Column, Rows, draw
 from jaxserve.engine.speculate import GUESSED, salted
 from jaxserve.engine.step import Carry, Logits, Moves, Program, Tree, jitted, logits_of, unpack
 from jaxserve.engine.transfer import padded, piece_sizes
@@ -228,7 +228,7 @@ def _draft(
         if scores.shape[1]:
             told = salted(told, GUESSED)
             scores = scores.at[slots, ahead].set(found, mode="drop")
-        return jnp.maximum(draw_cut(found, told, borders), 0), scores
+        return jnp.maximum(draw(found, told, borders), 0), scores
 
     ids = jnp.maximum(jnp.stack([before, last], axis=1).reshape(-1), 0)
     ragged = _pairs(starts, counts > 0, tables, limits)

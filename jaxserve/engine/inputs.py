@@ -161,9 +161,8 @@ class SlotTable:
         self.columns = np.zeros((slots + 1, len(Column)), np.int32)  # the last row is padding: greedy, no slot
         self.columns[:, [Column.SLOT, Column.HISTORY]] = slots
         self.columns[:, [Column.TOP_P, Column.REPETITION]] = np.float32(1).view(np.int32)
-        self.full_until = np.zeros(slots + 1, np.int64)  # positions below need `draw_full`
+        self.full_until = np.zeros(slots + 1, np.int64)  # positions below need `draw_full`, which draws one token
         self.bans_until = np.zeros(slots, np.int64)  # positions below may not be an end of the text
-        self.alone_until = np.zeros(slots + 1, np.int64)  # positions below cannot be drawn several at a time
         self.bans: dict[int, Int32] = {}
         self.biases: dict[int, tuple[Int32, npt.NDArray[np.float32]]] = {}
         self.begins: dict[int, Begin] = {}
@@ -183,15 +182,14 @@ class SlotTable:
         row[Column.TOP_K] = min(max(params.top_k, 0), np.iinfo(np.int32).max)
         row[Column.HISTORY] = slot if history else self.limits.slots
         row[[Column.SEED, Column.SEED_HIGH]] = np.array([begin.seed & (2**64 - 1)], np.uint64).view(np.int32)
-        cuts = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+        row[Column.LOGPROBS] = params.logprobs is not None
         if params.min_tokens:
             self.bans_until[slot] = begin.prompt_length + params.min_tokens
             self.bans[slot] = np.array(banned(params, begin.eos), np.int32)[: ADJUSTED - len(biased)]
         if biased:
             self.biases[slot] = np.array(biased, np.int32), np.array([b for _, b in params.logit_bias], np.float32)
         alone = history or biased or params.logprobs is not None
-        self.alone_until[slot] = ALWAYS if alone else self.bans_until[slot]
-        self.full_until[slot] = ALWAYS if cuts else self.alone_until[slot]
+        self.full_until[slot] = ALWAYS if alone else self.bans_until[slot]
         if params.prompt_logprobs is not None:
             self.scored[slot] = begin.prompt[: begin.prompt_length]
 
@@ -214,7 +212,7 @@ class SlotTable:
 
     def release(self, slot: int) -> None:
         self.columns[slot] = self.columns[-1]
-        self.pages[slot] = self.full_until[slot] = self.bans_until[slot] = self.alone_until[slot] = 0
+        self.pages[slot] = self.full_until[slot] = self.bans_until[slot] = 0
         for table in (self.bans, self.biases, self.begins, self.scored):
             table.pop(slot, None)
 
@@ -268,9 +266,8 @@ class InputBuilder:
         drawn[:rows] = ids if all(samples) else np.where(samples, ids, self.limits.slots)
         sampling = slots.columns[drawn]  # [G, len(Column)]
         sampling[:rows, Column.POSITION] = contexts
-        drafts = None
+        alone, drafts = contexts < slots.full_until[drawn[:rows]], None
         if drafted:
-            alone = contexts < slots.alone_until[drawn[:rows]]
             drafts = drafting.drafts_of(
                 drafting.Rows(ids, np.array(start), np.array(draft), ends, alone),
                 depth=self.limits.depth(drafted),
@@ -279,10 +276,8 @@ class InputBuilder:
                 tables=tables[:rows],
                 slots=self.limits.slots,
             )
-            full = bool(alone.any())
             sampling[:rows][~alone] = slots.columns[-1]
-        else:
-            full = bool(np.any(contexts < slots.full_until[drawn[:rows]]))
+        full = bool(alone.any())
         adjust = _adjust(drawn[:rows].tolist(), contexts, bucket.width, slots) if full else None
         return Batch(bucket, packed, sampling, full, adjust, _logprobs(slot, samples, slots) if full else (), drafts)
 

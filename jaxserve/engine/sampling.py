@@ -1,8 +1,8 @@
 """Drawing tokens on the device. A token depends on its logits, its request's parameters and seed, and its position:
 never on the batch, the row, the schedule or the mesh.
 
-Two programs: `draw_plain` knows temperature only, `draw_full` knows everything. On rows that use nothing but
-temperature both give the same tokens. Letters: G sampling rows, V vocabulary, A adjusted tokens of a row.
+Two programs: `draw` knows temperature, top-k, top-p and min-p, `draw_full` knows everything. On rows that use nothing
+else both give the same tokens. Letters: G sampling rows, V vocabulary, A adjusted tokens of a row.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.engine.logprobs import logprobs_of
 from jaxserve.sched.params import MAX_LOGPROBS
 from pallas_kernels.border_search import LOG2_E, Options
 from pallas_kernels.borders import Borders, XlaBorders
@@ -42,6 +43,7 @@ class Column(IntEnum):
     PRESENCE = 9  # float
     FREQUENCY = 10  # float
     HISTORY = 11  # slot whose token counts the row keeps; out of range: none
+    LOGPROBS = 12  # 1: wanted
 
 
 class Rows(NamedTuple):
@@ -64,36 +66,40 @@ class Adjust(NamedTuple):
     used: jax.Array  # [] int32, columns in use in any row
 
 
-def draw_plain(logits: jax.Array, rows: Rows) -> jax.Array:
-    """Tokens [G] int32 by temperature alone, BAD where a row's logits are not finite. logits: [G, V] float32."""
-    temperature = rows.floats(Column.TEMPERATURE)
-    warm = temperature > 0
-    tokens = lax.cond(
-        jnp.any(warm),
-        lambda x: argmax(_heated(x, temperature) + jnp.where(warm[:, None], gumbel(rows, x.shape[1]), 0.0)),
-        argmax,
-        logits,
-    )
-    return jnp.where(finite(logits), tokens, BAD)
+def draw(logits: jax.Array, rows: Rows, borders: Borders = BY_XLA) -> jax.Array:
+    """Tokens [G] int32 by temperature, min-p, top-k and top-p, BAD where a row's logits are not finite.
+    logits: [G, V] float32."""
+    tokens, top = _drawn(logits, rows, borders)
+    return jnp.where(jnp.isfinite(top), tokens, BAD)
 
 
-def draw_cut(logits: jax.Array, rows: Rows, borders: Borders = BY_XLA) -> jax.Array:
-    """Tokens [G] as `draw_full` draws them for rows without penalties, bias and bans: by temperature, min-p, top-k and
-    top-p."""
-    temperature = rows.floats(Column.TEMPERATURE)
-    warm = (temperature > 0)[:, None]
-    tokens = lax.cond(
-        jnp.any(warm),
-        lambda x: argmax(jnp.where(warm, heated_and_cut(x, rows, borders) + gumbel(rows, x.shape[1]), x)),
-        argmax,
-        logits,
-    )
-    return jnp.where(finite(logits), tokens, BAD)
+def _drawn(x: jax.Array, rows: Rows, borders: Borders) -> tuple[jax.Array, jax.Array]:
+    """Tokens [G] of logits [G, V], and the largest of these, found by the same look. Each way to draw asks here, so all
+    draw alike."""
+    warm = (rows.floats(Column.TEMPERATURE) > 0)[:, None]
+
+    def greedy(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return argmax(x), jnp.max(x, axis=1)
+
+    def noisy(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        heated = heated_and_cut(x, rows, borders) + gumbel(rows, x.shape[1])
+        return argmax(jnp.where(warm, heated, x)), jnp.max(x, axis=1)
+
+    drawn: tuple[jax.Array, jax.Array] = lax.cond(jnp.any(warm), noisy, greedy, x)
+    return drawn
 
 
 def heated_and_cut(x: jax.Array, rows: Rows, borders: Borders = BY_XLA) -> jax.Array:
     """Logits [G, V] whose softmax is what a row's token is drawn from; MASKED where a cut leaves a token out: min-p,
     then top-k, then top-p. Ties at a border stay in. Greedy rows are left as they are."""
+    temperature = rows.floats(Column.TEMPERATURE)
+    heated = x / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    return jnp.where(x >= _border(x, rows, borders)[:, None], heated, MASKED)
+
+
+def _border(x: jax.Array, rows: Rows, borders: Borders) -> jax.Array:
+    """The least logit [G] that is left in. Searched where some row asks for a cut; its result is [G], because a branch
+    that returned logits would write them, for another kernel to read."""
     temperature, min_p = rows.floats(Column.TEMPERATURE), rows.floats(Column.MIN_P)
     warm = temperature > 0
     options = Options(
@@ -103,12 +109,9 @@ def heated_and_cut(x: jax.Array, rows: Rows, borders: Borders = BY_XLA) -> jax.A
         top_p=jnp.where(warm, rows.floats(Column.TOP_P), 1.0),
     )
     cuts = (options.top_k > 0) | (options.top_p < 1) | (options.least > -jnp.inf)
-
-    def cut(x: jax.Array) -> jax.Array:
-        return jnp.where(x >= borders(x, options).border[:, None], _heated(x, temperature), MASKED)
-
-    done: jax.Array = lax.cond(jnp.any(cuts), cut, lambda x: _heated(x, temperature), x)
-    return done
+    none = jnp.full_like(temperature, -jnp.inf)
+    border: jax.Array = lax.cond(jnp.any(cuts), lambda x: borders(x, options).border, lambda _: none, x)
+    return jnp.where(cuts, border, none)
 
 
 def draw_full(
@@ -118,7 +121,8 @@ def draw_full(
     counts: jax.Array,  # [slots, V] int16
     borders: Borders = BY_XLA,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tokens [G], their log-probabilities packed as `logprobs_of` [G, 2 + 2 * MAX_LOGPROBS], and the new counts.
+    """Tokens [G], their log-probabilities packed as `logprobs_of` [G, 2 + 2 * MAX_LOGPROBS], nothing there unless some
+    row wants them, and the new counts.
 
     In the order of vLLM: penalties, bias and bans; temperature; min-p; top-k; top-p. Log-probabilities are those of
     the model, before any of it.
@@ -127,28 +131,14 @@ def draw_full(
     history = rows.ints(Column.HISTORY)
     kept = jnp.where((history < slots)[:, None], counts[jnp.clip(history, 0, slots - 1)], 0)  # [G, V]
     x = _adjusted(_penalised(logits, kept, rows), adjust)
-    temperature = rows.floats(Column.TEMPERATURE)
-    warm = (temperature > 0)[:, None]
-    noisy = heated_and_cut(x, rows, borders) + jnp.where(warm, gumbel(rows, x.shape[1]), 0.0)
-    tokens = argmax(jnp.where(warm, noisy, x))
-    packed = logprobs_of(logits, tokens)
+    tokens, _ = _drawn(x, rows, borders)
+    wanted = jnp.any(rows.ints(Column.LOGPROBS) > 0)
+    none = jnp.zeros((tokens.shape[0], 2 + 2 * MAX_LOGPROBS), jnp.int32)
+    packed = lax.cond(wanted, logprobs_of, lambda logits, tokens: none, logits, tokens)
     tokens = jnp.where(finite(logits), tokens, BAD)
     old = kept[jnp.arange(tokens.shape[0]), jnp.clip(tokens, 0)]
     more = jnp.where((tokens >= 0) & (old & MOST_COUNTED < MOST_COUNTED), 1, 0).astype(counts.dtype)
     return tokens, packed, counts.at[history, jnp.clip(tokens, 0)].add(more, mode="drop")
-
-
-def logprobs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Per row: bits of the token's log-probability, its rank, the best ids, bits of theirs; ids are -1 where the
-    vocabulary is smaller. logits [G, V], tokens [G] -> [G, 2 + 2 * MAX_LOGPROBS] int32."""
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    mine = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)  # [G, 1]
-    rank = 1 + jnp.sum(logprobs > mine, axis=1, dtype=jnp.int32)
-    best, ids = lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[1]))
-    missing = ((0, 0), (0, MAX_LOGPROBS - best.shape[1]))
-    best, ids = jnp.pad(best, missing), jnp.pad(ids.astype(jnp.int32), missing, constant_values=-1)
-    bits = lax.bitcast_convert_type(jnp.concatenate([mine, best], axis=1), jnp.int32)
-    return jnp.concatenate([bits[:, :1], rank[:, None], ids, bits[:, 1:]], axis=1)
 
 
 def finite(logits: jax.Array) -> jax.Array:
@@ -157,10 +147,19 @@ def finite(logits: jax.Array) -> jax.Array:
 
 
 def argmax(x: jax.Array) -> jax.Array:
-    """First index of the largest of each row. Two plain reductions: XLA's own argmax is four times slower on CPU."""
-    best = jnp.max(x, axis=-1, keepdims=True)
-    index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    return jnp.minimum(jnp.min(jnp.where(x == best, index, x.shape[1]), axis=-1), x.shape[1] - 1)
+    """First index of the largest of each row."""
+
+    def at_once(x: jax.Array) -> jax.Array:
+        return lax.argmax(x, 1, jnp.int32)
+
+    def in_turn(x: jax.Array) -> jax.Array:
+        best = jnp.max(x, axis=-1, keepdims=True)
+        index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+        return jnp.minimum(jnp.min(jnp.where(x == best, index, x.shape[1]), axis=-1), x.shape[1] - 1)
+
+    # On a CPU XLA's own takes four times as long as two plain reductions; a GPU would write x for the second to read.
+    found: jax.Array = lax.platform_dependent(x, cuda=at_once, rocm=at_once, default=in_turn)
+    return found
 
 
 def gumbel(rows: Rows, vocab: int) -> jax.Array:
@@ -184,10 +183,6 @@ def _mix(x: jax.Array) -> jax.Array:
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
-
-
-def _heated(x: jax.Array, temperature: jax.Array) -> jax.Array:
-    return x / jnp.where(temperature > 0, temperature, 1.0)[:, None]
 
 
 def _penalised(x: jax.Array, kept: jax.Array, rows: Rows) -> jax.Array:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxserve.engine.sampling import BAD, BY_XLA, Column, Rows, argmax, draw_cut, finite, gumbel, heated_and_cut
+from jaxserve.engine.sampling import BAD, BY_XLA, Column, Rows, argmax, draw, finite, gumbel, heated_and_cut
 from pallas_kernels.borders import Borders
 
 NONE = -2  # in place of a token that a row did not gain
@@ -39,7 +39,7 @@ def strict(
     `lengths` [G] count.
     """
     width, times = packed.shape[0], 1 + draft.shape[1]
-    drawn = draw_cut(logits, repeated(packed, times), borders).reshape(width, times)
+    drawn = draw(logits, repeated(packed, times), borders).reshape(width, times)
     right = (drawn[:, :-1] == draft) & (jnp.arange(times - 1)[None] < lengths[:, None])
     return gained(drawn, _leading(right))
 

@@ -135,7 +135,7 @@ class DeviceState:
             if not batch.full:
                 return drawn
         if not batch.full:
-            drawn.tokens, self.carry = programs.plain(self.weights, rows, self.carry, batch.sampling)
+            drawn.tokens, self.carry = programs.draw(self.weights, rows, self.carry, batch.sampling)
             return drawn
         ids, values = self.unadjusted(batch.bucket.width)
         used = np.int32(0)

@@ -21,7 +21,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.engine.backends import Backends
 from jaxserve.engine.inputs import FROM_CARRY, Bucket, Layout, Limits
-from jaxserve.engine.sampling import Adjust, Column, Rows, draw_full, draw_plain, logprobs_of
+from jaxserve.engine.logprobs import logprobs_of
+from jaxserve.engine.sampling import Adjust, Column, Rows, draw, draw_full
 from jaxserve.engine.speculate import last_of, noted, probabilistic, strict
 from jaxserve.models import registry
 from jaxserve.models.cache import Cache
@@ -80,8 +81,8 @@ class Programs:
             self.step[bucket] = jitted(program, f"step_{bucket.tokens}_{bucket.rows}", (whole, pools, whole), (1,))
             self.block.setdefault(bucket.tokens, jitted(_block, f"block_{bucket.tokens}", whole))
         logits = partial(logits_of, spec=spec, whole=whole)
-        self.plain = jitted(partial(_plain, logits=logits), "draw_plain", (whole, whole), (2,))
         borders = backends.borders(shape)
+        self.draw = jitted(partial(_draw, logits=logits, borders=borders), "draw", (whole, whole), (2,))
         self.full = jitted(partial(_full, logits=logits, borders=borders), "draw_full", (whole,) * 4, (2, 3))
         self.pick = jitted(_pick, "pick", whole)
         self.verify = jitted(partial(_verify, logits=logits, borders=borders), "verify", (whole, whole), (2,))
@@ -168,12 +169,12 @@ def logits_of(weights: Tree, rows: jax.Array, *, spec: ModelSpec, whole: NamedSh
     return logits
 
 
-def _plain(
-    weights: Tree, rows: jax.Array, carry: Carry, sampling: jax.Array, *, logits: Logits
+def _draw(
+    weights: Tree, rows: jax.Array, carry: Carry, sampling: jax.Array, *, logits: Logits, borders: Borders
 ) -> tuple[jax.Array, Carry]:
     """rows [G, E], sampling [G, len(Column)] -> tokens [G], carry."""
     told = Rows(sampling)
-    tokens = draw_plain(logits(weights, rows), told)
+    tokens = draw(logits(weights, rows), told, borders)
     return tokens, _carried(carry, told, tokens)
 
 
@@ -190,7 +191,7 @@ def _full(
     logits: Logits,
     borders: Borders,
 ) -> tuple[jax.Array, Carry, jax.Array, jax.Array]:
-    """As `_plain`, with token counts [slots, V] and an Adjust -> tokens, carry, counts, log-probabilities."""
+    """As `_draw`, with token counts [slots, V] and an Adjust -> tokens, carry, counts, log-probabilities."""
     told = Rows(sampling)
     tokens, logprobs, counts = draw_full(logits(weights, rows), told, Adjust(ids, values, used), counts, borders)
     return tokens, _carried(carry, told, tokens), counts, logprobs
@@ -206,7 +207,7 @@ def _verify(
     logits: Logits,
     borders: Borders,
 ) -> tuple[jax.Array, Carry]:
-    """As `_plain`, for rows [G * D, E], of which `lengths` [G] were drafted; -> tokens [G, D] as of `strict`."""
+    """As `_draw`, for rows [G * D, E], of which `lengths` [G] were drafted; -> tokens [G, D] as of `strict`."""
     told = Rows(sampling)
     depth = rows.shape[0] // sampling.shape[0] - 1
     slots = jnp.clip(told.ints(Column.SLOT), 0, carry.tokens.shape[0] - 1)

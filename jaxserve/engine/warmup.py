@@ -144,7 +144,7 @@ def calls(state: DeviceState) -> list[Call]:
     for width in limits.widths:
         rows, sampling = state.replicated((width, spec.dim), dtype), slots.columns[np.full(width, limits.slots)]
         ids, values = state.unadjusted(width)
-        made.append(Call(f"draw {width}", programs.plain, (state.weights, rows, state.carry, sampling)))
+        made.append(Call(f"draw {width}", programs.draw, (state.weights, rows, state.carry, sampling)))
         full = (state.weights, rows, state.carry, state.counts, sampling)
         made.append(Call(f"draw fully {width}", programs.full, (*full, ids, values, np.int32(0))))
     block, targets = state.replicated((SCORED, spec.dim), dtype), np.zeros(SCORED, np.int32)

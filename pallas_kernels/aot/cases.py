@@ -66,6 +66,10 @@ class Compilable(Protocol):
         """The most CUDA graphs it may be cut into; None: any number."""
 
     @property
+    def most_moved(self) -> int | None:
+        """Bytes that its kernels may read and write, all together; None: any number."""
+
+    @property
     def flags(self) -> tuple[str, ...]:
         """For XLA, as XLA_FLAGS takes them, where it is to be compiled with more than the defaults."""
 
@@ -93,6 +97,7 @@ class Case:
     held: int = KERNELS_HOLD
     devices: int = 1
     command_buffers: int | None = None
+    most_moved: int | None = None
     flags: tuple[str, ...] = ()
 
     @property
@@ -118,6 +123,7 @@ class Step:
     command_buffers: int | None = None
     held: int = STEPS_HOLD
     most_temp: int | None = None
+    most_moved: int | None = None
     flags: tuple[str, ...] = ()
 
     def lower(self, mesh: Mesh) -> jax.stages.Lowered:

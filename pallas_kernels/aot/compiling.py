@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from pallas_kernels.aot import figures, hlo
+from pallas_kernels.aot import figures, hlo, traffic
 from pallas_kernels.aot.cases import Compilable, mesh_of
 from pallas_kernels.aot.figures import Figures
 from pallas_kernels.aot.targets import Target, dump_into
@@ -138,6 +138,7 @@ def compile_case(case: Compilable, target: Target) -> Figures:
             code=memory.generated_code_size_in_bytes or len(program.serialize() if program else b""),
             alias=memory.alias_size_in_bytes,
             memory=used + memory.temp_size_in_bytes,
+            moved=traffic.moved(text),
             donated=donated,
             aliased=hlo.aliased(text),
             copies=tuple(hlo.copies(text, case.held)),

@@ -35,11 +35,12 @@ class Figures:
     instructions: dict[str, int] = field(default_factory=dict)
     shared: int = 0  # instructions through shared memory, or from thread to thread by the same way
     narrow: int = 0  # loads from there of less than 4 bytes
-    temp: int = 0  # bytes per device, as the next five
+    temp: int = 0  # bytes per device, as the next six
     arguments: int = 0
     code: int = 0  # of the whole program as it is kept, where the backend does not tell the code alone
     alias: int = 0
     memory: int = 0  # arguments, outputs and temporaries at once
+    moved: int = 0  # bytes that a run reads and writes, see `traffic`
     donated: int = 0  # arguments given away
     aliased: int = 0  # arguments that an output lies on
     copies: tuple[str, ...] = ()  # of what may not be copied

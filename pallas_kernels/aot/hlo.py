@@ -32,7 +32,13 @@ class Instruction:
     shape: str
     opcode: str
     operands: tuple[str, ...]
-    calls: str | None
+    told: str  # behind its operands
+
+    @property
+    def calls(self) -> str | None:
+        """The computation that a wrapper wraps."""
+        found = CALLS.search(self.told)
+        return found[1] if found else None
 
     @property
     def array(self) -> Array | None:
@@ -54,9 +60,8 @@ def _instruction(line: str) -> Instruction | None:
     if found is None:
         return None
     name, shape, opcode, rest = found.groups()
-    calls = CALLS.search(rest)
-    operands = tuple(re.findall(r"%([\w.\-]+)", rest.split(")", 1)[0]))
-    return Instruction(name, shape, opcode, operands, calls[1] if calls else None)
+    given, _, told = rest.partition(")")
+    return Instruction(name, shape, opcode, tuple(re.findall(r"%([\w.\-]+)", given)), told)
 
 
 def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:

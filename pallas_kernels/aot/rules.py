@@ -49,6 +49,8 @@ def laws(case: Compilable, figures: Figures, memory: int) -> Iterator[str]:
         yield f"a weight or a pool is copied, the bound is no copy: {said}"
     if case.command_buffers is not None and figures.buffers != case.command_buffers:
         yield f"{figures.buffers} command buffers, the bound is {case.command_buffers}"
+    if case.most_moved is not None and figures.moved > case.most_moved:
+        yield f"{figures.moved / GB:.3f} GB read and written, the bound is {case.most_moved / GB:.3f} GB"
     if figures.memory > memory:
         yield f"{figures.memory / GB:.2f} GB a device, the bound is {memory / GB:.0f} GB"
 

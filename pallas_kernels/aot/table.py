@@ -16,12 +16,13 @@ HEAD = (
     "temp MB",
     "alias MB",
     "GB",
+    "moved GB",
     "graphs",
     "s",
     "cpu s",
     "",
 )
-LEFT = {0, 5, 12}  # columns of words
+LEFT = {0, 5, 13}  # columns of words
 
 
 def row(name: str, outcome: Figures | str, verdict: str) -> tuple[str, ...]:
@@ -39,6 +40,7 @@ def row(name: str, outcome: Figures | str, verdict: str) -> tuple[str, ...]:
         f"{outcome.temp / 1e6:.2f}",
         f"{outcome.alias / 1e6:.1f}" if outcome.alias else "",
         f"{outcome.memory / 1e9:.2f}",
+        f"{outcome.moved / 1e9:.2f}",
         graphs,
         f"{outcome.seconds:.1f}",
         f"{outcome.processor:.1f}",

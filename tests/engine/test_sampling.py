@@ -12,6 +12,7 @@ import pytest
 
 from jaxserve.engine import sampling
 from jaxserve.engine.inputs import Limits, SlotTable, banned, check_adjusted
+from jaxserve.engine.logprobs import CHUNK, best, logprobs_of
 from jaxserve.engine.results import unpack
 from jaxserve.engine.sampling import (
     ADJUSTED,
@@ -24,13 +25,12 @@ from jaxserve.engine.sampling import (
     Rows,
     argmax,
     gumbel,
-    logprobs_of,
 )
 from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import Begin
 
-draw_plain, draw_full = jax.jit(sampling.draw_plain), jax.jit(sampling.draw_full)
+draw, draw_full = jax.jit(sampling.draw), jax.jit(sampling.draw_full)
 V, DRAWS = 24, 4096
 LIMITS = Limits(slots=4, tokens=16, pages=8, page_size=4, row_pages=4, vocab=V)
 LOGITS = np.random.default_rng(0).normal(size=V).astype(np.float32) * 2
@@ -135,12 +135,45 @@ def check_distribution(options: dict[str, Any], values: Array) -> None:
     assert chi2 < freedom + 5 * np.sqrt(2 * freedom) + 5, (chi2, freedom)
 
 
+ALIKE: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0, "top_p": 0.5},
+    {"temperature": 0.7},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 0.8, "top_k": 40, "min_p": 0.02},
+    {"temperature": 1.3, "top_k": 5, "top_p": 0.6},
+)
+
+
 def test_both_programs_draw_the_same_where_both_may() -> None:
-    for temperature in (0.0, 0.7, 1.0):
-        rows = table(SamplingParams(temperature=temperature, max_tokens=None), 64, seed=9)
-        logits = jax.random.normal(jax.random.key(0), (64, V)) * 3
-        full, _, _ = draw_full(logits, rows, plain_adjust(64), counts())
-        assert (np.asarray(draw_plain(logits, rows)) == np.asarray(full)).all()
+    """Whichever row is beside them: some ask for no cut, some are greedy, and in `draw_full` one wants more."""
+    tables = [table(SamplingParams(**asked, max_tokens=None), 16, seed=9) for asked in ALIKE]
+    rows = Rows(jnp.concatenate([one.packed for one in tables]))
+    count, vocab = rows.packed.shape[0], 4096
+    logits = jax.random.normal(jax.random.key(0), (count, vocab)) * 3
+    mine = np.asarray(draw(logits, rows))
+    assert len(set(mine.tolist())) > count // 8
+    for wants in ({}, {"presence_penalty": 0.5, "logprobs": 3}):
+        beside = table(SamplingParams(**wants, max_tokens=None), 1)
+        held = jnp.zeros((4, vocab), jnp.int16)
+        full, _, _ = draw_full(
+            jnp.concatenate([logits, logits[:1]]),
+            Rows(jnp.concatenate([rows.packed, beside.packed])),
+            plain_adjust(count + 1),
+            held,
+        )
+        assert (mine == np.asarray(full)[:-1]).all()
+
+
+def test_cuts_are_drawn_without_what_penalties_need() -> None:
+    slots = SlotTable(LIMITS)
+    for asked, full in (
+        ({"top_p": 0.9, "top_k": 5, "min_p": 0.1}, False),
+        ({"logprobs": 0}, True),
+        ({"presence_penalty": 0.1}, True),
+        ({"logit_bias": ((1, 1.0),)}, True),
+    ):
+        slots.begin(1, Begin(SamplingParams(**asked), 1, (), (), 3, (1,)))  # type: ignore[arg-type]
+        assert bool(slots.full_until[1] > 10) == full, asked
 
 
 def test_noise_is_gumbel_and_independent_between_seeds_positions_and_tokens() -> None:
@@ -171,7 +204,7 @@ def test_rows_that_are_not_finite_are_told(bad: float) -> None:
     logits = jnp.tile(jnp.asarray(LOGITS)[None], (3, 1)).at[1, 4].set(bad)
     for temperature in (0.0, 1.0):
         rows = table(SamplingParams(temperature=temperature, max_tokens=None), 3)
-        for tokens in (draw_plain(logits, rows), draw_full(logits, rows, plain_adjust(3), counts())[0]):
+        for tokens in (draw(logits, rows), draw_full(logits, rows, plain_adjust(3), counts())[0]):
             assert [int(token) == BAD for token in tokens] == [False, True, False]
 
 
@@ -193,6 +226,25 @@ def test_logprobs(vocab: int) -> None:
     assert [i for i, _ in got.top] == order[:20].tolist()
     assert [value for _, value in got.top] == pytest.approx(expected[order[:20]].tolist(), abs=1e-5)
     assert unpack(packed[0], token, 0).top == ()
+
+
+def test_log_probabilities_are_told_where_some_row_wants_them() -> None:
+    logits = jnp.tile(jnp.asarray(LOGITS)[None], (2, 1))
+    for wanted in (None, 0):
+        rows = table(SamplingParams(max_tokens=None, logprobs=wanted), 2)
+        tokens, packed, _ = draw_full(logits, rows, plain_adjust(2), counts())
+        expected = logprobs_of(logits, tokens) if wanted is not None else jnp.zeros_like(packed)
+        assert (np.asarray(packed) == np.asarray(expected)).all()
+
+
+def test_the_best_are_those_of_a_sort() -> None:
+    """Ties, which come in the order of the vocabulary, and banned tokens included."""
+    vocab = 4 * 20 * CHUNK + 1
+    x = jax.random.uniform(jax.random.key(vocab), (4, vocab))
+    x = x.at[1].set(jnp.round(x[1])).at[2].set(jnp.round(x[2] * 1000)).at[2, vocab - 30 :].add(900.0)
+    x = x.at[3].set(-jnp.inf).at[3, vocab - 3].set(2.0)
+    for found, expected in zip(jax.jit(best, static_argnums=1)(x, 20), jax.lax.top_k(x, 20), strict=True):
+        assert (np.asarray(found) == np.asarray(expected)).all()
 
 
 def test_adjusted_tokens_have_a_limit_that_is_told() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.engine import speculate
-from jaxserve.engine.sampling import BAD, Column, Rows, draw_cut, heated_and_cut
+from jaxserve.engine.sampling import BAD, Column, Rows, draw, heated_and_cut
 from jaxserve.engine.speculate import GUESSED, NONE, ngram, probabilistic, salted, strict
 from jaxserve.sched.params import SamplingParams
 
@@ -42,7 +42,7 @@ def drawn(params: SamplingParams, guesses: Array, method: str) -> tuple[Array, A
     scores = jnp.broadcast_to(jnp.asarray(guesses)[None], (DRAWS, DEPTH, V))
     told = speculate.repeated(jnp.asarray(packed), DEPTH)
     told = salted(told, GUESSED) if method == "probabilistic" else told
-    draft = jax.jit(draw_cut)(scores.reshape(-1, V), told).reshape(DRAWS, DEPTH)
+    draft = jax.jit(draw)(scores.reshape(-1, V), told).reshape(DRAWS, DEPTH)
     logits = jnp.broadcast_to(jnp.asarray(TARGET)[None], (DRAWS, DEPTH + 1, V)).reshape(-1, V)
     lengths = jnp.full(DRAWS, DEPTH, jnp.int32)
     if method == "strict":
@@ -136,7 +136,7 @@ def test_rows_of_all_lengths(seed: int, temperature: float, lengths: list[int], 
             assert len(gained) == length + 1 or gained[-1] != draft[row, len(gained) - 1]
 
 
-DRAW, STRICT, PROBABILISTIC = jax.jit(draw_cut), jax.jit(strict), jax.jit(probabilistic)
+DRAW, STRICT, PROBABILISTIC = jax.jit(draw), jax.jit(strict), jax.jit(probabilistic)
 
 
 @pytest.mark.parametrize("method", ["strict", "probabilistic"])

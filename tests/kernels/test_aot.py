@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.aot import bounds, hlo, table
+from pallas_kernels.aot import bounds, hlo, table, traffic
 from pallas_kernels.aot.cases import Case, Step, collect, shapes
 from pallas_kernels.aot.figures import Figures, kernels, thunks
 from pallas_kernels.aot.rules import Bound, bound_of, excess, laws
@@ -128,6 +128,56 @@ def test_aliased_arguments_are_counted() -> None:
     assert hlo.aliased("HloModule jit_f, is_scheduled=true, entry_computation_layout={()->f32[]}") == 0
 
 
+DRAW = """HloModule jit_draw, is_scheduled=true
+
+%sums (param_0.1: f32[256,1024]) -> f32[256] {
+  %param_0.1 = f32[256,1024]{1,0} parameter(0)
+  ROOT %reduce.1 = f32[256]{0} reduce(%param_0.1, %zero), dimensions={1}, to_apply=%add
+}
+
+%little (given.1: (f32[256,1024])) -> f32[256] {
+  %given.1 = (f32[256,1024]{1,0}) parameter(0)
+  %x.1 = f32[256,1024]{1,0} get-tuple-element(%given.1), index=0
+  ROOT %sums.1 = f32[256]{0} fusion(%x.1), kind=kInput, calls=%sums
+}
+
+%much (given.2: (f32[256,1024])) -> f32[256] {
+  %given.2 = (f32[256,1024]{1,0}) parameter(0)
+  %x.2 = f32[256,1024]{1,0} get-tuple-element(%given.2), index=0
+  %copy.2 = f32[256,1024]{1,0} copy(%x.2)
+  ROOT %border.2 = f32[256]{0} custom-call(%copy.2), custom_call_target="mosaic_gpu_v2"
+}
+
+%turn (given.3: (f32[256,1024])) -> (f32[256,1024]) {
+  %given.3 = (f32[256,1024]{1,0}) parameter(0)
+  %x.3 = f32[256,1024]{1,0} get-tuple-element(%given.3), index=0
+  %scattered.3 = f32[256,1024]{1,0} fusion(%x.3), kind=kLoop, calls=%scatters
+  ROOT %tuple.3 = (f32[256,1024]{1,0}) tuple(%scattered.3)
+}
+
+ENTRY %main (x: f32[256,1024], asked: pred[]) -> f32[256] {
+  %x = f32[256,1024]{1,0} parameter(0)
+  %asked = pred[] parameter(1)
+  %given = (f32[256,1024]{1,0}) tuple(%x)
+  %while.1 = (f32[256,1024]{1,0}) while(%given), condition=%go, body=%turn, config={"known_trip_count":{"n":"3"}}
+  BRANCH
+}
+"""
+LOGITS, ROW = 4 * 256 * 1024, 4 * 256  # bytes
+
+
+@pytest.mark.parametrize(
+    "branch",
+    [
+        "conditional(%asked, %given, %given), true_computation=%little, false_computation=%much",
+        "conditional(%asked, %given, %given), branch_computations={%little, %much}, metadata={op_name='a'}",
+    ],
+)
+def test_bytes_moved_are_those_of_all_turns_and_of_the_longest_branch(branch: str) -> None:
+    text = DRAW.replace("BRANCH", f"ROOT %cond = f32[256]{{0}} {branch}")
+    assert traffic.moved(text) == 3 * 2 * LOGITS + 2 * LOGITS + LOGITS + ROW
+
+
 def test_real_programs_are_read_as_written_ones_are() -> None:
     """The CPU's compiler writes the same language: a transposed copy, and an update in place."""
     x = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
@@ -135,6 +185,9 @@ def test_real_programs_are_read_as_written_ones_are() -> None:
     assert any("[1024, 512]" in said for said in hlo.copies(turned, held=1 << 20))
     kept = jax.jit(lambda x: x.at[3].set(0.0), donate_argnums=0).lower(x).compile().as_text()
     assert hlo.copies(kept, held=1 << 20) == [] and hlo.aliased(kept) == 1
+    summed = jax.jit(lambda x, wanted: jax.lax.cond(wanted, lambda x: x.sum(axis=1), lambda x: x[:, 0], x))
+    moved = traffic.moved(summed.lower(x, jax.ShapeDtypeStruct((), jnp.bool)).compile().as_text())
+    assert 4 * 512 * 1024 <= moved < 4 * 512 * 1024 + (1 << 14)
 
 
 SOUND = Figures(
@@ -167,6 +220,7 @@ def test_what_is_sound_breaks_no_law() -> None:
         (NEEDY, {"donated": 2}, "1 of 2 donated arguments changed in place"),
         (replace(NEEDY, donate=(0,)), {}, "1600 bytes of temporaries in an operation in place, the bound is 0"),
         (NEEDY, {"copies": ("copy x",)}, "a weight or a pool is copied, the bound is no copy: copy x"),
+        (replace(NEEDY, most_moved=2 * GB), {"moved": 3 * GB}, "3.000 GB read and written, the bound is 2.000 GB"),
         (NEEDY, {"memory": 142 * GB}, "142.00 GB a device, the bound is 141 GB"),
         (GRAPHS, {"buffers": 3}, "3 command buffers, the bound is 1"),
         (GRAPHS, {"buffers": None}, "None command buffers, the bound is 1"),
