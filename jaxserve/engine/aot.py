@@ -21,7 +21,7 @@ from jaxserve.engine.backends import Backends, resolve_backends
 from jaxserve.engine.build import ExecutorConfig, random_init
 from jaxserve.engine.inputs import Bucket, Layout, Limits
 from jaxserve.engine.mesh import plan_mesh
-from jaxserve.engine.sampling import Column, Rows, draw
+from jaxserve.engine.sampling import ADJUSTED, Adjust, Column, Rows, draw, draw_full
 from jaxserve.engine.segments import Segments, outside, pools_of
 from jaxserve.engine.step import Carry, Programs, Tree
 from jaxserve.models import registry
@@ -82,17 +82,17 @@ SERVED = (
 
 
 VOCABULARIES = {"llama3": 128256, "qwen3": 151936, "opt": 50272}
-PASSES = 6  # the most that drawing with cuts may take, each reading or writing all logits
+CUTS, FULLY = 6, 15  # how often the bytes of all logits may be read or written: with cuts, and with everything
 
 
 def cases() -> list[Case | Step]:
-    """The steps of each, and drawing with cuts."""
+    """The steps of each, and drawing from logits that are there, without the head that makes them."""
     steps = [step for served in SERVED for step in served_steps(served)]
-    return [*steps, *(_cuts(name, vocab) for name, vocab in VOCABULARIES.items())]
+    return [*steps, *(_cuts(name, vocab) for name, vocab in VOCABULARIES.items()), _fully()]
 
 
 def _cuts(name: str, vocab: int) -> Case:
-    """Drawing by top-k, top-p and min-p from logits that are there, without the head that makes them."""
+    """Drawing by top-k, top-p and min-p."""
     found = MosaicBorders(Spec("gpu", vocab))
     return Case(
         name=f"draw with cuts {name} r{ROWS}",
@@ -100,7 +100,29 @@ def _cuts(name: str, vocab: int) -> Case:
         arguments=shapes(((ROWS, vocab), jnp.float32), ((ROWS, len(Column)), jnp.int32)),
         usual=name == "llama3",
         command_buffers=1,
-        most_moved=PASSES * 4 * ROWS * vocab,
+        most_moved=CUTS * 4 * ROWS * vocab,
+    )
+
+
+def _fully() -> Case:
+    """Drawing with penalties, bias, bans and log-probabilities."""
+    vocab = VOCABULARIES["llama3"]
+    found = MosaicBorders(Spec("gpu", vocab))
+    return Case(
+        name=f"draw fully llama3 r{ROWS}",
+        program=lambda logits, packed, ids, values, used, counts: draw_full(
+            logits, Rows(packed), Adjust(ids, values, used), counts, found
+        ),
+        arguments=shapes(
+            ((ROWS, vocab), jnp.float32),
+            ((ROWS, len(Column)), jnp.int32),
+            ((ROWS, ADJUSTED), jnp.int32),
+            ((ROWS, ADJUSTED), jnp.float32),
+            ((), jnp.int32),
+            ((ROWS, vocab), jnp.int16),
+        ),
+        held=1 << 30,  # the counts, which are copied here, and are donated in an engine
+        most_moved=FULLY * 4 * ROWS * vocab,
     )
 
 
