@@ -93,10 +93,13 @@ def cases() -> list[Case | Step]:
 
 def _cuts(name: str, vocab: int) -> Case:
     """Drawing by top-k, top-p and min-p."""
-    found = MosaicBorders(Spec("gpu", vocab))
+
+    def draw_cut(logits: jax.Array, packed: jax.Array) -> jax.Array:
+        return draw(logits, Rows(packed), MosaicBorders(Spec("gpu", vocab)))
+
     return Case(
         name=f"draw with cuts {name} r{ROWS}",
-        program=lambda logits, packed: draw(logits, Rows(packed), found),
+        program=draw_cut,
         arguments=shapes(((ROWS, vocab), jnp.float32), ((ROWS, len(Column)), jnp.int32)),
         usual=name == "llama3",
         command_buffers=1,
@@ -107,19 +110,20 @@ def _cuts(name: str, vocab: int) -> Case:
 def _fully() -> Case:
     """Drawing with penalties, bias, bans and log-probabilities."""
     vocab = VOCABULARIES["llama3"]
-    found = MosaicBorders(Spec("gpu", vocab))
+
+    def draw_fully(logits: jax.Array, packed: jax.Array, counts: jax.Array, *adjust: jax.Array) -> Any:
+        return draw_full(logits, Rows(packed), Adjust(*adjust), counts, MosaicBorders(Spec("gpu", vocab)))
+
     return Case(
         name=f"draw fully llama3 r{ROWS}",
-        program=lambda logits, packed, ids, values, used, counts: draw_full(
-            logits, Rows(packed), Adjust(ids, values, used), counts, found
-        ),
+        program=draw_fully,
         arguments=shapes(
             ((ROWS, vocab), jnp.float32),
             ((ROWS, len(Column)), jnp.int32),
+            ((ROWS, vocab), jnp.int16),
             ((ROWS, ADJUSTED), jnp.int32),
             ((ROWS, ADJUSTED), jnp.float32),
             ((), jnp.int32),
-            ((ROWS, vocab), jnp.int16),
         ),
         held=1 << 30,  # the counts, which are copied here, and are donated in an engine
         most_moved=FULLY * 4 * ROWS * vocab,
