@@ -102,7 +102,6 @@ def _cuts(name: str, vocab: int) -> Case:
         program=draw_cut,
         arguments=shapes(((ROWS, vocab), jnp.float32), ((ROWS, len(Column)), jnp.int32)),
         usual=name == "llama3",
-        command_buffers=1,
         most_moved=CUTS * 4 * ROWS * vocab,
     )
 
