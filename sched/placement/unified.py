@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..feasibility import decode_load, guest_speed, mixed_bound, on_time_set, remaining_work, tightest_tpot
-from ..policies.unified import ALONE, GAP
+from ..policies.unified import ALONE, GAP, SOON
 from ..policy import Role
 from ..request import State
 from ..scheduler import Scheduler
 from . import Fleet, Move
 from .least_work import LeastWork
 
-SOON = 0.5  # seconds
 SURE = 0.6  # of the time left: what ends soon is as certain as that
 FULL = 0.95  # of the rows of the instances that decode: they are all taken, or nearly
 CALM = 0.6  # of them: there is room for all that decode

@@ -39,6 +39,8 @@ CYCLE = 20.0  # seconds over which `ageing` is shared out
 GAP = 0.45  # of the tbt: who joins waits for the running step and for its own
 ALONE = 0.95  # of the tpot, for steps of mixed instances: nobody joins them from elsewhere
 SLOWEST = 0.05  # of an instance's speed: guests that have next to nothing may still be ordered
+SOON = 0.5  # seconds
+PACK_SOON = 0.7  # of the time left
 LONG = 65536  # tokens: prompts that an on-time set by count drops first
 
 
@@ -112,9 +114,11 @@ class Unified:
 
     def _together(self, view: View, order: Order) -> int:
         """How many prompts, from the first by deadline on, share a step. All end with it: that may take the first
-        `pack` of its time left, so that a step is shared where that saves time and not where it costs a deadline."""
+        `pack` of its time left, so that a step is shared where that saves time and not where it costs a deadline; of
+        a step that ends soon `PACK_SOON` of it, for few can come before."""
         rows, load, most = view.prefill, Load(), min(len(order), view.limits.rows)
-        end = view.start + self._pack * (float(rows.deadline[order[0]]) - view.start)
+        left = float(rows.deadline[order[0]]) - view.start
+        end = view.start + max(self._pack * left, min(SOON, PACK_SOON * left))
         for count, row in enumerate(order[:most].tolist()):
             hit = int(rows.hit[row])
             load = load.add_chunk(int(rows.remaining[row]) - hit, int(rows.context[row]) + hit)
