@@ -15,20 +15,15 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.border_search import Found, Options
-from pallas_kernels.choice import Choice, resolve
+from pallas_kernels.choice import Choice, Here, resolve
 from pallas_kernels.xla import borders as xla
 
 
 @dataclass(frozen=True)
-class Spec:
+class Spec(Here):
     """What an engine asks."""
 
-    platform: str  # as jax names it: cpu, gpu, tpu
     vocab: int  # V
-    device: str = ""  # kind, as in "NVIDIA H200"
-    capability: str = ""  # of a GPU, as in "9.0"
-    cores: int = 132  # streaming multiprocessors of a GPU
-    interpret: bool = False  # tests only: see `dispatch.Spec`
 
 
 class Borders(Protocol):

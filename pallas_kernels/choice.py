@@ -13,6 +13,17 @@ class Unsupported(ValueError):
     """A backend that was asked for by name cannot run here."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Here:
+    """Where an engine runs. What it asks of an operation comes on top."""
+
+    platform: str  # as jax names it: cpu, gpu, tpu
+    device: str = ""  # kind, as in "NVIDIA H200"
+    capability: str = ""  # of a GPU, as in "9.0"
+    cores: int = 132  # streaming multiprocessors of a GPU
+    interpret: bool = False  # tests only: kernels of any platform, run by jax's interpreters on a CPU
+
+
 @dataclass(frozen=True)
 class Choice:
     """What was resolved, and why not what comes before it."""
@@ -25,7 +36,7 @@ class Choice:
         return self.backend + (" (interpreted)" if self.spec.interpret and self.backend != "xla" else "")
 
 
-def resolve(spec: Any, name: str, backends: Mapping[str, Any], what: str) -> Choice:
+def resolve(spec: Here, name: str, backends: Mapping[str, Any], what: str) -> Choice:
     """The first backend of the platform's order that supports `spec`. One that is named is taken or refused.
 
     `backends`: those of the operation `what`, each with `supports`. Raises Unsupported with the reason and what there
@@ -44,7 +55,7 @@ def resolve(spec: Any, name: str, backends: Mapping[str, Any], what: str) -> Cho
     raise Unsupported(f"no {what} backend can run here: " + "; ".join(f"{one}: {why}" for one, why in refusals))
 
 
-def _named(spec: Any, name: str, backends: Mapping[str, Any], what: str) -> Choice:
+def _named(spec: Here, name: str, backends: Mapping[str, Any], what: str) -> Choice:
     if name not in backends:
         raise Unsupported(f"{what} backend {name!r} is unknown; there are: auto, {', '.join(backends)}")
     reason = backends[name].supports(spec)

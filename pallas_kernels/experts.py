@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.choice import Choice, resolve
+from pallas_kernels.choice import Choice, Here, resolve
 from pallas_kernels.plan.experts import Groups, plan_experts
 from pallas_kernels.xla import grouped as xla
 
@@ -24,20 +24,15 @@ GPU_TILE = 64
 
 
 @dataclass(frozen=True)
-class Spec:
+class Spec(Here):
     """What an engine asks. Sizes are those of one shard."""
 
-    platform: str  # as jax names it: cpu, gpu, tpu
     dtype: str  # of activations
     experts: int  # X
     dim: int  # E
     ff_dim: int  # F
     weights: str = ""  # dtype of the weights, where it is not `dtype`: of 8 bits, with scales
     block: int = 0  # of what is summed over that share a scale, at most; 0: all do
-    device: str = ""  # kind, as in "NVIDIA H200"
-    capability: str = ""  # of a GPU, as in "9.0"
-    cores: int = 132  # streaming multiprocessors of a GPU
-    interpret: bool = False  # tests only: see `dispatch.Spec`
 
 
 class Experts(Protocol):

@@ -14,22 +14,17 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.choice import Choice, resolve
+from pallas_kernels.choice import Choice, Here, resolve
 
 
 @dataclass(frozen=True)
-class Spec:
+class Spec(Here):
     """What an engine asks."""
 
-    platform: str  # as jax names it: cpu, gpu, tpu
     dtype: str  # of activations
     weights: str  # dtype of the weights
     blocks: bool  # whether blocks of inputs have scales of their own
     shards: int = 1  # devices that a weight is split over
-    device: str = ""  # kind, as in "NVIDIA H200"
-    capability: str = ""  # of a GPU, as in "9.0"
-    cores: int = 132  # streaming multiprocessors of a GPU
-    interpret: bool = False  # tests only: see `dispatch.Spec`
 
 
 class Products(Protocol):

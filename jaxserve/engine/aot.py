@@ -98,7 +98,7 @@ def _cuts(name: str, vocab: int) -> Case:
     """Drawing by top-k, top-p and min-p."""
 
     def draw_cut(logits: jax.Array, packed: jax.Array) -> jax.Array:
-        return draw(logits, Rows(packed), MosaicBorders(Spec("gpu", vocab)))
+        return draw(logits, Rows(packed), MosaicBorders(Spec(vocab, platform="gpu")))
 
     return Case(
         name=f"draw with cuts {name} r{ROWS}",
@@ -114,7 +114,7 @@ def _fully() -> Case:
     vocab = VOCABULARIES["llama3"]
 
     def draw_fully(logits: jax.Array, packed: jax.Array, counts: jax.Array, *adjust: jax.Array) -> Any:
-        return draw_full(logits, Rows(packed), Adjust(*adjust), counts, MosaicBorders(Spec("gpu", vocab)))
+        return draw_full(logits, Rows(packed), Adjust(*adjust), counts, MosaicBorders(Spec(vocab, platform="gpu")))
 
     return Case(
         name=f"draw fully llama3 r{ROWS}",

@@ -81,7 +81,6 @@ def resolve_backends(config: Asked, spec: ModelSpec, dtype: Any, mesh: Mesh) -> 
     cores = 2 if config.interpret else int(getattr(device, "core_count", 0) or dispatch.Spec.cores)
     here = {
         "platform": device.platform,
-        "dtype": str(dtype),
         "device": device.device_kind,
         "capability": str(getattr(device, "compute_capability", "")),
         "cores": cores,
@@ -90,14 +89,17 @@ def resolve_backends(config: Asked, spec: ModelSpec, dtype: Any, mesh: Mesh) -> 
     return Backends(
         _resolved(dispatch.resolve, _attention(config, spec, dtype, here), config.attention_backend, "attention"),
         _resolved(experts.resolve_experts, _experts(config, spec, dtype, here), config.experts_backend, "experts"),
-        _resolved(products.resolve_products, _products(config, spec, here), config.products_backend, "products"),
-        _resolved(borders.resolve_sampling, _sampling(spec, here), config.sampling_backend, "sampling"),
+        _resolved(products.resolve_products, _products(config, spec, dtype, here), config.products_backend, "products"),
+        _resolved(
+            borders.resolve_sampling, borders.Spec(**here, vocab=spec.vocab), config.sampling_backend, "sampling"
+        ),
     )
 
 
 def _attention(config: Asked, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]) -> dispatch.Spec:
     return dispatch.Spec(
         **here,
+        dtype=str(dtype),
         heads=spec.heads // config.mesh.tp,
         kv_heads=spec.cache.heads // config.mesh.tp,
         head_dim=spec.cache.dim,
@@ -117,6 +119,7 @@ def _experts(config: Asked, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]
         narrow = None  # what is quantised are other weights
     return experts.Spec(
         **here,
+        dtype=str(dtype),
         experts=spec.moe.experts // config.mesh.tp,
         dim=spec.dim,
         ff_dim=spec.moe.ff_dim,
@@ -130,16 +133,13 @@ def _narrow_experts(layer: Any) -> bool:
     return any(isinstance(leaf, Quantised) and leaf.values.axes[0] == "experts" for leaf in leaves)
 
 
-def _products(config: Asked, spec: ModelSpec, here: Mapping[str, Any]) -> products.Spec | None:
+def _products(config: Asked, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]) -> products.Spec | None:
     """None: no weights are of 8 bits."""
     if spec.quantised is None:
         return None
     blocks = spec.quantised.block is not None
-    return products.Spec(**here, weights=spec.quantised.dtype, blocks=blocks, shards=config.mesh.tp)
-
-
-def _sampling(spec: ModelSpec, here: Mapping[str, Any]) -> borders.Spec:
-    return borders.Spec(**{name: fact for name, fact in here.items() if name != "dtype"}, vocab=spec.vocab)
+    weights = spec.quantised.dtype
+    return products.Spec(**here, dtype=str(dtype), weights=weights, blocks=blocks, shards=config.mesh.tp)
 
 
 A = TypeVar("A")

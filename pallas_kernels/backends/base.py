@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import jax
 
+from pallas_kernels.choice import Here
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.rope import Turn
 
@@ -17,21 +18,16 @@ Pool = tuple[jax.Array, ...]  # keys and values of one layer, or a latent alone;
 
 
 @dataclass(frozen=True)
-class Spec:
+class Spec(Here):
     """What an engine asks of its attention. Heads are those of one shard."""
 
-    platform: str  # as jax names it: cpu, gpu, tpu
     dtype: str  # of activations, and of pools unless `kv_dtype` says otherwise
     heads: int  # H
     kv_heads: int  # K
     head_dim: int  # D
     page: int  # B
-    device: str = ""  # kind, as in "NVIDIA H200"
-    capability: str = ""  # of a GPU, as in "9.0"
-    cores: int = 132  # streaming multiprocessors of a GPU
     windows: tuple[int | None, ...] = (None,)  # of the model's layers; None: a layer that sees everything
     latent: int = 0  # columns of the keys that are the values: one array a layer, one kv head (MLA); 0: they are apart
-    interpret: bool = False  # tests only: kernels of any platform, run by jax's interpreters on a CPU
     kv_dtype: str = ""  # of pools, where it is not `dtype`; those of 8 bits come with scales
 
     @property

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from pallas_kernels import attention_xla, tuned
 from pallas_kernels.backends import mosaic_latent
 from pallas_kernels.backends.base import Attention, Pool, Spec
+from pallas_kernels.choice import Here
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.rope import Turn
 from pallas_kernels.sinks import with_sinks
@@ -37,7 +38,7 @@ def supports(spec: Spec) -> str | None:
     return unfit(spec) or _refused(spec)
 
 
-def unfit(spec: Any) -> str | None:
+def unfit(spec: Here) -> str | None:
     """None, or why no kernel for Hopper runs on the device of `spec`, of attention or of another operation."""
     if spec.interpret:
         return _interpreter()

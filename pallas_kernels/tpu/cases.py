@@ -68,7 +68,7 @@ def in_place(model: str, page: int, tokens: int, rows: int, scratch: int) -> Cas
     """A layer's attention as an engine calls it, writing to its donated pools first: none of them may be copied."""
     heads, kv_heads = MODELS.get(model) or NARROW[model]
     decode, dim = tokens == rows, DIM if model in MODELS else NARROW_DIM
-    spec = Spec("tpu", "bfloat16", heads, kv_heads, dim, page)
+    spec = Spec("bfloat16", heads, kv_heads, dim, page, platform="tpu")
     layer, shape = tpu.make(spec, decode), shape_of(spec)
     new = ((tokens, kv_heads, dim), jnp.bfloat16)
     pool = ((POOL // page, page, shape.kv_heads, shape.dim), jnp.bfloat16)

@@ -249,13 +249,13 @@ def test_a_vocabulary_has_a_config_or_a_reason(quarter: int) -> None:
 
 # ---- the choice ----------------------------------------------------------------------------------------------------
 
-HOPPER = Spec("gpu", 128256, "NVIDIA H200", "9.0")
+HOPPER = Spec(128256, platform="gpu", device="NVIDIA H200", capability="9.0")
 MADE: list[tuple[Spec, Callable[..., Any]]] = [
     (HOPPER, MosaicBorders),
     (replace(HOPPER, vocab=50257), XlaBorders),
     (replace(HOPPER, capability="8.0"), XlaBorders),
-    (Spec("cpu", 4096), XlaBorders),
-    (Spec("tpu", 4096), XlaBorders),
+    (Spec(4096, platform="cpu"), XlaBorders),
+    (Spec(4096, platform="tpu"), XlaBorders),
 ]
 
 

@@ -29,9 +29,11 @@ from .ragged import deal, make
 from .reference import attention as reference
 from .reference import rotate, written
 
-CPU = Spec("cpu", "float32", heads=4, kv_heads=2, head_dim=16, page=16)
-H200 = Spec("gpu", "bfloat16", heads=32, kv_heads=8, head_dim=128, page=64, device="NVIDIA H200", capability="9.0")
-V6E = Spec("tpu", "bfloat16", heads=32, kv_heads=8, head_dim=128, page=64, device="TPU v6 lite")
+CPU = Spec("float32", platform="cpu", heads=4, kv_heads=2, head_dim=16, page=16)
+H200 = Spec(
+    "bfloat16", platform="gpu", heads=32, kv_heads=8, head_dim=128, page=64, device="NVIDIA H200", capability="9.0"
+)
+V6E = Spec("bfloat16", platform="tpu", heads=32, kv_heads=8, head_dim=128, page=64, device="TPU v6 lite")
 PAGE, POOL, DIM, SCALE = 4, 48, 8, 0.3
 
 

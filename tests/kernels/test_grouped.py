@@ -25,7 +25,7 @@ from pallas_kernels.xla.grouped import grouped_matmul as by_xla
 from .interpreted import needs_interpreter, without_races
 from .reference import doubles, error
 
-H200 = experts.Spec("gpu", "bfloat16", 128, 2048, 768, device="NVIDIA H200", capability="9.0")
+H200 = experts.Spec("bfloat16", 128, 2048, 768, platform="gpu", device="NVIDIA H200", capability="9.0")
 # Which expert each pair chose, of three: sizes on both sides of a tile, none, one, all, and some that are elsewhere.
 ROUTES = {
     "one each": [2, 0, 1],

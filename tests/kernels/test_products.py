@@ -17,7 +17,7 @@ from pallas_kernels.products import MosaicProducts, Spec, XlaProducts, products,
 from .interpreted import needs_interpreter
 from .reference import error
 
-H200 = Spec("gpu", "bfloat16", "float8_e4m3fn", True, device="NVIDIA H200", capability="9.0")
+H200 = Spec("bfloat16", "float8_e4m3fn", True, platform="gpu", device="NVIDIA H200", capability="9.0")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def test_a_weight_goes_to_who_takes_it_with_its_outputs_together() -> None:
 
 @needs_interpreter
 def test_the_kernel_computes_what_xla_does() -> None:
-    spec = Spec("cpu", "float16", "float8_e4m3fn", True, cores=2, interpret=True)
+    spec = Spec("float16", "float8_e4m3fn", True, platform="cpu", cores=2, interpret=True)
     one = products(resolve_products(spec, "mosaic_gpu"))
     x = jnp.asarray(np.random.default_rng(1).standard_normal((3, 256)), jnp.float16)
     plain = weight(256, 2, 128, scales=2, dtype=jnp.float8_e4m3fn)

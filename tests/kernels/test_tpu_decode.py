@@ -152,6 +152,6 @@ def test_the_gate_is_offered_what_is_served() -> None:
     ],
 )
 def test_what_it_supports(change: dict[str, object], reason: str | None) -> None:
-    spec = dataclasses.replace(Spec("tpu", "bfloat16", heads=32, kv_heads=8, head_dim=128, page=64), **change)
+    spec = dataclasses.replace(Spec("bfloat16", platform="tpu", heads=32, kv_heads=8, head_dim=128, page=64), **change)
     told = config.supports(spec)
     assert told is None if reason is None else told is not None and reason in told

@@ -14,7 +14,7 @@ from pallas_kernels.tpu.lanes import Row, row_of
 from . import reference
 from .ragged import deal, make
 
-SPEC = Spec("cpu", "float32", heads=8, kv_heads=4, head_dim=64, page=16, interpret=True)
+SPEC = Spec("float32", platform="cpu", heads=8, kv_heads=4, head_dim=64, page=16, interpret=True)
 
 
 @pytest.mark.parametrize(("rows", "shared", "group", "pad"), [(1, 1, 2, 4), (2, 2, 3, 0), (3, 2, 1, 1)])
@@ -48,7 +48,7 @@ def test_scores_and_values_are_those_of_the_own_head(rows: int, shared: int, gro
     ],
 )
 def test_what_a_row_holds(heads: int, dim: int, stored: str, found: tuple[int, int]) -> None:
-    spec = Spec("tpu", "bfloat16", heads, heads, dim, 16, kv_dtype=stored)
+    spec = Spec("bfloat16", heads, heads, dim, 16, platform="tpu", kv_dtype=stored)
     assert tpu.row(spec) == found and row_of(spec).plain == (found == (1, dim))
     assert (tpu.supports(spec) is None) == (found[1] >= 128)
 
