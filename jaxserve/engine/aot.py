@@ -127,6 +127,7 @@ def _fully() -> Case:
             ((ROWS, ADJUSTED), jnp.float32),
             ((), jnp.int32),
         ),
+        usual=False,
         held=1 << 30,  # the counts, which are copied here, and are donated in an engine
         most_moved=FULLY * 4 * ROWS * vocab,
     )
