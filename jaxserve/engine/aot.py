@@ -84,34 +84,32 @@ SERVED = (
 )
 
 
-VOCABULARIES = {"llama3": 128256, "qwen3": 151936, "opt": 50272}
+VOCABULARY = 128256  # of Llama 3
 CUTS, FULLY = 6, 15  # how often the bytes of all logits may be read or written: with cuts, and with everything
 
 
 def cases() -> list[Case | Step]:
     """The steps of each, and drawing from logits that are there, without the head that makes them."""
     steps = [step for served in SERVED for step in served_steps(served)]
-    return [*steps, *(_cuts(name, vocab) for name, vocab in VOCABULARIES.items()), _fully()]
+    return [*steps, _cuts(VOCABULARY), _fully(VOCABULARY)]
 
 
-def _cuts(name: str, vocab: int) -> Case:
+def _cuts(vocab: int) -> Case:
     """Drawing by top-k, top-p and min-p."""
 
     def draw_cut(logits: jax.Array, packed: jax.Array) -> jax.Array:
         return draw(logits, Rows(packed), MosaicBorders(Spec(vocab, platform="gpu")))
 
     return Case(
-        name=f"draw with cuts {name} r{ROWS}",
+        name=f"draw with cuts llama3 r{ROWS}",
         program=draw_cut,
         arguments=shapes(((ROWS, vocab), jnp.float32), ((ROWS, len(Column)), jnp.int32)),
-        usual=name == "llama3",
         most_moved=CUTS * 4 * ROWS * vocab,
     )
 
 
-def _fully() -> Case:
+def _fully(vocab: int) -> Case:
     """Drawing with penalties, bias, bans and log-probabilities."""
-    vocab = VOCABULARIES["llama3"]
 
     def draw_fully(logits: jax.Array, packed: jax.Array, counts: jax.Array, *adjust: jax.Array) -> Any:
         return draw_full(logits, Rows(packed), Adjust(*adjust), counts, MosaicBorders(Spec(vocab, platform="gpu")))
