@@ -27,7 +27,8 @@ from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.placement import PLACEMENTS, Fleet
 from jaxserve.sched.plan import StepPlan, StepResult
-from jaxserve.sched.policies.dp import admitted, prompts_of, standing_of, terms_of
+from jaxserve.sched.policies.dp import admitted
+from jaxserve.sched.policies.standing import idle_of, prompts_of, standing_of, terms_of
 from jaxserve.sched.policy import Decision, Limits, Policy, Role, View
 from jaxserve.sched.request import Request
 from jaxserve.sched.roster import Roster
@@ -245,8 +246,8 @@ def promise(new: int, running: int, times: int) -> dict[str, object]:
     with undisturbed():
         for _ in range(times):
             began = time.process_time()
-            terms = terms_of(view, block=0.25, draft=0, margin=0.05)
-            nobody, come = (prompts_of(view, np.arange(count), 256) for count in (0, new))
+            terms = terms_of(view, idle_of(view, 0.25), draft=0, margin=0.05)
+            nobody, come = (prompts_of(view, count, 256) for count in (0, new))
             kept = admitted(standing_of(view, nobody, 256), come, terms)
             spent.append(time.process_time() - began)
     row = {"programme": "dp", "new": new, "running": running, "admitted": int(kept.sum())}

@@ -21,11 +21,18 @@ GRID = 64  # tokens: chunks that share a step with decoding rows are multiples o
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
-def remaining_work(view: View, rows: Rows) -> Array:
+def standard(rows: Rows) -> int:
+    """How many rows are not best effort: they are the first of a table."""
+    count = len(rows)
+    return int(rows.best_effort.searchsorted(1.0)) if count and rows.best_effort[-1] else count
+
+
+def remaining_work(view: View, rows: Rows, count: int | None = None) -> Array:
     """Seconds that each request's own remaining prompt tokens take, computed alone in chunks of `limits.tokens`; what
-    a waiting one is expected to find in the prefix cache need not be computed."""
-    hit = np.minimum(rows.hit, rows.remaining - 1)  # the last known token is always computed
-    return view.perf.prefill_times(rows.remaining - hit, rows.context + hit, view.limits.tokens)
+    a waiting one is expected to find in the prefix cache need not be computed. Of the first `count` rows, or all."""
+    remaining = rows.remaining[:count]
+    hit = np.minimum(rows.hit[:count], remaining - 1)  # the last known token is always computed
+    return view.perf.prefill_times(remaining - hit, rows.context[:count] + hit, view.limits.tokens)
 
 
 def left_behind(request: RequestView) -> int:
@@ -127,8 +134,8 @@ def tightest_tpot(rows: Rows) -> float:
 
 
 def promised(rows: Rows, column: Array) -> Array:
-    """A column without the rows of best effort, which are the last of a table."""
-    return column[rows.best_effort == 0] if len(rows) and rows.best_effort[-1] else column
+    """A column without the rows of best effort."""
+    return column[: standard(rows)]
 
 
 def tightest_tbt(rows: Rows) -> float:

@@ -43,7 +43,12 @@ class Rows(Protocol):
     def __getitem__(self, row: int) -> RequestView: ...
     @property
     def version(self) -> int:
-        """The rows and their columns (`last` aside) are what they were as long as this is."""
+        """The rows and their columns are what they were as long as this is."""
+
+    @property
+    def members(self) -> int:
+        """The rows are what they were as long as this is, and of their columns those that nothing changes: arrival,
+        ttft, tbt, best_effort."""
 
     @property
     def arrival(self) -> Array: ...
@@ -61,9 +66,8 @@ class Rows(Protocol):
     def tightest(self) -> Array:
         """The least tpot of that stage and those still to come."""
 
-    @property
-    def last(self) -> Array:
-        """When the last token came out; nan before the first."""
+    def last(self, order: Order) -> Array:
+        """When the last token of these rows came out; nan before the first."""
 
     @property
     def deadline(self) -> Array:

@@ -9,6 +9,7 @@ from math import inf, nan
 import numpy as np
 
 from .perf.model import Array
+from .policy import Order
 from .request import BEST_EFFORT, Request, State
 from .slo import ANSWER
 
@@ -35,6 +36,7 @@ class Table:
         self._data = np.zeros((COLUMNS, capacity))
         self._columns: dict[int, Array] = {}  # of `_data`, as long as rows do not come or go
         self.version = 0
+        self.members = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -107,16 +109,17 @@ class Table:
         data, count = self._data, len(self._requests)
         return int(data[REMAINING, :count].sum() - data[HIT, :count].sum())
 
-    @property
-    def last(self) -> Array:
+    def last(self, order: Order) -> Array:
         """Not kept: results change it at every step, and few policies look."""
-        return np.array([one.token_times[-1] if one.token_times else nan for one in self._requests], dtype=float)
+        times = [self._requests[row].token_times for row in order.tolist()]
+        return np.array([one[-1] if one else nan for one in times], dtype=float)
 
     def add(self, request: Request) -> None:
         place = key(request)
         row = bisect_left(self._keys, place)
         n = len(self._requests)
         self.version += 1
+        self.members += 1
         self._columns.clear()
         if n == self._data.shape[1]:
             self._data = np.concatenate([self._data, np.zeros_like(self._data)], axis=1)
@@ -143,6 +146,7 @@ class Table:
         row = self._row(request)
         n = len(self._requests)
         self.version += 1
+        self.members += 1
         self._columns.clear()
         self._data[:, row : n - 1] = self._data[:, row + 1 : n]
         del self._requests[row], self._keys[row]

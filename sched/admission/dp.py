@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..feasibility import standard
 from ..kept import Kept
-from ..policies.dp import Prompts, Standing, admitted, blocks, demand, prompts_of, standing_of, terms_of
+from ..policies.dp import admitted
 from ..policies.speculation import NEVER, Terms
+from ..policies.standing import Prompts, Standing, blocks, demand, idle_of, prompts_of, standing_of, terms_of
 from ..policy import Role, View
 from ..request import Request
 from ..scheduler import Scheduler
@@ -34,10 +36,8 @@ class ByDP:
 
     def _standing(self, scheduler: Scheduler, start: float) -> tuple[View, Standing, Terms]:
         view = scheduler.view(start, start)
-        rows = view.prefill
-        promised = np.flatnonzero(rows.best_effort == 0) if len(rows) else np.arange(0)
-        standing = standing_of(view, prompts_of(view, promised, self._output), self._output)
-        terms = terms_of(view, block=self._block, draft=view.limits.draft, margin=self._margin)
+        standing = standing_of(view, prompts_of(view, standard(view.prefill), self._output), self._output)
+        terms = terms_of(view, idle_of(view, self._block), draft=view.limits.draft, margin=self._margin)
         return view, _with_drafting(standing, scheduler, view), terms
 
     def _prompt(self, request: Request, scheduler: Scheduler, view: View) -> Prompts:

@@ -12,46 +12,22 @@ the pages used are part of the state too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 from math import ceil, prod
 
 import numpy as np
 
 from ..feasibility import Mask
-from ..perf.model import Array, Load, PerfModel
-from ..policy import Order, Role, Rows, View
+from ..perf.model import Array
+from ..policy import Order
 from .speculation import NEVER, Supply, Terms
+from .standing import Prompts, Standing
 
 UNITS = 16  # of memory, where it is part of the state
 TIERS = 4  # distinct tpots; more are taken as the next tighter one of so many
 MOST = 16  # new prompts that are decided on at a time
 EASE = 1e-6  # tokens: sums of floats may not decide
-
-
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """Prompts to be computed, as columns. tokens: what they take of a step's budget. pages: what they will hold."""
-
-    deadline: Array
-    tokens: Array
-    tpot: Array
-    pages: Array
-
-    def __len__(self) -> int:
-        return len(self.deadline)
-
-    def and_(self, others: Prompts) -> Prompts:
-        """These, then `others`."""
-        names = ("deadline", "tokens", "tpot", "pages")
-        return Prompts(*(np.concatenate([getattr(self, name), getattr(others, name)]) for name in names))
-
-    def at(self, rows: Order | Mask) -> Prompts:
-        """Some of them, in that order."""
-        return Prompts(self.deadline[rows], self.tokens[rows], self.tpot[rows], self.pages[rows])
-
-
-NO_PROMPTS = Prompts(*(np.zeros(0),) * 4)
 
 
 def largest_set(
@@ -151,57 +127,65 @@ def _units(pages: Array, new: Order, free: float) -> tuple[Order, int]:
     return np.ceil(pages / unit).astype(np.intp), int(max(0.0, free) // unit)
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """What an instance has promised: rows that decode, and prompts that are not done. start: when it is free."""
-
-    start: float
-    tpot: Array  # of each decoding row
-    context: Array  # likewise
-    prompts: Prompts
-    free: float  # pages
-
-    def load(self) -> Load:
-        rows = len(self.context)
-        if not rows:
-            return Load()
-        return Load(decode=rows, longest=int(self.context.max()), context=int(self.context.sum()))
-
-
 def admitted(standing: Standing, new: Prompts, terms: Terms) -> Mask:
     """Which of some new prompts can be promised their SLOs, beside all that was promised. [new]
 
     Decided on MOST at a time, by deadline, each lot beside those before it.
     """
+    if 0 < len(new) <= MOST:
+        return _decide(standing, new, terms)
     result: Mask = np.zeros(len(new), dtype=bool)
     order = np.argsort(new.deadline, kind="stable")
     for first in range(0, len(order), MOST):
         lot = order[first : first + MOST]
         chosen = _decide(standing, new.at(lot), terms)
         result[lot] = chosen
-        if first + MOST >= len(order):
-            break
         kept = new.at(lot[chosen])
-        standing = Standing(
-            standing.start,
-            standing.tpot,
-            standing.context,
-            standing.prompts.and_(kept),
-            standing.free - float(kept.pages.sum()),
-        )
+        free = standing.free - float(kept.pages.sum())
+        standing = replace(standing, prompts=standing.prompts.and_(kept), free=free)
     return result
 
 
 def _decide(standing: Standing, new: Prompts, terms: Terms) -> Mask:
+    before, rows = len(standing.prompts), len(standing.tpot)
     prompts = standing.prompts.and_(new)
-    tpot = tiers(np.concatenate((standing.tpot, prompts.tpot)))
-    counts = np.bincount(tier_of(standing.tpot, tpot), minlength=len(tpot)).astype(float)
-    forced = np.arange(len(prompts)) < len(standing.prompts)
-    supply = Supply(terms, tpot.tolist(), standing.load(), len(standing.tpot), float(prompts.tokens.mean()))
-    tier = tier_of(prompts.tpot, tpot)
-    return largest_set(standing.start, prompts, tier, forced, counts, supply.rate, standing.free)[
-        len(standing.prompts) :
-    ]
+    every = np.concatenate((standing.tpot, prompts.tpot))
+    among = tiers(every)
+    tier = tier_of(every, among)
+    counts = np.bincount(tier[:rows], minlength=len(among)).astype(float)
+    each = float(np.add.reduce(prompts.tokens)) / len(prompts)
+    supply = Supply(terms, among.tolist(), standing.load, rows, each)
+    if supply.uniform(counts) and np.add.reduce(new.pages) <= standing.free:
+        together = _together(standing.start, prompts, tier[rows:], before, counts, supply)
+        if together or len(new) == 1:
+            return np.full(len(new), together)
+    forced = np.arange(len(prompts)) < before
+    return largest_set(standing.start, prompts, tier[rows:], forced, counts, supply.rate, standing.free)[before:]
+
+
+def _together(start: float, prompts: Prompts, tier: Order, forced: int, counts: Array, supply: Supply) -> bool:
+    """Whether largest_set takes all prompts behind the first `forced`, where memory does not matter and steps are made
+    in one way: two of its cells, that of nobody and that of all, are followed."""
+    deadline = np.minimum(prompts.deadline, start + NEVER)
+    order = np.argsort(deadline, kind="stable")
+    due, cost, stays, weight = deadline[order], prompts.tokens[order], order < forced, supply.weights[tier[order]]
+    tokens = np.empty((2, 1 + len(order)))  # a step's tokens of the rows before each prompt, and behind all
+    tokens[:, 0], tokens[0, 1:], tokens[1, 1:] = counts @ supply.weights, weight * stays, weight
+    tokens = np.add.accumulate(tokens, axis=1)
+    last, rows = bool(stays[-1]), float(np.add.reduce(counts)) + len(order)
+    most = float(tokens[1, -1]), rows
+    speed = supply.speed(tokens[:, :-1], counts, (float(tokens[1, -2]), rows - 1) if last else most)
+    first = int(stays.argmin())
+    if not supply.lasts(*most) or (speed[1, first + 1 :] < 0).any():
+        return False
+    gaps = due.copy()
+    gaps[0] -= start
+    gaps[1:] -= due[:-1]
+    gained = np.maximum(gaps, 0.0) * speed
+    gained[0] -= cost * stays
+    gained[1] -= cost
+    nobody, left = np.add.accumulate(gained, axis=1)
+    return bool((left >= np.minimum(0.0, nobody) * stays - EASE).all())
 
 
 def tiers(tpot: Array) -> Array:
@@ -215,94 +199,3 @@ def tier_of(tpot: Array, among: Array) -> Order:
     """The loosest tier that keeps each tpot: an index into `among`, which `tiers` made of these and others."""
     result: Order = np.searchsorted(among, np.minimum(tpot, NEVER), side="right") - 1
     return result
-
-
-def demand(perf: PerfModel, tokens: Array, context: Array, chunk: int) -> Array:
-    """Prompt tokens in a step's currency: those to compute, and as many as their attention to what comes before and
-    to each other takes in time."""
-    size = min(chunk, 2048)
-    probes = np.concatenate(([size / 2, size], tokens)), np.concatenate(([0.0, 0.0], context))
-    seconds = perf.prefill_times(*probes, chunk)
-    half, whole = seconds[:2].tolist()
-    each = (whole - half) / (size / 2)
-    if not each > 0:
-        return tokens
-    fixed, seconds = max(0.0, whole - size * each), seconds[2:]
-    extra = (seconds - np.ceil(tokens / chunk) * fixed) / each - tokens
-    result: Array = tokens + np.maximum(0.0, extra)
-    return result
-
-
-# from a view
-
-
-def terms_of(
-    view: View, *, block: float, draft: int, margin: float, fixed: float | None = None, caution: float = 1.0
-) -> Terms:
-    """block: of the median ttft that anybody here was promised, the seconds of a step in which nobody decodes: so
-    long may a newcomer have to wait."""
-    ttft = np.concatenate([rows.ttft for rows in (view.prefill, view.decode)])
-    idle = block * min(_median(ttft), NEVER) if len(ttft) else NEVER
-    return Terms(view.perf, view.limits.tokens, idle, view.acceptance, draft, margin, fixed, caution)
-
-
-def _median(values: Array) -> float:
-    """np.median at a third of its time."""
-    middle = len(values) // 2
-    if len(values) % 2:
-        return float(np.partition(values, middle)[middle])
-    low, high = np.partition(values, (middle - 1, middle))[middle - 1 : middle + 1].tolist()
-    return 0.5 * float(low + high)
-
-
-def prompts_of(view: View, order: Order, output: int) -> Prompts:
-    """Some rows of view.prefill. Each is taken to hold `output` tokens beyond its prompt. On a prefill instance
-    nobody decodes here."""
-    rows = view.prefill
-    tokens = demand(view.perf, rows.remaining[order], rows.context[order], view.limits.tokens)
-    tpot: Array = np.full(len(order), NEVER) if view.role is Role.PREFILL else rows.tightest[order]
-    more = rows.remaining[order] * (rows.running[order] == 0) + output  # who runs holds the pages of its prompt
-    return Prompts(rows.deadline[order], tokens, tpot, blocks(more, view))
-
-
-def blocks(tokens: Array, view: View) -> Array:
-    """Pages that so many tokens fill or begin."""
-    result: Array = np.ceil(tokens / view.limits.page_size)
-    return result
-
-
-def standing_of(view: View, prompts: Prompts, output: int) -> Standing:
-    """What an instance has promised: every row of view.decode that is not best effort, and these prompts.
-
-    Pages that best effort holds count as free. Each row is taken to generate `output` tokens in all.
-    """
-    rows = view.decode
-    mine = np.flatnonzero(rows.best_effort == 0)
-    grow = np.maximum(0.0, output - (rows.context - rows.length)[mine]).sum() / view.limits.page_size
-    free = view.free_pages + best_effort_pages(view) - float(grow) - float(prompts.pages.sum())
-    if view.role is Role.PREFILL:
-        return Standing(view.start, np.zeros(0), np.zeros(0), prompts, free)
-    return Standing(view.start, rows.tightest[mine], rows.context[mine], prompts, free)
-
-
-def best_effort_pages(view: View) -> float:
-    """Pages that best effort holds: others may take them."""
-    size = view.limits.page_size
-
-    def held(rows: Rows) -> float:
-        return (
-            float(np.ceil(rows.context * rows.best_effort * rows.running / size).sum()) if _last_is_best(rows) else 0.0
-        )
-
-    return held(view.prefill) + held(view.decode)
-
-
-def best_effort_slots(view: View) -> int:
-    """Slots that best effort holds."""
-    tables = (rows for rows in (view.prefill, view.decode) if _last_is_best(rows))
-    return int(sum((rows.best_effort * rows.running).sum() for rows in tables))
-
-
-def _last_is_best(rows: Rows) -> bool:
-    """Whether a table has best effort: it comes last."""
-    return len(rows) > 0 and rows.best_effort[-1] > 0

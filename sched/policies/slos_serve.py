@@ -17,13 +17,15 @@ from math import inf, log2
 
 import numpy as np
 
-from ..feasibility import GRID, Mask, decode_load, largest_chunk, remaining_work, tightest_tpot
+from ..feasibility import GRID, Mask, decode_load, largest_chunk, remaining_work, standard, tightest_tpot
 from ..perf.model import Array, Load
-from ..policy import Decision, Grant, Order, Role, Rows, View
+from ..policy import Decision, Grant, Order, Role, Rows, View, one_each
 from ..request import State
-from .dp import admitted, best_effort_pages, best_effort_slots, prompts_of, standing_of, terms_of, tier_of, tiers
+from .dp import admitted, tier_of, tiers
 from .speculation import NEVER, WINDOW, Pace, Supply, Terms
+from .standing import best_effort_pages, best_effort_slots, idle_of, prompts_of, standing_of, terms_of
 
+NOBODY: Order = np.arange(0)
 BEHIND = 8.0  # tpots: a row later than that does not hurry the others any more
 
 
@@ -34,7 +36,8 @@ class SlosServe:
     without decoding rows may take. output: tokens that a request is taken to generate, for its memory alone.
     caution: see speculation.counted_on; 0 is as published.
 
-    Writer of what it promised, and of the tightest tpot seen: both follow from the views, in order.
+    Writer of what it promised, of the tightest tpot seen, and of what follows from who is there alone, kept until
+    somebody comes or goes: all follow from the views, in order.
     """
 
     def __init__(
@@ -55,6 +58,9 @@ class SlosServe:
         self._output = output
         self._caution = caution
         self._promised: set[int] = set()
+        self._decided: tuple[Rows, int] | None = None  # the prompts among which nobody is new
+        self._there: tuple[Rows, int, Rows, int] | None = None  # those of whom is `_idle`
+        self._idle = NEVER
         self._tightest = inf
         self._paces: dict[tuple[float, ...], Pace] = {}
 
@@ -66,46 +72,53 @@ class SlosServe:
         return _Step(view, self._pace(view, terms), terms).decision(mine, declined)
 
     def _terms(self, view: View) -> Terms:
-        fixed = None
+        fixed, there = None, (view.prefill, view.prefill.members, view.decode, view.decode.members)
+        if there != self._there:
+            self._there, self._idle = there, idle_of(view, self._block)
         if not self._dynamic:
             self._tightest = min(self._tightest, tightest_tpot(view.prefill), tightest_tpot(view.decode))
             fixed = (1.0 - self._margin) * self._tightest
         draft = view.limits.draft if self._spec else 0
-        margin, caution = self._margin, self._caution
-        return terms_of(view, block=self._block, draft=draft, margin=margin, fixed=fixed, caution=caution)
+        return terms_of(view, self._idle, draft=draft, margin=self._margin, fixed=fixed, caution=self._caution)
 
     # promises
 
     def _promise(self, view: View, terms: Terms) -> tuple[Order, Order]:
         """Rows of view.prefill that are promised, by deadline, and those that are declined now."""
         rows = view.prefill
-        standard = np.arange(len(rows) - int(np.count_nonzero(rows.best_effort)))  # best effort comes last in a table
-        declined: Order = np.arange(0)
-        if self._admit and len(standard):
-            new = self._undecided(rows, len(standard))
-            stays = np.ones(len(standard), dtype=bool)
-            stays[new] = False
-            late = self._late(view, standard[stays])
-            if len(new):
-                stays[late] = False
-                every = prompts_of(view, standard, self._output)
-                kept = admitted(standing_of(view, every.at(stays), self._output), every.at(new), terms)
-                self._promised.update(rows[row].id for row in new[kept].tolist())
-                declined = new[~kept]
-            declined = np.concatenate([declined, late])
-            stays[:] = True
+        count = standard(rows)
+        declined = self._declined(view, terms, count) if self._admit and count else NOBODY
+        order = np.argsort(rows.deadline[:count], kind="stable")
+        if len(declined):
+            stays = np.ones(count, dtype=bool)
             stays[declined] = False
-            standard = standard[stays]
-        order = standard[np.argsort(rows.deadline[standard], kind="stable")] if len(standard) else standard
+            order = order[stays[order]]
         return order, declined
 
-    def _undecided(self, rows: Rows, standard: int) -> Order:
-        """New requests among the first `standard`. Who runs, or has run, is promised already, whoever did it."""
+    def _declined(self, view: View, terms: Terms, count: int) -> Order:
+        """Of the first `count` rows of view.prefill, which are not best effort, those that are from now on."""
+        rows = view.prefill
+        new = self._undecided(rows, count)
+        declined = late = self._late(view, count, new)
+        if len(new):
+            stays = np.ones(count, dtype=bool)
+            stays[new] = stays[late] = False
+            every = prompts_of(view, count, self._output)
+            kept = admitted(standing_of(view, every.at(stays), self._output), every.at(new), terms)
+            self._promised.update(rows[row].id for row in new[kept].tolist())
+            declined = np.concatenate([new[~kept], late])
+        self._decided = None if len(declined) else (rows, rows.members)
+        return declined
+
+    def _undecided(self, rows: Rows, count: int) -> Order:
+        """New requests among the first `count`. Who runs, or has run, is promised already, whoever did it."""
+        if self._decided == (rows, rows.members):
+            return NOBODY
         promised = self._promised
-        if len(promised) > 64 + 4 * standard:
-            promised.intersection_update([one.id for one in islice(rows, standard)])
+        if len(promised) > 64 + 4 * count:
+            promised.intersection_update([one.id for one in islice(rows, count)])
         new = []
-        for row in [row for row, one in enumerate(islice(rows, standard)) if one.id not in promised]:
+        for row in [row for row, one in enumerate(islice(rows, count)) if one.id not in promised]:
             request = rows[row]
             if request.state is State.WAITING and not request.generated:
                 new.append(row)
@@ -113,29 +126,31 @@ class SlosServe:
                 promised.add(request.id)
         return np.array(new, dtype=np.intp)
 
-    def _late(self, view: View, old: Order) -> Order:
-        """Promised prompts whose first token can no longer be in time, even alone."""
-        if not len(old):
-            return old
+    @staticmethod
+    def _late(view: View, count: int, new: Order) -> Order:
+        """Of the first `count` rows of view.prefill, new ones aside, those whose first token can no longer be in time,
+        even alone."""
         rows = view.prefill
-        work = remaining_work(view, rows)[old]
-        late = old[view.start + work > rows.deadline[old]]
-        return late[[rows[row].generated == 0 for row in late.tolist()]] if len(late) else late
+        late = np.flatnonzero(view.start + remaining_work(view, rows, count) > rows.deadline[:count])
+        if not len(late):
+            return late
+        come = set(new.tolist())
+        return late[[row not in come and not rows[row].generated for row in late.tolist()]]
 
     # steps
 
     def _pace(self, view: View, terms: Terms) -> Pace:
         """How long a step may be, and how much its rows draft: kept while the rows are about the same."""
         rows = view.decode
-        mine = rows.best_effort == 0 if len(rows) else np.zeros(0, dtype=bool)
-        if view.role is Role.PREFILL or not mine.any():
+        count = standard(rows)
+        if view.role is Role.PREFILL or not count:
             return Pace(terms.idle if terms.fixed is None else terms.fixed, (1,), 0.0)
         if not terms.draft:
             tpot = tightest_tpot(rows)
             seconds = (1.0 - terms.margin) * tpot if tpot < NEVER else terms.idle
             return Pace(seconds if terms.fixed is None else min(seconds, terms.fixed), (1,), 0.0)
-        among = tiers(rows.tpot[mine])
-        counts = np.bincount(tier_of(rows.tpot[mine], among), minlength=len(among)).tolist()
+        among = tiers(rows.tpot[:count])
+        counts = np.bincount(tier_of(rows.tpot[:count], among), minlength=len(among)).tolist()
         context = float(rows.context.sum())
         key = (*among.tolist(), *map(_about, counts), _about(context), round(terms.acceptance * 50), terms.idle)
         pace = self._paces.get(key)
@@ -162,64 +177,69 @@ class _Step:
         self._load = Load()
         self._cautious = terms.caution > 0
         self._certain = False  # somebody is granted who cannot fail to run
-        rows = view.decode
-        self._lengths, self._gain = self._drafts(rows, terms)
+        rows, prompts = view.decode, view.prefill
+        self._count = standard(rows)
+        self._lengths = self._drafts(rows)
+        self._gain = np.array([0.0, *terms.gains()])[self._lengths] - 1.0 if len(self._lengths) else self._lengths
         self._bound = self._hurry(rows, terms.margin)
         self._room: float = view.free_pages - len(rows)  # pages: one a row stays for its growth
-        prompts = view.prefill
-        self._slots = view.limits.rows - len(rows) - (int(prompts.running.sum()) if len(prompts) else 0)
+        self._slots = view.limits.rows - len(rows) - int(np.add.reduce(prompts.running))
         self._full = False  # somebody waits for pages
 
     def decision(self, mine: Order, declined: Order) -> Decision:
         """mine: promised prompts in order. declined: those that are best effort from now on."""
         view, rows = self._view, self._view.decode
-        best = rows.best_effort > 0 if len(rows) else np.zeros(0, dtype=bool)
-        now = self._now(rows) & ~best
+        now = self._now(rows)
         self._decode(np.flatnonzero(now))
         pages, slots = best_effort_pages(view), best_effort_slots(view)
         self._room, self._slots = self._room + pages, self._slots + slots
         self._prompts(mine)
         self._room, self._slots = self._room - pages, self._slots - slots
-        self._decode_some(np.flatnonzero(~now & ~best))
-        self._decode_some(np.flatnonzero(best))
-        waiting = np.flatnonzero(view.prefill.best_effort > 0) if len(view.prefill) else declined
-        self._prompts(np.concatenate([waiting, declined]))
+        self._decode_some(np.flatnonzero(~now))
+        self._decode_some(np.arange(self._count, len(rows)))
+        best = np.arange(standard(view.prefill), len(view.prefill))
+        self._prompts(np.concatenate([best, declined]))
         if not self._certain:
-            self._fall_back(mine, declined)
+            self._fall_back(np.concatenate([mine, best, declined]))
         return Decision(tuple(self._grants), tuple(view.prefill[row].id for row in declined.tolist()))
 
-    def _drafts(self, rows: Rows, terms: Terms) -> tuple[Array, Array]:
-        """Tokens that each row verifies, and what it gains by that."""
-        lengths = np.ones(len(rows))
-        if len(self._pace.lengths) == 1 and self._pace.lengths[0] == 1:
-            return lengths, lengths
-        mine = np.flatnonzero(rows.best_effort == 0)
-        tpot = rows.tpot[mine]
-        lengths[mine] = np.array(self._pace.lengths)[tier_of(tpot, tiers(tpot))]
-        gains = np.array([0.0, *terms.gains()])
-        return lengths, gains[lengths.astype(np.intp)]
+    def _drafts(self, rows: Rows) -> Order:
+        """Tokens that each row verifies; nothing where none drafts."""
+        if max(self._pace.lengths) == 1:
+            return NOBODY
+        lengths, tpot = np.ones(len(rows), dtype=np.intp), rows.tpot[: self._count]
+        lengths[: self._count] = np.array(self._pace.lengths)[tier_of(tpot, tiers(tpot))]
+        return lengths
+
+    def _tokens(self, order: Order) -> Order:
+        """That these rows of view.decode verify in all, up to each."""
+        return np.add.accumulate(self._lengths[order]) if len(self._lengths) else np.arange(1, len(order) + 1)
 
     def _hurry(self, rows: Rows, margin: float) -> float:
         """The pace's step, shorter where a row has fallen behind (the paper strengthens its SLO; here to half the
         step at most), or is too young to count on a mean over several drafts."""
-        seconds = self._pace.seconds
-        if not len(rows) or self._view.role is Role.PREFILL:
+        seconds, count = self._pace.seconds, self._count
+        if not count or self._view.role is Role.PREFILL:
             return seconds
-        slack, tpot = rows.deadline - self._view.start, np.minimum(rows.tpot, NEVER)
-        even = np.minimum(1.0, (rows.context - rows.length + 1.0) / WINDOW) if self._cautious else 1.0
-        allowed = np.where(slack > -BEHIND * tpot, slack + (self._gain - 1.0) * even * tpot, inf)
-        allowed = np.where(rows.best_effort > 0, inf, allowed)
-        return min(seconds, max(0.5 * seconds, (1.0 - margin) * float(allowed.min())))
+        slack, tpot = rows.deadline[:count] - self._view.start, np.minimum(rows.tpot[:count], NEVER)
+        ahead = slack
+        if len(self._gain):
+            age = rows.context[:count] - rows.length[:count] + 1.0
+            even = np.minimum(1.0, age / WINDOW) if self._cautious else 1.0
+            ahead = slack + self._gain[:count] * even * tpot
+        allowed = np.where(slack > -BEHIND * tpot, ahead, inf)
+        return min(seconds, max(0.5 * seconds, (1.0 - margin) * float(np.minimum.reduce(allowed))))
 
     def _now(self, rows: Rows) -> Mask:
-        """Rows whose next token would be late if they sat this step out."""
-        if not len(rows):
-            return np.zeros(0, dtype=bool)
-        tpot = np.minimum(rows.tpot, NEVER)
-        if float(tpot.max()) <= 2.0 * self._bound:
-            return np.ones(len(rows), dtype=bool)
-        due = np.fmin(rows.deadline, rows.last + tpot) + (self._gain - 1.0) * tpot
-        now: Mask = due < self._view.start + 2.0 * self._bound
+        """Rows, those of best effort aside, whose next token would be late if they sat this step out."""
+        count, soon = self._count, self._view.start + 2.0 * self._bound
+        if not count or min(float(np.maximum.reduce(rows.tpot)), NEVER) <= 2.0 * self._bound:
+            return np.ones(count, dtype=bool)
+        tpot = np.minimum(rows.tpot[:count], NEVER)
+        gained = self._gain[:count] * tpot if len(self._gain) else np.zeros(count)
+        now: Mask = rows.deadline[:count] + gained < soon
+        others = np.flatnonzero(~now)
+        now[others] = rows.last(others) + tpot[others] + gained[others] < soon
         return now
 
     # grants
@@ -228,20 +248,21 @@ class _Step:
         rows, limits = self._view.decode, self._view.limits
         if not len(order):
             return
-        lengths = self._lengths[order].astype(int).tolist()
-        if sum(lengths) > limits.tokens:
-            lengths = [1] * len(lengths)
-        longest, new = max(lengths), tuple.__new__  # Grant(...) takes twice as long
-        pairs = zip(order.tolist(), lengths, strict=True)
-        self._grants += [new(Grant, (rows[row].id, 1, n - 1)) for row, n in pairs]
-        self._load = self._with(rows.context[order], sum(lengths), longest - 1)
+        named = iter(rows) if len(order) == len(rows) else (rows[row] for row in order.tolist())
+        tokens, longest = len(order), 1
+        if len(self._lengths) and int(self._lengths[order].sum()) <= limits.tokens:
+            lengths = self._lengths[order].tolist()
+            tokens, longest = sum(lengths), max(lengths)
+            self._grants += [Grant(one.id, 1, length - 1) for one, length in zip(named, lengths, strict=True)]
+        else:
+            self._grants += one_each(named)
+        self._load = self._with(rows.context[order], tokens, longest - 1)
         self._certain = True
 
     def _decode_some(self, order: Order) -> None:
         """As many, in their order, as still fit; all of them where nobody else is sure to run."""
         if len(order) and self._certain:
-            tokens = np.cumsum(self._lengths[order])
-            context = self._view.decode.context[order]
+            tokens, context = self._tokens(order), self._view.decode.context[order]
             low, high = 0, len(order) + 1
             while high - low > 1:  # low fit, high do not
                 middle = len(order) if high > len(order) else (low + high) // 2
@@ -258,12 +279,10 @@ class _Step:
         load = prefill, decode + tokens, quadratic, max(before, longest), others + total, prefix, max(drafted, drafts)
         return Load(*load)
 
-    def _fall_back(self, mine: Order, declined: Order) -> None:
-        """Those named may find no page or slot; whoever holds both then goes on."""
+    def _fall_back(self, order: Order) -> None:
+        """Those named may find no page or slot; whoever of these prompts holds both then goes on."""
         rows, named = self._view.prefill, {grant.request for grant in self._grants}
-        best = np.flatnonzero(rows.best_effort > 0) if len(rows) else declined
-        every = np.concatenate([mine, best, declined])
-        for row in every[rows.running[every] > 0].tolist():
+        for row in order[rows.running[order] > 0].tolist():
             request = rows[row]
             if request.id not in named:
                 self._grants.append(Grant(request.id, min(request.remaining, GRID)))
@@ -273,7 +292,7 @@ class _Step:
         rows, view = self._view.prefill, self._view
         if self._full:
             order = order[rows.running[order] > 0]
-        for at, row in enumerate(order.tolist(), 1):
+        for at, row in enumerate(map(int, order), 1):  # the first few of maybe thousands
             request = rows[row]
             waits = request.state is State.WAITING
             left = min(request.remaining, view.limits.tokens - self._load.tokens)

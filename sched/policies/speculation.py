@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import ceil, sqrt
 from typing import NamedTuple
@@ -107,12 +108,28 @@ class Supply:
         self._rows = rows
         self._each = each
         self._gains = terms.gains()
-        pairs = product(range(len(self._tpot)), range(1, terms.draft + 2))
-        self._choices = [self._choice(tier, length) for tier, length in pairs]
-        bound = terms.idle if terms.fixed is None else terms.fixed
-        tokens = prompt_room(terms.perf, Load(), terms.tokens, bound)
-        seconds = terms.perf.step_time(Load().add_chunk(max(1, tokens), 0))
-        self._empty = Pace(bound, (1,) * len(tpot), max(1, tokens) / max(seconds, 1e-9))
+
+    @cached_property
+    def _plain(self) -> _Choice:
+        """Steps that the tightest tier ends, without drafts."""
+        return self._choice(0, 1)
+
+    @cached_property
+    def _choices(self) -> list[_Choice]:
+        pairs = product(range(len(self._tpot)), range(1, self._terms.draft + 2))
+        return [self._choice(tier, length) for tier, length in pairs]
+
+    @cached_property
+    def _empty(self) -> Pace:
+        """Steps in which nobody decodes."""
+        perf, bound = self._terms.perf, self._idle
+        tokens = prompt_room(perf, Load(), self._terms.tokens, bound)
+        seconds = perf.step_time(Load().add_chunk(max(1, tokens), 0))
+        return Pace(bound, (1,) * len(self._tpot), max(1, tokens) / max(seconds, 1e-9))
+
+    @property
+    def _idle(self) -> float:
+        return self._terms.idle if self._terms.fixed is None else self._terms.fixed
 
     def _choice(self, binds: int, length: int) -> _Choice:
         """Tier `binds` verifies `length` tokens and ends the step; the others take the smallest length that lasts as
@@ -131,6 +148,32 @@ class Supply:
             for sl, each in zip(lengths, tpot, strict=True)
         ]
         return _Choice(binds, seconds, tuple(lengths), np.array(weights))
+
+    def uniform(self, counts: Array) -> bool:
+        """Whether steps are made in one way beside `counts` rows [tiers] and any more: nobody drafts, and the tightest
+        tier ends them from the first on."""
+        if self._terms.draft:
+            return False
+        return counts[0] > 0 or (len(self._tpot) == 1 and self._plain.seconds == self._idle)
+
+    @property
+    def weights(self) -> Array:
+        """Tokens of a row and step by tier, where steps are made in one way."""
+        return self._plain.weights
+
+    def speed(self, tokens: Array, counts: Array, most: tuple[float, float]) -> Array:
+        """As `rate`, where steps are made in one way, beside rows that decode so many `tokens` in a step: from those
+        of `counts` rows on, up to `most`, which are tokens and rows."""
+        count = float(np.add.reduce(counts))
+        least = (float(counts @ self.weights), count) if count else (float(self.weights[0]), 1.0)
+        first, slope = self._through(self._plain.seconds, 0, least, most)
+        speed: Array = first + (tokens - least[0]) * slope
+        return speed if count else np.where(tokens > 0, speed, self._empty.rate)
+
+    def lasts(self, tokens: float, rows: float) -> bool:
+        """Whether so many rows alone leave any time, where steps are made in one way."""
+        load, left = self._rows_of(0, tokens, rows)
+        return left >= 0 and (left < 1 or self._terms.perf.step_time(load) <= self._plain.seconds)
 
     def rate(self, counts: Array) -> Array:
         """Prompt tokens per second beside `counts` [..., tiers] rows, at the best choice; negative where the rows
@@ -169,23 +212,33 @@ class Supply:
         there is `here`, a line between."""
         low = int(np.where(here, tokens, np.inf).argmin())
         high = int(np.where(here, tokens, -np.inf).argmax())
-        least, most = float(tokens.flat[low]), float(tokens.flat[high])
-        first = self._left(seconds, drafts, least, float(rows.flat[low]))
-        if most <= least:
-            return np.full(tokens.shape, first)
-        last = self._left(seconds, drafts, most, float(rows.flat[high]))
-        result: Array = first + (tokens - least) * ((last - first) / (most - least))
+        least, most = ((float(tokens.flat[end]), float(rows.flat[end])) for end in (low, high))
+        first, slope = self._through(seconds, drafts, least, most)
+        result: Array = first + (tokens - least[0]) * slope
         return result
+
+    def _through(
+        self, seconds: float, drafts: int, least: tuple[float, float], most: tuple[float, float]
+    ) -> tuple[float, float]:
+        """Prompt tokens per second beside the `least` tokens and rows, and how that grows by token up to the `most`."""
+        first = self._left(seconds, drafts, *least)
+        if most[0] <= least[0]:
+            return first, 0.0
+        return first, (self._left(seconds, drafts, *most) - first) / (most[0] - least[0])
 
     def _left(self, seconds: float, drafts: int, tokens: float, rows: float) -> float:
         """Prompt tokens per second. A step that has all the tokens it may have ends early."""
-        perf, most = self._terms.perf, self._terms.tokens - round(tokens)
+        load, most = self._rows_of(drafts, tokens, rows)
+        room = prompt_room(self._terms.perf, load, most, seconds)
+        if 0 < room == most:
+            seconds = min(seconds, self._terms.perf.step_time(load.add_chunk(room, 0)))
+        return room / seconds
+
+    def _rows_of(self, drafts: int, tokens: float, rows: float) -> tuple[Load, int]:
+        """The step of so many rows, and how many tokens more it may have."""
         context = self._load.context + self._each * max(0.0, rows - self._rows)
         load = self._load._replace(decode=round(tokens), context=int(context), drafts=drafts)
-        room = prompt_room(perf, load, most, seconds)
-        if 0 < room == most:
-            seconds = min(seconds, perf.step_time(load.add_chunk(room, 0)))
-        return room / seconds
+        return load, self._terms.tokens - round(tokens)
 
     def pace(self, counts: Sequence[int]) -> Pace:
         """The best way to make steps for so many rows by tier."""

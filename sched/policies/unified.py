@@ -314,7 +314,7 @@ def _fitting(perf: PerfModel, load: Load, context: Array, bound: float) -> int:
 def _waited(view: View, which: Order, most: Array, seconds: float) -> Mask:
     """Whether rows cannot skip a step of so many seconds: they have waited as long as they may, or else break their
     tbt."""
-    last = view.decode.last[which]
+    last = view.decode.last(which)
     waited: Mask = ~(view.start - last < most) | (view.start + 2.0 * seconds - last > view.decode.tbt[which])
     return waited
 

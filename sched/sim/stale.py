@@ -7,12 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
+import numpy as np
+
+from ..perf.model import Array
 from ..placement import Fleet, Move, Placement
-from ..policy import Role, Rows, View
+from ..policy import Order, Role, Rows, View
 from ..request import Request, RequestView, State
 from ..scheduler import Scheduler
 
-NAMES = "arrival ttft tbt tpot tightest last deadline remaining context length running hit best_effort"
+NAMES = "arrival ttft tbt tpot tightest deadline remaining context length running hit best_effort"
 COLUMNS = tuple(NAMES.split())
 OFTEN = 4  # pictures taken in the age that they will have
 
@@ -52,6 +55,8 @@ class _Rows:
     def __init__(self, rows: Rows) -> None:
         self._requests = tuple(rows)
         self.version = rows.version
+        self.members = rows.members
+        self._last = rows.last(np.arange(len(rows)))
         for name in COLUMNS:
             setattr(self, name, getattr(rows, name).copy())
 
@@ -63,6 +68,9 @@ class _Rows:
 
     def __getitem__(self, row: int) -> RequestView:
         return self._requests[row]
+
+    def last(self, order: Order) -> Array:
+        return self._last[order]
 
 
 def _copied(rows: Rows) -> Rows:

@@ -19,9 +19,10 @@ from jaxserve.sched.feasibility import Mask
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.model import Array, Coefficients, GeneralModel
 from jaxserve.sched.policies import dp
-from jaxserve.sched.policies.dp import NO_PROMPTS, Prompts, Standing, admitted, largest_set, tier_of, tiers
+from jaxserve.sched.policies.dp import admitted, largest_set, tier_of, tiers
 from jaxserve.sched.policies.fcfs import Fcfs
 from jaxserve.sched.policies.speculation import Terms
+from jaxserve.sched.policies.standing import NO_PROMPTS, Prompts, Standing
 from jaxserve.sched.policy import Limits, Role
 from jaxserve.sched.request import BEST_EFFORT, Request
 from jaxserve.sched.scheduler import Scheduler

@@ -1,0 +1,149 @@
+"""What an instance has promised and what has come, as the dynamic programme of SLOs-Serve (dp.py) takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..feasibility import Mask, standard
+from ..perf.model import Array, Load, PerfModel
+from ..policy import Order, Role, View
+from .speculation import NEVER, Terms
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Prompts to be computed, as columns. tokens: what they take of a step's budget. pages: what they will hold."""
+
+    deadline: Array
+    tokens: Array
+    tpot: Array
+    pages: Array
+
+    def __len__(self) -> int:
+        return len(self.deadline)
+
+    def and_(self, others: Prompts) -> Prompts:
+        """These, then `others`."""
+        names = ("deadline", "tokens", "tpot", "pages")
+        return Prompts(*(np.concatenate([getattr(self, name), getattr(others, name)]) for name in names))
+
+    def at(self, rows: Order | Mask) -> Prompts:
+        """Some of them, in that order."""
+        return Prompts(self.deadline[rows], self.tokens[rows], self.tpot[rows], self.pages[rows])
+
+
+NO_PROMPTS = Prompts(*(np.zeros(0),) * 4)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What an instance has promised: rows that decode, and prompts that are not done. start: when it is free."""
+
+    start: float
+    tpot: Array  # of each decoding row
+    context: Array  # likewise
+    prompts: Prompts
+    free: float  # pages
+
+    @cached_property
+    def load(self) -> Load:
+        """The step that decodes one token of every row."""
+        rows = len(self.context)
+        if not rows:
+            return Load()
+        longest, total = int(np.maximum.reduce(self.context)), int(np.add.reduce(self.context))
+        return Load(decode=rows, longest=longest, context=total)
+
+
+def demand(perf: PerfModel, tokens: Array, context: Array, chunk: int) -> Array:
+    """Prompt tokens in a step's currency: those to compute, and as many as their attention to what comes before and
+    to each other takes in time."""
+    size = min(chunk, 2048)
+    probes = np.concatenate(([size / 2, size], tokens)), np.concatenate(([0.0, 0.0], context))
+    seconds = perf.prefill_times(*probes, chunk)
+    half, whole = seconds[:2].tolist()
+    each = (whole - half) / (size / 2)
+    if not each > 0:
+        return tokens
+    fixed, seconds = max(0.0, whole - size * each), seconds[2:]
+    extra = (seconds - np.ceil(tokens / chunk) * fixed) / each - tokens
+    result: Array = tokens + np.maximum(0.0, extra)
+    return result
+
+
+# from a view
+
+
+def idle_of(view: View, block: float) -> float:
+    """`block` of the median ttft that anybody here was promised, the seconds of a step in which nobody decodes: so
+    long may a newcomer have to wait."""
+    ttft = np.concatenate([rows.ttft for rows in (view.prefill, view.decode)])
+    return block * min(_median(ttft), NEVER) if len(ttft) else NEVER
+
+
+def terms_of(
+    view: View, idle: float, *, draft: int, margin: float, fixed: float | None = None, caution: float = 1.0
+) -> Terms:
+    return Terms(view.perf, view.limits.tokens, idle, view.acceptance, draft, margin, fixed, caution)
+
+
+def _median(values: Array) -> float:
+    """np.median at a third of its time."""
+    middle = len(values) // 2
+    if len(values) % 2:
+        return float(np.partition(values, middle)[middle])
+    low, high = np.partition(values, (middle - 1, middle))[middle - 1 : middle + 1].tolist()
+    return 0.5 * float(low + high)
+
+
+def prompts_of(view: View, count: int, output: int) -> Prompts:
+    """The first `count` rows of view.prefill. Each is taken to hold `output` tokens beyond its prompt. On a prefill
+    instance nobody decodes here."""
+    rows = view.prefill
+    remaining = rows.remaining[:count]
+    tokens = demand(view.perf, remaining, rows.context[:count], view.limits.tokens)
+    tpot: Array = np.full(count, NEVER) if view.role is Role.PREFILL else rows.tightest[:count]
+    more = remaining * (1.0 - rows.running[:count]) + output  # who runs holds the pages of its prompt
+    return Prompts(rows.deadline[:count], tokens, tpot, blocks(more, view))
+
+
+def blocks(tokens: Array, view: View) -> Array:
+    """Pages that so many tokens fill or begin."""
+    result: Array = np.ceil(tokens / view.limits.page_size)
+    return result
+
+
+def standing_of(view: View, prompts: Prompts, output: int) -> Standing:
+    """What an instance has promised: every row of view.decode that is not best effort, and these prompts.
+
+    Pages that best effort holds count as free. Each row is taken to generate `output` tokens in all.
+    """
+    rows = view.decode
+    count = standard(rows)
+    grow = np.maximum(0.0, output - (rows.context[:count] - rows.length[:count])).sum() / view.limits.page_size
+    free = view.free_pages + best_effort_pages(view) - float(grow) - float(prompts.pages.sum())
+    if view.role is Role.PREFILL:
+        return Standing(view.start, np.zeros(0), np.zeros(0), prompts, free)
+    return Standing(view.start, rows.tightest[:count], rows.context[:count], prompts, free)
+
+
+def best_effort_pages(view: View) -> float:
+    """Pages that best effort holds: others may take them."""
+    return sum(float(np.ceil(held / view.limits.page_size).sum()) for held in _held(view))
+
+
+def best_effort_slots(view: View) -> int:
+    """Slots that best effort holds."""
+    return sum(len(held) for held in _held(view))
+
+
+def _held(view: View) -> Iterator[Array]:
+    """Tokens in the cache of each best-effort request that runs, by table."""
+    for rows in (view.prefill, view.decode):
+        count = standard(rows)
+        if count < len(rows):
+            yield rows.context[count:][rows.running[count:] > 0]
