@@ -1,7 +1,8 @@
 """What deciding costs: CPU time of one step's `decide` and `plan`, by policy and by number of requests.
 
 A mixed instance is kept at so many running and waiting requests: about one ends in each step, and one arrives for
-it. `quiet` and `event` are the steps into which nobody, or somebody, has come since the one before. `recompute` is a
+it. `quiet` and `event` are the steps into which nobody, or somebody, has come since the one before (of `plan`; of
+`decide` alone they are in the JSON). `recompute` is a
 decision with nothing kept from earlier steps: every table of the instance is filled anew.
 Then what placing one request costs in a fleet of full instances, its redirects included, and what one run of the
 dynamic programme of SLOs-Serve costs.
@@ -160,14 +161,20 @@ def measure(name: str, running: int, waiting: int, steps: int) -> dict[str, obje
         steady.step()
     steady.policy.seconds.clear()
     with undisturbed():
-        timed = [(spent, steady.event) for _ in range(steps) if (spent := steady.step()) is not None]
+        timed = [
+            (spent, steady.policy.seconds[-1], steady.event)
+            for _ in range(steps)
+            if (spent := steady.step()) is not None
+        ]
         again = [steady.recompute() for _ in range(max(5, steps // 10))]
-    plans = [spent for spent, _ in timed]
-    quiet, events = ([spent for spent, event in timed if event is kind] for kind in (False, True))
+    plans = [spent for spent, _, _ in timed]
+    quiet, events = ([one for one in timed if one[2] is kind] for kind in (False, True))
     decode = steady.policy.view.decode if steady.policy.view else ()
     found: dict[str, object] = {"policy": name, "running": running, "waiting": waiting, "steps": len(plans)}
     found["decoding_in_last_view"] = len(decode)
-    named = {"decide": steady.policy.seconds, "plan": plans, "quiet": quiet, "event": events, "recompute": again}
+    named = {"decide": steady.policy.seconds, "plan": plans, "recompute": again}
+    for kind, some in (("quiet", quiet), ("event", events)):
+        named |= {kind: [spent for spent, _, _ in some], f"decide_{kind}": [decided for _, decided, _ in some]}
     for label, seconds in named.items():
         found |= milliseconds(label, seconds)
     return found

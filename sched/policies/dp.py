@@ -155,19 +155,31 @@ def _decide(standing: Standing, new: Prompts, terms: Terms) -> Mask:
     counts = np.bincount(tier[:rows], minlength=len(among)).astype(float)
     each = float(np.add.reduce(prompts.tokens)) / len(prompts)
     supply = Supply(terms, among.tolist(), standing.load, rows, each)
-    if supply.uniform(counts) and np.add.reduce(new.pages) <= standing.free:
-        together = _together(standing.start, prompts, tier[rows:], before, counts, supply)
-        if together or len(new) == 1:
-            return np.full(len(new), together)
+    if supply.uniform(counts):
+        if _hopeless(standing, new, supply.most(counts)):
+            return np.zeros(len(new), dtype=bool)
+        if np.add.reduce(new.pages) <= standing.free:
+            together = _together(standing.start, prompts, tier[rows:], before, counts, supply)
+            if together or len(new) == 1:
+                return np.full(len(new), together)
     forced = np.arange(len(prompts)) < before
     return largest_set(standing.start, prompts, tier[rows:], forced, counts, supply.rate, standing.free)[before:]
+
+
+def _hopeless(standing: Standing, new: Prompts, rate: float) -> bool:
+    """Whether every new prompt would be late, by more than a token, behind those due before it alone, if steps left
+    `rate` prompt tokens per second for ever, which is the most they do."""
+    own, (due, owed) = np.minimum(new.deadline, standing.start + NEVER), standing.due
+    since = min(standing.start, float(np.minimum.reduce(own)), *due[:1].tolist())
+    before = owed[due.searchsorted(own, side="right")]
+    return bool((before + new.tokens > max(0.0, rate) * (own - since) + 1.0).all())
 
 
 def _together(start: float, prompts: Prompts, tier: Order, forced: int, counts: Array, supply: Supply) -> bool:
     """Whether largest_set takes all prompts behind the first `forced`, where memory does not matter and steps are made
     in one way: two of its cells, that of nobody and that of all, are followed."""
     deadline = np.minimum(prompts.deadline, start + NEVER)
-    order = np.argsort(deadline, kind="stable")
+    order = deadline.argsort(kind="stable")
     due, cost, stays, weight = deadline[order], prompts.tokens[order], order < forced, supply.weights[tier[order]]
     tokens = np.empty((2, 1 + len(order)))  # a step's tokens of the rows before each prompt, and behind all
     tokens[:, 0], tokens[0, 1:], tokens[1, 1:] = counts @ supply.weights, weight * stays, weight

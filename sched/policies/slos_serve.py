@@ -12,6 +12,7 @@ late a promise is void, and the request best effort.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from itertools import islice
 from math import inf, log2
 
@@ -23,7 +24,7 @@ from ..policy import Decision, Grant, Order, Role, Rows, View, one_each
 from ..request import State
 from .dp import admitted, tier_of, tiers
 from .speculation import NEVER, WINDOW, Pace, Supply, Terms
-from .standing import best_effort_pages, best_effort_slots, idle_of, prompts_of, standing_of, terms_of
+from .standing import held_by_best_effort, idle_of, prompts_of, standing_of, terms_of
 
 NOBODY: Order = np.arange(0)
 BEHIND = 8.0  # tpots: a row later than that does not hurry the others any more
@@ -88,7 +89,7 @@ class SlosServe:
         rows = view.prefill
         count = standard(rows)
         declined = self._declined(view, terms, count) if self._admit and count else NOBODY
-        order = np.argsort(rows.deadline[:count], kind="stable")
+        order = rows.deadline[:count].argsort(kind="stable")
         if len(declined):
             stays = np.ones(count, dtype=bool)
             stays[declined] = False
@@ -191,7 +192,7 @@ class _Step:
         view, rows = self._view, self._view.decode
         now = self._now(rows)
         self._decode(np.flatnonzero(now))
-        pages, slots = best_effort_pages(view), best_effort_slots(view)
+        pages, slots = held_by_best_effort(view)
         self._room, self._slots = self._room + pages, self._slots + slots
         self._prompts(mine)
         self._room, self._slots = self._room - pages, self._slots - slots
@@ -263,13 +264,13 @@ class _Step:
         """As many, in their order, as still fit; all of them where nobody else is sure to run."""
         if len(order) and self._certain:
             tokens, context = self._tokens(order), self._view.decode.context[order]
-            low, high = 0, len(order) + 1
-            while high - low > 1:  # low fit, high do not
-                middle = len(order) if high > len(order) else (low + high) // 2
-                load = self._with(context[:middle], int(tokens[middle - 1]), self._load.drafts)
-                fits = self._view.perf.step_time(load) <= self._bound
-                low, high = (middle, high) if fits else (low, middle)
-            order = order[:low]
+
+            def seconds(count: int) -> float:
+                load = self._with(context[:count], int(tokens[count - 1]), self._load.drafts)
+                return self._view.perf.step_time(load)
+
+            if seconds(len(order)) > self._bound:
+                order = order[: bisect_right(range(1, len(order)), self._bound, key=seconds)]
         self._decode(order)
 
     def _with(self, context: Array, tokens: int, drafts: int) -> Load:

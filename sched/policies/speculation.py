@@ -108,6 +108,7 @@ class Supply:
         self._rows = rows
         self._each = each
         self._gains = terms.gains()
+        self._known: dict[tuple[float, int, float, float], float] = {}  # what `_left` has found
 
     @cached_property
     def _plain(self) -> _Choice:
@@ -170,6 +171,12 @@ class Supply:
         speed: Array = first + (tokens - least[0]) * slope
         return speed if count else np.where(tokens > 0, speed, self._empty.rate)
 
+    def most(self, counts: Array) -> float:
+        """The most that `speed` is, from those of `counts` rows on."""
+        count = float(np.add.reduce(counts))
+        plain = self._plain
+        return self._left(plain.seconds, 0, float(counts @ plain.weights), count) if count else self._empty.rate
+
     def lasts(self, tokens: float, rows: float) -> bool:
         """Whether so many rows alone leave any time, where steps are made in one way."""
         load, left = self._rows_of(0, tokens, rows)
@@ -228,17 +235,21 @@ class Supply:
 
     def _left(self, seconds: float, drafts: int, tokens: float, rows: float) -> float:
         """Prompt tokens per second. A step that has all the tokens it may have ends early."""
-        load, most = self._rows_of(drafts, tokens, rows)
-        room = prompt_room(self._terms.perf, load, most, seconds)
-        if 0 < room == most:
-            seconds = min(seconds, self._terms.perf.step_time(load.add_chunk(room, 0)))
-        return room / seconds
+        asked = seconds, drafts, tokens, rows
+        if asked not in self._known:
+            load, most = self._rows_of(drafts, tokens, rows)
+            room = prompt_room(self._terms.perf, load, most, seconds)
+            if 0 < room == most:
+                seconds = min(seconds, self._terms.perf.step_time(load.add_chunk(room, 0)))
+            self._known[asked] = room / seconds
+        return self._known[asked]
 
     def _rows_of(self, drafts: int, tokens: float, rows: float) -> tuple[Load, int]:
         """The step of so many rows, and how many tokens more it may have."""
         context = self._load.context + self._each * max(0.0, rows - self._rows)
-        load = self._load._replace(decode=round(tokens), context=int(context), drafts=drafts)
-        return load, self._terms.tokens - round(tokens)
+        decode = round(tokens)
+        load = Load(0, decode, 0.0, self._load.longest, int(context), 0, drafts)  # _replace takes three times as long
+        return load, self._terms.tokens - decode
 
     def pace(self, counts: Sequence[int]) -> Pace:
         """The best way to make steps for so many rows by tier."""

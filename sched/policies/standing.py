@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -57,6 +56,13 @@ class Standing:
             return Load()
         longest, total = int(np.maximum.reduce(self.context)), int(np.add.reduce(self.context))
         return Load(decode=rows, longest=longest, context=total)
+
+    @cached_property
+    def due(self) -> tuple[Array, Array]:
+        """Deadlines of the prompts, ascending, and the tokens due by each of them, after 0 for before the first."""
+        order = self.prompts.deadline.argsort(kind="stable")
+        tokens = np.concatenate(([0.0], self.prompts.tokens[order]))
+        return self.prompts.deadline[order], np.add.accumulate(tokens)
 
 
 def demand(perf: PerfModel, tokens: Array, context: Array, chunk: int) -> Array:
@@ -125,25 +131,19 @@ def standing_of(view: View, prompts: Prompts, output: int) -> Standing:
     rows = view.decode
     count = standard(rows)
     grow = np.maximum(0.0, output - (rows.context[:count] - rows.length[:count])).sum() / view.limits.page_size
-    free = view.free_pages + best_effort_pages(view) - float(grow) - float(prompts.pages.sum())
+    free = view.free_pages + held_by_best_effort(view)[0] - float(grow) - float(prompts.pages.sum())
     if view.role is Role.PREFILL:
         return Standing(view.start, np.zeros(0), np.zeros(0), prompts, free)
     return Standing(view.start, rows.tightest[:count], rows.context[:count], prompts, free)
 
 
-def best_effort_pages(view: View) -> float:
-    """Pages that best effort holds: others may take them."""
-    return sum(float(np.ceil(held / view.limits.page_size).sum()) for held in _held(view))
-
-
-def best_effort_slots(view: View) -> int:
-    """Slots that best effort holds."""
-    return sum(len(held) for held in _held(view))
-
-
-def _held(view: View) -> Iterator[Array]:
-    """Tokens in the cache of each best-effort request that runs, by table."""
+def held_by_best_effort(view: View) -> tuple[float, int]:
+    """Pages and slots that best effort holds: others may take them."""
+    pages, slots = 0.0, 0
     for rows in (view.prefill, view.decode):
         count = standard(rows)
-        if count < len(rows):
-            yield rows.context[count:][rows.running[count:] > 0]
+        running = rows.running[count:] > 0
+        if running.any():
+            pages += float(np.ceil(rows.context[count:][running] / view.limits.page_size).sum())
+            slots += int(np.count_nonzero(running))
+    return pages, slots

@@ -28,6 +28,9 @@ from jaxserve.sched.perf.table import TableModel
 from jaxserve.sched.placement import Fleet, Move
 from jaxserve.sched.placement.deflect import PROBES, Deflect, Host, Lost, Paths
 from jaxserve.sched.plan import StepResult
+from jaxserve.sched.policies.dp import admitted
+from jaxserve.sched.policies.speculation import NEVER, Supply, Terms
+from jaxserve.sched.policies.standing import Prompts, Standing
 from jaxserve.sched.policies.unified import _fitting, _waited
 from jaxserve.sched.policy import Role
 from jaxserve.sched.request import Request, State
@@ -233,6 +236,40 @@ def test_the_programme_admits_as_if_nothing_was_kept(seed: int, role: Role, draf
             now += 0.01
             tokens = tuple((7,) if span.samples else () for span in plan.spans)
             one.settle(StepResult(plan.step, now - 0.01, now, tokens))
+
+
+ROW = st.tuples(st.floats(0.02, 0.1), st.integers(1, 4000))
+COMING = st.tuples(st.floats(-0.5, 12.0), st.integers(1, 6000), st.sampled_from([0.02, 0.05, 0.1]), st.integers(0, 300))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    MODEL,
+    st.lists(ROW, max_size=8),
+    st.lists(COMING, max_size=25),
+    st.lists(COMING, min_size=1, max_size=4),
+    st.sampled_from([600.0, 1e6]),
+    st.booleans(),
+)
+def test_two_cells_of_the_programme_say_what_all_of_them_do(
+    model: str,
+    rows: list[tuple[float, int]],
+    promised: list[tuple[float, int, float, int]],
+    come: list[tuple[float, int, float, int]],
+    free: float,
+    prefills: bool,
+) -> None:
+    def prompts(jobs: list[tuple[float, int, float, int]]) -> Prompts:
+        deadline, tokens, tpot, pages = np.array(jobs, dtype=float).reshape(-1, 4).T
+        return Prompts(deadline, tokens, np.full(len(jobs), NEVER) if prefills else tpot, pages)
+
+    tpot, context = np.array([] if prefills else rows, dtype=float).reshape(-1, 2).T
+    standing, new = Standing(0.0, tpot, context, prompts(promised), free), prompts(come)
+    terms = Terms(MODELS[model], 8192, 1.0)
+    found = admitted(standing, new, terms)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Supply, "uniform", lambda self, counts: False)
+        assert found.tolist() == admitted(standing, new, terms).tolist()
 
 
 @pytest.mark.parametrize("model", sorted(MODELS))
