@@ -41,7 +41,7 @@ from .test_placement import decodes, instance, request
 from .test_policies import decoding, view
 
 GENERAL = Coefficients(5e-3, 2e-5, 1e-5, 1e-10, 1e-8, 1e-8)
-MODELS = {
+MODELS: dict[str, PerfModel] = {
     "general": GeneralModel(GENERAL),
     "experts": GeneralModel(Coefficients(5e-3, 2e-5, 1e-5, 1e-10, 1e-8, 1e-8, 0.01, 0.02)),
     "linear": LinearModel(5e-3, 2e-5, 1e-8),
