@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ class Latent(Case):
     @property
     def moved(self) -> float:
         """Bytes that must be moved: latents once per row, queries in, mixed latents out."""
-        latents = sum(context for _, context in self.rows) * self.dim * 2
+        latents = sum(context for _, context in self.rows) * self.dim * jnp.dtype(self.kv_dtype).itemsize
         return float(latents + self.tokens * self.heads * (self.dim + self.values) * 2)
 
     @property
@@ -36,14 +36,16 @@ class Latent(Case):
 
 def cases(dry: bool) -> list[Latent]:
     if dry:
-        return [Latent("latent B2", ((1, 37), (3, 20)), 16, 4, 1, 192, jnp.float16, pools=2, values=128)]
+        small = Latent("latent B2", ((1, 37), (3, 20)), 16, 4, 1, 192, jnp.float16, pools=2, values=128)
+        return [small, replace(small, name="latent B2 int8", pool_dtype=jnp.int8)]
     found = [
         Latent(f"latent B64 ctx4096 H{heads}", ((1, 4096),) * 64, 64, heads, 1, 576) for heads in (16, 32, 64, 128)
     ]
     found.append(Latent("latent B1 ctx131072 H16", ((1, 131072),), 64, 16, 1, 576))
     found.append(Latent("latent B64 ctx4096 H16 T4", ((4, 4096),) * 64, 64, 16, 1, 576))
     found.append(Latent("latent prompts 2x4096 H16", ((4096, 4096),) * 2, 64, 16, 1, 576))
-    return found
+    narrow = [replace(case, name=f"{case.name} e4m3", pool_dtype=jnp.float8_e4m3fn) for case in found]
+    return [*found, *narrow, replace(found[0], name=f"{found[0].name} int8", pool_dtype=jnp.int8)]
 
 
 def times(session: Session) -> None:
@@ -58,6 +60,8 @@ def times(session: Session) -> None:
 
 
 def _labels(case: Latent) -> list[str]:
+    if jnp.dtype(case.kv_dtype).itemsize == 1:  # of one form
+        return ["mosaic mma", "xla"]
     few = compat.HAS_MMA and case.queries * case.heads <= 16
     return [*(["mosaic mma"] if few else []), "mosaic wgmma", "xla"]
 
@@ -70,7 +74,7 @@ def _measure(session: Session, case: Latent, label: str) -> tuple[Any, str]:
     if session.dry and label != "xla" and not compat.DETECTS_RACES:
         raise NotImplementedError(f"a dry run needs the interpreter of jax 0.11; this is {jax.__version__}")
     spec = Spec(
-        len(case.rows), case.heads, 1, case.dim, case.page, case.queries, case.dtype, case.dtype,
+        len(case.rows), case.heads, 1, case.dim, case.page, case.queries, case.dtype, case.kv_dtype,
         2 if session.dry else CORES, case.values,
     )  # fmt: skip
     config = latent.heuristic(spec, warps=label == "mosaic mma")
@@ -89,7 +93,7 @@ def _measure(session: Session, case: Latent, label: str) -> tuple[Any, str]:
     short = case.queries <= config.queries
     work = () if label == "xla" else jax.jit(lambda step: config.plan(step, page=case.page, short=short))(ragged)
     shape = pages, case.page, 1, case.dim
-    pools = [(normal(shape, case.dtype, 1 + i),) for i in range(case.pools)]
+    pools = [(normal(shape, case.kv_dtype, 1 + i),) for i in range(case.pools)]
     least = max(case.moved / session.ceilings.copy, case.flops / session.ceilings.matmul)
     turns = 1 if label == "xla" else session.turns(least)
     seconds = session.seconds(reading(call, turns), (case.queries_of(), pools, (ragged, work)), turns * case.pools)

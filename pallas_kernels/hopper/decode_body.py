@@ -63,10 +63,10 @@ def body(shape: Shape) -> Callable[..., None]:
 
 
 def _registers(shape: Shape, *, consumer: bool) -> None:
-    if shape.warps:  # these blocks need so few that two of them share a core; there are none to move
+    if shape.warps and not shape.joint:  # these blocks need so few that two of them share a core
         return
     # A tile that is shared has twice the pages, whose numbers the producer holds.
-    most, least = (224, 56) if shape.joint else (248 if shape.consumers == 1 else 232, 40)
+    most, least = (224, 56) if shape.joint and not shape.parted else (248 if shape.consumers == 1 else 232, 40)
     if consumer:
         plgpu.set_max_registers(most, action="increase")
     else:

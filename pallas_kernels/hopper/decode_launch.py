@@ -54,7 +54,7 @@ def attend(
         interpret=shape.interpret,
     )
     if shape.parted:
-        out = in_order(out)
+        out = in_order(out, shape.width)
     return _unpack(out, lse, ragged, work, shape, kv_heads)
 
 

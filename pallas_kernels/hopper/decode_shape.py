@@ -52,19 +52,24 @@ class Shape:
     @property
     def joint(self) -> bool:
         """Whether two consumers compute every tile together, for the rows of all its values are too wide for one."""
-        return bool(self.latent) and not self.warps
+        return bool(self.latent) and (not self.warps or self.parted)
 
     @property
     def width(self) -> int:
         """Columns of the values that one product of a consumer has."""
-        if self.joint:
+        if self.joint and not self.parted:
             return self.latent // self.consumers
-        return 128 if self.latent else self.dim
+        return (64 if self.mixed % 128 else 128) if self.latent else self.dim
+
+    @property
+    def mixed(self) -> int:
+        """Columns of the values that a consumer mixes."""
+        return self.latent // self.consumers if self.joint else self.values
 
     @property
     def slots(self) -> int:
         """Slots of the ring that a tile takes."""
-        return self.consumers if self.joint else 1
+        return self.consumers if self.joint and not self.parted else 1
 
     def place(self, tile: Any, part: Any = 0) -> Any:
         """The slot of a part of the `tile`th tile of a block.
@@ -88,7 +93,7 @@ class Shape:
     @property
     def queues(self) -> int:
         """Items whose queries are there at a time."""
-        return 1 if self.joint else 2
+        return 1 if self.joint and not self.parted else 2
 
     @property
     def quantised(self) -> bool:
@@ -128,7 +133,9 @@ class Shape:
             most = fragments.KEY_SWIZZLE if self.parted and side == "k" else 128
             memory[side] = _tiled(ring, self.kv_dtype, most)
             barriers[f"{side}_full"] = plgpu.Barrier(num_arrivals=self.copies, num_barriers=self.stages)
-            barriers[f"{side}_free"] = plgpu.Barrier(num_arrivals=self.slots, num_barriers=self.stages)
+            barriers[f"{side}_free"] = plgpu.Barrier(
+                num_arrivals=self.consumers if self.joint else 1, num_barriers=self.stages
+            )
         if self.parted:
             memory["told"] = plgpu.SMEM((self.consumers, 128), jnp.float32)
             memory["met"] = _meeting(self.consumers)

@@ -59,23 +59,26 @@ def values(dim: int) -> Any:
 KEY_SWIZZLE = 64  # bytes of a row of keys that are swizzled together, so that loads of `keys` meet no bank twice
 
 
-def in_order(mixed: jax.Array) -> jax.Array:
-    """mixed [..., D] with the columns of the values as they were."""
-    dim, wide = mixed.shape[-1], span(mixed.shape[-1])
+def in_order(mixed: jax.Array, width: int) -> jax.Array:
+    """mixed [..., D] with the columns of the values as they were, of products of `width` columns."""
+    dim, wide = mixed.shape[-1], span(width)
     parts = mixed.reshape(*mixed.shape[:-1], dim // (8 * wide), wide, 8)
     return jnp.swapaxes(parts, -1, -2).reshape(mixed.shape)
 
 
-def scores(q: jax.Array, k: jax.Array, interpret: Interpret = None) -> jax.Array:
-    """q k^T [64, C / 4] float32, of q [16, D] float16 and k [C, D] of 8 bits."""
+def scores(q: jax.Array, k: jax.Array, interpret: Interpret = None, into: jax.Array | None = None) -> jax.Array:
+    """q k^T [64, C / 4] float32, of q [16, D] float16 and k [C, D] of 8 bits; added to `into`, if there is such."""
     tokens = k.shape[0]
     if is_interpreting(interpret):
         every = jnp.dot(q.astype(jnp.float32), k.astype(jnp.float32).T, preferred_element_type=jnp.float32)
         parts = every.reshape(ROWS, tokens // 64, WARPS, OWN)
-        return parts.transpose(2, 0, 1, 3).reshape(WARPS * ROWS, tokens // WARPS)
-    result = plgpu.ShapeDtypeStruct((WARPS * ROWS, tokens // WARPS), jnp.float32, layout=plgpu.Layout.WGMMA)
-    make = plgpu.inline_mgpu(arg_types=(queries(), keys()), return_type=result)
-    made: jax.Array = make(lambda _, left, right: _scores(left, right))(q, k)
+        found = parts.transpose(2, 0, 1, 3).reshape(WARPS * ROWS, tokens // WARPS)
+        return found if into is None else into + found
+    wgmma = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct((WARPS * ROWS, tokens // WARPS), jnp.float32, layout=wgmma)
+    before = () if into is None else (into,)
+    make = plgpu.inline_mgpu(arg_types=(queries(), keys(), *(wgmma for _ in before)), return_type=result)
+    made: jax.Array = make(lambda _, *operands: _scores(*operands))(q, k, *before)
     return made
 
 
@@ -95,13 +98,14 @@ def mix(mixed: jax.Array, weight: jax.Array, v: jax.Array, interpret: Interpret 
     return made
 
 
-def _scores(q: Any, k: Any) -> Any:
+def _scores(q: Any, k: Any, into: Any = None) -> Any:
     tokens, chunks = k.shape[0], k.shape[1] // CHUNK
+    begun = None if into is None else into.registers.reshape(tokens // 64, 2, 2)  # c, j, a
     left = q.registers.reshape(chunks, 2, 2)  # h, a, eight dimensions
     right = k.registers.reshape(tokens // 64, chunks, 2)  # c, h, j
     made = np.empty((tokens // 64, 2, 2), object)  # c, j, a
     for c, j in np.ndindex(tokens // 64, 2):
-        sums = inline.zeros()
+        sums = inline.zeros() if begun is None else [single for half in begun[c, j] for single in inline.singles(half)]
         for h in range(chunks):
             rows = [[word for eight in left[h, a] for word in inline.words(eight)] for a in range(2)]
             for step, word in enumerate(inline.words(right[c, h, j])):

@@ -8,6 +8,9 @@ once: the rows of its products are the query heads, and the query tokens, of a r
 share a tile (latent_body.py). More than 64 heads are several blocks, that read the same latents. A row of more tokens
 than the products have rows for is cut (plan/slices.py), so that prompts are attended to by the same kernel.
 
+Latents of 8 bits have one form, for 16 rows (decode_bytes.py): more heads are more blocks. They are plain numbers here:
+what columns were divided by is in the queries, and multiplies the result, outside.
+
 Floor: 2 (R + Z) bytes of each latent over the bandwidth, and 2 (2 R + Z) operations for each head and latent that it
 sees: 64 rows of products are a little below what the device computes in the time of reading them once.
 
@@ -28,7 +31,7 @@ import jax.numpy as jnp
 from pallas_kernels import compat
 from pallas_kernels.aot.cases import Case, shapes
 from pallas_kernels.hopper.decode_launch import attend
-from pallas_kernels.hopper.decode_shape import Shape
+from pallas_kernels.hopper.decode_shape import MEETING, Shape
 from pallas_kernels.hopper.spec import CORES, SMEM, Spec, allowed
 from pallas_kernels.interpret import Interpret
 from pallas_kernels.layout import Ragged
@@ -56,7 +59,7 @@ class Config:
     queries: int = 1  # query tokens of a slice
     tile: int = JOINT  # tokens of latents at a time
     stages: int = 2  # slots of the ring: of a tile, or of the half of one that is shared
-    workers: int = CORES  # blocks per 64 heads
+    workers: int = CORES  # blocks per 64 heads, or 16 where latents are of 8 bits
 
     def plan(self, ragged: Ragged, *, page: int, window: int | None = None, short: bool = False) -> LatentWork:
         """Once per step; all layers share it. `short` promises that no row has more than `queries` tokens."""
@@ -67,30 +70,34 @@ class Config:
     def validate(self, spec: Spec) -> None:
         """Raises ValueError, naming the value, where this config cannot compute the spec."""
         if spec.kv_heads != 1 or spec.heads % self.blocks(spec):
-            raise ValueError(f"{spec.kv_heads=} must be 1, and {spec.heads=} up to {ROWS} or a multiple of as many")
+            raise ValueError(
+                f"{spec.kv_heads=} must be 1, and {spec.heads=} up to {most(spec)} or a multiple of as many"
+            )
         if spec.values % 128 or not spec.values or spec.dim != spec.values + TURNING:
             raise ValueError(f"{spec.values=} must be a multiple of 128, and {spec.dim=} be {TURNING} more")
         if spec.page % 8 or not 8 <= spec.page <= 256:
             raise ValueError(f"{spec.page=} must be a multiple of 8 up to 256")
-        tiles = (32, 64, 128) if self.warps else (JOINT,)
+        if spec.quantised and not self.warps:
+            raise ValueError(f"{self.warps=} must be True for {spec.kv_dtype=}: those go by products of warps")
+        tiles = (64, 128) if spec.quantised else (32, 64, 128) if self.warps else (JOINT,)
         if self.tile not in tiles or (self.tile % spec.page and spec.page % self.tile):
             raise ValueError(f"{self.tile=} must be of {tiles}, and a multiple or a divisor of {spec.page=}")
         if self.stages % CONSUMERS or self.stages < CONSUMERS:
             raise ValueError(f"{self.stages=} must be a multiple of {CONSUMERS}: a slot has one consumer")
         if self.queries < 1 or self.queries * self.group(spec) > self.rows(spec):
             raise ValueError(f"{self.queries=} of {self.group(spec)} heads must be 1 to {self.rows(spec)} rows")
-        if self.warps and not compat.HAS_MMA:
+        if self.warps and not (compat.HAS_MMA or spec.quantised):
             raise ValueError(f"{self.warps=} needs jax 0.11 or later; this is {jax.__version__}")
         if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
             raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
-        if jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
-            raise ValueError(f"{spec.kv_dtype=} must be {spec.dtype=}: latents of 8 bits are not read")
+        if not spec.quantised and jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
+            raise ValueError(f"{spec.kv_dtype=} must be float8_e4m3fn, int8 or {spec.dtype=}")
         if (size := self.smem_bytes(spec)) > SMEM:
             raise ValueError(f"{self} needs {size} bytes of shared memory for {spec}; a block has {SMEM}")
 
     def blocks(self, spec: Spec) -> int:
         """Groups of query heads, each a block's."""
-        return -(-spec.heads // ROWS)
+        return -(-spec.heads // most(spec))
 
     def group(self, spec: Spec) -> int:
         """Query heads of a block."""
@@ -103,9 +110,17 @@ class Config:
     def smem_bytes(self, spec: Spec) -> int:
         """Shared memory of a block, barriers and alignment included."""
         rows, latent = self.rows(spec), spec.dim * 2
+        if spec.quantised:
+            meeting = CONSUMERS * (64 * (MEETING + 8) + 128) * 4
+            return 2 * rows * latent + self.stages * self.tile * spec.dim + meeting + 2048
         if self.warps:
             return 2 * rows * latent + self.stages * self.tile * latent + CONSUMERS * rows * self.tile * 2 + 2048
         return rows * latent + self.stages * (self.tile // CONSUMERS) * latent + CONSUMERS * rows * 4 + 2048
+
+
+def most(spec: Spec) -> int:
+    """Query heads of a block at most."""
+    return FEW if spec.quantised else ROWS
 
 
 def heuristic(spec: Spec, *, warps: bool | None = None) -> Config:
@@ -113,11 +128,15 @@ def heuristic(spec: Spec, *, warps: bool | None = None) -> Config:
 
     `spec.queries` is the most tokens of a row; those that a product has no rows for are cut.
     """
-    group = spec.heads // -(-spec.heads // ROWS)
-    queries = max(1, min(spec.queries, ROWS // max(1, group)))
-    warps = compat.HAS_MMA and queries * group <= FEW if warps is None else warps
-    workers = max(1, spec.cores // -(-spec.heads // ROWS))
-    config = Config(warps=warps, queries=queries, tile=32 if warps else JOINT, workers=workers)
+    blocks = -(-spec.heads // most(spec))
+    group = spec.heads // blocks
+    queries = max(1, min(spec.queries, most(spec) // max(1, group)))
+    if warps is None:
+        warps = spec.quantised or (compat.HAS_MMA and queries * group <= FEW)
+    tile = 32 if warps and not spec.quantised else JOINT
+    if spec.quantised and spec.page < 32:  # the producer lacks registers for the numbers of more pages
+        tile = 64
+    config = Config(warps=warps, queries=queries, tile=tile, workers=max(1, spec.cores // blocks))
     for stages in (8, 4):
         deep = replace(config, stages=stages)
         if deep.smem_bytes(spec) <= SMEM:
@@ -129,6 +148,9 @@ def candidates(spec: Spec) -> Iterator[Config]:
     """Configs worth timing for the spec, the heuristic first; the compile gate drops those that spill."""
     best = heuristic(spec)
     yield best
+    if spec.quantised:
+        yield from allowed([replace(best, tile=64, stages=stages) for stages in (2, 4)], spec)
+        return
     some = [replace(heuristic(spec, warps=False), stages=stages) for stages in (2, 4)]
     if compat.HAS_MMA:
         some += [replace(best, warps=True, tile=tile, stages=stages) for tile in (32, 64) for stages in (2, 4)]
@@ -170,7 +192,7 @@ def paged_latent(
         tile=config.tile,
         stages=config.stages,
         consumers=CONSUMERS,
-        dtype=jnp.dtype(q.dtype),
+        dtype=jnp.dtype(spec.compute_dtype),
         kv_dtype=jnp.dtype(pool.dtype),
         warps=config.warps,
         p_in_smem=True,
@@ -203,12 +225,22 @@ def cases() -> Iterator[Case]:
                 yield _case(name, spec, heuristic(spec, warps=warps), spec.rows * spec.queries)
     prompts = replace(lite, queries=64)
     yield _case("16 heads prompts", prompts, heuristic(prompts), 8192)
+    for name, spec in (
+        ("16 heads", replace(lite, kv_dtype=jnp.float8_e4m3fn)),
+        ("16 heads", replace(lite, kv_dtype=jnp.int8)),
+        ("16 heads", replace(lite, kv_dtype=jnp.int8, page=16)),
+        ("8 heads", replace(lite, kv_dtype=jnp.float8_e4m3fn, heads=8, queries=2)),
+        ("128 heads", replace(lite, kv_dtype=jnp.float8_e4m3fn, heads=128)),
+    ):
+        yield _case(name, spec, heuristic(spec), spec.rows * spec.queries)
+    prompts = replace(prompts, kv_dtype=jnp.float8_e4m3fn)
+    yield _case("16 heads prompts", prompts, heuristic(prompts), 8192)
 
 
 def _case(name: str, spec: Spec, config: Config, tokens: int) -> Case:
     row = ((spec.rows,), jnp.int32)
     return Case(
-        name=f"latent {name} {'mma' if config.warps else 'wgmma'} {jnp.dtype(spec.dtype).name} page{spec.page}"
+        name=f"latent {name} {'mma' if config.warps else 'wgmma'} {jnp.dtype(spec.kv_dtype).name} page{spec.page}"
         f" t{tokens}",
         program=partial(_step, spec=spec, config=config),
         arguments=shapes(
@@ -219,7 +251,7 @@ def _case(name: str, spec: Spec, config: Config, tokens: int) -> Case:
             ((spec.rows, 32768 // spec.page), jnp.int32),
         ),
         needs=frozenset({"mma" if config.warps else "wgmma", "tma"}),
-        least_jax=(0, 11) if config.warps else (0, 10),
+        least_jax=(0, 11) if config.warps and not spec.quantised else (0, 10),
     )
 
 

@@ -75,8 +75,9 @@ def test_a_latent_cache_goes_to_xla_where_no_kernel_reads_it_and_says_why() -> N
 
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("page", [16, 32, 64, 128, 256])
-def test_hopper_has_configs_for_latents(heads: int, page: int) -> None:
-    spec = replace(H200, page=page, heads=heads, kv_heads=1, head_dim=576, latent=512)
+@pytest.mark.parametrize("stored", ["", "int8", "float8_e4m3fn"])
+def test_hopper_has_configs_for_latents(heads: int, page: int, stored: str) -> None:
+    spec = replace(H200, page=page, heads=heads, kv_heads=1, head_dim=576, latent=512, kv_dtype=stored)
     assert resolve(spec).backend == "mosaic_gpu"
 
 
@@ -99,7 +100,8 @@ def test_a_named_backend_never_falls_back() -> None:
         ({"head_dim": 80}, "must be 64, 128"),
         ({"head_dim": 192}, "must be 64, 128 or 256"),
         ({"heads": 6, "kv_heads": 4}, "must be a multiple of"),
-        ({"kv_heads": 1, "head_dim": 576, "latent": 512, "kv_dtype": "int8"}, "latents of 8 bits are not read"),
+        ({"kv_heads": 1, "head_dim": 576, "latent": 512, "kv_dtype": "float32"}, "must be float8_e4m3fn, int8 or"),
+        ({"heads": 17, "kv_heads": 1, "head_dim": 576, "latent": 512, "kv_dtype": "int8"}, "up to 16 or a multiple"),
         ({"kv_heads": 2, "head_dim": 576, "latent": 512}, "spec.kv_heads=2 must be 1"),
     ],
 )

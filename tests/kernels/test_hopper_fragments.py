@@ -118,11 +118,16 @@ def test_threads_multiply_what_the_products_say(instructions: None, dim: int, to
     np.testing.assert_array_equal(gather(made), fragments.scores(jnp.asarray(q), jnp.asarray(k), interpret="host"))
     # A product is where the docstring says: row 16 w + r, column 16 c + n of query row r and key 64 c + 16 w + n.
     assert gather(made)[16 * 3 + 5, 7] == q[5].astype(int) @ k[16 * 3 + 7].astype(int)
+    once = gather(made)
+    made = fragments._scores(Threads(q, fragments.queries()), Threads(k, fragments.keys()), Threads(once, wgmma))
+    made.shape = (64, tokens // 4)
+    np.testing.assert_array_equal(gather(made), 2 * once)
+    np.testing.assert_array_equal(fragments.scores(*map(jnp.asarray, (q, k)), "host", jnp.asarray(once)), 2 * once)
 
     made = fragments._mix(Threads(mixed, wgmma), Threads(weight, wgmma), Threads(v, fragments.values(dim)))
     made.shape = (64, dim)
     want = fragments.mix(*map(jnp.asarray, (mixed, weight, v)), interpret="host")
     np.testing.assert_array_equal(gather(made), want)
     keys = [64 * c + 16 * 2 + n for c in range(tokens // 64) for n in range(16)]
-    straight = np.asarray(fragments.in_order(want - mixed))[16 * 2 + 1]
+    straight = np.asarray(fragments.in_order(want - mixed, dim))[16 * 2 + 1]
     np.testing.assert_array_equal(straight, weight[16 * 2 + 1].astype(int) @ v[keys].astype(int))

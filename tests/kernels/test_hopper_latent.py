@@ -18,13 +18,16 @@ from pallas_kernels.layout import MASKED, Ragged
 
 from .interpreted import needs_interpreter, without_races
 from .ragged import deal, make
-from .reference import attention, error
+from .reference import attention, error, quantised
 
 LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, of the whole output
 POOL, SCALE = 24, 0.1
 SMALL = Config(workers=2)
 FEW = replace(SMALL, warps=True, tile=32)
 BODIES = [pytest.param(one, marks=needs_interpreter) for one in (SMALL, FEW)]
+EIGHT = replace(SMALL, warps=True)  # of latents of 8 bits
+BYTES = [jnp.float8_e4m3fn, jnp.int8]
+LARGE = 40.0  # standard deviation of latents of 8 bits
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Problem:
     values: int = 128
     page: int = 64
     dtype: Any = jnp.bfloat16
+    stored: Any = None  # as `dtype`
     window: int | None = None
     softcap: float | None = None
     padded: int = 0  # rows, and tokens
@@ -50,7 +54,10 @@ class Problem:
         random, dim = np.random.default_rng(7), self.values + latent.TURNING
         tokens = sum(length for length, _ in self.rows) + self.padded
         q, pool = (random.standard_normal(shape) for shape in ((tokens, self.heads, dim), (POOL, self.page, 1, dim)))
-        return jnp.asarray(q, self.dtype), jnp.asarray(pool, self.dtype)
+        if self.stored is None:
+            return jnp.asarray(q, self.dtype), jnp.asarray(pool, self.dtype)
+        narrow = quantised(pool, np.full(1, 1 / LARGE), self.stored)
+        return jnp.asarray(q / LARGE, self.dtype), jnp.asarray(narrow)
 
 
 def check(problem: Problem, config: Config) -> None:
@@ -86,6 +93,37 @@ def test_rows_around_pages_and_tiles(config: Config) -> None:
 @pytest.mark.parametrize("config", [replace(SMALL, queries=16), replace(FEW, queries=4)])
 def test_a_prompt_is_cut_and_attended_to_beside_rows_of_one_token(config: Config) -> None:
     check(Problem(((1, 150), (19, 150), (3, 66)), padded=1), config)
+
+
+@needs_interpreter
+def test_rows_of_latents_of_8_bits_around_pages_and_tiles() -> None:
+    check(Problem(((1, 1), (1, 64), (0, 0), (1, 65), (1, 300)), stored=jnp.int8, padded=1), EIGHT)
+
+
+@needs_interpreter
+@pytest.mark.full
+@pytest.mark.parametrize("stored", BYTES)
+@pytest.mark.parametrize(
+    ("changes", "config"),
+    [
+        ({}, EIGHT),
+        ({}, replace(EIGHT, tile=64, stages=4)),
+        ({"rows": ((1, 150), (19, 150), (3, 66))}, replace(EIGHT, queries=4)),
+        ({"page": 16, "rows": ((1, 15), (1, 16), (1, 17), (1, 130))}, replace(EIGHT, tile=64, stages=4)),
+        ({"page": 256}, EIGHT),
+        ({"heads": 16}, EIGHT),
+        ({"heads": 32}, EIGHT),
+        ({"heads": 5, "rows": ((3, 20), (1, 130))}, replace(EIGHT, queries=3)),
+        ({"values": 512, "rows": ((1, 20), (1, 140))}, EIGHT),
+        ({"values": 384, "rows": ((1, 140),)}, EIGHT),
+        ({"rows": ((1, 200), (3, 70), (2, 2)), "window": 30, "softcap": 5.0}, replace(EIGHT, queries=3)),
+        ({"rows": ((1, 200), (1, 300), (1, 3)), "dtype": jnp.float16}, replace(EIGHT, workers=3)),
+        ({"rows": ((1, 200), (1, 300), (1, 3))}, replace(EIGHT, workers=1)),
+    ],
+    ids=str,
+)
+def test_latents_of_8_bits(changes: dict[str, Any], config: Config, stored: Any) -> None:
+    check(replace(Problem(EDGES, stored=stored), **changes), config)
 
 
 @pytest.mark.full
@@ -153,7 +191,11 @@ LITE = Spec(rows=8, heads=16, kv_heads=1, dim=576, page=64, values=512)
         (Config(stages=3), {}, "self.stages=3 must be a multiple of 2"),
         (Config(queries=5), {}, "self.queries=5 of 16 heads must be 1 to 64 rows"),
         (Config(), {"dtype": jnp.float32}, "must be bfloat16 or float16"),
-        (Config(), {"kv_dtype": jnp.int8}, "latents of 8 bits are not read"),
+        (Config(), {"kv_dtype": jnp.float32}, "spec.kv_dtype=.* must be float8_e4m3fn, int8 or"),
+        (Config(), {"kv_dtype": jnp.int8}, "self.warps=False must be True for .*int8"),
+        (Config(warps=True), {"kv_dtype": jnp.int8, "heads": 17}, "spec.heads=17 up to 16 or a multiple"),
+        (Config(warps=True, tile=32), {"kv_dtype": jnp.int8}, "self.tile=32 must be of"),
+        (Config(warps=True, queries=2), {"kv_dtype": jnp.int8}, "self.queries=2 of 16 heads must be 1 to 16 rows"),
         (Config(stages=8), {}, "bytes of shared memory"),
     ],
 )
@@ -165,8 +207,9 @@ def test_configs_that_cannot_be_are_named(config: Config, changes: dict[str, Any
 @pytest.mark.parametrize("heads", [1, 4, 8, 16, 20, 32, 64, 128])
 @pytest.mark.parametrize("queries", [1, 2, 16, 64])
 @pytest.mark.parametrize("page", [16, 64, 256])
-def test_heuristics_and_candidates_fit(heads: int, queries: int, page: int) -> None:
-    spec = replace(LITE, heads=heads, queries=queries, page=page)
+@pytest.mark.parametrize("stored", [jnp.bfloat16, jnp.int8])
+def test_heuristics_and_candidates_fit(heads: int, queries: int, page: int, stored: Any) -> None:
+    spec = replace(LITE, heads=heads, queries=queries, page=page, kv_dtype=stored)
     found = list(candidates(spec))
     assert found[0] == heuristic(spec)
     for config in found:

@@ -143,6 +143,14 @@ def test_tokens_are_those_of_xla_with_a_latent_cache(mesh: str, several: None) -
     check("mosaic_gpu", mesh, replace(MODELS["mosaic_gpu"], spec=LATENT))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("kv", ["int8", "fp8"])
+@needs_interpreter
+def test_tokens_are_those_of_xla_with_a_latent_cache_of_8_bits(kv: str) -> None:
+    model = MODELS["mosaic_gpu"]
+    check("mosaic_gpu", "1x1", replace(model, spec=LATENT, kv=kv, close=max(model.close, 0.05)))
+
+
 # As wide as Hopper's products with 8-bit weights want them, with two scales for what is summed over.
 NARROW = replace(WIDE, dim=256, ff_dim=256).quantised_as("fp8_per_block")
 
