@@ -51,8 +51,14 @@ class Activations:
         step = tokens * (STREAMS * spec.dim * item + widest)
         if spec.quantised is not None:
             step += max(_widened(tree["layers"][kind], tp, item) for kind in set(shared.kinds))
-        logits = rows * spec.vocab * 4
-        return cls(round(step), 2 * logits, rows * spec.vocab * COUNTS)
+        gathered = 1 if tp == 1 else 2  # arrays of logits: those of a mesh are put together first
+        draw = gathered * rows * spec.vocab * 4 + adjusted(spec, rows)
+        return cls(round(step), draw, rows * spec.vocab * COUNTS)
+
+
+def adjusted(spec: ModelSpec, rows: int) -> int:
+    """Bytes that drawing with penalties and biases takes beside what drawing without takes: the logits once more."""
+    return rows * spec.vocab * 4
 
 
 def _module(module: Tree, spec: ModelSpec, tp: int, item: int) -> float:

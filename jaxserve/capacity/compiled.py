@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from jaxserve.capacity.activations import COUNTS, Activations
+from jaxserve.capacity.activations import COUNTS, Activations, adjusted
 from jaxserve.capacity.fit import Setting
 from jaxserve.engine import aot
 from jaxserve.engine.build import ExecutorConfig, random_init
@@ -41,6 +41,7 @@ def compiled(spec: ModelSpec, setting: Setting, tp: int, progress: Progress | No
             raise InvalidValue(f"--compile: {name} of {setting.name} at tp={tp}: {outcome}", "compile")
     step, draw = (found[name].memory - found[name].arguments for name in ("prefill", "draw"))
     source = f"compiled with {target.compiler()}"
+    draw += adjusted(spec, setting.max_num_seqs)
     return Activations(step, draw, setting.max_num_seqs * spec.vocab * COUNTS, source=source)
 
 

@@ -17,6 +17,7 @@ SCRIPTS = [
     "full_load",
     "host_gap",
     "kernels",
+    "latent_cache",
     "loading_memory",
     "preemption",
     "quantisation",
