@@ -11,13 +11,13 @@ import argparse
 from typing import Any
 
 import common
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
 from jaxserve.engine.calibrate import COLUMN_HEADROOM, TOKENS, rounded_up
 from jaxserve.report.table import print_table
-from pallas_kernels.xla.write import LARGEST
+from pallas_kernels.xla.write import LARGEST, fitted
 
 RANK, TURNED, HEADS, CONTEXT = 512, 64, 16, 8192
 SHARP = 2.5  # standard deviation of scores: how much heads look at few tokens
@@ -44,16 +44,14 @@ def attention(q: Floats, kept: Floats) -> Floats:
 
 def narrowed(kept: Floats, dtype: str, by: str) -> Floats:
     """What comes back of latents that were kept in `dtype`, with scales of each column, of each part, or none."""
-    if by == "none":
-        return kept.astype(getattr(ml_dtypes, dtype)).astype(np.float64)
-    peak = np.abs(kept[:TOKENS]).max(axis=0)
-    if by == "part":
-        peak = np.concatenate([np.full(RANK, peak[:RANK].max()), np.full(TURNED, peak[RANK:].max())])
-    largest = LARGEST[dtype]
-    scale = rounded_up((peak * COLUMN_HEADROOM[dtype] / largest).astype(np.float32)).astype(np.float64)
-    small = np.clip(kept / scale, -largest, largest)
-    stored = np.rint(small) if dtype == "int8" else small.astype(np.float32).astype(getattr(ml_dtypes, dtype))
-    return stored.astype(np.float64) * scale
+    scale: Floats = np.ones(RANK + TURNED)
+    if by != "none":
+        peak = np.abs(kept[:TOKENS]).max(axis=0)
+        if by == "part":
+            peak = np.concatenate([np.full(RANK, peak[:RANK].max()), np.full(TURNED, peak[RANK:].max())])
+        scale = rounded_up((peak * COLUMN_HEADROOM[dtype] / LARGEST[dtype]).astype(np.float32)).astype(np.float64)
+    stored = fitted(jnp.asarray(kept / scale, jnp.float32), jnp.dtype(dtype))
+    return np.asarray(stored.astype(jnp.float32), np.float64) * scale
 
 
 def measure(dtype: str, by: str) -> dict[str, Any]:

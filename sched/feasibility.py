@@ -81,11 +81,15 @@ def on_time_set(start: float, deadline: Array, work: Array, kept: Mask | None = 
 
 def decode_load(rows: Rows) -> Load:
     """The step that decodes one token of every row."""
-    count = len(rows)
-    if not count:
+    return load_of(rows.context)
+
+
+def load_of(context: Array) -> Load:
+    """The step that decodes one token of a row for each of these contexts."""
+    if not len(context):
         return Load()
-    context = rows.context
-    return Load(decode=count, longest=int(np.maximum.reduce(context)), context=int(np.add.reduce(context)))
+    longest, total = int(np.maximum.reduce(context)), int(np.add.reduce(context))
+    return Load(decode=len(context), longest=longest, context=total)
 
 
 def largest_chunk(perf: PerfModel, load: Load, done: int, left: int, bound: float, grid: int = GRID) -> int:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..feasibility import Mask, standard
+from ..feasibility import Mask, load_of, standard
 from ..perf.model import Array, Load, PerfModel
 from ..policy import Order, Role, View
 from .speculation import NEVER, Terms
@@ -35,9 +35,6 @@ class Prompts:
         return Prompts(self.deadline[rows], self.tokens[rows], self.tpot[rows], self.pages[rows])
 
 
-NO_PROMPTS = Prompts(*(np.zeros(0),) * 4)
-
-
 @dataclass(frozen=True)
 class Standing:
     """What an instance has promised: rows that decode, and prompts that are not done. start: when it is free."""
@@ -51,11 +48,7 @@ class Standing:
     @cached_property
     def load(self) -> Load:
         """The step that decodes one token of every row."""
-        rows = len(self.context)
-        if not rows:
-            return Load()
-        longest, total = int(np.maximum.reduce(self.context)), int(np.add.reduce(self.context))
-        return Load(decode=rows, longest=longest, context=total)
+        return load_of(self.context)
 
     @cached_property
     def due(self) -> tuple[Array, Array]:

@@ -25,6 +25,7 @@ from ..feasibility import (
     guest_speed,
     largest_chunk,
     left_behind,
+    load_of,
     mixed_bound,
     on_time_set,
     remaining_work,
@@ -199,7 +200,7 @@ class Unified:
         if len(spared):
             urgent[spared] = _waited(view, spared, self._patience * tpot[spared], bound)
         chosen, others = np.flatnonzero(urgent), np.flatnonzero(~urgent)
-        guests = self._guests(view, _joined(Load(), rows.context[chosen]), order, bound)
+        guests = self._guests(view, load_of(rows.context[chosen]), order, bound)
         if len(others):
             others = others[np.argsort(rows.context[others], kind="stable")]
             fits = _fitting(view.perf, guests.load, rows.context[others], bound)

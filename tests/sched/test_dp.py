@@ -22,7 +22,7 @@ from jaxserve.sched.policies import dp
 from jaxserve.sched.policies.dp import admitted, largest_set, tier_of, tiers
 from jaxserve.sched.policies.fcfs import Fcfs
 from jaxserve.sched.policies.speculation import Terms
-from jaxserve.sched.policies.standing import NO_PROMPTS, Prompts, Standing
+from jaxserve.sched.policies.standing import Prompts, Standing
 from jaxserve.sched.policy import Limits, Role
 from jaxserve.sched.request import BEST_EFFORT, Request
 from jaxserve.sched.scheduler import Scheduler
@@ -46,7 +46,7 @@ def terms(coefficients: Coefficients = TOKEN, margin: float = 0.0) -> Terms:
 @pytest.mark.parametrize(("rows", "expected"), [(3, 3), (0, 4), (1, 4), (2, 4), (4, 2), (5, 1), (6, 0), (7, 0)])
 def test_figure_3(rows: int, expected: int) -> None:
     """Six tokens a unit, three decodes, four prompts of six, TTFT of six units: 36 - 18 tokens are three prompts."""
-    standing = Standing(0.0, np.ones(rows), np.ones(rows), NO_PROMPTS, 1e9)
+    standing = Standing(0.0, np.ones(rows), np.ones(rows), prompts([], []), 1e9)
     assert int(admitted(standing, prompts([6.0] * 4, [6.0] * 4), terms()).sum()) == expected
 
 
@@ -178,7 +178,7 @@ def test_of_equal_sets_the_one_that_leaves_the_most() -> None:
 
 def test_more_new_prompts_than_are_decided_at_a_time() -> None:
     """A hundred alike, all due at 100: sixty fit, whatever the size of the lots."""
-    standing = Standing(0.0, np.zeros(0), np.zeros(0), NO_PROMPTS, 1e9)
+    standing = Standing(0.0, np.zeros(0), np.zeros(0), prompts([], []), 1e9)
     found = admitted(standing, prompts([100.0] * 100, [10.0] * 100, tpot=1e6), terms())
     assert int(found.sum()) == 60 and dp.MOST < 60
 
