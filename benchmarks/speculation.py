@@ -105,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--draft-tokens", type=int, default=4, metavar="K", help="most tokens to draft [%(default)s]")
     made.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="requests at once")
     made.add_argument("--tokens", type=int, default=96, metavar="N", help="tokens of each answer [%(default)s]")
-    made.add_argument("--turns", type=int, default=9, metavar="N", help="turns of each engine [%(default)s]")
+    made.add_argument("--turns", type=int, default=31, metavar="N", help="turns of each engine [%(default)s]")
     made.add_argument("--temperature", type=float, default=0.0, metavar="T", help="[%(default)s]")
     common.add_output(made, "speculation")
     return made

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -45,6 +46,7 @@ class TableModel:
             raise InvalidValue(f"{prefill_rate=} must be positive tokens per second", "prefill_rate")
         self._batches = np.array(batches, dtype=float)
         self._lengths = np.array(lengths, dtype=float)
+        self._axes = self._batches.tolist(), self._lengths.tolist()
         self._seconds = np.full((len(batches), len(lengths)), np.nan)  # measured; NaN where never seen
         self._runs = np.zeros(self._seconds.shape)
         self._filled = np.zeros(self._seconds.shape)  # with the fit where never seen
@@ -88,7 +90,9 @@ class TableModel:
     def step_time(self, load: Load) -> float:
         seconds = load.prefill / self._prefill_rate
         if load.decode:
-            seconds += float(self._look(np.array([float(load.decode)]), np.array([float(load.longest)]))[0])
+            row, along = _place_one(self._axes[0], load.decode)
+            column, across = _place_one(self._axes[1], load.longest)
+            seconds += float(self._between(row, along, column, across))
         return seconds
 
     def decode_times(self, rows: Array, longest: Array, context: Array) -> Array:
@@ -111,14 +115,17 @@ class TableModel:
         """Inside the table interpolated, beyond its edges the edge's value."""
         row, along = _place(self._batches, rows)
         column, across = _place(self._lengths, longest)
-        if self._lookup == "nearest":
-            nearest: Array = self._filled[row + (along >= 0.5), column + (across >= 0.5)]
-            return nearest
+        between: Array = self._between(row, along, column, across)
+        return between
+
+    def _between(self, row: Any, along: Any, column: Any, across: Any) -> Any:
+        """Seconds so far `along` from a row to the next and `across` from a column to the next: arrays, or one each."""
         filled = self._filled
+        if self._lookup == "nearest":
+            return filled[row + (along >= 0.5), column + (across >= 0.5)]
         short = filled[row, column] * (1 - along) + filled[row + 1, column] * along
         long = filled[row, column + 1] * (1 - along) + filled[row + 1, column + 1] * along
-        between: Array = short * (1 - across) + long * across
-        return between
+        return short * (1 - across) + long * across
 
     def _update(self, batch: int, longest: int, seconds: float, *, refill: bool) -> None:
         row = int(np.argmin(np.abs(self._batches - batch)))
@@ -152,3 +159,9 @@ def _place(axis: Array, values: Array) -> tuple[np.ndarray[tuple[int], np.dtype[
     index = np.clip(np.searchsorted(axis, values, side="right") - 1, 0, len(axis) - 2)
     share: Array = np.clip((values - axis[index]) / (axis[index + 1] - axis[index]), 0.0, 1.0)
     return index, share
+
+
+def _place_one(axis: Sequence[float], value: float) -> tuple[int, float]:
+    """As `_place`, of one value: numpy takes ten times as long, and policies ask step by step."""
+    index = min(max(bisect_right(axis, value) - 1, 0), len(axis) - 2)
+    return index, min(max((value - axis[index]) / (axis[index + 1] - axis[index]), 0.0), 1.0)

@@ -9,18 +9,23 @@ the policy has sized them for rows of one token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from math import ceil
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from ..perf.model import Array, Load
+from ..feasibility import Mask
+from ..perf.model import Array, Load, PerfModel
 from ..policy import Decision, Grant, Policy, Role, View
+from ..request import RequestView
 
 WORTH = 1.05  # of the rate without drafts: less is within the error of what is measured
 SHARE = 0.01  # of the time that may go into trying another length
 LEAST, MOST = 16, 512  # steps between two tries
+AGAIN = (
+    8  # steps of the same grants for which nobody drafts once that is best: to choose takes a tenth of a millisecond
+)
 
 
 def lengths_of(most: int) -> tuple[int, ...]:
@@ -36,13 +41,14 @@ def lengths_of(most: int) -> tuple[int, ...]:
 class _Best(NamedTuple):
     rate: float  # tokens per second
     draft: int
-    rows: Array  # which of the rows draft
+    rows: Mask  # which of the rows draft
 
 
 class Drafting:
     """What `policy` decides, with drafts for the rows that decode. adaptive: as above; otherwise always the most.
 
-    Writer of the count of steps since something else was tried: what is never done is never measured.
+    Writer of the count of steps since something else was tried (what is never done is never measured), and of what was
+    chosen last.
     """
 
     def __init__(self, policy: Policy, adaptive: bool = True) -> None:
@@ -50,79 +56,112 @@ class Drafting:
         self._adaptive = adaptive
         self._since = 0
         self._turn = False  # whose turn it is to be tried
+        self._asked: tuple[Grant, ...] = ()  # what `_lengths` was chosen for
+        self._lengths: dict[int, int] = {}
+        self._left = 0  # steps for which it holds
 
     def decide(self, view: View) -> Decision:
         decision = self._policy.decide(view)
         if view.role is Role.PREFILL or not view.limits.draft or not len(view.decode) or not decision.grants:
             return decision
-        rows = {one.id: row for row, one in enumerate(view.decode)}
-        mine = [rows[grant.request] for grant in decision.grants if grant.request in rows]
-        if not mine:
-            return decision
-        if not self._adaptive:
-            prompts = sum(grant.tokens for grant in decision.grants if grant.request not in rows)
+        self._since += 1
+        self._left -= 1
+        if self._left < 0 or decision.grants != self._asked:
+            self._lengths = self._chosen(view, decision)
+            tried = self._since == 0
+            self._asked, self._left = decision.grants, 0 if self._lengths or tried else AGAIN - 1
+        return _with(decision, self._lengths)
+
+    def _chosen(self, view: View, decision: Decision) -> dict[int, int]:
+        """Tokens to draft by request."""
+        decoding = {one.id: row for row, one in enumerate(view.decode)}
+        rows = [decoding[grant.request] for grant in decision.grants if grant.request in decoding]
+        mine = [view.decode[row] for row in rows]
+        if not self._adaptive and mine:
+            prompts = sum(grant.tokens for grant in decision.grants if grant.request not in decoding)
             room = (view.limits.tokens - prompts) // len(mine) - 1
-            return _with(decision, rows, dict.fromkeys(mine, min(view.limits.draft, max(0, room))))
-        if len(mine) < len(decision.grants):
-            return decision
-        return _with(decision, rows, self._lengths(view, mine))
-
-    def _lengths(self, view: View, mine: Sequence[int]) -> dict[int, int]:
-        """Tokens to draft by row of view.decode."""
-        able = np.array([view.decode[row].drafts for row in mine])
-        if not able.any():
+            return dict.fromkeys((one.id for one in mine), min(view.limits.draft, max(0, room)))
+        if len(mine) < len(decision.grants) or not any(one.drafts for one in mine):
             return {}
-        chance = np.where(able, [view.decode[row].acceptance for row in mine], 0.0)
-        context = view.decode.context[np.array(mine)]
-        idle = _Best(len(mine) / _seconds(view, context, 0, 0), 0, able)
-        found = [_best(view, chance, context, draft, idle.rate) for draft in lengths_of(view.limits.draft)]
+        batch = _Batch.of(view, mine, rows)
+        idle = _Best(batch.count / batch.alone, 0, batch.able)
+        found = [batch.best(draft, idle.rate) for draft in lengths_of(view.limits.draft)]
         best = max((one for one in found if one is not None), key=lambda one: one.rate, default=idle)
-        best = best if best.rate > WORTH * idle.rate else idle
-        best = self._tried(view, best, idle, able, context)
-        return {row: best.draft for row, drafts in zip(mine, best.rows.tolist(), strict=True) if drafts and best.draft}
+        best = self._tried(batch, best if best.rate > WORTH * idle.rate else idle, idle)
+        drafting = zip(mine, best.rows.tolist(), strict=True)
+        return {one.id: best.draft for one, drafts in drafting if drafts} if best.draft else {}
 
-    def _tried(self, view: View, best: _Best, idle: _Best, able: Array, context: Array) -> _Best:
+    def _tried(self, batch: _Batch, best: _Best, idle: _Best) -> _Best:
         """Now and then something else, as seldom as what it costs asks for: one token where none is best; where some
         are, by turns none, and as many of all rows: one that was left out may have become better."""
-        self._since += 1
-        count, length = int(able.sum()), max(1, best.draft)
-        lost = _seconds(view, context, count, length) / max(_seconds(view, context, int(best.rows.sum()), length), 1e-9)
-        other, lost = _Best(0.0, length, able), lost - 1.0
+        if self._since < LEAST:
+            return best
+        able, drafting = int(np.count_nonzero(batch.able)), int(np.count_nonzero(best.rows))
+        other = _Best(0.0, max(1, best.draft), batch.able)
         if not best.draft:
-            lost = _seconds(view, context, count, 1) * idle.rate / len(context) - 1.0
-        elif self._turn or best.rows.sum() == count:
+            lost = batch.seconds(able, 1) * idle.rate / batch.count - 1.0
+        elif self._turn or drafting == able:
             other, lost = idle, 1.0 - idle.rate / best.rate
-        if self._since < min(MOST, max(LEAST, ceil(lost / SHARE))):
+        else:
+            lost = batch.seconds(able, best.draft) / batch.seconds(drafting, best.draft) - 1.0
+        if self._since < min(MOST, lost / SHARE):
             return best
         self._since, self._turn = 0, not self._turn
         return other
 
 
-def _best(view: View, chance: Array, context: Array, draft: int, plain: float) -> _Best | None:
-    """The rows that had better draft that many tokens, and what all gain then; None where there is no room."""
-    count = len(chance)
-    powers = chance[:, None] ** np.arange(1, draft + 1)[None]
-    gains = powers.sum(axis=1)  # tokens beyond the one that is certain
-    alone, everybody = _seconds(view, context, 0, 0), _seconds(view, context, count, draft)
-    worth = gains > max(0.0, everybody - alone) / count * plain  # of what its own tokens take, at the rate without
-    drafting = int(worth.sum())
-    if not drafting or count + drafting * draft > view.limits.tokens:
-        return None
-    return _Best((count + float(gains[worth].sum())) / _seconds(view, context, drafting, draft), draft, worth)
+@dataclass(frozen=True)
+class _Batch:
+    """The rows that decode in a step. able [rows]: which may draft. chance [rows]: that a token of one is right."""
+
+    perf: PerfModel
+    tokens: int  # most in a step
+    longest: int
+    context: int
+    able: Mask
+    chance: Array
+
+    @classmethod
+    def of(cls, view: View, mine: Sequence[RequestView], rows: Sequence[int]) -> _Batch:
+        """mine: the requests at these rows of view.decode."""
+        able = np.array([one.drafts for one in mine])
+        chance = np.array([one.acceptance if one.drafts else 0.0 for one in mine])
+        context = view.decode.context[np.array(rows)]
+        return cls(view.perf, view.limits.tokens, int(context.max()), int(context.sum()), able, chance)
+
+    @property
+    def count(self) -> int:
+        return len(self.able)
+
+    @cached_property
+    def alone(self) -> float:
+        """Seconds of a step in which nobody drafts."""
+        return self.seconds(0, 0)
+
+    def seconds(self, drafting: int, draft: int) -> float:
+        """Of a step in which all rows decode and so many of them draft."""
+        drafts = draft if drafting else 0
+        load = Load(0, self.count + drafting * draft, 0.0, self.longest, self.context, 0, drafts)
+        return max(self.perf.step_time(load), 1e-9)
+
+    def best(self, draft: int, plain: float) -> _Best | None:
+        """The rows that had better draft that many tokens, where tokens come at rate `plain` without drafts, and what
+        all gain then; None where there is no room."""
+        gains = np.zeros_like(self.chance)  # tokens beyond the one that is certain
+        for _ in range(draft):
+            gains = self.chance * (1.0 + gains)
+        each = (self.seconds(self.count, draft) - self.alone) / self.count
+        worth = gains > max(0.0, each) * plain  # of what its own tokens take
+        drafting = int(np.count_nonzero(worth))
+        if not drafting or self.count + drafting * draft > self.tokens:
+            return None
+        return _Best((self.count + float(gains[worth].sum())) / self.seconds(drafting, draft), draft, worth)
 
 
-def _seconds(view: View, context: Array, drafting: int, draft: int) -> float:
-    """Of a step in which all rows decode and some of them draft."""
-    tokens = len(context) + drafting * draft
-    load = Load(decode=tokens, longest=int(context.max()), context=int(context.sum()), drafts=draft if drafting else 0)
-    return max(view.perf.step_time(load), 1e-9)
-
-
-def _with(decision: Decision, rows: dict[int, int], lengths: dict[int, int]) -> Decision:
+def _with(decision: Decision, lengths: dict[int, int]) -> Decision:
     if not lengths or not max(lengths.values()):
         return decision
     grants = tuple(
-        Grant(grant.request, grant.tokens, grant.draft or lengths.get(rows.get(grant.request, -1), 0))
-        for grant in decision.grants
+        Grant(grant.request, grant.tokens, grant.draft or lengths.get(grant.request, 0)) for grant in decision.grants
     )
     return replace(decision, grants=grants)
