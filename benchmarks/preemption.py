@@ -42,17 +42,19 @@ GREEDY = SamplingParams(temperature=0.0)
 Spans = tuple[Span, ...]
 
 
-def spec_of(name: str, layers: int | None) -> ModelSpec:
-    spec = registry.load_spec(common.DEMO) if name == "demo" else published_spec(name)
-    return spec if layers is None else replace(spec, layers=layers)
+def spec_of(args: argparse.Namespace) -> ModelSpec:
+    """The model, for prompts of any length: its weights are drawn, so that no position is too far."""
+    spec = registry.load_spec(common.DEMO) if args.model == "demo" else published_spec(args.model)
+    length = args.context + max(args.chunks) + SHORT
+    return replace(spec, layers=args.layers or spec.layers, max_positions=max(spec.max_positions, length))
 
 
 def executor_of(args: argparse.Namespace, chunk: int, boundary: str) -> JaxExecutor:
-    spec = spec_of(args.model, args.layers)
-    length = min(spec.max_positions, args.context + chunk + SHORT)
+    spec = spec_of(args)
     config = build.ExecutorConfig(
         spec=spec, load=build.random_init(), mesh=plan_mesh(f"1x{args.tp}"), max_num_seqs=4,
-        max_num_batched_tokens=chunk, max_model_len=length, dtype=args.dtype, preempt_boundary=boundary,
+        max_num_batched_tokens=chunk, max_model_len=args.context + chunk + SHORT,
+        dtype=args.dtype, preempt_boundary=boundary,
         page_size=16 if jax.default_backend() == "cpu" else 64,
         kv_cache_memory=args.kv_cache_memory, warm=False,
     )  # fmt: skip
@@ -93,8 +95,7 @@ async def interrupted(executor: JaxExecutor, long: Spans, short: Spans, after: f
 async def measure(args: argparse.Namespace, executor: JaxExecutor, chunk: int, depth: int) -> dict[str, Any]:
     """One row of the table. Times in ms."""
     draw, executor.depth = random.Random(1), depth
-    start = min(args.context, spec_of(args.model, args.layers).max_positions - chunk - SHORT)
-    long, short = span(executor, 0, start, chunk), span(executor, 1, 0, SHORT)
+    long, short = span(executor, 0, args.context, chunk), span(executor, 1, 0, SHORT)
     for preemptible in (False, True):
         await step(executor, long, preemptible)
         await step(executor, short, preemptible)
@@ -127,17 +128,17 @@ async def measure(args: argparse.Namespace, executor: JaxExecutor, chunk: int, d
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    layers = spec_of(args.model, args.layers).layers
+    spec = spec_of(args)
     for chunk in args.chunks:
         for boundary in args.boundaries:
             cut = Boundary.parse(boundary)
             executor = executor_of(args, chunk, boundary)
             depths: Sequence[int] = args.depths if cut.layers else (1,)
             for depth in depths:
-                if cut.layers and depth >= len(links(spec_of(args.model, args.layers), cut)):
+                if cut.layers and depth >= len(links(spec, cut)):
                     continue
                 found = asyncio.run(measure(args, executor, chunk, depth))
-                yield {"chunk": chunk, "boundary": boundary, "depth": depth, "layers": layers, **found}
+                yield {"chunk": chunk, "boundary": boundary, "depth": depth, "layers": spec.layers, **found}
             asyncio.run(executor.close())
             del executor
 

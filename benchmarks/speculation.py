@@ -1,7 +1,7 @@
 """What drafting gains on this machine: tokens per second without drafts, with always as many, and with as many as pay.
 
-The three engines live in one process and take turns, in an order that rotates, on the same prompts; what is compared is
-the ratio within a turn, so a busy machine disturbs all alike. Prompts are heads of functions of the standard library,
+The three engines live in one process and take turns, in every order, on the same prompts; what is compared is the
+ratio within a turn, so a busy machine disturbs all alike. Prompts are heads of functions of the standard library,
 the text that the demo model was trained on; outputs have a fixed length.
 """
 
@@ -12,6 +12,7 @@ import json
 import random
 import sysconfig
 import time
+from itertools import permutations
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -71,13 +72,13 @@ def measured(engines: dict[str, LLM], size: int, args: argparse.Namespace) -> di
     """Rates by side, and what was drafted, for batches of `size`."""
     params = SamplingParams(max_tokens=args.tokens, temperature=args.temperature, ignore_eos=True, seed=0)
     rates: dict[str, list[float]] = {side: [] for side in engines}
-    order = list(engines)
+    orders = list(permutations(engines))
     for llm in engines.values():
         turn(llm, prompts_of(size, -1), params)
     before = {side: counted(llm) for side, llm in engines.items()}
     for index in range(args.turns):
         prompts = prompts_of(size, index)
-        for side in order[index % len(order) :] + order[: index % len(order)]:
+        for side in orders[index % len(orders)]:
             rates[side].append(turn(engines[side], prompts, params))
     found: dict[str, Any] = {"rates": rates}
     for side, llm in engines.items():
@@ -105,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--draft-tokens", type=int, default=4, metavar="K", help="most tokens to draft [%(default)s]")
     made.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="requests at once")
     made.add_argument("--tokens", type=int, default=96, metavar="N", help="tokens of each answer [%(default)s]")
-    made.add_argument("--turns", type=int, default=31, metavar="N", help="turns of each engine [%(default)s]")
+    made.add_argument("--turns", type=int, default=30, metavar="N", help="turns of each engine [%(default)s]")
     made.add_argument("--temperature", type=float, default=0.0, metavar="T", help="[%(default)s]")
     common.add_output(made, "speculation")
     return made
