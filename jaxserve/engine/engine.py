@@ -20,7 +20,7 @@ from typing import Any
 from jaxserve.config import ServeConfig
 from jaxserve.engine.assemble import Machine, assemble
 from jaxserve.engine.hygiene import Hygiene, Stalls, least_slack, watched_loop
-from jaxserve.engine.info import EngineInfo, InstanceStats, Stats
+from jaxserve.engine.info import EngineInfo, InstanceStats, Record, Stats
 from jaxserve.engine.inputs import check_adjusted
 from jaxserve.engine.warmup import Progress
 from jaxserve.sched.counters import Counters
@@ -37,7 +37,7 @@ from jaxserve.sched.slo import NO_SLO, SLO
 log = logging.getLogger(__name__)
 
 REHEARSED = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
-REMEMBERED = 4096  # finished requests whose timings can still be asked for
+REMEMBERED = 4096  # finished requests whose times nobody has asked for yet
 REBUILDS_A_MINUTE = 3  # from this many on the engine calls itself unhealthy
 
 
@@ -55,7 +55,7 @@ class Engine:
         self._lock = threading.Lock()
         self._draining = False
         self._error: str | None = None
-        self._over: OrderedDict[int, Request] = OrderedDict()
+        self._over: OrderedDict[int, Record] = OrderedDict()
         self._listeners: dict[int, Callable[[Delta], None]] = {}
         self._reasons: Counter[str] = Counter()
         self._violations: Counter[str] = Counter()
@@ -145,9 +145,9 @@ class Engine:
         """End a request early; nothing where it is over."""
         self._loop.call_soon_threadsafe(self._cluster.cancel, request, reason)
 
-    def record(self, request: int) -> Request | None:
-        """A finished request with its times, to be read; None where it is unknown or long over."""
-        return self._over.get(request)
+    def record(self, request: int) -> Record | None:
+        """The times of a finished request, once; None where it is unknown, was told or is long over."""
+        return self._over.pop(request, None)
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         info = self.info
@@ -257,7 +257,7 @@ class Engine:
                 tell(Delta(request.id, finish_reason="error", error=f"placing it failed: {error}"))
 
     def _finished(self, request: Request) -> None:
-        self._over[request.id] = request
+        self._over[request.id] = Record.of(request)
         if len(self._over) > REMEMBERED:
             self._over.popitem(last=False)
         self._reasons[request.finish_reason or "error"] += 1
