@@ -6,6 +6,8 @@ tokens. What takes longer than linear time looks only at requests that could be 
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count, repeat
 from math import inf, isfinite
@@ -19,12 +21,7 @@ from .request import RequestView
 
 GRID = 64  # tokens: chunks that share a step with decoding rows are multiples of it
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
-
-
-def standard(rows: Rows) -> int:
-    """How many rows are not best effort: they are the first of a table."""
-    count = len(rows)
-    return int(rows.best_effort.searchsorted(1.0)) if count and rows.best_effort[-1] else count
+Cost = Callable[[Load], float]  # of a step: predicted seconds, or tokens
 
 
 def remaining_work(view: View, rows: Rows, count: int | None = None) -> Array:
@@ -86,36 +83,51 @@ def decode_load(rows: Rows) -> Load:
 
 def load_of(context: Array) -> Load:
     """The step that decodes one token of a row for each of these contexts."""
+    return joined(Load(), context)
+
+
+def joined(load: Load, context: Array, tokens: int | None = None) -> Load:
+    """A step with a row more for each of these contexts, which decode one token each, or so many in all."""
     if not len(context):
-        return Load()
-    longest, total = int(np.maximum.reduce(context)), int(np.add.reduce(context))
-    return Load(decode=len(context), longest=longest, context=total)
+        return load
+    return load.add_rows(tokens or len(context), int(np.maximum.reduce(context)), int(np.add.reduce(context)))
 
 
-def largest_chunk(perf: PerfModel, load: Load, done: int, left: int, bound: float, grid: int = GRID) -> int:
+def fitting(cost: Cost, load: Load, context: Array, bound: float, tokens: Sequence[int] | None = None) -> int:
+    """How many rows, in their order, can join a step of `load` without its cost exceeding `bound`. More rows never
+    cost less. tokens: that they decode up to each; one by each where none are given."""
+    count = len(context)
+    verified = range(1, count + 1) if tokens is None else tokens
+    if not count or cost(joined(load, context, verified[-1])) <= bound:
+        return count
+    longest, total = np.maximum.accumulate(context).tolist(), np.add.accumulate(context).tolist()
+
+    def seconds(row: int) -> float:
+        return cost(load.add_rows(verified[row], int(longest[row]), int(total[row])))
+
+    return bisect_right(range(count - 1), bound, key=seconds)
+
+
+def largest_chunk(cost: Cost, load: Load, done: int, left: int, bound: float, grid: int = GRID) -> int:
     """The most tokens (a multiple of `grid`, or all that is left) of a prompt with `done` tokens computed that can
-    join a step of `load` without its predicted time exceeding `bound` seconds; 0 where none can."""
-
-    def seconds(tokens: int) -> float:
-        return perf.step_time(load.add_chunk(tokens, done))
-
+    join a step of `load` without its cost exceeding `bound`; 0 where none can. More tokens never cost less."""
     if left < 1:
         return 0
-    short = seconds(min(grid, left))
-    if short > bound:
-        return 0
-    long = seconds(left)
+    long = cost(load.add_chunk(left, done))
     if long <= bound:
         return left
+    short = cost(load.add_chunk(min(grid, left), done))
+    if short > bound:
+        return 0
     low, high = 1, -(-left // grid)  # in grid steps: low fits, high does not
     for turn in count():
         if high - low <= 1:
             break
         middle = (low + high) // 2
-        if turn % 3 < 2:  # where the line between them is: next to it, as times are nearly linear in the tokens
+        if turn % 4 < 3:  # where the line between them is: next to it, as costs are nearly linear in the tokens
             share = (bound - short) / (long - short)
             middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
-        between = seconds(middle * grid)
+        between = cost(load.add_chunk(middle * grid, done))
         if between <= bound:
             low, short = middle, between
         else:
@@ -139,7 +151,7 @@ def tightest_tpot(rows: Rows) -> float:
 
 def promised(rows: Rows, column: Array) -> Array:
     """A column without the rows of best effort."""
-    return column[: standard(rows)]
+    return column[: rows.standard]
 
 
 def tightest_tbt(rows: Rows) -> float:

@@ -51,6 +51,10 @@ class Rows(Protocol):
         ttft, tbt, best_effort."""
 
     @property
+    def standard(self) -> int:
+        """How many rows are not best effort: they come first."""
+
+    @property
     def arrival(self) -> Array: ...
     @property
     def ttft(self) -> Array: ...

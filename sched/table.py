@@ -37,6 +37,7 @@ class Table:
         self._columns: dict[int, Array] = {}  # of `_data`, as long as rows do not come or go
         self.version = 0
         self.members = 0
+        self.standard = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -120,6 +121,7 @@ class Table:
         n = len(self._requests)
         self.version += 1
         self.members += 1
+        self.standard += request.tier != BEST_EFFORT
         self._columns.clear()
         if n == self._data.shape[1]:
             self._data = np.concatenate([self._data, np.zeros_like(self._data)], axis=1)
@@ -147,6 +149,7 @@ class Table:
         n = len(self._requests)
         self.version += 1
         self.members += 1
+        self.standard -= request.tier != BEST_EFFORT
         self._columns.clear()
         self._data[:, row : n - 1] = self._data[:, row + 1 : n]
         del self._requests[row], self._keys[row]

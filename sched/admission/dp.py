@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..feasibility import standard
 from ..kept import Kept
 from ..policies.dp import admitted
 from ..policies.speculation import NEVER, Terms
@@ -36,7 +35,7 @@ class ByDP:
 
     def _standing(self, scheduler: Scheduler, start: float) -> tuple[View, Standing, Terms]:
         view = scheduler.view(start, start)
-        standing = standing_of(view, prompts_of(view, standard(view.prefill), self._output), self._output)
+        standing = standing_of(view, prompts_of(view, view.prefill.standard, self._output), self._output)
         terms = terms_of(view, idle_of(view, self._block), draft=view.limits.draft, margin=self._margin)
         return view, _with_drafting(standing, scheduler, view), terms
 

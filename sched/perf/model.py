@@ -32,13 +32,19 @@ class Load(NamedTuple):
 
     def add_chunk(self, k: int, c: int) -> Load:
         """With a chunk of k new prompt tokens after c computed ones."""
-        prefill, decode, quadratic, longest, context, prefix, drafts = self  # _replace takes twice as long
-        return Load(prefill + k, decode, quadratic + k * c + k * k / 2, longest, context, prefix + c, drafts)
+        prefill, decode, quadratic, longest, context, prefix, drafts = self  # _replace takes three times as long
+        quadratic = quadratic + k * c + k * k / 2
+        return tuple.__new__(Load, (prefill + k, decode, quadratic, longest, context, prefix + c, drafts))
 
     def add_decode(self, context: int) -> Load:
         """With one more decoding row of that context."""
-        prefill, decode, quadratic, longest, total, prefix, drafts = self
-        return Load(prefill, decode + 1, quadratic, max(longest, context), total + context, prefix, drafts)
+        return self.add_rows(1, context, context)
+
+    def add_rows(self, tokens: int, longest: int, context: int) -> Load:
+        """With more decoding rows, of so many tokens, the longest context among them, and the sum of their contexts."""
+        prefill, decode, quadratic, before, others, prefix, drafts = self
+        longest = longest if longest > before else before
+        return tuple.__new__(Load, (prefill, decode + tokens, quadratic, longest, others + context, prefix, drafts))
 
 
 class Form(Protocol):

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable
-
 import numpy as np
 
-from ..feasibility import tightest_tpot
+from ..feasibility import Cost, fitting, joined, largest_chunk, tightest_tpot
 from ..perf.model import Load
 from ..policy import Decision, Grant, Order, View, one_each
-
-Cost = Callable[[Load], float]  # of a step: seconds, or tokens
+from ..request import State
 
 
 def admissible(view: View, order: Order) -> tuple[Order, Order]:
@@ -53,10 +49,7 @@ def stall_free_tokens(view: View, share: float = 1.0) -> int:
     """The token budget that a profile of the model would set: the largest step of prompt tokens alone that takes no
     longer than `share` of the tightest tpot of all requests here; limits.tokens where none has one."""
     bound = share * min(tightest_tpot(view.decode), tightest_tpot(view.prefill))
-    step_time, most = view.perf.step_time, view.limits.tokens
-    if step_time(Load().add_chunk(most, 0)) <= bound:
-        return most
-    return max(1, bisect_right(range(1, most + 1), bound, key=lambda tokens: step_time(Load().add_chunk(tokens, 0))))
+    return max(1, largest_chunk(view.perf.step_time, Load(), 0, view.limits.tokens, bound, grid=1))
 
 
 class Batch:
@@ -81,52 +74,39 @@ class Batch:
         """One token each of these rows of view.decode, as many as fit, or all of them."""
         if (self.full and not always) or not len(order):
             return
-        context = self._view.decode.context[order]
-        total, longest = np.cumsum(context).tolist(), np.maximum.accumulate(context).tolist()
-        load = self.load
-
-        def joined(count: int) -> Load:
-            return load._replace(
-                decode=load.decode + count,
-                longest=max(load.longest, int(longest[count - 1])),
-                context=load.context + int(total[count - 1]),
-            )
-
-        count = len(order) if always else min(len(order), max(0, self._most - load.tokens))
-        if not always and count and self._cost(joined(count)) > self._bound:
-            count = bisect_right(range(1, count + 1), self._bound, key=lambda count: self._cost(joined(count)))
-        self.full = count < len(order) or self.full
+        rows, count = self._view.decode, len(order)
+        context = rows.context[order]
+        if not always:
+            count = fitting(self._cost, self.load, context[: max(0, self._most - self.load.tokens)], self._bound)
+            self.full = count < len(order)
         if count:
-            rows = self._view.decode
-            self._grants += one_each(rows[row] for row in order[:count].tolist())
-            self.load = joined(count)
+            self._grants += one_each([rows[row] for row in order[:count].tolist()])
+            self.load = joined(self.load, context[:count])
             self._runs = True
 
     def prompts(self, order: Order, *, whole: bool = False) -> None:
         """Chunks of these rows of view.prefill; the last is cut to fit. `whole`: a prompt is only cut where it is the
         first of the step."""
         rows = self._view.prefill
-        columns = rows.remaining[order], rows.context[order], rows.running[order]
-        for row, left, done, runs in zip(order.tolist(), *(column.tolist() for column in columns), strict=True):
+        for row in order.tolist():
             room = self._most - self.load.tokens
             if self.full or room < 1 or self._prompts < 1:
                 return
-            tokens = self._chunk(min(int(left), room), int(done))
+            request = rows[row]
+            left, done = request.remaining, request.context
+            tokens = self._chunk(min(left, room), done)
             self.full = tokens < left
             if not tokens or (whole and self.full and self._grants):
                 self.full = True
                 return
-            self._grants.append(Grant(rows[row].id, tokens))
-            self.load = self.load.add_chunk(tokens, int(done))
+            self._grants.append(Grant(request.id, tokens))
+            self.load = self.load.add_chunk(tokens, done)
             self._prompts -= 1
-            self._runs = self._runs or runs > 0
+            self._runs = self._runs or request.state is not State.WAITING
 
     def _chunk(self, most: int, done: int) -> int:
         """The most tokens of a prompt with `done` tokens computed that keep the step within its bound."""
-        load, cost = self.load, self._cost
-        if cost(load.add_chunk(most, done)) <= self._bound:
-            return most
-        return bisect_right(range(1, most + 1), self._bound, key=lambda tokens: cost(load.add_chunk(tokens, done)))
+        return largest_chunk(self._cost, self.load, done, most, self._bound, grid=1)
 
     def decision(self, urgent: Order) -> Decision:
         """What was put in. Where all of it must first find pages and a slot, somebody who has them comes along, so that

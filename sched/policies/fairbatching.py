@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import InvalidValue
-from ..feasibility import decode_load, guest_speed, on_time_set, remaining_work, tightest_tpot
+from ..feasibility import Cost, decode_load, guest_speed, on_time_set, remaining_work, tightest_tpot
 from ..perf.model import Array, Load
 from ..policy import Decision, Order, Role, View
-from .batch import Batch, Cost, admissible, stall_free_tokens
+from .batch import Batch, admissible, stall_free_tokens
 
 EXPECTED = 1000  # tokens of context of a decoding row, to a budget that is counted in tokens
 

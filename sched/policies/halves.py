@@ -41,7 +41,7 @@ def guests(view: View, grants: tuple[Grant, ...], share: float = SHARE) -> tuple
     for grant in grants:
         request = requests[grant.request]
         left = min(grant.tokens, request.remaining)
-        tokens = largest_chunk(view.perf, load, request.context, left, bound)
+        tokens = largest_chunk(view.perf.step_time, load, request.context, left, bound)
         if not tokens and request.generated:
             tokens = min(left, GRID)  # it was a resident before its KV was dropped: it comes back, if slowly
         if not tokens:

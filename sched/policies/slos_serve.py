@@ -12,14 +12,13 @@ late a promise is void, and the request best effort.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from itertools import islice
 from math import inf, log2
 
 import numpy as np
 
-from ..feasibility import GRID, Mask, decode_load, largest_chunk, remaining_work, standard, tightest_tpot
-from ..perf.model import Array, Load
+from ..feasibility import GRID, Mask, decode_load, fitting, joined, largest_chunk, remaining_work, tightest_tpot
+from ..perf.model import Load
 from ..policy import Decision, Grant, Order, Role, Rows, View, one_each
 from ..request import State
 from .dp import admitted, tier_of, tiers
@@ -87,7 +86,7 @@ class SlosServe:
     def _promise(self, view: View, terms: Terms) -> tuple[Order, Order]:
         """Rows of view.prefill that are promised, by deadline, and those that are declined now."""
         rows = view.prefill
-        count = standard(rows)
+        count = rows.standard
         declined = self._declined(view, terms, count) if self._admit and count else NOBODY
         order = rows.deadline[:count].argsort(kind="stable")
         if len(declined):
@@ -143,7 +142,7 @@ class SlosServe:
     def _pace(self, view: View, terms: Terms) -> Pace:
         """How long a step may be, and how much its rows draft: kept while the rows are about the same."""
         rows = view.decode
-        count = standard(rows)
+        count = rows.standard
         if view.role is Role.PREFILL or not count:
             return Pace(terms.idle if terms.fixed is None else terms.fixed, (1,), 0.0)
         if not terms.draft:
@@ -179,7 +178,7 @@ class _Step:
         self._cautious = terms.caution > 0
         self._certain = False  # somebody is granted who cannot fail to run
         rows, prompts = view.decode, view.prefill
-        self._count = standard(rows)
+        self._count = rows.standard
         self._lengths = self._drafts(rows)
         self._gain = np.array([0.0, *terms.gains()])[self._lengths] - 1.0 if len(self._lengths) else self._lengths
         self._bound = self._hurry(rows, terms.margin)
@@ -198,7 +197,7 @@ class _Step:
         self._room, self._slots = self._room - pages, self._slots - slots
         self._decode_some(np.flatnonzero(~now))
         self._decode_some(np.arange(self._count, len(rows)))
-        best = np.arange(standard(view.prefill), len(view.prefill))
+        best = np.arange(view.prefill.standard, len(view.prefill))
         self._prompts(np.concatenate([best, declined]))
         if not self._certain:
             self._fall_back(np.concatenate([mine, best, declined]))
@@ -211,10 +210,6 @@ class _Step:
         lengths, tpot = np.ones(len(rows), dtype=np.intp), rows.tpot[: self._count]
         lengths[: self._count] = np.array(self._pace.lengths)[tier_of(tpot, tiers(tpot))]
         return lengths
-
-    def _tokens(self, order: Order) -> Order:
-        """That these rows of view.decode verify in all, up to each."""
-        return np.add.accumulate(self._lengths[order]) if len(self._lengths) else np.arange(1, len(order) + 1)
 
     def _hurry(self, rows: Rows, margin: float) -> float:
         """The pace's step, shorter where a row has fallen behind (the paper strengthens its SLO; here to half the
@@ -249,36 +244,25 @@ class _Step:
         rows, limits = self._view.decode, self._view.limits
         if not len(order):
             return
-        named = iter(rows) if len(order) == len(rows) else (rows[row] for row in order.tolist())
-        tokens, longest = len(order), 1
+        named = iter(rows) if len(order) == len(rows) else [rows[row] for row in order.tolist()]
+        tokens, drafts = len(order), 0
         if len(self._lengths) and int(self._lengths[order].sum()) <= limits.tokens:
             lengths = self._lengths[order].tolist()
-            tokens, longest = sum(lengths), max(lengths)
+            tokens, drafts = sum(lengths), max(lengths) - 1
             self._grants += [Grant(one.id, 1, length - 1) for one, length in zip(named, lengths, strict=True)]
         else:
             self._grants += one_each(named)
-        self._load = self._with(rows.context[order], tokens, longest - 1)
+        load = joined(self._load, rows.context[order], tokens)
+        self._load = load if drafts <= load.drafts else load._replace(drafts=drafts)
         self._certain = True
 
     def _decode_some(self, order: Order) -> None:
         """As many, in their order, as still fit; all of them where nobody else is sure to run."""
         if len(order) and self._certain:
-            tokens, context = self._tokens(order), self._view.decode.context[order]
-
-            def seconds(count: int) -> float:
-                load = self._with(context[:count], int(tokens[count - 1]), self._load.drafts)
-                return self._view.perf.step_time(load)
-
-            if seconds(len(order)) > self._bound:
-                order = order[: bisect_right(range(1, len(order)), self._bound, key=seconds)]
+            tokens = np.add.accumulate(self._lengths[order]).tolist() if len(self._lengths) else None
+            context = self._view.decode.context[order]
+            order = order[: fitting(self._view.perf.step_time, self._load, context, self._bound, tokens)]
         self._decode(order)
-
-    def _with(self, context: Array, tokens: int, drafts: int) -> Load:
-        """The step's load with more rows."""
-        longest, total = int(np.maximum.reduce(context)), int(np.add.reduce(context))
-        prefill, decode, quadratic, before, others, prefix, drafted = self._load  # _replace takes twice as long
-        load = prefill, decode + tokens, quadratic, max(before, longest), others + total, prefix, max(drafted, drafts)
-        return Load(*load)
 
     def _fall_back(self, order: Order) -> None:
         """Those named may find no page or slot; whoever of these prompts holds both then goes on."""
@@ -297,7 +281,7 @@ class _Step:
             request = rows[row]
             waits = request.state is State.WAITING
             left = min(request.remaining, view.limits.tokens - self._load.tokens)
-            tokens = largest_chunk(view.perf, self._load, request.context, left, self._bound)
+            tokens = largest_chunk(view.perf.step_time, self._load, request.context, left, self._bound)
             if not tokens and not self._grants:
                 tokens = min(left, GRID)
             if not tokens:

@@ -49,7 +49,7 @@ def prompt_room(perf: PerfModel, load: Load, most: int, bound: float) -> int:
     if idle > bound:
         slope = (perf.step_time(load.add_chunk(most, 0)) - idle) / most
         return -ceil((idle - bound) / max(slope, 1e-12))
-    return largest_chunk(perf, load, 0, most, bound, grid=1)
+    return largest_chunk(perf.step_time, load, 0, most, bound, grid=1)
 
 
 class Pace(NamedTuple):

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..feasibility import Mask, load_of, standard
+from ..feasibility import Mask, load_of
 from ..perf.model import Array, Load, PerfModel
 from ..policy import Order, Role, View
 from .speculation import NEVER, Terms
@@ -122,7 +122,7 @@ def standing_of(view: View, prompts: Prompts, output: int) -> Standing:
     Pages that best effort holds count as free. Each row is taken to generate `output` tokens in all.
     """
     rows = view.decode
-    count = standard(rows)
+    count = rows.standard
     grow = np.maximum(0.0, output - (rows.context[:count] - rows.length[:count])).sum() / view.limits.page_size
     free = view.free_pages + held_by_best_effort(view)[0] - float(grow) - float(prompts.pages.sum())
     if view.role is Role.PREFILL:
@@ -134,7 +134,7 @@ def held_by_best_effort(view: View) -> tuple[float, int]:
     """Pages and slots that best effort holds: others may take them."""
     pages, slots = 0.0, 0
     for rows in (view.prefill, view.decode):
-        count = standard(rows)
+        count = rows.standard
         running = rows.running[count:] > 0
         if running.any():
             pages += float(np.ceil(rows.context[count:][running] / view.limits.page_size).sum())

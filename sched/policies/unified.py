@@ -11,7 +11,6 @@ and mixed instances prompts are guests of a step that keeps every row in time.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
@@ -22,6 +21,7 @@ import numpy as np
 from ..feasibility import (
     Mask,
     decode_load,
+    fitting,
     guest_speed,
     largest_chunk,
     left_behind,
@@ -31,7 +31,7 @@ from ..feasibility import (
     remaining_work,
     tightest_tpot,
 )
-from ..perf.model import Array, Load, PerfModel
+from ..perf.model import Array, Load
 from ..perf.scaled import Scaled
 from ..policy import Decision, Grant, Order, Role, Rows, Task, View, one_each, whole
 from ..request import BEST_EFFORT, State
@@ -203,7 +203,7 @@ class Unified:
         guests = self._guests(view, load_of(rows.context[chosen]), order, bound)
         if len(others):
             others = others[np.argsort(rows.context[others], kind="stable")]
-            fits = _fitting(view.perf, guests.load, rows.context[others], bound)
+            fits = fitting(view.perf.step_time, guests.load, rows.context[others], bound)
             chosen = np.concatenate([chosen, others[:fits]])
         if not len(chosen) and not guests.certain:
             chosen = np.arange(1)  # they may get no pages
@@ -235,7 +235,7 @@ class Unified:
                 pages -= -(-request.remaining // view.limits.page_size)
                 if view.kv_waiting or ((slots < 0 or pages < 0) and not view.decode.best_effort.any()):
                     break
-            tokens = largest_chunk(view.perf, load, request.context, request.remaining, bound)
+            tokens = largest_chunk(view.perf.step_time, load, request.context, request.remaining, bound)
             if not tokens:
                 break
             cut.append(Grant(request.id, tokens))
@@ -289,27 +289,6 @@ def _deadlines(rows: Rows) -> Array:
     """Of prompts; best effort never has one to keep."""
     best = rows.best_effort > 0
     return np.where(best, -inf, rows.deadline) if len(best) and best[-1] else rows.deadline  # last of a table
-
-
-def _joined(load: Load, context: Array) -> Load:
-    """A step with a row more for each of these contexts."""
-    if not len(context):
-        return load
-    longest, total = int(np.maximum.reduce(context)), int(np.add.reduce(context))
-    prefill, decode, quadratic, before, others, prefix, drafts = load
-    return Load(prefill, decode + len(context), quadratic, max(before, longest), others + total, prefix, drafts)
-
-
-def _fitting(perf: PerfModel, load: Load, context: Array, bound: float) -> int:
-    """How many rows, by ascending context, can join a step of `load` without its taking longer than `bound` seconds.
-    More rows never take less."""
-
-    def seconds(count: int) -> float:
-        return perf.step_time(_joined(load, context[:count]))
-
-    if seconds(len(context)) <= bound:
-        return len(context)
-    return bisect_right(range(1, len(context)), bound, key=seconds)
 
 
 def _waited(view: View, which: Order, most: Array, seconds: float) -> Mask:

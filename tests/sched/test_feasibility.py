@@ -109,17 +109,17 @@ def test_the_largest_chunk_is_the_largest_that_fits(rows, done, left, bound, gri
     load = Load(decode=len(rows), longest=max(rows, default=0), context=sum(rows))
     multiples = [*range(grid, left, grid), *([left] if left else [])]  # and all that is left
     fit = [tokens for tokens in multiples if perf.step_time(load.add_chunk(tokens, done)) <= bound]
-    assert largest_chunk(perf, load, done, left, bound, grid) == max(fit, default=0)
+    assert largest_chunk(perf.step_time, load, done, left, bound, grid) == max(fit, default=0)
 
 
 def test_the_largest_chunk_by_hand() -> None:
     """Two rows take 10 + 2 + 1 + 0.05 ms, so 136.95 of 150 ms are left for tokens of 1 ms."""
     load = Load(decode=2, longest=1000, context=1500)
-    assert largest_chunk(PERF, load, 0, 1000, 0.150) == 128
-    assert largest_chunk(PERF, load, 0, 1000, 0.150, grid=1) == 136
-    assert largest_chunk(PERF, load, 0, 136, 0.150) == 136  # all that is left may be any number
-    assert largest_chunk(PERF, load, 0, 137, 0.150) == 128
-    assert largest_chunk(PERF, load, 0, 1000, 0.077) == 0 == largest_chunk(PERF, load, 0, 0, 9.0)
+    assert largest_chunk(PERF.step_time, load, 0, 1000, 0.150) == 128
+    assert largest_chunk(PERF.step_time, load, 0, 1000, 0.150, grid=1) == 136
+    assert largest_chunk(PERF.step_time, load, 0, 136, 0.150) == 136  # all that is left may be any number
+    assert largest_chunk(PERF.step_time, load, 0, 137, 0.150) == 128
+    assert largest_chunk(PERF.step_time, load, 0, 1000, 0.077) == 0 == largest_chunk(PERF.step_time, load, 0, 0, 9.0)
 
 
 def test_own_work_counts_steps_of_the_limit_and_what_is_left() -> None:

@@ -15,6 +15,7 @@ from jaxserve.sched.admission.dp import ByDP
 from jaxserve.sched.feasibility import (
     chunk_times,
     decode_load,
+    fitting,
     largest_chunk,
     mixed_bound,
     on_time_set,
@@ -31,7 +32,7 @@ from jaxserve.sched.plan import StepResult
 from jaxserve.sched.policies.dp import admitted
 from jaxserve.sched.policies.speculation import NEVER, Supply, Terms
 from jaxserve.sched.policies.standing import Prompts, Standing
-from jaxserve.sched.policies.unified import _fitting, _waited
+from jaxserve.sched.policies.unified import _waited
 from jaxserve.sched.policy import Role
 from jaxserve.sched.request import Request, State
 from jaxserve.sched.scheduler import Scheduler
@@ -86,7 +87,7 @@ def test_the_largest_chunk_is_that_of_a_search_by_halves(
     perf, load = MODELS[model], Load(decode=20, longest=900, context=9000)
     sizes = [*range(grid, left, grid), left] if left >= grid else [left]
     fits = [size for size in sizes if perf.step_time(load.add_chunk(size, done)) <= bound]
-    assert largest_chunk(perf, load, done, left, bound, grid) == max(fits, default=0)
+    assert largest_chunk(perf.step_time, load, done, left, bound, grid) == max(fits, default=0)
 
 
 @given(MODEL, st.lists(st.integers(0, 100_000), min_size=1, max_size=9), st.integers(1, 8192))
@@ -105,7 +106,7 @@ def test_rows_join_a_step_as_one_after_the_other(model: str, contexts: list[int]
         if perf.step_time(step) > bound:
             break
         count += 1
-    assert _fitting(perf, load, np.array(sorted(contexts), dtype=float), bound) == count
+    assert fitting(perf.step_time, load, np.array(sorted(contexts), dtype=float), bound) == count
 
 
 @given(
