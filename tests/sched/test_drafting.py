@@ -14,6 +14,7 @@ from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.drafted import FIRST, Drafted
 from jaxserve.sched.perf.model import GeneralModel, Load
+from jaxserve.sched.policies import drafting
 from jaxserve.sched.policies.drafting import lengths_of
 
 from .harness import COEFFICIENTS, Job, Outcome, simulate
@@ -52,6 +53,23 @@ def test_drafts_that_do_not_pay_are_left(coefficients: object, acceptance: float
     always = run("distserve/draft:no-adaptive", coefficients=coefficients, acceptance=acceptance)
     assert 0 < drafted(adaptive) < 0.5
     assert ended(adaptive) < 1.03 * ended(plain) < ended(always)
+
+
+def test_that_nobody_drafts_is_not_decided_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But it is where somebody drafts: what is accepted changes what pays."""
+    asked = 0
+
+    def best(self: drafting._Batch, draft: int, plain: float) -> drafting._Best | None:
+        nonlocal asked
+        asked += draft == 1
+        return chosen(self, draft, plain)
+
+    chosen = drafting._Batch.best
+    monkeypatch.setattr(drafting._Batch, "best", best)
+    for coefficients, acceptance, least, most in ((DEAR, 0.3, 1 / 10, 1 / 5), (CHEAP, 0.9, 0.9, 1.0)):
+        asked = 0
+        outcome = run("distserve/draft", coefficients=coefficients, acceptance=acceptance)
+        assert least < asked / len(outcome.plans) <= most
 
 
 def test_the_most_is_always_drafted_where_it_shall_be() -> None:

@@ -1,6 +1,7 @@
 """Step-time models: what was published is reproduced, what was measured is learnt, and nonsense breaks nothing."""
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -191,6 +192,16 @@ def test_table_is_exact_at_its_entries_and_between_its_neighbours() -> None:
     assert table.step_time(Load(decode=999, longest=10**7)) == table.step_time(Load(decode=256, longest=131072))
     nearest = TableModel.profiled(truth, lookup="nearest")
     assert nearest.step_time(Load(decode=4, longest=10_000)) == nearest.step_time(Load(decode=4, longest=8192))
+
+
+@given(st.integers(1, 400), st.integers(1, 200_000), st.sampled_from(["bilinear", "nearest"]))
+def test_table_tells_one_load_what_it_tells_many(
+    batch: int, longest: int, lookup: Literal["bilinear", "nearest"]
+) -> None:
+    """A single step is looked up without numpy, to the same bits."""
+    table = TableModel.profiled(GeneralModel(TRUTH), lookup=lookup)
+    (one,) = table.decode_times(np.array([batch]), np.array([longest]), np.array([batch * longest]))
+    assert table.step_time(Load(decode=batch, longest=longest, context=batch * longest)) == one
 
 
 def test_table_learns_by_mean_or_by_moving_average() -> None:
