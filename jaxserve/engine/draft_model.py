@@ -23,6 +23,7 @@ from jaxserve.engine.drafters import Call, drafted_into
 from jaxserve.engine.drafts import DraftColumn, Drafts, Int32, idle_rows
 from jaxserve.engine.inputs import Batch, Bucket, Layout, Limits
 from jaxserve.engine.kv import pool_maker
+from jaxserve.engine.mesh import placed
 from jaxserve.engine.sampling import Column, Rows, draw
 from jaxserve.engine.speculate import GUESSED, salted
 from jaxserve.engine.step import Carry, Logits, Moves, Program, Tree, jitted, logits_of, unpack
@@ -143,7 +144,7 @@ class DraftModel:
         self._pools = self._programs.moves.scatter(self._pools, pages, *parcel)
 
     def receive(self, parcel: Sequence[Any]) -> tuple[jax.Array, ...]:
-        return tuple(jax.device_put(one, self._parcels) for one in parcel)
+        return tuple(placed(one, self._parcels) for one in parcel)
 
     def parcel(self, size: int) -> tuple[Any, ...]:
         shape = self._programs.spec.cache.parcel_shape(size, self._programs.limits.page_size)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.config import ServeConfig, parse_mesh
 from jaxserve.engine import compat
@@ -63,6 +64,14 @@ def sub_meshes(plan: MeshPlan, *, share_devices: bool = False) -> list[Mesh]:
     return [Mesh(np.array(grid[r * plan.tp : (r + 1) * plan.tp]), ("tp",)) for r in range(plan.instances)]
 
 
+def placed(values: Any, sharding: NamedSharding) -> Any:
+    """Arrays on a mesh. Where it spans processes they are of numpy, and each has the same ones: `device_put` would have
+    all processes of the job compare them first, and wait for all that was dispatched before."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(values, sharding)
+    return jax.tree.map(lambda one: jax.make_array_from_callback(one.shape, sharding, one.__getitem__), values)
+
+
 def _emulate(plan: MeshPlan) -> None:
     """Ask for enough CPU devices while jax still listens; harmless where the devices turn out to be others.
 
@@ -72,6 +81,8 @@ def _emulate(plan: MeshPlan) -> None:
     """
     wanted = plan.devices if plan.tp == 1 else 2 * plan.devices
     if compat.backend_started() or FORCED in os.environ.get("XLA_FLAGS", ""):
+        return
+    if jax.distributed.is_initialized():  # each process has a share of them, which only its launcher knows
         return
     if wanted > max(1, jax.config.jax_num_cpu_devices):  # type: ignore[attr-defined]
         jax.config.update("jax_num_cpu_devices", wanted)

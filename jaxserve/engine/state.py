@@ -13,6 +13,7 @@ from jaxserve.engine.drafters import Drafter
 from jaxserve.engine.drafts import Drafts
 from jaxserve.engine.inputs import Batch, Int32
 from jaxserve.engine.kv import pool_maker
+from jaxserve.engine.mesh import placed
 from jaxserve.engine.sampling import ADJUSTED, MOST_COUNTED, SEEN_IN_PROMPT
 from jaxserve.engine.segments import Segments, Walk, outside, pools_of
 from jaxserve.engine.speculate import UNKNOWN
@@ -69,7 +70,7 @@ class DeviceState:
         self._parcels = NamedSharding(mesh, programs.spec.cache.parcel_partition)
         self._make = pool_maker(programs.spec, mesh, limits.pages, limits.page_size, dtype)
         self._unadjusted: dict[int, tuple[jax.Array, jax.Array]] = {
-            width: jax.device_put(
+            width: placed(
                 (np.full((width, ADJUSTED), limits.vocab, np.int32), np.zeros((width, ADJUSTED), np.float32)),
                 self._whole,
             )
@@ -83,7 +84,7 @@ class DeviceState:
         self.pools = []  # let go of the old ones first: both may not fit
         self.pools = self._make()
         self.carry = Carry.made(limits, self.filled)
-        self.counts = jax.device_put(np.zeros((limits.slots, limits.vocab), np.int16), self._whole)
+        self.counts = placed(np.zeros((limits.slots, limits.vocab), np.int16), self._whole)
         if self.drafter is not None:
             self.drafter.rebuild()
 
@@ -140,7 +141,7 @@ class DeviceState:
         ids, values = self.unadjusted(batch.bucket.width)
         used = np.int32(0)
         if batch.adjust is not None:
-            ids, values = jax.device_put(batch.adjust[:2], self._whole)
+            ids, values = placed(batch.adjust[:2], self._whole)
             used = np.int32(batch.adjust[2])
         drawn.tokens, self.carry, self.counts, logprobs = programs.full(
             self.weights, rows, self.carry, self.counts, batch.sampling, ids, values, used
@@ -161,7 +162,7 @@ class DeviceState:
 
     def replicated(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         """Zeros, whole on each device."""
-        zeros: jax.Array = jax.device_put(np.zeros(shape, dtype), self._whole)
+        zeros: jax.Array = placed(np.zeros(shape, dtype), self._whole)
         return zeros
 
     def described(self, shapes: Tree) -> Tree:
@@ -173,7 +174,7 @@ class DeviceState:
 
     def filled(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         """Tokens that nobody knows, whole on each device."""
-        array: jax.Array = jax.device_put(np.full(shape, UNKNOWN, dtype), self._whole)
+        array: jax.Array = placed(np.full(shape, UNKNOWN, dtype), self._whole)
         return array
 
     def parcel(self, size: int) -> Piece:
@@ -226,7 +227,7 @@ class DeviceState:
     def receive(self, piece: Sequence[Any]) -> Piece:
         """A piece from another instance, or of numpy, on this mesh."""
         drafted = () if self.drafter is None else self.drafter.receive(piece[1:])
-        return jax.device_put(piece[0], self._parcels), *drafted
+        return placed(piece[0], self._parcels), *drafted
 
     def scrub(self, pages: Sequence[int], bucket: int) -> None:
         """Zero pages, as many at a time as a piece of a parcel has."""

@@ -31,6 +31,7 @@ from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import Begin, Span, StepPlan, StepResult, Suspended
 from tests.parity.test_families import FAMILIES, SIZES
 
+from .mixed import Mixed, jobs_of
 from .steps import GREEDY, Job, alone, executors, generate, run
 
 SAMPLED = SamplingParams(temperature=1.0, logprobs=3, max_tokens=None)
@@ -167,52 +168,6 @@ def expected(executor: JaxExecutor) -> list[list[int]]:
     return [alone(executor, Job(PROMPTS[i], PARAMS[i], seed=7 * i), NEW) for i in range(4)]
 
 
-class Mixed:
-    """Requests on one executor, one action at a time, as dice say. Writer: the test."""
-
-    def __init__(self, executor: JaxExecutor) -> None:
-        self.executor = executor
-        self.jobs = [Job(PROMPTS[i], PARAMS[i], slot=i, seed=7 * i) for i in range(4)]
-        self.stopped: dict[int, tuple[StepPlan, Job]] = {}
-        self.number = self.stops = 0
-
-    def idle(self) -> list[Job]:
-        return [
-            job for job in self.jobs if all(job is not one for _, one in self.stopped.values()) and job.sampled < NEW
-        ]
-
-    async def prompts(self, job: Job, chunk: int, depth: int | None) -> None:
-        span = job.span(chunk)
-        await self._preemptible(StepPlan(self.number, (span,), preemptible=True), job, depth)
-
-    async def resume(self, step: int, depth: int | None) -> None:
-        plan, job = self.stopped.pop(step)
-        await self._preemptible(StepPlan(self.number, plan.spans, preemptible=True, resume=step), job, depth)
-
-    async def _preemptible(self, plan: StepPlan, job: Job, depth: int | None) -> None:
-        """`depth` None: to the end."""
-        self.number += 1
-        self.executor.depth = depth or 2
-        step = self.executor.submit(plan)
-        if depth is not None:
-            self.executor.preempt(step)
-        result = await step
-        if isinstance(result, Suspended):
-            self.stopped[result.step] = plan, job
-            self.stops += 1
-        else:
-            job.settle(result, 0)
-
-    async def decode(self) -> None:
-        ready = [job for job in self.idle() if job.computed >= len(job.prompt)]
-        if ready:
-            result = await self.executor.submit(StepPlan(self.number, tuple(job.span() for job in ready)))
-            assert isinstance(result, StepResult)
-            self.number += 1
-            for index, job in enumerate(ready):
-                job.settle(result, index)
-
-
 DEPTH = st.sampled_from([1, 1, 2, 3, None])
 ACTION = st.tuples(
     st.integers(0, 3), st.integers(2, 30), DEPTH, st.sampled_from(["start", "start", "resume", "decode"])
@@ -224,27 +179,8 @@ ACTION = st.tuples(
 def test_steps_stopped_at_random_keep_their_tokens(
     cut: JaxExecutor, expected: list[list[int]], actions: list[tuple[int, int, int | None, str]]
 ) -> None:
-    async def scenario() -> Mixed:
-        mixed = Mixed(cut)
-        for who, chunk, depth, what in [*actions, *[(i, 30, None, "start") for i in range(4)] * 2]:
-            starts = [job for job in mixed.idle() if job.computed < len(job.prompt)]
-            if what == "resume" and mixed.stopped:
-                await mixed.resume(sorted(mixed.stopped)[who % len(mixed.stopped)], depth)
-            elif what == "decode":
-                await mixed.decode()
-            elif starts:
-                await mixed.prompts(starts[who % len(starts)], chunk, depth)
-        for step in list(mixed.stopped):
-            await mixed.resume(step, None)
-        for job in mixed.jobs:
-            while job.computed < len(job.prompt):
-                await mixed.prompts(job, 30, None)
-        while mixed.idle():
-            await mixed.decode()
-        cut.release(range(4))
-        return mixed
-
-    mixed = run(scenario())
+    mixed = Mixed(cut, jobs_of(PROMPTS, PARAMS), NEW)
+    run(mixed.play(actions))
     assert [job.output for job in mixed.jobs] == expected
     assert not cut._suspended and not cut._flying and not cut._queue
 

@@ -1,0 +1,147 @@
+"""A process of an instance over several: `python -m tests.engine.host CASE`, CASE being a `Case` in JSON.
+
+The leader prints one line of JSON: tokens of each request by round, and how often steps were stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxserve.engine.executor import JaxExecutor
+from jaxserve.engine.hosts import Leading, accept, connect, follow
+from jaxserve.sched.errors import StepFailed
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.plan import StepPlan
+
+from .mixed import Action, Mixed, jobs_of
+from .steps import GREEDY, Job, executors, run
+
+SAMPLED = SamplingParams(temperature=1.0, logprobs=3, prompt_logprobs=2, max_tokens=None)
+PENALISED = SamplingParams(temperature=0.9, repetition_penalty=1.3, logit_bias=((5, 2.0),), max_tokens=None)
+PROMPTS = [tuple(random.Random(i).choices(range(2, 96), k=9 + 7 * i)) for i in range(4)]
+PARAMS = [GREEDY, SAMPLED, PENALISED, GREEDY]
+NEW = 4
+KEY = b"between the processes of a test"
+WRONG = "wrong index"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a process is told."""
+
+    folder: str
+    rank: int
+    processes: int
+    devices: int  # of each process
+    meeting: int  # port of jax.distributed
+    leader: int  # port of the leader
+    boundary: str
+    seed: int
+    what: str = ""
+    wide: int = 32  # most tokens of a step
+
+
+def actions(seed: int) -> list[Action]:
+    dice = random.Random(seed)
+    kinds = ["start", "start", "resume", "decode"]
+    return [
+        (dice.randrange(4), dice.randint(2, 30), dice.choice([1, 1, 2, 3, None]), dice.choice(kinds)) for _ in range(24)
+    ]
+
+
+def built(case: Case) -> JaxExecutor:
+    options: dict[str, Any] = {"warm": False, "persistent_cache": False}
+    mesh = f"1x{case.processes * case.devices}"
+    (executor,) = executors(
+        Path(case.folder), mesh, preempt_boundary=case.boundary, max_num_batched_tokens=case.wide, **options
+    )
+    assert {device.process_index for device in executor.state.mesh.devices.flat} == set(range(case.processes))
+    return executor
+
+
+def lead(executor: JaxExecutor, case: Case) -> dict[str, Any]:
+    told: dict[str, Any] = {"rounds": [], "stops": []}
+
+    async def scenario() -> None:
+        for at in range(2):
+            mixed = Mixed(executor, jobs_of(PROMPTS, PARAMS), NEW)
+            await mixed.play(actions(case.seed + 100 * at))
+            told["rounds"].append([job.output for job in mixed.jobs])
+            told["stops"].append(mixed.stops)
+            await failing(executor)
+            executor.state.scrub([1, 2, 3], 1)
+        await executor.close()
+
+    run(scenario())
+    return told
+
+
+async def failing(executor: JaxExecutor) -> None:
+    """A device that raises while one step is stopped and another has begun; the pool is made anew on all hosts."""
+
+    def fault(plan: StepPlan) -> None:
+        if plan.step == 2:
+            raise RuntimeError("on purpose")
+
+    executor.depth, executor.fault = 1, fault
+    step = executor.submit(StepPlan(1, (Job(PROMPTS[3]).span(20),), preemptible=True))
+    executor.preempt(step)
+    await step
+    with suppress(StepFailed):
+        await executor.submit(StepPlan(2, (Job(PROMPTS[2], slot=1).span(20),), preemptible=True))
+        raise AssertionError("step 2 was to fail")
+    executor.fault = None
+    executor.rebuild()
+
+
+def mislead(executor: JaxExecutor, follower: Connection[Any, Any]) -> dict[str, Any]:
+    """Tell a follower to dispatch a segment that is not the next."""
+
+    async def scenario() -> str:
+        executor.depth = 1
+        step = executor.submit(StepPlan(1, (Job(PROMPTS[3]).span(20),), preemptible=True))
+        executor.preempt(step)
+        await step
+        follower.send(("segment", 1, 3, None))
+        assert follower.poll(60)
+        try:
+            await executor.submit(StepPlan(2, (), preemptible=True, resume=1))
+        except StepFailed as error:
+            return str(error)
+        return "nothing was raised"
+
+    return {"error": run(scenario())}
+
+
+def main(case: Case) -> None:
+    jax.config.update("jax_num_cpu_devices", case.devices)  # type: ignore[no-untyped-call]
+    address = "127.0.0.1", case.leader
+    if case.rank:
+        jax.distributed.initialize(f"127.0.0.1:{case.meeting}", case.processes, case.rank)
+        follow(built(case).state, connect(address, KEY))
+        return
+    with Listener(address, authkey=KEY) as listener:  # before the others have met it
+        jax.distributed.initialize(f"127.0.0.1:{case.meeting}", case.processes, case.rank)
+        plain = built(case)
+        followers = accept(listener, case.processes - 1)
+    leading = Leading(plain.state, followers)
+    executor = JaxExecutor("leader", leading, plain.depth)
+    if case.what == WRONG:
+        print(json.dumps(mislead(executor, followers[0])), flush=True)
+        os._exit(0)  # the other process is gone, and jax would wait for it
+    print(json.dumps(lead(executor, case)), flush=True)
+    leading.close()
+
+
+if __name__ == "__main__":
+    main(Case(**json.loads(sys.argv[1])))

@@ -1,0 +1,183 @@
+"""An instance over processes that hold a share of its devices each, as hosts do: nothing of it is emulated but the
+devices. Steps are stopped at random, and no process waits for another for ever; tokens are those of one process."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import asdict, replace
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.engine.executor import JaxExecutor
+from jaxserve.engine.hosts import Leading, OutOfStep, follow
+from jaxserve.engine.inputs import SlotTable
+from jaxserve.engine.warmup import idle_batch
+from jaxserve.sched.errors import InvalidValue
+
+from .host import NEW, PARAMS, PROMPTS, WRONG, Case
+from .mixed import jobs_of
+from .steps import alone, executors
+
+LIMIT = 200  # seconds until processes that wait for each other are ended
+
+
+@pytest.fixture(scope="module")
+def expected(executor: JaxExecutor, pair: list[JaxExecutor]) -> list[list[int]]:
+    """Each request alone, by whole steps, on one device; and the same on two devices of one process."""
+    found = [[alone(one, job, NEW) for job in jobs_of(PROMPTS, PARAMS)] for one in (executor, pair[0])]
+    assert found[0] == found[1]
+    return found[0]
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports: list[int] = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def together(case: Case, repo: Path, folder: Path) -> tuple[dict[str, Any], list[int], list[str]]:
+    """What the leader printed; and of each process its exit status and errors."""
+    running, logs = [], [folder / f"host{rank}.log" for rank in range(case.processes)]
+    try:
+        for rank, log in enumerate(logs):
+            command = [sys.executable, "-m", "tests.engine.host", json.dumps(asdict(replace(case, rank=rank)))]
+            with log.open("w") as errors:
+                out = subprocess.PIPE if rank == 0 else errors
+                running.append(subprocess.Popen(command, cwd=repo, stdout=out, stderr=errors, text=True))
+        said = running[0].communicate(timeout=LIMIT)[0]
+        status = [process.wait(LIMIT) for process in running]
+    finally:
+        for process in running:
+            process.kill()  # jax catches SIGTERM
+            process.wait()
+    texts = [log.read_text() for log in logs]
+    lines = [line for line in said.splitlines() if line.startswith("{")]  # gloo talks too
+    assert len(lines) == 1, (said, *texts)
+    return json.loads(lines[0]), status, texts
+
+
+def case(tiny: Path, **options: Any) -> Case:
+    meeting, leader = free_ports(2)
+    settings = {"processes": 2, "devices": 1, "boundary": "op", "seed": 0} | options
+    return Case(folder=str(tiny), rank=0, meeting=meeting, leader=leader, **settings)
+
+
+def check(one: Case, expected: list[list[int]], repo: Path, folder: Path) -> None:
+    told, status, texts = together(one, repo, folder)
+    assert status == [0] * one.processes, texts
+    assert told["rounds"] == [expected] * 2
+    assert min(told["stops"]) > 0
+
+
+def test_hosts_stop_and_resume_together(tiny: Path, expected: list[list[int]], repo: Path, tmp_path: Path) -> None:
+    check(case(tiny), expected, repo, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("processes", "devices", "boundary"), [(2, 1, "op"), (2, 1, "layer"), (2, 2, "op"), (4, 1, "op")]
+)
+def test_any_hosts_stop_and_resume_together(
+    tiny: Path,
+    expected: list[list[int]],
+    repo: Path,
+    tmp_path: Path,
+    processes: int,
+    devices: int,
+    boundary: str,
+    seed: int,
+) -> None:
+    one = case(tiny, processes=processes, devices=devices, boundary=boundary, seed=seed)
+    check(one, expected, repo, tmp_path)
+
+
+@pytest.mark.full
+def test_a_host_that_is_told_a_wrong_index_ends_and_its_leader_says_why(tiny: Path, repo: Path, tmp_path: Path) -> None:
+    told, (leader, follower), texts = together(case(tiny, what=WRONG), repo, tmp_path)
+    assert "told to dispatch segment 3 of walk 1, of which segment 1 is next here" in told["error"]
+    assert leader == 0 and follower != 0
+    assert "OutOfStep: told to dispatch segment 3" in texts[1]
+
+
+# a follower alone, on one device
+
+
+@pytest.fixture(scope="module")
+def cut(tiny: Path) -> JaxExecutor:
+    """Two layers, four segments."""
+    return executors(tiny, preempt_boundary="op", warm=False)[0]
+
+
+def told(state: Any, *messages: tuple[Any, ...] | None) -> tuple[BaseException | None, str | None]:
+    """What a follower raises that is sent these messages, and what its leader hears of it."""
+    here, there = Pipe()
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            follow(state, there)
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert here.recv()["segments"].startswith("((Link(")
+    for message in messages:
+        here.send(message)
+    if messages[-1] is not None:
+        assert here.poll(60)
+        heard = here.recv()
+    else:
+        heard = None
+    thread.join(60)
+    assert not thread.is_alive()
+    here.close()
+    return (raised[0] if raised else None), heard
+
+
+def test_a_follower_does_only_what_can_be_next(cut: JaxExecutor) -> None:
+    limits = cut.state.programs.limits
+    prompt, decode = limits.buckets[-1], limits.buckets[0]
+    batch, whole = (idle_batch(bucket, limits.row_pages, SlotTable(limits), full=False) for bucket in (prompt, decode))
+    begun = [("segment", 7, 0, batch), ("segment", 7, 1, None)]
+    rest = [("segment", 7, 2, None), ("segment", 7, 3, None)]
+    assert told(cut.state, *begun, *rest, ("end", 7, ()), ("segment", 8, 0, batch), ("rebuild",), None) == (None, None)
+    wrong: list[tuple[tuple[Any, ...], str]] = [
+        (("segment", 7, 3, None), "told to dispatch segment 3 of walk 7, of which segment 2 is next here"),
+        (("segment", 7, 1, None), "told to dispatch segment 1 of walk 7, of which segment 2 is next here"),
+        (("segment", 7, 0, batch), "told to dispatch segment 0 of walk 7, of which segment 2 is next here"),
+        (("segment", 8, 2, None), r"told to dispatch segment 2 of walk 8; under way here are \[7\]"),
+        (("segment", 8, 0, whole), r"told to dispatch segment 0 of walk 8; under way here are \[7\]"),
+        (("end", 7, ()), "told to end walk 7, of which segment 2 of 4 is next here"),
+        (("score", 0, None), "told to score a prompt, and what was dispatched last is not a step"),
+    ]
+    for message, why in wrong:
+        error, heard = told(cut.state, *begun, message)
+        with pytest.raises(OutOfStep, match=why):
+            raise error or AssertionError("nothing was raised")
+        assert heard == f"process 0: OutOfStep: {error}"
+    error, _ = told(cut.state, *begun, *rest, ("segment", 7, 4, None))
+    assert "told to dispatch segment 4 of walk 7, of which its end is next here" in str(error)
+
+
+def test_a_leader_that_goes_without_a_word_is_noticed(cut: JaxExecutor) -> None:
+    here, there = Pipe()
+    here.close()
+    with pytest.raises((OutOfStep, BrokenPipeError)):
+        follow(cut.state, there)
+
+
+def test_a_leader_takes_as_many_followers_as_its_mesh_has_processes(cut: JaxExecutor) -> None:
+    here, _ = Pipe()
+    with pytest.raises(InvalidValue, match="1 followers for a mesh over 1 processes"):
+        Leading(cut.state, [here])
