@@ -214,14 +214,21 @@ def follow(state: DeviceState, leader: Connection[Any, Any]) -> None:
     with leader:
         leader.send(_facts(state))
         try:
-            while (message := leader.recv()) is not None:
+            while (message := _heard(leader)) is not None:
                 follower.obey(message)
-        except EOFError:
-            raise OutOfStep("the leader has gone without a word: end all processes of the instance") from None
         except Exception as error:
             with suppress(OSError):
                 leader.send(f"process {jax.process_index()}: {type(error).__name__}: {error}")
             raise
+
+
+def _heard(leader: Connection[Any, Any]) -> Message | None:
+    """The next message; None: there are no more."""
+    try:
+        message: Message | None = leader.recv()
+    except (EOFError, OSError) as error:
+        raise OutOfStep("the leader has gone without a word: end all processes of the instance") from error
+    return message
 
 
 def accept(listener: Listener, followers: int) -> list[Connection[Any, Any]]:

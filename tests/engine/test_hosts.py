@@ -54,7 +54,7 @@ def together(case: Case, repo: Path, folder: Path) -> tuple[dict[str, Any], list
                 out = subprocess.PIPE if rank == 0 else errors
                 running.append(subprocess.Popen(command, cwd=repo, stdout=out, stderr=errors, text=True))
         said = running[0].communicate(timeout=LIMIT)[0]
-        status = [process.wait(LIMIT) for process in running]
+        status = [process.wait(30) for process in running]
     finally:
         for process in running:
             process.kill()  # jax catches SIGTERM
@@ -78,12 +78,13 @@ def check(one: Case, expected: list[list[int]], repo: Path, folder: Path) -> Non
     assert min(told["stops"]) > 0
 
 
+@pytest.mark.slow
 def test_hosts_stop_and_resume_together(tiny: Path, expected: list[list[int]], repo: Path, tmp_path: Path) -> None:
     check(case(tiny), expected, repo, tmp_path)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(
     ("processes", "devices", "boundary"), [(2, 1, "op"), (2, 1, "layer"), (2, 2, "op"), (4, 1, "op")]
 )
@@ -119,14 +120,16 @@ def cut(tiny: Path) -> JaxExecutor:
 
 
 def told(state: Any, *messages: tuple[Any, ...] | None) -> tuple[BaseException | None, str | None]:
-    """What a follower raises that is sent these messages, and what its leader hears of it."""
+    """What a follower raises that is sent these messages, of which the last is wrong or None, and what its leader hears
+    of it. Without any the leader goes."""
     here, there = Pipe()
-    raised: list[BaseException] = []
+    raised: list[BaseException | None] = []
 
     def run() -> None:
         try:
             follow(state, there)
-        except BaseException as error:
+            raised.append(None)
+        except Exception as error:
             raised.append(error)
 
     thread = threading.Thread(target=run)
@@ -134,15 +137,16 @@ def told(state: Any, *messages: tuple[Any, ...] | None) -> tuple[BaseException |
     assert here.recv()["segments"].startswith("((Link(")
     for message in messages:
         here.send(message)
-    if messages[-1] is not None:
+    heard: str | None = None
+    if messages and messages[-1] is not None:
         assert here.poll(60)
         heard = here.recv()
-    else:
-        heard = None
+    elif not messages:
+        here.close()
     thread.join(60)
-    assert not thread.is_alive()
     here.close()
-    return (raised[0] if raised else None), heard
+    (error,) = raised
+    return error, heard
 
 
 def test_a_follower_does_only_what_can_be_next(cut: JaxExecutor) -> None:
@@ -171,10 +175,8 @@ def test_a_follower_does_only_what_can_be_next(cut: JaxExecutor) -> None:
 
 
 def test_a_leader_that_goes_without_a_word_is_noticed(cut: JaxExecutor) -> None:
-    here, there = Pipe()
-    here.close()
-    with pytest.raises((OutOfStep, BrokenPipeError)):
-        follow(cut.state, there)
+    error, _ = told(cut.state)
+    assert isinstance(error, OutOfStep) and "the leader has gone" in str(error)
 
 
 def test_a_leader_takes_as_many_followers_as_its_mesh_has_processes(cut: JaxExecutor) -> None:
