@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .perf.model import Array, PerfModel
+from .feasibility import promised
+from .perf.model import PerfModel
 from .policy import Role, View
 
 PROBE = 1000.0  # tokens of context over which a slope is taken
@@ -21,20 +22,71 @@ class Line(NamedTuple):
     context: float
 
 
-def line(perf: PerfModel, rows: int, longest: float, prompt: int, chunk: int) -> Line:
-    """Slopes for decode rows from `rows` rows on, the longest with `longest` tokens of context, and for prompt tokens
-    as a prompt of `prompt` tokens has them alone in steps of `chunk`. For FairBatching's own line these are its a, b
-    and c; where the longest context costs more than others, the difference is part of each step. Seconds."""
+class _Rows(NamedTuple):
+    """What decoding rows add to steps, as Line has it, and seconds of a step in which nothing is computed."""
+
+    step: float
+    row: float
+    context: float
+    empty: float
+
+
+def _rows(perf: PerfModel, rows: int, longest: float) -> _Rows:
     count, total = float(max(1, rows)), longest * max(1, rows)
-    base, more, further, empty = perf.decode_times(
+    base, more, further, one = perf.decode_times(
         np.array([count, count + 1, count, 1.0]),
         np.array([longest, longest, longest, 0.0]),
         np.array([total, total, total + PROBE, 0.0]),
     ).tolist()
     row, context = max(0.0, more - base), max(0.0, (further - base) / PROBE)
+    return _Rows(max(0.0, base - count * row - total * context), row, context, max(0.0, one - row))
+
+
+def _token(perf: PerfModel, prompt: int, chunk: int, empty: float) -> float:
     alone = float(perf.prefill_times(np.array([float(prompt)]), np.zeros(1), chunk)[0])
-    token = (alone - max(0.0, empty - row)) / prompt
-    return Line(max(0.0, base - count * row - total * context), max(token, 1e-12), row, context)
+    return max((alone - empty) / prompt, 1e-12)
+
+
+def line(perf: PerfModel, rows: int, longest: float, prompt: int, chunk: int) -> Line:
+    """Slopes for decode rows from `rows` rows on, the longest with `longest` tokens of context, and for prompt tokens
+    as a prompt of `prompt` tokens has them alone in steps of `chunk`. For FairBatching's own line these are its a, b
+    and c; where the longest context costs more than others, the difference is part of each step. Seconds."""
+    near = _rows(perf, rows, longest)
+    return Line(near.step, _token(perf, prompt, chunk, near.empty), near.row, near.context)
+
+
+class Promised:
+    """What an instance has promised, as it stands in a view, and what it can still take in. Writer of the slopes that
+    it has been asked for: what follows from the view alone is worked out once."""
+
+    def __init__(self, view: View) -> None:
+        tables = (view.decode,) if view.role is Role.PREFILL else (view.decode, view.prefill)
+        held = [rows.context if rows is view.decode else rows.context + rows.remaining for rows in tables]
+        self._start = view.start
+        self._perf = view.perf
+        self._chunk = view.limits.tokens
+        self._held = np.concatenate([promised(rows, one) for rows, one in zip(tables, held, strict=True)])
+        self._tpot = np.concatenate([promised(rows, rows.tpot) for rows in tables])
+        deadline = np.concatenate([promised(rows, rows.deadline) for rows in tables])
+        self._slack = np.maximum(deadline - view.start, 0.0)
+        self._unfinished = float(np.add.reduce(promised(view.prefill, view.prefill.remaining)))
+        self._near: dict[tuple[int, float], _Rows] = {}
+
+    def budget(self, due: float, prompt: int) -> float:
+        """See prefill_budget."""
+        window, count, longest, most, spent = due - self._start, 0, 0.0, 1.0, 0.0
+        counted = np.flatnonzero(self._slack < window)
+        if len(counted):
+            lengths = self._held[counted]
+            n = 1.0 + (window - self._slack[counted]) / self._tpot[counted]
+            count, longest, most = len(n), float(np.maximum.reduce(lengths)), float(np.maximum.reduce(n))
+        near = self._near.get((count, longest))
+        if near is None:
+            near = self._near[count, longest] = _rows(self._perf, count, longest)
+        if len(counted):
+            spent = float(n @ (near.row + near.context * lengths))
+        token = _token(self._perf, max(1, prompt), self._chunk, near.empty)
+        return (window - near.step * most - spent) / (token + near.context) - self._unfinished
 
 
 def prefill_budget(view: View, due: float, prompt: int = 1024) -> float:
@@ -48,18 +100,4 @@ def prefill_budget(view: View, due: float, prompt: int = 1024) -> float:
     counting as 0; n is the largest n_i, at least 1. A prompt that waits decodes from its own deadline on, except on a
     prefill instance. Best effort counts for nothing. `prompt`: length at which the seconds per token are taken.
     """
-    window = due - view.start
-    tables = (view.decode,) if view.role is Role.PREFILL else (view.decode, view.prefill)
-    context: list[Array] = []
-    steps: list[Array] = []
-    for rows in tables:
-        slack = np.maximum(rows.deadline - view.start, 0.0)
-        counted = (rows.best_effort == 0) & (slack < window)
-        steps.append(1.0 + (window - slack[counted]) / rows.tpot[counted])
-        held = rows.context if rows is view.decode else rows.context + rows.remaining
-        context.append(held[counted])
-    lengths, n = np.concatenate(context), np.concatenate(steps)
-    near = line(view.perf, len(n), float(lengths.max(initial=0.0)), max(1, prompt), view.limits.tokens)
-    free = window - near.step * float(n.max(initial=1.0)) - float(n @ (near.row + near.context * lengths))
-    unfinished = float(view.prefill.remaining[view.prefill.best_effort == 0].sum())
-    return free / (near.token + near.context) - unfinished
+    return Promised(view).budget(due, prompt)

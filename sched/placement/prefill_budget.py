@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from ..pab import prefill_budget
+from ..kept import Kept
+from ..pab import Promised
 from ..request import Request
+from ..scheduler import Scheduler
 from . import Fleet, Placement
 from .sent import Sent
 
@@ -15,16 +17,20 @@ class PrefillBudget(Placement):
 
     def __init__(self) -> None:
         self._sent = Sent()
+        self._promised = Kept(_promised)
 
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         left: dict[int, float] = {}
         for index in fleet.entries:
             one = fleet.instances[index]
             new = request.prompt_length - one.cached_tokens(request)
-            view = one.view(fleet.now, max(fleet.now, one.ends))
-            left[index] = prefill_budget(view, request.deadline, new) - new
+            left[index] = self._promised.of(one, fleet.now).budget(request.deadline, new) - new
         for index, other in self._sent.unseen(fleet):
             left[index] -= other.prompt_length - fleet.instances[index].cached_tokens(other)
         order = sorted(left, key=lambda index: (-left[index], index))
         self._sent.add(order[0], request)
         return order
+
+
+def _promised(one: Scheduler, start: float) -> Promised:
+    return Promised(one.view(start, start))
