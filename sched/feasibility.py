@@ -154,6 +154,11 @@ def promised(rows: Rows, column: Array) -> Array:
     return column[: rows.standard]
 
 
+def deadlines(rows: Rows) -> Array:
+    """When the next token of each row is due; -inf for best effort, which never has a deadline to keep."""
+    return rows.deadline if rows.standard == len(rows) else np.where(rows.best_effort > 0, -inf, rows.deadline)
+
+
 def tightest_tbt(rows: Rows) -> float:
     """Seconds: the least tbt that a row was promised; inf without one."""
     tbt = promised(rows, rows.tbt)

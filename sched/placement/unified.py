@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..feasibility import decode_load, guest_speed, mixed_bound, on_time_set, remaining_work, tightest_tpot
+from ..feasibility import deadlines, decode_load, guest_speed, mixed_bound, on_time_set, remaining_work, tightest_tpot
 from ..policies.unified import ALONE, GAP, SOON
 from ..policy import Role
 from ..request import State
@@ -80,7 +80,7 @@ class Unified(LeastWork):
         rows = view.prefill
         if not len(rows):
             return []
-        work, due = remaining_work(view, rows), np.where(rows.best_effort > 0, -np.inf, rows.deadline)
+        work, due = remaining_work(view, rows), deadlines(rows)
         soon = np.where(due > view.start, view.start + self._early * (due - view.start), due)
         able = view.start + work <= soon
         if on_time_set(view.start, soon, work).sum() == able.sum():

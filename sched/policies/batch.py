@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..feasibility import Cost, fitting, joined, largest_chunk, tightest_tpot
-from ..perf.model import Load
+from ..perf.model import Array, Load
 from ..policy import Decision, Grant, Order, View, one_each
 from ..request import State
 
@@ -17,25 +17,28 @@ def admissible(view: View, order: Order) -> tuple[Order, Order]:
     second kind may yet fit; it had better not be charged for before those of the first, which surely run.
     """
     rows, limits = view.prefill, view.limits
-    best = rows.best_effort[order] > 0
-    runs = rows.running[order] > 0
+    waits = (rows.running == 0)[order]
+    need = np.ceil((rows.context + rows.remaining) / limits.page_size)[order]
+    waiting = np.add.accumulate(waits, dtype=np.intp)
+    free_pages: Array | float = view.free_pages - len(view.decode)
+    free_slots: Array | float = limits.rows - len(view.decode) - len(order) + (int(waiting[-1]) if len(order) else 0)
     pages, slots = _lent(view)
-    need = np.ceil((rows.context[order] + rows.remaining[order]) / limits.page_size)
-    free_pages = view.free_pages - len(view.decode) + np.where(best, 0.0, pages)
-    free_slots = limits.rows - len(view.decode) - runs.sum() + np.where(best, 0.0, slots)
-    fits = runs | ((np.cumsum(~runs * need) <= free_pages) & (np.cumsum(~runs) <= free_slots))
-    return order[fits], order[~fits][: limits.rows]
+    if slots:
+        best = order >= rows.standard
+        free_pages, free_slots = free_pages + np.where(best, 0.0, pages), free_slots + np.where(best, 0.0, slots)
+    late = waits & ((np.add.accumulate(waits * need) > free_pages) | (waiting > free_slots))
+    return order[~late], order[late][: limits.rows]
 
 
 def _lent(view: View) -> tuple[float, float]:
     """Pages and slots that best effort holds and gives back when asked."""
     pages = slots = 0.0
     for rows in (view.prefill, view.decode):
-        if not len(rows) or not rows.best_effort[-1]:
-            continue  # best effort comes last in a table
-        held = (rows.best_effort > 0) & (rows.running > 0)
-        pages += float(np.floor(rows.context[held] / view.limits.page_size).sum())
-        slots += float(held.sum())
+        count = rows.standard  # best effort comes last in a table
+        if count < len(rows):
+            held = rows.running[count:] > 0
+            pages += float(np.floor(rows.context[count:][held] / view.limits.page_size).sum())
+            slots += float(np.count_nonzero(held))
     return pages, slots
 
 

@@ -203,7 +203,9 @@ def _together(start: float, prompts: Prompts, tier: Order, forced: int, counts: 
 def tiers(tpot: Array) -> Array:
     """Ascending distinct tpots, at most TIERS of them."""
     values = np.sort(np.minimum(tpot, NEVER))
-    distinct: Array = values[np.concatenate(([True], values[1:] != values[:-1]))[: len(values)]]
+    first = np.ones(len(values), dtype=bool)
+    np.not_equal(values[1:], values[:-1], out=first[1:])
+    distinct: Array = values[first]
     return distinct if len(distinct) <= TIERS else distinct[np.arange(TIERS) * len(distinct) // TIERS]
 
 

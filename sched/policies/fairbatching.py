@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import InvalidValue
-from ..feasibility import Cost, decode_load, guest_speed, on_time_set, remaining_work, tightest_tpot
+from ..feasibility import Cost, deadlines, decode_load, guest_speed, on_time_set, remaining_work, tightest_tpot
 from ..perf.model import Array, Load
 from ..policy import Decision, Order, Role, View
 from .batch import Batch, admissible, stall_free_tokens
@@ -58,11 +58,11 @@ class FairBatching:
         budget = self._budget(view, max(least, tpot) if least < inf else inf)
         batch = Batch(view, budget.cost, budget.bound)
         by_slack = np.argsort(slack, kind="stable")
-        urgent = int((slack < budget.seconds + tpot).sum())
-        served = int((view.decode.best_effort == 0).sum())
+        urgent = int(np.count_nonzero(slack < budget.seconds + tpot))
+        served = view.decode.standard
         batch.decode(by_slack[:urgent], always=True)
         ready, later = admissible(view, self._order(view))
-        last = view.prefill.best_effort[ready] > 0
+        last = ready >= view.prefill.standard
         batch.prompts(ready[~last])
         batch.decode(by_slack[urgent:served])
         batch.decode(by_slack[max(urgent, served) :])
@@ -73,7 +73,9 @@ class FairBatching:
     def _slack(self, view: View) -> Array:
         """Seconds that each decoding row can wait; best effort for ever."""
         rows = view.decode
-        deadline: Array = np.where(rows.best_effort > 0, inf, rows.deadline)
+        deadline = rows.deadline
+        if rows.standard < len(rows):
+            deadline = np.where(rows.best_effort > 0, inf, deadline)
         if not self._anchored:
             first = np.array([request.first_token_at or 0.0 for request in rows])
             deadline = deadline + (rows.arrival + rows.ttft - first)
@@ -85,7 +87,7 @@ class FairBatching:
         if not self._on_time_set or not len(rows):
             return np.lexsort((rows.deadline, rows.best_effort))
         work = remaining_work(view, rows) / max(0.05, self._speed(view))
-        deadline = np.where(rows.best_effort > 0, -inf, rows.deadline)
+        deadline = deadlines(rows)
         chosen = on_time_set(view.start, deadline, work)
         first, left = np.flatnonzero(chosen), np.flatnonzero(~chosen)  # best effort is among the others
         first = first[np.argsort(deadline[first], kind="stable")]

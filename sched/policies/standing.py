@@ -27,8 +27,13 @@ class Prompts:
 
     def and_(self, others: Prompts) -> Prompts:
         """These, then `others`."""
-        names = ("deadline", "tokens", "tpot", "pages")
-        return Prompts(*(np.concatenate([getattr(self, name), getattr(others, name)]) for name in names))
+        join = np.concatenate
+        return Prompts(
+            join((self.deadline, others.deadline)),
+            join((self.tokens, others.tokens)),
+            join((self.tpot, others.tpot)),
+            join((self.pages, others.pages)),
+        )
 
     def at(self, rows: Order | Mask) -> Prompts:
         """Some of them, in that order."""
@@ -135,8 +140,8 @@ def held_by_best_effort(view: View) -> tuple[float, int]:
     pages, slots = 0.0, 0
     for rows in (view.prefill, view.decode):
         count = rows.standard
-        running = rows.running[count:] > 0
-        if running.any():
+        if count < len(rows):
+            running = rows.running[count:] > 0
             pages += float(np.ceil(rows.context[count:][running] / view.limits.page_size).sum())
             slots += int(np.count_nonzero(running))
     return pages, slots

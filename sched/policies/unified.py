@@ -20,6 +20,7 @@ import numpy as np
 
 from ..feasibility import (
     Mask,
+    deadlines,
     decode_load,
     fitting,
     guest_speed,
@@ -132,7 +133,7 @@ class Unified:
         rows = view.prefill
         if not len(rows) and not view.suspended:
             return _Queue(np.arange(0), (), lambda: np.arange(0))
-        work, deadline = remaining_work(view, rows), _deadlines(rows)
+        work, deadline = remaining_work(view, rows), deadlines(rows)
         hopeless = view.start + work > deadline  # whatever else runs here
         if view.role is not Role.PREFILL and len(view.decode):
             work = work / max(SLOWEST, guest_speed(view, bound))
@@ -142,14 +143,14 @@ class Unified:
         chosen, picked = every[: len(rows)], every[len(rows) :].tolist()
         on_time = np.flatnonzero(chosen)
         on_time = on_time[np.argsort(deadline[on_time], kind="stable")]
-        best = rows.best_effort > 0
 
         def others() -> Order:
-            rank = np.where(best, 3, np.where(hopeless, 2, 1))
+            rank = np.where(hopeless, 2, 1)
+            rank[rows.standard :] = 3
             left = np.flatnonzero(~chosen)
             return left[np.lexsort((work[left], rank[left]))]
 
-        lost = np.flatnonzero(hopeless & ~best).tolist()
+        lost = np.flatnonzero(hopeless[: rows.standard]).tolist()
         stopped = min((job for job, able in zip(jobs, picked, strict=True) if able), default=None)
         return _Queue(on_time, tuple(rows[row].id for row in lost if not rows[row].generated), others, stopped)
 
@@ -170,7 +171,7 @@ class Unified:
         if not len(rows):
             return False
         jobs = [_job(view, task) for task in view.suspended]
-        queue = _with(_deadlines(rows), remaining_work(view, rows), jobs)
+        queue = _with(deadlines(rows), remaining_work(view, rows), jobs)
         stopped = on_time_set(view.now, *_with(*queue, [job]))
         return bool(stopped[-1]) and int(stopped.sum()) > int(on_time_set(view.now + job.seconds, *queue).sum()) + 1
 
@@ -195,7 +196,8 @@ class Unified:
         """Prompts that can be on time are here: only rows that cannot skip the step decode for sure."""
         rows = view.decode
         tpot = np.where(np.isfinite(rows.tpot), rows.tpot, 0.05)
-        urgent = (rows.best_effort == 0) & (rows.deadline - view.start < bound + (1.0 + self._cushion) * tpot)
+        urgent = rows.deadline - view.start < bound + (1.0 + self._cushion) * tpot
+        urgent[rows.standard :] = False
         spared = np.flatnonzero(~urgent)
         if len(spared):
             urgent[spared] = _waited(view, spared, self._patience * tpot[spared], bound)
@@ -283,12 +285,6 @@ def _with(deadline: Array, work: Array, jobs: Sequence[_Job]) -> tuple[Array, Ar
         return deadline, work
     due, seconds, _ = zip(*jobs, strict=True)
     return np.concatenate([deadline, due]), np.concatenate([work, seconds])
-
-
-def _deadlines(rows: Rows) -> Array:
-    """Of prompts; best effort never has one to keep."""
-    best = rows.best_effort > 0
-    return np.where(best, -inf, rows.deadline) if len(best) and best[-1] else rows.deadline  # last of a table
 
 
 def _waited(view: View, which: Order, most: Array, seconds: float) -> Mask:
