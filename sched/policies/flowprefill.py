@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import numpy as np
 
 from ..errors import InvalidValue
@@ -182,17 +184,18 @@ class _Guard:
 
     def __init__(self, view: View, work: Array, late: Mask, head: int) -> None:
         rows = view.prefill
-        self._slack: Array = np.where(late | (rows.best_effort > 0), np.inf, rows.deadline - view.start - work)
-        self._slack[head] = np.inf
+        slack = np.where(late | (rows.best_effort > 0), np.inf, rows.deadline - view.start - work)
+        slack[head] = np.inf
         tasks = ((task.seconds, one) for task in view.suspended for one in task.requests if one.tier != BEST_EFFORT)
-        self._tasks = np.array([one.arrival + one.slo.ttft - view.start - seconds for seconds, one in tasks])
+        stopped = [one.arrival + one.slo.ttft - view.start - seconds for seconds, one in tasks]
+        self._slack: list[float] = slack.tolist()
+        self._outside: list[float] = np.sort(np.concatenate([slack, stopped])).tolist()
 
     def leave(self, row: int) -> None:
         """It has joined the batch."""
-        self._slack[row] = np.inf
+        del self._outside[bisect_left(self._outside, self._slack[row])]
 
     def allows(self, row: int, before: float, after: float) -> bool:
         """Whether nobody but `row` can be on time behind a step of `before` seconds, and not behind one of `after`."""
-        lost = (self._slack >= before) & (self._slack < after)
-        lost[row] = False
-        return not lost.any() and not ((self._tasks >= before) & (self._tasks < after)).any()
+        lost = bisect_left(self._outside, after) - bisect_left(self._outside, before)
+        return lost <= (before <= self._slack[row] < after)

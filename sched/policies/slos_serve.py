@@ -104,7 +104,7 @@ class SlosServe:
             stays = np.ones(count, dtype=bool)
             stays[new] = stays[late] = False
             every = prompts_of(view, count, self._output)
-            kept = admitted(standing_of(view, every.at(stays), self._output), every.at(new), terms)
+            kept = admitted(standing_of(view, every.at(np.flatnonzero(stays)), self._output), every.at(new), terms)
             self._promised.update(rows[row].id for row in new[kept].tolist())
             declined = np.concatenate([new[~kept], late])
         self._decided = None if len(declined) else (rows, rows.members)
