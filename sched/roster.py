@@ -86,6 +86,8 @@ class Roster:
         for request in self.requests.values():
             assert request.inflight >= 0 and request.pending >= 0, f"{request} counts below zero"
             assert self._filed.get(request.id) is self._belongs(request), f"{request} is in the wrong table"
+        for table in (self.prefill, self.decode):
+            assert table.standard == sum(one.tier != BEST_EFFORT for one in table), "best effort is miscounted"
         assert len(self.prefill) + len(self.decode) == len(self._filed), "tables and index disagree"
         assert self._filed.keys() <= self.requests.keys(), "a request that left is still filed"
 

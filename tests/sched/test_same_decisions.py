@@ -97,16 +97,19 @@ def test_times_of_chunks_are_those_of_single_steps(model: str, contexts: list[in
     assert chunk_times(perf, load, tokens, np.array(contexts, dtype=float)).tolist() == alone
 
 
-@given(MODEL, st.lists(st.integers(1, 20_000), min_size=1, max_size=40), st.floats(0.0, 0.03))
-def test_rows_join_a_step_as_one_after_the_other(model: str, contexts: list[int], bound: float) -> None:
+@given(MODEL, st.lists(st.integers(1, 20_000), min_size=1, max_size=40), st.floats(0.0, 0.03), st.integers(1, 3))
+def test_rows_join_a_step_as_one_after_the_other(model: str, contexts: list[int], bound: float, each: int) -> None:
     perf, load, count = MODELS[model], Load(300, 5, 45_000.0, 700, 2500), 0
     step = load
     for context in sorted(contexts):
-        step = step.add_decode(context)
+        step = step.add_rows(each, context, context)
         if perf.step_time(step) > bound:
             break
         count += 1
-    assert fitting(perf.step_time, load, np.array(sorted(contexts), dtype=float), bound) == count
+    rows, tokens = np.array(sorted(contexts), dtype=float), range(each, each * len(contexts) + each, each)
+    assert fitting(perf.step_time, load, rows, bound, tokens) == count
+    if each == 1:
+        assert fitting(perf.step_time, load, rows, bound) == count
 
 
 @given(
