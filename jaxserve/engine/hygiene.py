@@ -24,9 +24,10 @@ EDGES = (STALL, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)  # seconds: upper edg
 SWITCH = 0.5e-3  # seconds: Python's 5 ms let whoever detokenises hold up the thread that plans the next step
 LOOK = 0.05  # seconds between two looks for a gap
 SHARE = 0.1  # of the least slack, which a collection may take
-FULL_SHARE = 0.05  # of an idle process's time, which full collections may take
+FULL_SHARE = 0.05  # of the time, which full collections may take
 UNPROMISED = 0.05  # seconds: the slack of requests that have no objective to keep
-MOST = 1_000_000  # objects made since the last collection: beyond, memory counts for more than slack
+GROWN = 1.25  # times the memory blocks after the last full collection: beyond, memory counts for more than slack
+FORGETS = 0.97  # what a look without a gap makes of a cost: it may have been measured while others held the processor
 
 
 class Stalls:
@@ -134,12 +135,13 @@ class Hygiene:
         self._holds = False
         self._cost = [1e-3, 5e-3, 50e-3]  # seconds, per generation: a guess until the first of each
         self._full_at = -inf
+        self._blocks = 0  # allocated when the last full collection was over
         self._young = False  # younger generations were collected since the last full collection
 
     def begin(self) -> None:
         """After warm-up."""
         _process.hold()
-        self._holds, self._full_at = True, perf_counter()
+        self._holds, self._full_at, self._blocks = True, perf_counter(), sys.getallocatedblocks()
 
     def end(self) -> None:
         """As it was before; nothing where it has ended, or not begun."""
@@ -160,9 +162,8 @@ class Hygiene:
         ripe = made[0] > (limits[0] or 700)
         if not ripe and not self._young:
             return
-        slack = self._slack()
+        slack, rested = self._slack(), perf_counter() - self._full_at
         if slack == inf:
-            rested = perf_counter() - self._full_at
             if rested >= max(1.0, self._cost[2] / FULL_SHARE):
                 self._collect(2, "idle")
             elif ripe:
@@ -170,13 +171,16 @@ class Hygiene:
             return
         if not ripe:
             return
+        if sys.getallocatedblocks() > GROWN * self._blocks and rested >= self._cost[2] / FULL_SHARE:
+            self._collect(2, "memory")
+            return
         generation = 2 if made[2] > limits[2] else 1 if made[1] > limits[1] else 0
-        while generation and self._cost[generation] > SHARE * slack:
+        while generation >= 0 and self._cost[generation] > SHARE * slack:
+            if generation < 2:
+                self._cost[generation] *= FORGETS
             generation -= 1
-        if self._cost[generation] <= SHARE * slack:
+        if generation >= 0:
             self._collect(generation, "slack")
-        elif made[0] > MOST:
-            self._collect(0, "memory")
 
     def _collect(self, generation: int, why: str) -> None:
         begin = perf_counter()
@@ -185,6 +189,6 @@ class Hygiene:
         self._cost[generation] = took
         self._young = generation < 2
         if generation == 2:
-            self._full_at = begin + took
+            self._full_at, self._blocks = begin + took, sys.getallocatedblocks()
         self.collections[why] += 1
         self.seconds += took

@@ -181,11 +181,34 @@ def test_an_idle_process_collects_all_generations(tended):
 
 
 def test_memory_is_bounded_without_gaps(tended, monkeypatch):
+    """Old garbage too, which no gap is long enough for."""
     tended.said["slack"] = 1e-9
-    monkeypatch.setattr(hygiene, "MOST", 2000)
-    knot = litter(5000)
+    knots = [Knot()]
+    gc.collect(0)
+    gc.collect(1)
+    knot = weakref.ref(knots.pop())
+    litter()
+    tended.look()
+    assert knot() is not None and not tended.collections, "next to nothing"
+    monkeypatch.setattr(hygiene, "GROWN", 0.0)
+    tended.look()
+    assert not tended.collections, "a full collection was just made"
+    tended._full_at -= 60.0
     tended.look()
     assert knot() is None and tended.collections == {"memory": 1}
+
+
+def test_a_collection_that_took_long_once_is_tried_again(tended):
+    """What it takes is guessed from the last: without forgetting, one that was interrupted would be the last of all."""
+    tended.said["slack"] = 1.0
+    tended._cost[0] = 0.5
+    knot = litter()
+    looks = 0
+    while not tended.collections:
+        tended.look()
+        looks += 1
+        assert looks < 100
+    assert looks > 10 and knot() is None and tended.collections == {"slack": 1}
 
 
 def request(slo: SLO, **more: Any) -> Request:
