@@ -21,10 +21,11 @@ from jaxserve.engine.executor import JaxExecutor
 from jaxserve.engine.hosts import Leading, accept, connect, follow
 from jaxserve.sched.errors import StepFailed
 from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import StepPlan
+from jaxserve.sched.plan import Begin, Span, StepPlan, StepResult
+from jaxserve.speculative import Speculative
 
 from .mixed import Action, Mixed, jobs_of
-from .steps import GREEDY, Job, executors, run
+from .steps import GREEDY, PAGE, Job, executors, run
 
 SAMPLED = SamplingParams(temperature=1.0, logprobs=3, prompt_logprobs=2, max_tokens=None)
 PENALISED = SamplingParams(temperature=0.9, repetition_penalty=1.3, logit_bias=((5, 2.0),), max_tokens=None)
@@ -32,7 +33,8 @@ PROMPTS = [tuple(random.Random(i).choices(range(2, 96), k=9 + 7 * i)) for i in r
 PARAMS = [GREEDY, SAMPLED, PENALISED, GREEDY]
 NEW = 4
 KEY = b"between the processes of a test"
-WRONG = "wrong index"
+WRONG, DRAFTS = "wrong index", "drafts"
+REPEATED, LONG = (5, 6, 7, 5, 6, 7, 5, 6, 7, 5), 24
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ def actions(seed: int) -> list[Action]:
 
 def built(case: Case) -> JaxExecutor:
     options: dict[str, Any] = {"warm": False, "persistent_cache": False}
+    if case.what == DRAFTS:
+        options["speculative"] = Speculative("ngram", 2, prompt_lookup_min=1, prompt_lookup_max=2)
     mesh = f"1x{case.processes * case.devices}"
     (executor,) = executors(
         Path(case.folder), mesh, preempt_boundary=case.boundary, max_num_batched_tokens=case.wide, **options
@@ -123,6 +127,30 @@ def mislead(executor: JaxExecutor, follower: Connection[Any, Any]) -> dict[str, 
     return {"error": run(scenario())}
 
 
+def speculate(executor: JaxExecutor) -> dict[str, Any]:
+    """A request that drafts two tokens a step."""
+
+    async def scenario() -> dict[str, Any]:
+        output: list[int] = []
+        begin = Begin(GREEDY, 0, REPEATED, (), len(REPEATED), ())
+        span, held, steps = Span(0, 0, 0, len(REPEATED), (0, 1, 2), REPEATED, 0, True, begin), 3, 0
+        while True:
+            result = await executor.submit(StepPlan(steps, (span,)))
+            assert isinstance(result, StepResult)
+            output += result.tokens[0]
+            steps += 1
+            if len(output) >= LONG:
+                break
+            at = len(REPEATED) + len(output) - 1
+            pages = tuple(range(held, -(-(at + 3) // PAGE)))
+            held += len(pages)
+            span = Span(0, 0, at, 3, pages, (), 2, True)
+        await executor.close()
+        return {"output": output[:LONG], "steps": steps}
+
+    return run(scenario())
+
+
 def main(case: Case) -> None:
     jax.config.update("jax_num_cpu_devices", case.devices)  # type: ignore[no-untyped-call]
     address = "127.0.0.1", case.leader
@@ -139,7 +167,7 @@ def main(case: Case) -> None:
     if case.what == WRONG:
         print(json.dumps(mislead(executor, followers[0])), flush=True)
         os._exit(0)  # the other process is gone, and jax would wait for it
-    print(json.dumps(lead(executor, case)), flush=True)
+    print(json.dumps(speculate(executor) if case.what == DRAFTS else lead(executor, case)), flush=True)
     leading.close()
 
 

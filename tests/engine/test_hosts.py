@@ -21,9 +21,9 @@ from jaxserve.engine.inputs import SlotTable
 from jaxserve.engine.warmup import idle_batch
 from jaxserve.sched.errors import InvalidValue
 
-from .host import NEW, PARAMS, PROMPTS, WRONG, Case
+from .host import DRAFTS, LONG, NEW, PARAMS, PROMPTS, REPEATED, WRONG, Case
 from .mixed import jobs_of
-from .steps import alone, executors
+from .steps import Job, alone, executors
 
 LIMIT = 200  # seconds until processes that wait for each other are ended
 
@@ -85,9 +85,7 @@ def test_hosts_stop_and_resume_together(tiny: Path, expected: list[list[int]], r
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize(
-    ("processes", "devices", "boundary"), [(2, 1, "op"), (2, 1, "layer"), (2, 2, "op"), (4, 1, "op")]
-)
+@pytest.mark.parametrize(("processes", "devices", "boundary"), [(2, 1, "op"), (2, 1, "layer"), (2, 2, "op")])
 def test_any_hosts_stop_and_resume_together(
     tiny: Path,
     expected: list[list[int]],
@@ -100,6 +98,14 @@ def test_any_hosts_stop_and_resume_together(
 ) -> None:
     one = case(tiny, processes=processes, devices=devices, boundary=boundary, seed=seed)
     check(one, expected, repo, tmp_path)
+
+
+@pytest.mark.full
+def test_hosts_draft_together(tiny: Path, executor: JaxExecutor, repo: Path, tmp_path: Path) -> None:
+    told, status, texts = together(case(tiny, what=DRAFTS), repo, tmp_path)
+    assert status == [0, 0], texts
+    assert told["output"] == alone(executor, Job(REPEATED), LONG)
+    assert told["steps"] < LONG  # some drafts held
 
 
 @pytest.mark.full
