@@ -56,6 +56,7 @@ class _Rows:
         self._requests = tuple(rows)
         self.version = rows.version
         self.members = rows.members
+        self.standard = rows.standard
         self._last = rows.last(np.arange(len(rows)))
         for name in COLUMNS:
             setattr(self, name, getattr(rows, name).copy())
