@@ -42,7 +42,7 @@ class EngineLike(Protocol):
         on_delta: Callable[[Delta], None],
     ) -> int: ...
     def cancel(self, request: int, reason: str = "abort") -> None: ...
-    def record(self, request: int) -> Any: ...
+    def record(self, request: int) -> RequestMetrics | None: ...
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,7 @@ class Choice:
 
     def _end(self, piece: Piece, delta: Delta) -> Piece:
         self.finished = True
-        record = self._engine.record(self.request)
-        metrics = None if record is None else RequestMetrics.of(record)
+        metrics = self._engine.record(self.request)
         if metrics is not None:
             metrics = replace(metrics, token_times=metrics.token_times[: self.count])
         reason, stop = delta.finish_reason, None

@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from jaxserve.sched.plan import TokenLogprobs
-
-
-class Record(Protocol):
-    """When what happened to one request, in seconds on the engine's clock."""
-
-    @property
-    def arrival(self) -> float: ...
-    @property
-    def scheduled_at(self) -> float | None: ...
-    @property
-    def first_token_at(self) -> float | None: ...
-    @property
-    def finished_at(self) -> float | None: ...
-    @property
-    def token_times(self) -> Sequence[float]: ...
-    @property
-    def cached(self) -> int: ...
+from jaxserve.sched.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +21,11 @@ class RequestMetrics:
     cached: int = 0  # prompt tokens whose KV was found in the prefix cache
 
     @classmethod
-    def of(cls, record: Record) -> RequestMetrics:
-        finished = record.finished_at
-        if finished is None and record.token_times:
-            finished = record.token_times[-1]
-        times = tuple(record.token_times)
-        return cls(record.arrival, record.scheduled_at, record.first_token_at, finished, times, record.cached)
+    def of(cls, request: Request) -> RequestMetrics:
+        times = tuple(request.token_times)
+        return cls(
+            request.arrival, request.scheduled_at, request.first_token_at, request.finished_at, times, request.cached
+        )
 
     @property
     def ttft(self) -> float | None:

@@ -154,6 +154,18 @@ def promised(rows: Rows, column: Array) -> Array:
     return column[: rows.standard]
 
 
+def held_by_best_effort(view: View, whole: Callable[[Array], Array]) -> tuple[float, int]:
+    """Pages and slots that best effort holds: others may take them. `whole` makes whole pages of tokens."""
+    pages, slots = 0.0, 0
+    for rows in (view.prefill, view.decode):
+        count = rows.standard
+        if count < len(rows):
+            running = rows.running[count:] > 0
+            pages += float(whole(rows.context[count:][running] / view.limits.page_size).sum())
+            slots += int(np.count_nonzero(running))
+    return pages, slots
+
+
 def deadlines(rows: Rows) -> Array:
     """When the next token of each row is due; -inf for best effort, which never has a deadline to keep."""
     return rows.deadline if rows.standard == len(rows) else np.where(rows.best_effort > 0, -inf, rows.deadline)

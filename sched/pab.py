@@ -14,24 +14,23 @@ PROBE = 1000.0  # tokens of context over which a slope is taken
 
 
 class Line(NamedTuple):
-    """Any step-time model near one load as T = step + token*(new prompt tokens) + sum over rows (row + context*L)."""
-
-    step: float
-    token: float
-    row: float
-    context: float
-
-
-class _Rows(NamedTuple):
-    """What decoding rows add to steps, as Line has it, and seconds of a step in which nothing is computed."""
+    """Any step-time model near one load as T = step + token*(new prompt tokens) + sum over rows (row + context*L).
+    For FairBatching's own line these are its a, b and c; where the longest context costs more than others, the
+    difference is part of each step. Seconds."""
 
     step: float
     row: float
     context: float
-    empty: float
+    empty: float  # of a step in which nothing is computed
+
+    def token(self, perf: PerfModel, prompt: int, chunk: int) -> float:
+        """As a prompt of `prompt` tokens has them alone, in steps of `chunk`."""
+        alone = float(perf.prefill_times(np.array([float(prompt)]), np.zeros(1), chunk)[0])
+        return max((alone - self.empty) / prompt, 1e-12)
 
 
-def _rows(perf: PerfModel, rows: int, longest: float) -> _Rows:
+def line(perf: PerfModel, rows: int, longest: float) -> Line:
+    """From `rows` decoding rows on, the longest with `longest` tokens of context."""
     count, total = float(max(1, rows)), longest * max(1, rows)
     base, more, further, one = perf.decode_times(
         np.array([count, count + 1, count, 1.0]),
@@ -39,20 +38,7 @@ def _rows(perf: PerfModel, rows: int, longest: float) -> _Rows:
         np.array([total, total, total + PROBE, 0.0]),
     ).tolist()
     row, context = max(0.0, more - base), max(0.0, (further - base) / PROBE)
-    return _Rows(max(0.0, base - count * row - total * context), row, context, max(0.0, one - row))
-
-
-def _token(perf: PerfModel, prompt: int, chunk: int, empty: float) -> float:
-    alone = float(perf.prefill_times(np.array([float(prompt)]), np.zeros(1), chunk)[0])
-    return max((alone - empty) / prompt, 1e-12)
-
-
-def line(perf: PerfModel, rows: int, longest: float, prompt: int, chunk: int) -> Line:
-    """Slopes for decode rows from `rows` rows on, the longest with `longest` tokens of context, and for prompt tokens
-    as a prompt of `prompt` tokens has them alone in steps of `chunk`. For FairBatching's own line these are its a, b
-    and c; where the longest context costs more than others, the difference is part of each step. Seconds."""
-    near = _rows(perf, rows, longest)
-    return Line(near.step, _token(perf, prompt, chunk, near.empty), near.row, near.context)
+    return Line(max(0.0, base - count * row - total * context), row, context, max(0.0, one - row))
 
 
 class Promised:
@@ -70,7 +56,7 @@ class Promised:
         deadline = np.concatenate([promised(rows, rows.deadline) for rows in tables])
         self._slack = np.maximum(deadline - view.start, 0.0)
         self._unfinished = float(np.add.reduce(promised(view.prefill, view.prefill.remaining)))
-        self._near: dict[tuple[int, float], _Rows] = {}
+        self._near: dict[tuple[int, float], Line] = {}
 
     def budget(self, due: float, prompt: int) -> float:
         """See prefill_budget."""
@@ -82,10 +68,10 @@ class Promised:
             count, longest, most = len(n), float(np.maximum.reduce(lengths)), float(np.maximum.reduce(n))
         near = self._near.get((count, longest))
         if near is None:
-            near = self._near[count, longest] = _rows(self._perf, count, longest)
+            near = self._near[count, longest] = line(self._perf, count, longest)
         if len(counted):
             spent = float(n @ (near.row + near.context * lengths))
-        token = _token(self._perf, max(1, prompt), self._chunk, near.empty)
+        token = near.token(self._perf, max(1, prompt), self._chunk)
         return (window - near.step * most - spent) / (token + near.context) - self._unfinished
 
 

@@ -20,9 +20,10 @@ from typing import Any
 from jaxserve.config import ServeConfig
 from jaxserve.engine.assemble import Machine, assemble
 from jaxserve.engine.hygiene import Hygiene, Stalls, least_slack, watched_loop
-from jaxserve.engine.info import EngineInfo, InstanceStats, Record, Stats
+from jaxserve.engine.info import EngineInfo, InstanceStats, Stats
 from jaxserve.engine.inputs import check_adjusted
 from jaxserve.engine.warmup import Progress
+from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.counters import Counters
 from jaxserve.sched.errors import InvalidValue, JaxserveError, QueueFull
 from jaxserve.sched.forecasts import Forecasts
@@ -55,7 +56,7 @@ class Engine:
         self._lock = threading.Lock()
         self._draining = False
         self._error: str | None = None
-        self._over: OrderedDict[int, Record] = OrderedDict()
+        self._over: OrderedDict[int, RequestMetrics] = OrderedDict()
         self._listeners: dict[int, Callable[[Delta], None]] = {}
         self._reasons: Counter[str] = Counter()
         self._violations: Counter[str] = Counter()
@@ -145,7 +146,7 @@ class Engine:
         """End a request early; nothing where it is over."""
         self._loop.call_soon_threadsafe(self._cluster.cancel, request, reason)
 
-    def record(self, request: int) -> Record | None:
+    def record(self, request: int) -> RequestMetrics | None:
         """The times of a finished request, once; None where it is unknown, was told or is long over."""
         return self._over.pop(request, None)
 
@@ -257,7 +258,7 @@ class Engine:
                 tell(Delta(request.id, finish_reason="error", error=f"placing it failed: {error}"))
 
     def _finished(self, request: Request) -> None:
-        self._over[request.id] = Record.of(request)
+        self._over[request.id] = RequestMetrics.of(request)  # none of its tokens, which may be many
         if len(self._over) > REMEMBERED:
             self._over.popitem(last=False)
         self._reasons[request.finish_reason or "error"] += 1

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass, field
 
 from jaxserve.sched.counters import Counters
 from jaxserve.sched.forecasts import Accuracy
-from jaxserve.sched.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,30 +34,6 @@ class EngineInfo:
     end_thinking: frozenset[int]
     startup_seconds: float
     attention: str = "xla"  # the attention backend that was resolved
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """When what happened to a request that is over, in seconds on the engine's clock; none of its tokens, which may be
-    many and would stay as long."""
-
-    arrival: float
-    scheduled_at: float | None
-    first_token_at: float | None
-    finished_at: float | None
-    token_times: array[float]
-    cached: int  # prompt tokens whose KV was found in the prefix cache
-
-    @classmethod
-    def of(cls, request: Request) -> Record:
-        return cls(
-            request.arrival,
-            request.scheduled_at,
-            request.first_token_at,
-            request.finished_at,
-            array("d", request.token_times),
-            request.cached,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..feasibility import Cost, fitting, joined, largest_chunk, tightest_tpot
+from ..feasibility import Cost, fitting, held_by_best_effort, joined, largest_chunk, tightest_tpot
 from ..perf.model import Array, Load
 from ..policy import Decision, Grant, Order, View, one_each
 from ..request import State
@@ -22,24 +22,12 @@ def admissible(view: View, order: Order) -> tuple[Order, Order]:
     waiting = np.add.accumulate(waits, dtype=np.intp)
     free_pages: Array | float = view.free_pages - len(view.decode)
     free_slots: Array | float = limits.rows - len(view.decode) - len(order) + (int(waiting[-1]) if len(order) else 0)
-    pages, slots = _lent(view)
+    pages, slots = held_by_best_effort(view, np.floor)
     if slots:
         best = order >= rows.standard
         free_pages, free_slots = free_pages + np.where(best, 0.0, pages), free_slots + np.where(best, 0.0, slots)
     late = waits & ((np.add.accumulate(waits * need) > free_pages) | (waiting > free_slots))
     return order[~late], order[late][: limits.rows]
-
-
-def _lent(view: View) -> tuple[float, float]:
-    """Pages and slots that best effort holds and gives back when asked."""
-    pages = slots = 0.0
-    for rows in (view.prefill, view.decode):
-        count = rows.standard  # best effort comes last in a table
-        if count < len(rows):
-            held = rows.running[count:] > 0
-            pages += float(np.floor(rows.context[count:][held] / view.limits.page_size).sum())
-            slots += float(np.count_nonzero(held))
-    return pages, slots
 
 
 def first_come(view: View) -> Order:

@@ -17,13 +17,23 @@ from math import inf, log2
 
 import numpy as np
 
-from ..feasibility import GRID, Mask, decode_load, fitting, joined, largest_chunk, remaining_work, tightest_tpot
+from ..feasibility import (
+    GRID,
+    Mask,
+    decode_load,
+    fitting,
+    held_by_best_effort,
+    joined,
+    largest_chunk,
+    remaining_work,
+    tightest_tpot,
+)
 from ..perf.model import Load
 from ..policy import Decision, Grant, Order, Role, Rows, View, one_each
 from ..request import State
 from .dp import admitted, tier_of, tiers
 from .speculation import NEVER, WINDOW, Pace, Supply, Terms
-from .standing import held_by_best_effort, idle_of, prompts_of, standing_of, terms_of
+from .standing import idle_of, prompts_of, standing_of, terms_of
 
 NOBODY: Order = np.arange(0)
 BEHIND = 8.0  # tpots: a row later than that does not hurry the others any more
@@ -191,7 +201,7 @@ class _Step:
         view, rows = self._view, self._view.decode
         now = self._now(rows)
         self._decode(np.flatnonzero(now))
-        pages, slots = held_by_best_effort(view)
+        pages, slots = held_by_best_effort(view, np.ceil)
         self._room, self._slots = self._room + pages, self._slots + slots
         self._prompts(mine)
         self._room, self._slots = self._room - pages, self._slots - slots

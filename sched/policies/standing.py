@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..feasibility import Mask, load_of
+from ..feasibility import Mask, held_by_best_effort, load_of
 from ..perf.model import Array, Load, PerfModel
 from ..policy import Order, Role, View
 from .speculation import NEVER, Terms
@@ -129,19 +129,7 @@ def standing_of(view: View, prompts: Prompts, output: int) -> Standing:
     rows = view.decode
     count = rows.standard
     grow = np.maximum(0.0, output - (rows.context[:count] - rows.length[:count])).sum() / view.limits.page_size
-    free = view.free_pages + held_by_best_effort(view)[0] - float(grow) - float(prompts.pages.sum())
+    free = view.free_pages + held_by_best_effort(view, np.ceil)[0] - float(grow) - float(prompts.pages.sum())
     if view.role is Role.PREFILL:
         return Standing(view.start, np.zeros(0), np.zeros(0), prompts, free)
     return Standing(view.start, rows.tightest[:count], rows.context[:count], prompts, free)
-
-
-def held_by_best_effort(view: View) -> tuple[float, int]:
-    """Pages and slots that best effort holds: others may take them."""
-    pages, slots = 0.0, 0
-    for rows in (view.prefill, view.decode):
-        count = rows.standard
-        if count < len(rows):
-            running = rows.running[count:] > 0
-            pages += float(np.ceil(rows.context[count:][running] / view.limits.page_size).sum())
-            slots += int(np.count_nonzero(running))
-    return pages, slots

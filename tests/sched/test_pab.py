@@ -12,7 +12,7 @@ from jaxserve.sched import admission
 from jaxserve.sched.pab import line, prefill_budget
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.linear import LinearModel
-from jaxserve.sched.perf.model import Coefficients, GeneralModel
+from jaxserve.sched.perf.model import Coefficients, GeneralModel, PerfModel
 from jaxserve.sched.placement import Fleet
 from jaxserve.sched.placement.fewest_requests import FewestRequests
 from jaxserve.sched.placement.prefill_budget import PrefillBudget
@@ -82,14 +82,18 @@ def test_a_step_under_way_takes_from_the_time() -> None:
     assert prefill_budget(at, due=0.5) == pytest.approx((0.3 - 0.01) / 1.001e-4)
 
 
+def slopes(perf: PerfModel, rows: int, longest: float) -> tuple[float, float, float, float]:
+    found = line(perf, rows, longest)
+    return found.step, found.token(perf, 1024, 8192), found.row, found.context
+
+
 def test_the_line_of_a_linear_model_is_its_own() -> None:
-    found = line(LinearModel(0.01, 2e-4, 3e-7), 7, 5000.0, 1024, 8192)
-    assert found == pytest.approx((0.01, 2e-4, 2e-4, 3e-7))
+    assert slopes(LinearModel(0.01, 2e-4, 3e-7), 7, 5000.0) == pytest.approx((0.01, 2e-4, 2e-4, 3e-7))
 
 
 def test_the_longest_row_is_part_of_every_step_where_it_costs_more() -> None:
     straggler = GeneralModel(replace(EXACT, longest=1e-6), correct=False)
-    assert line(straggler, 2, 5000.0, 1024, 8192) == pytest.approx((0.01 + 9e-7 * 5000, 1e-4, 1e-4, 1e-7))
+    assert slopes(straggler, 2, 5000.0) == pytest.approx((0.01 + 9e-7 * 5000, 1e-4, 1e-4, 1e-7))
 
 
 LENGTHS = st.integers(1, 4000)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from jaxserve.engine.info import EngineInfo, InstanceInfo, InstanceStats, Stats
 from jaxserve.errors import InvalidValue, QueueFull
+from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.counters import Counters
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import Delta, TokenLogprobs
@@ -112,8 +113,9 @@ class Double:
     def cancel(self, request: int, reason: str = "abort") -> None:
         self.cancelled.setdefault(request, reason)
 
-    def record(self, request: int) -> Request | None:
-        return self._over.get(request)
+    def record(self, request: int) -> RequestMetrics | None:
+        found = self._over.get(request)
+        return None if found is None else RequestMetrics.of(found)
 
     def stats(self) -> Stats:
         running = len(self._running)

@@ -35,6 +35,14 @@ def litter(count: int = 0) -> weakref.ref[Knot]:
     return weakref.ref(knots[0])
 
 
+def aged() -> weakref.ref[Knot]:
+    """To garbage that only a full collection finds."""
+    knots = [Knot()]
+    gc.collect(0)
+    gc.collect(1)
+    return weakref.ref(knots.pop())
+
+
 def until(said: Any, seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not said():
@@ -166,10 +174,7 @@ def test_garbage_waits_for_a_gap(tended):
 
 
 def test_an_idle_process_collects_all_generations(tended):
-    knots = [Knot()]
-    gc.collect(0)
-    gc.collect(1)
-    knot = weakref.ref(knots.pop())
+    knot = aged()
     litter()
     tended.look()
     assert knot() is not None and tended.collections == {"idle": 1}, "old, and a full collection was just made"
@@ -183,10 +188,7 @@ def test_an_idle_process_collects_all_generations(tended):
 def test_memory_is_bounded_without_gaps(tended, monkeypatch):
     """Old garbage too, which no gap is long enough for."""
     tended.said["slack"] = 1e-9
-    knots = [Knot()]
-    gc.collect(0)
-    gc.collect(1)
-    knot = weakref.ref(knots.pop())
+    knot = aged()
     litter()
     tended.look()
     assert knot() is not None and not tended.collections, "next to nothing"
