@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
-from ..feasibility import deadlines, decode_load, guest_speed, mixed_bound, on_time_set, remaining_work, tightest_tpot
-from ..policies.unified import ALONE, GAP, SOON
+from ..feasibility import (
+    deadlines,
+    decode_load,
+    guest_speed,
+    mixed_bound,
+    on_time_set,
+    promised,
+    remaining_work,
+    tightest_tpot,
+)
+from ..perf.model import Load, PerfModel
+from ..policies.unified import ALONE, GAP, SLOWEST, SOON
 from ..policy import Role
-from ..request import State
+from ..request import RequestView, State
 from ..scheduler import Scheduler
 from . import Fleet, Move
 from .least_work import LeastWork
 
-SURE = 0.6  # of the time left: what ends soon is as certain as that
+SURE = 0.9  # of the time left: what ends soon is as certain as that
 FULL = 0.95  # of the rows of the instances that decode: they are all taken, or nearly
 CALM = 0.6  # of them: there is room for all that decode
 
@@ -27,11 +39,12 @@ class Unified(LeastWork):
 
     What is far off is uncertain (others will come there), so that a prompt moves only where `margin` of its time left
     is enough; what takes less than `SOON` may take `SURE` of it. early: prompts are moved while there is still this
-    share of their time left, not when the last of it is about to go. turn: see `roles`.
+    share of their time left, not when the last of it is about to go. Who has less left where it waits goes wherever
+    it can be on time at all. turn: see `roles`.
     """
 
     def __init__(
-        self, margin: float = 0.2, share: float = 0.8, stretch: float = 1.5, early: float = 0.5, turn: bool = True
+        self, margin: float = 0.2, share: float = 0.9, stretch: float = 1.2, early: float = 0.5, turn: bool = True
     ) -> None:
         self._margin = margin
         self._early = early
@@ -81,43 +94,91 @@ class Unified(LeastWork):
         if not len(rows):
             return []
         work, due = remaining_work(view, rows), deadlines(rows)
-        soon = np.where(due > view.start, view.start + self._early * (due - view.start), due)
-        able = view.start + work <= soon
-        if on_time_set(view.start, soon, work).sum() == able.sum():
+        able = view.start + work <= due
+        soon = view.start + self._early * (due - view.start)
+        soon = np.where(able & (view.start + work > soon), due, soon)
+        lost = np.flatnonzero(~able & (due > fleet.now))
+        full = on_time_set(view.start, soon, work).sum() < able.sum()
+        if not full and not len(lost):
             return []
+        servers = [
+            self._server(other, fleet)
+            for other, instance in enumerate(fleet.instances)
+            if other != index and not instance.kv_waiting
+        ]
         moves: list[Move] = []
-        free = {
-            other: self._server(fleet.instances[other], fleet)
-            for other in range(len(fleet.instances))
-            if other != index and not fleet.instances[other].kv_waiting
-        }
-        for row in np.argsort(-work, kind="stable").tolist():
-            request = rows[row]
-            if not able[row] or request.state is not State.WAITING or request.generated:
-                continue
-            for other, (at, speed) in sorted(free.items(), key=lambda item: item[1]):
-                ends = at + work[row] / speed if speed > 0.05 else np.inf
-                left = due[row] - fleet.now
-                if ends - fleet.now <= max(self._margin * left, min(SOON, SURE * left)):
-                    moves.append(Move(request.id, index, other, float(ends)))
-                    free[other] = (float(ends), speed)
+
+        def moved(row: int, sure: float) -> bool:
+            request, left = rows[row], float(due[row]) - fleet.now
+            if request.state is not State.WAITING or request.generated:
+                return False
+            for server in sorted(servers, key=lambda one: (one.free, one.speed)):
+                ends = server.ends(request, int(rows.hit[row]), float(work[row]))
+                if ends - fleet.now <= max(self._margin * left, min(SOON, sure * left)):
+                    moves.append(Move(request.id, index, server.index, ends))
+                    server.free = max(server.free, ends)
+                    server.join(request, int(rows.hit[row]))
                     able[row], soon[row] = False, -np.inf
+                    return True
+            return False
+
+        for row in lost[np.argsort(work[lost], kind="stable")].tolist():
+            moved(row, 1.0)
+        if full:
+            for row in np.argsort(-work, kind="stable").tolist():
+                if able[row] and moved(row, SURE) and on_time_set(view.start, soon, work).sum() == able.sum():
                     break
-            else:
-                continue
-            if on_time_set(view.start, soon, work).sum() == able.sum():
-                break
         return moves
 
-    def _server(self, one: Scheduler, fleet: Fleet) -> tuple[float, float]:
-        """When a prompt that comes now could begin, and how fast it would go."""
+    def _server(self, index: int, fleet: Fleet) -> _Server:
+        one = fleet.instances[index]
         view = one.view(fleet.now, max(fleet.now, one.ends))
-        speed = 1.0
-        if one.role is Role.DECODE:
-            speed = guest_speed(view, mixed_bound(view, self._share, self._stretch, gap=GAP))
-        work = remaining_work(view, view.prefill)
-        waiting = float(work[view.prefill.best_effort == 0].sum())
-        return view.start + (waiting / speed if speed > 0.05 else np.inf), speed
+        rows = view.prefill
+        waiting = float(promised(rows, remaining_work(view, rows)).sum())
+        if one.role is not Role.DECODE or not len(view.decode):
+            return _Server(index, view.perf, view.start, view.start + waiting, 1.0)
+        bound = mixed_bound(view, self._share, self._stretch, gap=GAP)
+        speed = guest_speed(view, bound)
+        free = view.start + (waiting / speed if speed > SLOWEST else inf)
+        server = _Server(index, view.perf, view.start, free, speed, decode_load(view.decode), bound)
+        for row in range(rows.standard):
+            if not server.join(rows[row], int(rows.hit[row])):
+                break
+        return server
+
+
+@dataclass(slots=True)
+class _Server:
+    """What another instance can do for a prompt that comes now. Writer: `_relieve`."""
+
+    index: int
+    perf: PerfModel
+    start: float  # of its next step
+    free: float  # when those who wait there are done
+    speed: float  # of its own, where prompts need several steps
+    load: Load | None = None  # of its next step with all who wait; None where it cannot have them all
+    bound: float = 0.0  # seconds that this step may take
+
+    def ends(self, request: RequestView, hit: int, work: float) -> float:
+        """When a prompt is done that takes so many seconds alone."""
+        if self.load is not None:
+            seconds = self.perf.step_time(_with(self.load, request, hit))
+            if seconds <= self.bound:
+                return self.start + seconds
+        return self.free + work / self.speed if self.speed > SLOWEST else inf
+
+    def join(self, request: RequestView, hit: int) -> bool:
+        """Whether a prompt that is there shares the next step with those before it."""
+        if self.load is not None:
+            load = _with(self.load, request, hit)
+            self.load = load if self.perf.step_time(load) <= self.bound else None
+        return self.load is not None
+
+
+def _with(load: Load, request: RequestView, hit: int) -> Load:
+    """A step that computes all that is left of a prompt, too."""
+    hit = min(hit, request.remaining - 1)
+    return load.add_chunk(request.remaining - hit, request.context + hit)
 
 
 def _full(one: Scheduler, now: float, share: float) -> bool:

@@ -24,6 +24,7 @@ from ..feasibility import (
     decode_load,
     fitting,
     guest_speed,
+    joiners_bound,
     largest_chunk,
     left_behind,
     load_of,
@@ -54,8 +55,8 @@ class Unified:
 
     def __init__(
         self,
-        share: float = 0.8,
-        stretch: float = 1.5,
+        share: float = 0.9,
+        stretch: float = 1.2,
         cushion: float = 0.75,
         keep: float = 0.0,
         ageing: float = 0.02,
@@ -135,7 +136,7 @@ class Unified:
             return _Queue(np.arange(0), (), lambda: np.arange(0))
         work, deadline = remaining_work(view, rows), deadlines(rows)
         hopeless = view.start + work > deadline  # whatever else runs here
-        if view.role is not Role.PREFILL and len(view.decode):
+        if bound:
             work = work / max(SLOWEST, guest_speed(view, bound))
         jobs = [_job(view, task) for task in view.suspended]
         kept = np.concatenate([self._kept(rows), np.zeros(len(jobs), bool)]) if self._keep else None
@@ -212,14 +213,15 @@ class Unified:
         return one_each(rows[row] for row in chosen.tolist()) + guests.grants
 
     def _bound(self, view: View) -> float:
-        """Seconds of a step beside rows that decode; 0 where none does.
+        """Seconds of a step of prompts beside rows that decode; 0 where there is none.
 
-        Where prompts are no guests (mixed instances) decoding that is too slow by itself must not shut them out.
+        It is shorter for rows that joined late, until they are on time. Where prompts are no guests (mixed instances)
+        decoding that is too slow by itself must not shut them out.
         """
-        if view.role is Role.PREFILL or not len(view.decode):
+        if view.role is Role.PREFILL or not len(view.decode) or not len(view.prefill):
             return 0.0
         share = max(self._share, ALONE) if view.role is Role.MIXED else self._share
-        bound = mixed_bound(view, share, self._stretch, self._cushion, GAP)
+        bound = min(mixed_bound(view, share, self._stretch, self._cushion, GAP), joiners_bound(view))
         alone = view.perf.step_time(decode_load(view.decode)) if view.role is Role.MIXED else 0.0
         return max(bound, 1.5 * alone)
 

@@ -15,6 +15,7 @@ from jaxserve.sched.feasibility import (
     GRID,
     decode_load,
     guest_speed,
+    joiners_bound,
     largest_chunk,
     mixed_bound,
     on_time_set,
@@ -157,6 +158,24 @@ def test_the_mixed_bound_by_hand() -> None:
     late = view([], [row(0, -5.0, 0.1)])
     assert mixed_bound(late) == pytest.approx(0.075)
     assert mixed_bound(view([], [])) == mixed_bound(view([], [row(2, 0.0, 0.01, BEST_EFFORT)])) == inf
+
+
+def test_what_rows_that_joined_late_can_make_up_in() -> None:
+    """A step of all rows takes 12 ms. Of rows of 50 ms a token, one is due in 30 ms; one in 5, and the next in 55."""
+
+    def bound(*rows: Request, **more: int) -> float:
+        return joiners_bound(view([], list(rows)), **more)
+
+    assert bound(row(0, 0.030, 0.05)) == pytest.approx(0.97 * 0.030)
+    assert bound(row(0, 0.005, 0.05)) == pytest.approx(0.97 * 0.055 / 2)
+    assert bound(row(0, -0.080, 0.05), ahead=4) == pytest.approx(0.97 * 0.070 / 4)
+    assert bound(row(0, -0.080, 0.05)) == inf  # it cannot be helped: the others need not wait for it
+    assert bound(row(0, 0.030, 0.05), row(1, -0.080, 0.05)) == pytest.approx(0.97 * 0.030)
+    assert bound(row(0, 0.030, 0.05, BEST_EFFORT)) == bound(row(0, 0.0, inf)) == bound() == inf
+    old = row(0, 0.030, 0.05)
+    old.output, old.computed = [1] * 5, old.computed + 4
+    assert bound(old) == inf
+    assert bound(old, young=4) == pytest.approx(0.97 * 0.030)
 
 
 def test_guests_have_what_decoding_leaves() -> None:

@@ -9,7 +9,7 @@ import pytest
 from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.policies.unified import Unified
 from jaxserve.sched.policy import Limits, Role, Task
-from jaxserve.sched.request import BEST_EFFORT
+from jaxserve.sched.request import BEST_EFFORT, Request
 from jaxserve.sched.sim import Arrival, Mesh, simulate
 from jaxserve.sched.sim.latency import Latency
 from jaxserve.sched.sim.options import Options
@@ -24,6 +24,12 @@ LIMITS = Limits(8192, 256, 1000, 16, preemptible=True)
 
 def granted(decision: object) -> list[int]:
     return [grant.request for grant in decision.grants]  # type: ignore[attr-defined]
+
+
+def settled(one: Request) -> Request:
+    """A row that has decoded ten tokens since it came."""
+    one.output, one.computed = [*one.output, *range(10)], one.computed + 10
+    return one
 
 
 def test_the_prompt_with_the_most_work_loses_its_place_and_only_those_on_time_share_a_step() -> None:
@@ -120,8 +126,8 @@ def test_decoding_leaves_out_the_longest_where_the_joint_step_is_too_slow_and_no
 
 
 def test_a_guest_gets_what_the_rows_leave() -> None:
-    """0.8 x 50 ms less 11 ms for the row: 29 prompt tokens at 1 ms each are below a grid of 64; 20 tokens fit."""
-    row = decoding(0, 1000, due=0.01)
+    """0.9 x 50 ms less 11 ms for the row: 34 prompt tokens at 1 ms each are below a grid of 64; 20 tokens fit."""
+    row = settled(decoding(0, 1000, due=0.01))
     guest = prompt(1, 20)
     decision = Unified().decide(view([guest], [row], role=Role.DECODE, limits=LIMITS))
     assert [(grant.request, grant.tokens) for grant in decision.grants] == [(0, 1), (1, 20)]
@@ -129,8 +135,17 @@ def test_a_guest_gets_what_the_rows_leave() -> None:
     assert granted(big) == [0]
 
 
+def test_a_row_that_joined_late_has_short_steps_until_it_is_on_time() -> None:
+    """Due in 10 ms, which the row needs for itself, the next in 60: two steps of 29 ms make up for it, which leave 18."""
+    late, guest = decoding(0, 1000, due=0.01), prompt(1, 32)
+    assert granted(Unified().decide(view([guest], [late], role=Role.DECODE, limits=LIMITS))) == [0]
+    assert granted(Unified().decide(view([prompt(1, 18)], [late], role=Role.DECODE, limits=LIMITS))) == [0, 1]
+    at = view([guest], [settled(late)], role=Role.DECODE, limits=LIMITS)
+    assert granted(Unified().decide(at)) == [0, 1]
+
+
 def test_no_new_guest_comes_where_prompts_computed_elsewhere_wait_for_pages() -> None:
-    row, guest = decoding(0, 1000, due=0.01), prompt(1, 20)
+    row, guest = settled(decoding(0, 1000, due=0.01)), prompt(1, 20)
     at = view([guest], [row], role=Role.DECODE, limits=LIMITS)
     assert granted(Unified().decide(at)) == [0, 1]
     assert granted(Unified().decide(replace(at, kv_waiting=1))) == [0]
@@ -162,6 +177,20 @@ def test_what_one_instance_must_drop_is_on_time_on_another(placement: str) -> No
     both = simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement=placement))
     assert round(alone.summary.ttft_attained * 12) == 8
     assert both.summary.ttft_attained > alone.summary.ttft_attained
+
+
+@pytest.mark.parametrize(("second", "third"), [(0.004, 0.0041), (0.004, 0.013)])
+def test_prompts_that_meet_are_on_time_where_a_decode_instance_has_a_step_for_them(second: float, third: float) -> None:
+    """Steps of 12 ms with 20 ms to the first token: the prefill instance has time for one, or for one behind it. The
+    row of the first request decodes 500 tokens, in steps of 2 ms: the others are guests there, two in one step too."""
+    first = Arrival(0.0, 100, 500, SLO(ttft=0.5, tpot=0.05))
+    others = [Arrival(0.3 + at, 100, 2, SLO(ttft=0.020, tpot=0.05)) for at in (0.0, second, third)]
+    alone, both = (
+        simulate([first, *others], "unified", Mesh(2), LATENCY, options=Options(placement=placement))
+        for placement in ("least_work", "unified")
+    )
+    assert alone.summary.ttft_attained < 1.0
+    assert both.summary.ttft_attained == 1.0 and both.deflections > 0
 
 
 def test_rows_decode_where_the_prompt_that_waits_finds_no_slot() -> None:
