@@ -40,7 +40,6 @@ from ..request import BEST_EFFORT, State
 
 CYCLE = 20.0  # seconds over which `ageing` is shared out
 GAP = 0.45  # of the tbt: who joins waits for the running step and for its own
-ALONE = 0.95  # of the tpot, for steps of mixed instances: nobody joins them from elsewhere
 SLOWEST = 0.05  # of an instance's speed: guests that have next to nothing may still be ordered
 SOON = 0.5  # seconds
 PACK_SOON = 0.7  # of the time left
@@ -55,7 +54,7 @@ class Unified:
 
     def __init__(
         self,
-        share: float = 0.9,
+        share: float = 0.95,
         stretch: float = 1.2,
         cushion: float = 0.75,
         keep: float = 0.0,
@@ -220,8 +219,7 @@ class Unified:
         """
         if view.role is Role.PREFILL or not len(view.decode) or not len(view.prefill):
             return 0.0
-        share = max(self._share, ALONE) if view.role is Role.MIXED else self._share
-        bound = min(mixed_bound(view, share, self._stretch, self._cushion, GAP), joiners_bound(view))
+        bound = min(mixed_bound(view, self._share, self._stretch, self._cushion, GAP), joiners_bound(view))
         alone = view.perf.step_time(decode_load(view.decode)) if view.role is Role.MIXED else 0.0
         return max(bound, 1.5 * alone)
 

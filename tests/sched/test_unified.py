@@ -126,7 +126,7 @@ def test_decoding_leaves_out_the_longest_where_the_joint_step_is_too_slow_and_no
 
 
 def test_a_guest_gets_what_the_rows_leave() -> None:
-    """0.9 x 50 ms less 11 ms for the row: 34 prompt tokens at 1 ms each are below a grid of 64; 20 tokens fit."""
+    """0.95 x 50 ms less 11 ms for the row: 36 prompt tokens at 1 ms each are below a grid of 64; 20 tokens fit."""
     row = settled(decoding(0, 1000, due=0.01))
     guest = prompt(1, 20)
     decision = Unified().decide(view([guest], [row], role=Role.DECODE, limits=LIMITS))
