@@ -1,7 +1,7 @@
 """What deciding costs: CPU time of one step's `decide` and `plan`, by policy and by number of requests.
 
 A mixed instance is kept at so many running and waiting requests: about one ends in each step, and one arrives for
-it. `quiet` and `event` are the steps into which nobody, or somebody, has come since the one before (of `plan`; of
+it, or one in several steps where answers are longer than there are rows (`--answer`). `quiet` and `event` are the steps into which nobody, or somebody, has come since the one before (of `plan`; of
 `decide` alone they are in the JSON). `recompute` is a
 decision with nothing kept from earlier steps: every table of the instance is filled anew.
 Then what placing one request costs in a fleet of full instances, its redirects included, and what one run of the
@@ -77,8 +77,9 @@ class Timed:
 class Steady:
     """A scheduler held at `running` and `waiting` requests by arrivals for every end."""
 
-    def __init__(self, name: str, running: int, waiting: int, seed: int = 0) -> None:
+    def __init__(self, name: str, running: int, waiting: int, answer: int = 0, seed: int = 0) -> None:
         self.random = np.random.default_rng(seed)
+        self.answer = answer or running
         self.policy = Timed(policies.make(name))
         self.total = running + waiting
         self.running = running
@@ -90,9 +91,9 @@ class Steady:
         self.scheduler = Scheduler(self.policy, GeneralModel(COEFFICIENTS), limits, Role.MIXED, prefix_caching=False)
 
     def arrive(self) -> None:
-        """One request: 32 to 4096 tokens, an output of about as many steps as there are rows."""
+        """One request: 32 to 4096 tokens, an output of half to one and a half times `answer`."""
         prompt = int(np.exp(self.random.uniform(np.log(32), np.log(4096))))
-        output = int(self.random.integers(self.running // 2, self.running * 3 // 2)) + 1
+        output = int(self.random.integers(self.answer // 2, self.answer * 3 // 2)) + 1
         slo = SLO(ttft=float(self.random.uniform(0.5, 8)), tpot=float(self.random.uniform(0.02, 0.1)))
         params = SamplingParams(max_tokens=output, ignore_eos=True)
         self.scheduler.add(Request(self.count, range(prompt), params, slo, self.now, seed=self.count))
@@ -154,10 +155,10 @@ def undisturbed() -> Iterator[None]:
     gc.unfreeze()
 
 
-def measure(name: str, running: int, waiting: int, steps: int) -> dict[str, object]:
+def measure(name: str, running: int, waiting: int, steps: int, answer: int = 0) -> dict[str, object]:
     """Milliseconds of CPU time over `steps` steps, after as many again to reach the steady state."""
-    steady = Steady(name, running, waiting)
-    for _ in range(max(steps, 2 * running)):
+    steady = Steady(name, running, waiting, answer)
+    for _ in range(max(steps, 2 * steady.answer)):
         steady.step()
     steady.policy.seconds.clear()
     with undisturbed():
@@ -171,6 +172,7 @@ def measure(name: str, running: int, waiting: int, steps: int) -> dict[str, obje
     quiet, events = ([one for one in timed if one[2] is kind] for kind in (False, True))
     decode = steady.policy.view.decode if steady.policy.view else ()
     found: dict[str, object] = {"policy": name, "running": running, "waiting": waiting, "steps": len(plans)}
+    found["events"] = len(events)
     found["decoding_in_last_view"] = len(decode)
     named = {"decide": steady.policy.seconds, "plan": plans, "recompute": again}
     for kind, some in (("quiet", quiet), ("event", events)):
@@ -271,6 +273,9 @@ def main() -> int:
     parser.add_argument("--policies", nargs="+", default=[*policies.names(), *VARIANTS])
     parser.add_argument("--sizes", nargs="+", default=["64+256", "512+4096"], metavar="RUNNING+WAITING")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument(
+        "--answer", type=int, default=0, metavar="N", help="mean tokens of one [as many as there are rows]"
+    )
     common.add_output(parser, "scheduler_cost")
     parser.add_argument("--placements", nargs="*", default=PLACED)
     parser.add_argument("--fleet", default="64x256", metavar="INSTANCESxRESIDENTS", help="half of them prefill")
@@ -282,7 +287,8 @@ def main() -> int:
     new, running = map(int, args.programme.split("+"))
     rounds = range(args.repeats)
     rows = best(
-        "median_decide_ms", [[measure(n, *size, args.steps) for size in sizes for n in args.policies] for _ in rounds]
+        "median_decide_ms",
+        [[measure(n, *size, args.steps, args.answer) for size in sizes for n in args.policies] for _ in rounds],
     )
     placed = best(
         "median_request_ms", [[place(n, instances, residents, args.steps) for n in args.placements] for _ in rounds]
