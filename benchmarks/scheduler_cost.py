@@ -1,9 +1,9 @@
 """What deciding costs: CPU time of one step's `decide` and `plan`, by policy and by number of requests.
 
 A mixed instance is kept at so many running and waiting requests: about one ends in each step, and one arrives for
-it, or one in several steps where answers are longer than there are rows (`--answer`). `quiet` and `event` are the steps into which nobody, or somebody, has come since the one before (of `plan`; of
-`decide` alone they are in the JSON). `recompute` is a
-decision with nothing kept from earlier steps: every table of the instance is filled anew.
+it, or one in several steps where answers are longer than there are rows (`--answer`). `quiet` and `event` are the steps
+into which nobody, or somebody, has come since the one before (of `plan`; of `decide` alone they are in the JSON).
+`recompute` is a decision with nothing kept from earlier steps: every table of the instance is filled anew.
 Then what placing one request costs in a fleet of full instances, its redirects included, and what one run of the
 dynamic programme of SLOs-Serve costs.
 """
