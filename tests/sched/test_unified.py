@@ -136,7 +136,7 @@ def test_a_guest_gets_what_the_rows_leave() -> None:
 
 
 def test_a_row_that_joined_late_has_short_steps_until_it_is_on_time() -> None:
-    """Due in 10 ms, which the row needs for itself, the next in 60: two steps of 29 ms make up for it, which leave 18."""
+    """Due in 10 ms, which the row needs for itself, the next in 60: two steps of 29 ms make up for it and leave 18."""
     late, guest = decoding(0, 1000, due=0.01), prompt(1, 32)
     assert granted(Unified().decide(view([guest], [late], role=Role.DECODE, limits=LIMITS))) == [0]
     assert granted(Unified().decide(view([prompt(1, 18)], [late], role=Role.DECODE, limits=LIMITS))) == [0, 1]
