@@ -2,6 +2,7 @@
 
     python benchmarks/reproduce/slos_serve.py              # all tables, some minutes on two cores
     python benchmarks/reproduce/slos_serve.py capacity     # Figures 1 and 9: the scenarios, four systems
+    python benchmarks/reproduce/slos_serve.py reasoning    # Figure 9: the one of them whose requests take minutes
     python benchmarks/reproduce/slos_serve.py ablation     # Figure 14: parts taken away one after another
     python benchmarks/reproduce/slos_serve.py replicas     # Figure 13: one to four replicas
     python benchmarks/reproduce/slos_serve.py burst        # Figure 11: a burst served by promises and best effort
@@ -27,8 +28,10 @@ import choose
 from jaxserve.config import load_yaml, preset
 from jaxserve.report.table import print_table
 from jaxserve.sched.metrics import Summary
+from jaxserve.sched.perf.model import Load
 from jaxserve.sched.sim import Latency, Mesh, Options, goodput_search, simulate
 from jaxserve.sched.sim.scenarios import NAMED
+from jaxserve.sched.sim.workload import for_server
 
 OPT = load_yaml(preset("latency", "opt-7b-a100-40g"), Latency)
 DRAFT, ACCEPTANCE = 4, 0.7  # assumed: the paper says neither
@@ -47,7 +50,8 @@ class Scenario:
 
     @property
     def workload(self) -> Any:
-        return NAMED[f"slos-serve-{self.name.partition(',')[0]}"]
+        """Of OPT-7B, whose idle TTFT all have but reasoning, which the paper gives a model of 1.5B."""
+        return for_server(NAMED[f"slos-serve-{self.name.partition(',')[0]}"], _alone)
 
 
 SCENARIOS = (
@@ -58,6 +62,7 @@ SCENARIOS = (
     Scenario("toolllm", 200, 2.0, draft=0),
     Scenario("chatbot, 3x KV", 120, 4.0, kv=3.0),
 )
+REASONING = Scenario("reasoning", 40, 0.05)
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,10 @@ PARTS = (
     System("- best effort (refused)", "slos_serve:no-spec+no-dynamic", options={"admission": "dp:refuse"}),
     System("- promises (all by deadline)", "slos_serve:no-admit+no-spec+no-dynamic"),
 )
+
+
+def _alone(tokens: int) -> float:
+    return float(OPT.solve().step_time(Load().add_chunk(tokens, 0)))
 
 
 def kept(summary: Summary) -> float:
@@ -136,6 +145,15 @@ def capacity() -> None:
         best = [max(column) for column in zip(*against, strict=True)]
         shown.append([label, *(f"{o / b:.2f}" if b else "-" for o, b in zip(found[-1], best, strict=True))])
     print_table("Capacity, requests/s per GPU (Figures 1 and 9)", ["system", *(s.name for s in SCENARIOS)], shown)
+
+
+def reasoning() -> None:
+    """Figure 9, the scenario whose requests take minutes each."""
+    patient = System("SLOs-Serve, idle steps of half a TTFT", "slos_serve:block=0.5", spec=True)
+    systems = (*BASELINES, OURS, patient)
+    found = rows(systems, (REASONING,))
+    shown = [[system.label, f"{row[0]:.4f}"] for system, row in zip(systems, found, strict=True)]
+    print_table("Capacity, requests/s per GPU (Figure 9)", ["system", REASONING.name], shown)
 
 
 def ablation() -> None:
@@ -198,4 +216,4 @@ def _two(value: float) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(choose.run(__doc__, (capacity, ablation, replicas, burst)))
+    raise SystemExit(choose.run(__doc__, (capacity, reasoning, ablation, replicas, burst)))
