@@ -39,8 +39,8 @@ class Unified(LeastWork):
 
     What is far off is uncertain (others will come there), so that a prompt moves only where `margin` of its time left
     is enough; what takes less than `SOON` may take `SURE` of it. early: prompts are moved while there is still this
-    share of their time left, not when the last of it is about to go. Who has less left where it waits goes wherever
-    it can be on time at all. turn: see `roles`.
+    share of their time left, not when the last of it is about to go. Who cannot be on time where it waits goes wherever
+    it still can be. turn: see `roles`.
     """
 
     def __init__(
