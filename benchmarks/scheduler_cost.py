@@ -82,7 +82,6 @@ class Steady:
         self.answer = answer or running
         self.policy = Timed(policies.make(name))
         self.total = running + waiting
-        self.running = running
         self.now = 0.0
         self.count = 0
         self.event = False  # somebody came before the last step

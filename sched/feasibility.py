@@ -191,18 +191,17 @@ def mixed_bound(view: View, share: float = 0.75, stretch: float = 1.0, cushion: 
     return min(bound, gap * tightest_tbt(rows)) if isfinite(gap) else bound
 
 
-def joiners_bound(view: View, young: int = 3, ahead: int = 3) -> float:
-    """Seconds that a step may take so that each row which decoded at most `young` tokens here is on time again with
-    the first of its next `ahead` tokens that allows a step of all rows, all steps until then being as long. A row that
-    waited for a long step when it joined has nothing in hand to make up for it, and may have few tokens to come. inf
-    where no row needs it, or none can be helped."""
+def joiners_bound(view: View, alone: float, young: int = 3, ahead: int = 3) -> float:
+    """Seconds that a step may take so that each row which decoded at most `young` tokens is on time again with the
+    first of its next `ahead` tokens that allows a step of all rows, which takes `alone` seconds, all steps until then
+    being as long. A row that waited for a long step when it joined has nothing in hand to make up for it, and may have
+    few tokens to come. inf where no row needs it, or none can be helped."""
     rows = view.decode
     joined_lately = promised(rows, rows.context - rows.length) <= young
     fresh = np.flatnonzero(joined_lately & np.isfinite(promised(rows, rows.tpot)))
     if not len(fresh):
         return inf
     slack, tpot = rows.deadline[fresh] - view.start, rows.tpot[fresh]
-    alone = view.perf.step_time(decode_load(rows))
     bound = np.full(len(fresh), inf)
     for more in reversed(range(ahead)):  # the token after `more` others is due that many tpot later
         each = JOIN * (slack + more * tpot) / (more + 1)

@@ -19,7 +19,7 @@ from ..feasibility import (
     tightest_tpot,
 )
 from ..perf.model import Load, PerfModel
-from ..policies.unified import GAP, SLOWEST, SOON
+from ..policies.unified import GAP, SHARE, SLOWEST, SOON, STRETCH
 from ..policy import Role
 from ..request import RequestView, State
 from ..scheduler import Scheduler
@@ -44,7 +44,7 @@ class Unified(LeastWork):
     """
 
     def __init__(
-        self, margin: float = 0.2, share: float = 0.95, stretch: float = 1.2, early: float = 0.5, turn: bool = True
+        self, margin: float = 0.2, share: float = SHARE, stretch: float = STRETCH, early: float = 0.5, turn: bool = True
     ) -> None:
         self._margin = margin
         self._early = early

@@ -39,6 +39,7 @@ from ..policy import Decision, Grant, Order, Role, Rows, Task, View, one_each, w
 from ..request import BEST_EFFORT, State
 
 CYCLE = 20.0  # seconds over which `ageing` is shared out
+SHARE, STRETCH = 0.95, 1.2  # of the tpot: see feasibility.mixed_bound
 GAP = 0.45  # of the tbt: who joins waits for the running step and for its own
 SLOWEST = 0.05  # of an instance's speed: guests that have next to nothing may still be ordered
 SOON = 0.5  # seconds
@@ -54,8 +55,8 @@ class Unified:
 
     def __init__(
         self,
-        share: float = 0.95,
-        stretch: float = 1.2,
+        share: float = SHARE,
+        stretch: float = STRETCH,
         cushion: float = 0.75,
         keep: float = 0.0,
         ageing: float = 0.02,
@@ -219,9 +220,9 @@ class Unified:
         """
         if view.role is Role.PREFILL or not len(view.decode) or not len(view.prefill):
             return 0.0
-        bound = min(mixed_bound(view, self._share, self._stretch, self._cushion, GAP), joiners_bound(view))
-        alone = view.perf.step_time(decode_load(view.decode)) if view.role is Role.MIXED else 0.0
-        return max(bound, 1.5 * alone)
+        alone = view.perf.step_time(decode_load(view.decode))
+        bound = min(mixed_bound(view, self._share, self._stretch, self._cushion, GAP), joiners_bound(view, alone))
+        return max(bound, 1.5 * alone) if view.role is Role.MIXED else bound
 
     def _guests(self, view: View, load: Load, order: Order, bound: float) -> _Guests:
         """Chunks of prompts, in an order of rows, beside a step of `load`; the first that waits and finds no slot or

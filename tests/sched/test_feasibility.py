@@ -164,7 +164,8 @@ def test_what_rows_that_joined_late_can_make_up_in() -> None:
     """A step of all rows takes 12 ms. Of rows of 50 ms a token, one is due in 30 ms; one in 5, and the next in 55."""
 
     def bound(*rows: Request, **more: int) -> float:
-        return joiners_bound(view([], list(rows)), **more)
+        at = view([], list(rows))
+        return joiners_bound(at, at.perf.step_time(decode_load(at.decode)), **more)
 
     assert bound(row(0, 0.030, 0.05)) == pytest.approx(0.97 * 0.030)
     assert bound(row(0, 0.005, 0.05)) == pytest.approx(0.97 * 0.055 / 2)
