@@ -16,11 +16,12 @@ from typing import Any, cast
 import numpy as np
 
 from .perf.model import Array, Load, PerfModel
-from .policy import Rows, View
+from .policy import Order, Rows, View
 from .request import RequestView
 
 GRID = 64  # tokens: chunks that share a step with decoding rows are multiples of it
 JOIN = 0.97  # of the time until a token is due, for steps that a row which joined late can make up in
+NOBODY: Order = np.arange(0)
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 Cost = Callable[[Load], float]  # of a step: predicted seconds, or tokens
 
@@ -207,6 +208,38 @@ def joiners_bound(view: View, alone: float, young: int = 3, ahead: int = 3) -> f
         each = JOIN * (slack + more * tpot) / (more + 1)
         bound = np.where(each >= alone, each, bound)
     return float(np.minimum.reduce(bound))
+
+
+def late_joiners(view: View, young: int = 1) -> Order:
+    """Rows that decoded at most `young` tokens, whose next would be late in a step of all rows but not in one of
+    theirs, where nobody else is late for it. Most came while a long step ran; of an answer of three tokens nothing
+    can be made up for later."""
+    rows = view.decode
+    count = rows.standard
+    fresh = np.flatnonzero(rows.context[:count] - rows.length[:count] <= young)
+    if not len(fresh) or len(fresh) == len(rows):
+        return NOBODY
+    slack = rows.deadline[:count] - view.start
+    every = view.perf.step_time(decode_load(rows))
+    late = fresh[JOIN * slack[fresh] < every]
+    if not len(late):
+        return NOBODY
+    alone = view.perf.step_time(load_of(rows.context[late]))
+    late = late[slack[late] + rows.tpot[late] >= alone + every]  # with this token, or the one after it
+    on_time = (slack >= every) & (slack < alone + every)
+    on_time[late] = False
+    return NOBODY if on_time.any() else late
+
+
+def spare_time(view: View) -> float:
+    """Seconds that nine in ten of the rows here could have waited for a step when they came: their ttft less their own
+    prompts' time. inf without a row."""
+    rows = view.decode
+    count = rows.standard
+    if not count:
+        return inf
+    own = view.perf.prefill_times(rows.length[:count], np.zeros(count), view.limits.tokens)
+    return float(np.partition(rows.ttft[:count] - own, count // 10)[count // 10])
 
 
 def guest_speed(view: View, bound: float) -> float:

@@ -1,7 +1,7 @@
 """KV on its way from a prefill instance to a decode instance, chunk by chunk while the prompt is still computed.
 
 Rows that decode on an instance whose role has become prefill take the same way, and decode where they are until
-there is room for them.
+there is room for them; so do those that found none, where the placement keeps them.
 
 The destination is chosen, and its pages reserved, when one more chunk can end the prompt, if there is room;
 otherwise the KV stays held where it is and moves when space comes. Reserving at the first chunk let prompts that a
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from itertools import islice
 from typing import Any
 
 from .core import Core
@@ -25,6 +26,7 @@ from .policy import Role
 from .request import BEST_EFFORT, Request, State
 
 ATTEMPTS = 3
+KEPT = 4  # requests that a placement is asked about at a time
 
 
 class Handover:
@@ -110,12 +112,26 @@ class Mover:
 
     def place(self) -> None:
         """Reserve room for those that wait, first come first, by rank; none passes another of its kind."""
-        for handover in sorted(self._going.values(), key=lambda one: one.rank):
+        for handover in self._ranked():
             if handover.reservation is None and handover.nearly and not self._reserve(handover):
                 break
+        self._keep()
         lacking = sum(one.complete and one.reservation is None for one in self._going.values())
         for scheduler in self._schedulers:
             scheduler.kv_waiting = lacking if scheduler.role is Role.DECODE else 0
+
+    def _ranked(self) -> list[Handover]:
+        return sorted(self._going.values(), key=lambda one: one.rank)
+
+    def _keep(self) -> None:
+        """Let the first of those that no instance has room for decode where they are, where the placement says so."""
+        waiting = (one for one in self._ranked() if one.complete and one.reservation is None)
+        for handover in islice(waiting, KEPT):
+            request, fleet = handover.request, self.fleet()
+            if self._placement.keeps(request, self._cores.index(handover.source), fleet):
+                handover.source.scheduler.stay(request.id, fleet.now if self._held(request.id) else None)
+                self._arrived(request)
+                handover.source.wake()
 
     def _reserve(self, handover: Handover) -> bool:
         for index in self._placement.decode(handover.request, self.fleet()):

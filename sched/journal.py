@@ -3,7 +3,8 @@
 A journal holds lengths, SLOs, sampling parameters, results and digests of pages, but no prompt: which tokens it
 had shows only in digests, which is all that prefix sharing needs. Kinds of records: `instance` (how to make one),
 `add`, `cancel`, `plan` (with the clock that the policy saw), `planned` (what came out), `digest`, `settle`,
-`interrupts`, `suspend`, `recover`, `reserve`, `unreserve`, `disown`, `adopt`, `receive`, `keep`, `turn`, `leave`.
+`interrupts`, `suspend`, `recover`, `reserve`, `unreserve`, `disown`, `adopt`, `receive`, `keep`, `turn`, `stay`,
+`leave`.
 """
 
 from __future__ import annotations
@@ -196,6 +197,8 @@ class _Replayer:
             scheduler.keep(record["id"], record["arrived"])
         elif kind == "turn":
             scheduler.turn(Role(record["role"]), record["first_token_at"])
+        elif kind == "stay":
+            scheduler.stay(record["id"], record["first_token_at"])
         elif kind == "leave":
             scheduler.leave(record["id"])
         elif kind != "digest":

@@ -102,6 +102,18 @@ class Moves(ABC):
             if first_token_at is not None and len(request.output) == 1:
                 request.first_token_at = request.token_times[0] = first_token_at
 
+    def stay(self, id: int, first_token_at: float | None = None) -> None:
+        """There is no room elsewhere for a request whose prompt is done: it decodes here until there is (`leave`).
+
+        `first_token_at` is given where the first token counts only when its KV stands where it is decoded.
+        """
+        self._log("stay", id=id, first_token_at=first_token_at)
+        request = self._roster.requests[id]
+        if first_token_at is not None and len(request.output) == 1:
+            request.first_token_at = request.token_times[0] = first_token_at
+        request.state, request.stays = State.RUNNING, True
+        self._roster.file(request)
+
     def leave(self, id: int) -> None:
         """There is room elsewhere for a row that decodes here: it is planned no more, and moves when what is submitted
         of it has ended."""

@@ -63,6 +63,11 @@ class Placement(Protocol):
         instances = fleet.instances
         return sorted(fleet.decoders, key=lambda index: (instances[index].decode_context, index))
 
+    def keeps(self, request: Request, index: int, fleet: Fleet) -> bool:
+        """Asked where no instance has room to decode a request whose prompt instance `index` has computed: whether it
+        decodes there until one has."""
+        return False
+
     def forecast(self, request: Request) -> float | None:
         """When the first token of the request placed last is predicted to come out; None where nobody says."""
         return None

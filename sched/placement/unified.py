@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import exp, inf
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from ..feasibility import (
     deadlines,
     decode_load,
     guest_speed,
+    joined,
     mixed_bound,
     on_time_set,
     promised,
@@ -21,13 +22,15 @@ from ..feasibility import (
 from ..perf.model import Load, PerfModel
 from ..policies.unified import GAP, SHARE, SLOWEST, SOON, STRETCH
 from ..policy import Role
-from ..request import RequestView, State
+from ..request import BEST_EFFORT, Request, RequestView, State
 from ..scheduler import Scheduler
 from . import Fleet, Move
 from .least_work import LeastWork
 
 SURE = 0.9  # of the time left: what ends soon is as certain as that
 FULL = 0.95  # of the rows of the instances that decode: they are all taken, or nearly
+LATELY = 20.0  # seconds
+QUIET = 0.25  # of the time of the instances that prompts come to: they have little to do
 CALM = 0.6  # of them: there is room for all that decode
 
 
@@ -40,7 +43,7 @@ class Unified(LeastWork):
     What is far off is uncertain (others will come there), so that a prompt moves only where `margin` of its time left
     is enough; what takes less than `SOON` may take `SURE` of it. early: prompts are moved while there is still this
     share of their time left, not when the last of it is about to go. Who cannot be on time where it waits goes wherever
-    it still can be. turn: see `roles`.
+    it still can be. turn: see `roles` and `keeps`.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Unified(LeastWork):
         self._stretch = stretch
         self._turn = turn
         self._seen: dict[int, tuple[int, int]] = {}  # instance -> how far it was when last looked at
+        self._offered = _Lately()
         self._apart: dict[int, Role] = {}  # roles before all instances were made mixed; empty where they are not
 
     def roles(self, fleet: Fleet) -> Mapping[int, Role]:
@@ -77,6 +81,26 @@ class Unified(LeastWork):
             return {}
         self._apart = {index: one.role for index, one in enumerate(fleet.instances)}
         return dict.fromkeys(self._apart, Role.MIXED)
+
+    def prefill(self, request: Request, fleet: Fleet) -> list[int]:
+        order = super().prefill(request, fleet)
+        self._offered.add(_prompt_time(request, fleet.instances[order[0]]), fleet.now)
+        return order
+
+    def keeps(self, request: Request, index: int, fleet: Fleet) -> bool:
+        """A request stays where its prompt was computed, until there is room elsewhere, where prompts take little of
+        the time, one like it finds a step of all rows there, itself among them, that it can wait for, and such a step
+        and a prompt after it keep the tpot."""
+        if not self._turn or request.tier == BEST_EFFORT:
+            return False
+        if self._offered.at(fleet.now) > QUIET * len(fleet.entries):
+            return False
+        one = fleet.instances[index]
+        rows = one.view(fleet.now, max(fleet.now, one.ends)).decode
+        load = joined(decode_load(rows), np.array([float(request.prompt_length + request.generated)]))
+        step, prompt = one.perf.step_time(load), _prompt_time(request, one)
+        tpot = min(tightest_tpot(rows), request.tpot)
+        return step + prompt <= min(request.slo.ttft, self._share * tpot)
 
     def redirect(self, fleet: Fleet) -> Sequence[Move]:
         moves: list[Move] = []
@@ -145,6 +169,27 @@ class Unified(LeastWork):
             if not server.join(rows[row], int(rows.hit[row])):
                 break
         return server
+
+
+@dataclass(slots=True)
+class _Lately:
+    """Seconds of prompts that came, per second of the last LATELY. Writer: `Unified.prefill`."""
+
+    share: float = 0.0
+    since: float = 0.0
+
+    def at(self, now: float) -> float:
+        return self.share * exp((self.since - now) / LATELY)
+
+    def add(self, seconds: float, now: float) -> None:
+        self.share, self.since = self.at(now) + seconds / LATELY, now
+
+
+def _prompt_time(request: Request, one: Scheduler) -> float:
+    """Seconds that an instance takes for a prompt alone, after its prefix hit."""
+    hit = min(one.cached_tokens(request), request.prompt_length - 1)
+    left, before = np.array([float(request.prompt_length - hit)]), np.array([float(hit)])
+    return float(one.perf.prefill_times(left, before, one.limits.tokens)[0])
 
 
 @dataclass(slots=True)

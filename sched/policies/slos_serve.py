@@ -19,6 +19,7 @@ import numpy as np
 
 from ..feasibility import (
     GRID,
+    NOBODY,
     Mask,
     decode_load,
     fitting,
@@ -35,7 +36,6 @@ from .dp import admitted, tier_of, tiers
 from .speculation import NEVER, WINDOW, Pace, Supply, Terms
 from .standing import idle_of, prompts_of, standing_of, terms_of
 
-NOBODY: Order = np.arange(0)
 BEHIND = 8.0  # tpots: a row later than that does not hurry the others any more
 
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import inf
+from math import inf, isfinite
 from typing import NamedTuple
 
 import numpy as np
 
 from ..feasibility import (
+    NOBODY,
     Mask,
     deadlines,
     decode_load,
@@ -26,11 +27,14 @@ from ..feasibility import (
     guest_speed,
     joiners_bound,
     largest_chunk,
+    late_joiners,
     left_behind,
     load_of,
     mixed_bound,
     on_time_set,
+    promised,
     remaining_work,
+    spare_time,
     tightest_tpot,
 )
 from ..perf.model import Array, Load
@@ -40,6 +44,8 @@ from ..request import BEST_EFFORT, State
 
 CYCLE = 20.0  # seconds over which `ageing` is shared out
 SHARE, STRETCH = 0.95, 1.2  # of the tpot: see feasibility.mixed_bound
+WAIT = 0.95  # of the time that a newcomer can wait for a step
+BEHIND = 8.0  # tpot: a row that is later waits a step as others do, up to `patience`
 GAP = 0.45  # of the tbt: who joins waits for the running step and for its own
 SLOWEST = 0.05  # of an instance's speed: guests that have next to nothing may still be ordered
 SOON = 0.5  # seconds
@@ -80,15 +86,20 @@ class Unified:
             view = replace(view, perf=Scaled(view.perf, view.drift))
         if view.running is not None:
             return Decision(preempt=self._preempt and self._stops(view, view.running))
-        bound = self._bound(view)
-        queue = self._queue(view, bound)
+        late = late_joiners(view) if view.role is Role.DECODE else NOBODY
+        if len(late):
+            return Decision(one_each(view.decode[row] for row in late.tolist()))
+        longest = self._longest(view)
+        queue = self._queue(view, longest)
         if view.role is Role.PREFILL or not len(view.decode):
             decision = self._prompts(view, queue)
+        elif (stopped := self._goes_on(view, queue)) is not None:
+            decision = Decision(resume=stopped)
         elif len(queue.on_time):
-            decision = Decision(self._mixed(view, queue.on_time, bound))
+            decision = Decision(self._mixed(view, queue.on_time, longest))
         else:
-            decode = self._shed(view)
-            guests = self._guests(view, decode_load(view.decode), queue.others(), bound)
+            decode = self._shed(view, longest.brief)
+            guests = self._guests(view, decode_load(view.decode), queue.others(), longest.mixed)
             decision = Decision(decode + guests.grants)
         return replace(decision, demote=queue.hopeless) if queue.hopeless else decision
 
@@ -129,15 +140,16 @@ class Unified:
                 return count
         return most
 
-    def _queue(self, view: View, bound: float) -> _Queue:
-        """bound: seconds of a step beside decoding rows; 0 where none decode."""
+    def _queue(self, view: View, longest: _Longest) -> _Queue:
         rows = view.prefill
         if not len(rows) and not view.suspended:
             return _Queue(np.arange(0), (), lambda: np.arange(0))
         work, deadline = remaining_work(view, rows), deadlines(rows)
         hopeless = view.start + work > deadline  # whatever else runs here
-        if bound:
-            work = work / max(SLOWEST, guest_speed(view, bound))
+        if longest.mixed:
+            slow = work / max(SLOWEST, guest_speed(view, longest.mixed))
+            brief = longest.brief < longest.mixed  # rows that can wait a step are not in that of a prompt
+            work = np.where(work <= longest.mixed, work, slow) if brief else slow
         jobs = [_job(view, task) for task in view.suspended]
         kept = np.concatenate([self._kept(rows), np.zeros(len(jobs), bool)]) if self._keep else None
         every = on_time_set(view.start, *_with(deadline, work, jobs), kept)
@@ -155,6 +167,19 @@ class Unified:
         stopped = min((job for job, able in zip(jobs, picked, strict=True) if able), default=None)
         return _Queue(on_time, tuple(rows[row].id for row in lost if not rows[row].generated), others, stopped)
 
+    def _goes_on(self, view: View, queue: _Queue) -> int | None:
+        """The suspended step that goes on though rows decode here, which wait for it: as in `_prompts`, where they
+        have the time, and for `ageing` whether or not."""
+        if not view.suspended:
+            return None
+        first, due = view.suspended[0], view.prefill.deadline[queue.on_time[:1]]
+        slack = float(np.minimum.reduce(promised(view.decode, view.decode.deadline), initial=inf)) - view.start
+        stopped = queue.stopped
+        if stopped is not None and stopped.seconds <= slack and not (due < stopped.due).any():
+            return stopped.step
+        waits = not len(due) and first.seconds <= slack
+        return first.step if waits or view.now % CYCLE < self._ageing * CYCLE else None
+
     def _kept(self, rows: Rows) -> Mask:
         kept: Mask = rows.length >= LONG
         for row in np.flatnonzero(kept).tolist():
@@ -167,7 +192,7 @@ class Unified:
             return False
         job = _job(view, running)
         if view.now + job.seconds > job.due:
-            return len(self._queue(view, self._bound(view)).on_time) > 0
+            return len(self._queue(view, self._longest(view)).on_time) > 0
         rows = view.prefill
         if not len(rows):
             return False
@@ -178,9 +203,12 @@ class Unified:
 
     # decoding
 
-    def _shed(self, view: View) -> tuple[Grant, ...]:
+    def _shed(self, view: View, brief: float) -> tuple[Grant, ...]:
         """Everybody, or all but the longest where the joint step would not keep the tightest tpot."""
         rows = view.decode
+        few = self._few(view, brief)
+        if few is not None:
+            return one_each(rows[row] for row in few.tolist())
         count, context = len(rows), rows.context
         limit = self._margin * tightest_tpot(rows)
         if view.kv_waiting or view.perf.step_time(decode_load(rows)) <= limit:
@@ -193,11 +221,27 @@ class Unified:
             return one_each(rows)
         return one_each(rows[row] for row in np.sort(order[:fits]).tolist())
 
-    def _mixed(self, view: View, order: Order, bound: float) -> tuple[Grant, ...]:
-        """Prompts that can be on time are here: only rows that cannot skip the step decode for sure."""
+    def _few(self, view: View, brief: float) -> Order | None:
+        """Where prompts come to: the rows due first, as many as a step has that a newcomer can wait for. None where
+        that is everybody, or where one of the others cannot skip it."""
         rows = view.decode
+        if not isfinite(brief) or view.perf.step_time(decode_load(rows)) <= brief:
+            return None
         tpot = np.where(np.isfinite(rows.tpot), rows.tpot, 0.05)
-        urgent = rows.deadline - view.start < bound + (1.0 + self._cushion) * tpot
+        due = np.where(_waited(view, np.arange(len(rows)), self._patience * tpot, brief), -inf, rows.deadline)
+        order = np.argsort(due, kind="stable")
+        count = max(1, fitting(view.perf.step_time, Load(), rows.context[order], brief))
+        others = order[count:]
+        if (due[others] - view.start < brief + (1.0 + self._cushion) * tpot[others]).any():
+            return None
+        return np.sort(order[:count])
+
+    def _mixed(self, view: View, order: Order, longest: _Longest) -> tuple[Grant, ...]:
+        """Prompts that can be on time are here: only rows that cannot skip the step decode for sure."""
+        rows, bound = view.decode, longest.mixed
+        tpot = np.where(np.isfinite(rows.tpot), rows.tpot, 0.05)
+        slack = rows.deadline - view.start
+        urgent = (slack < bound + (1.0 + self._cushion) * tpot) & (slack > -BEHIND * tpot)
         urgent[rows.standard :] = False
         spared = np.flatnonzero(~urgent)
         if len(spared):
@@ -206,18 +250,19 @@ class Unified:
         guests = self._guests(view, load_of(rows.context[chosen]), order, bound)
         if len(others):
             others = others[np.argsort(rows.context[others], kind="stable")]
-            fits = fitting(view.perf.step_time, guests.load, rows.context[others], bound)
+            fits = fitting(view.perf.step_time, guests.load, rows.context[others], min(longest))
             chosen = np.concatenate([chosen, others[:fits]])
         if not len(chosen) and not guests.certain:
             chosen = np.arange(1)  # they may get no pages
         return one_each(rows[row] for row in chosen.tolist()) + guests.grants
 
-    def _bound(self, view: View) -> float:
-        """Seconds of a step of prompts beside rows that decode; 0 where there is none.
+    def _longest(self, view: View) -> _Longest:
+        """A step of prompts is shorter for rows that joined late, until they are on time. Where prompts are no guests
+        (mixed instances) decoding that is too slow by itself must not shut them out."""
+        spare = WAIT * spare_time(view) if view.role is Role.MIXED else inf
+        return _Longest(self._bound(view), spare if spare > 0.0 else inf)
 
-        It is shorter for rows that joined late, until they are on time. Where prompts are no guests (mixed instances)
-        decoding that is too slow by itself must not shut them out.
-        """
+    def _bound(self, view: View) -> float:
         if view.role is Role.PREFILL or not len(view.decode) or not len(view.prefill):
             return 0.0
         alone = view.perf.step_time(decode_load(view.decode))
@@ -245,6 +290,13 @@ class Unified:
             load = load.add_chunk(tokens, request.context)
             certain = certain or not waits
         return _Guests(tuple(cut), load, certain)
+
+
+class _Longest(NamedTuple):
+    """Seconds of a step."""
+
+    mixed: float  # of prompts beside rows that decode; 0 where there are none of either
+    brief: float  # of what need not be done now: who comes during it can wait for it; inf where that does not matter
 
 
 class _Job(NamedTuple):

@@ -101,6 +101,9 @@ class Stale:
     def decode(self, request: Request, fleet: Fleet) -> list[int]:
         return self._placement.decode(request, self._past(fleet))
 
+    def keeps(self, request: Request, index: int, fleet: Fleet) -> bool:
+        return self._placement.keeps(request, index, self._past(fleet))
+
     def forecast(self, request: Request) -> float | None:
         return self._placement.forecast(request)
 
