@@ -144,6 +144,43 @@ def test_a_row_that_joined_late_has_short_steps_until_it_is_on_time() -> None:
     assert granted(Unified().decide(at)) == [0, 1]
 
 
+def test_rows_that_joined_behind_a_long_step_decode_alone_where_nobody_else_is_late_for_it() -> None:
+    """A step of both takes 70 ms, for the row of 60,000 tokens; the one that joined is due in 30 and takes 11 alone."""
+    joined, long = decoding(0, 1000, due=0.03), settled(decoding(1, 60_000, due=9.0))
+    at = view([], [joined, long], role=Role.DECODE, limits=LIMITS)
+    assert granted(Unified().decide(at)) == [0]
+    for due in (0.03, 0.075):  # the other is as much in a hurry, or would be late behind such a step
+        hurried = view([], [joined, settled(decoding(1, 60_000, due=due))], role=Role.DECODE, limits=LIMITS)
+        assert 1 in granted(Unified(margin=2.0).decide(hurried))
+    lost = view([], [decoding(0, 1000, due=-0.1), long], role=Role.DECODE, limits=LIMITS)
+    assert granted(Unified(margin=2.0).decide(lost)) == [0, 1]  # neither this token nor the next could be on time
+    assert granted(Unified(margin=2.0).decide(replace(at, role=Role.MIXED))) == [0, 1]
+
+
+def test_where_prompts_come_to_steps_are_as_short_as_they_can_wait_for() -> None:
+    """A TTFT of 30 ms, 11 of them for their own prompts: a step may take 18. Rows of 1,000, 15,000 and 7,000 tokens take
+    11, 25 and 17; the last is due first. Where one of the others cannot skip the step all decode."""
+    rows = [settled(decoding(0, 1000, 9.0)), settled(decoding(1, 15_000, 3.0)), settled(decoding(2, 7000, 2.0))]
+    for row in rows:
+        row.slo, row.prompt_length = SLO(ttft=0.03, tpot=0.05), 1
+    at = view([], rows, role=Role.MIXED, limits=LIMITS)
+    assert granted(Unified().decide(at)) == [2]
+    assert granted(Unified().decide(replace(at, role=Role.DECODE))) == [0, 1, 2]
+    rows[1].budget = rows[2].budget = 0.1
+    assert granted(Unified().decide(view([], rows, role=Role.MIXED, limits=LIMITS))) == [0, 1, 2]
+
+
+def test_a_suspended_step_goes_on_beside_rows_that_have_the_time() -> None:
+    late, policy = prompt(0, 6000, tier=BEST_EFFORT), Unified(ageing=0.1)
+    stopped = (Task(7, (late,), 2.0),)
+    ahead, soon = settled(decoding(1, 1000, due=3.0)), settled(decoding(1, 1000, due=1.0))
+    for row, now, resumed in ((ahead, 5.0, 7), (soon, 5.0, None), (soon, 0.0, 7)):  # the first 2 s of 20 are for it
+        row.budget += now
+        row.token_times = [now]
+        at = view([], [row], role=Role.MIXED, limits=LIMITS, suspended=stopped, now=now, start=now)
+        assert policy.decide(at).resume == resumed, (now, resumed)
+
+
 def test_no_new_guest_comes_where_prompts_computed_elsewhere_wait_for_pages() -> None:
     row, guest = settled(decoding(0, 1000, due=0.01)), prompt(1, 20)
     at = view([guest], [row], role=Role.DECODE, limits=LIMITS)

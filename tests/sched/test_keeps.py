@@ -1,0 +1,136 @@
+"""Requests that decode where their prompt was computed, because no instance has room for them: nothing is lost."""
+
+from __future__ import annotations
+
+from math import exp
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.sched.journal import replay
+from jaxserve.sched.moves import Moves
+from jaxserve.sched.placement.least_work import LeastWork
+from jaxserve.sched.placement.unified import LATELY, _Lately
+from jaxserve.sched.policy import Role
+from jaxserve.sched.request import Request
+from jaxserve.sched.sim import Arrival, Mesh, simulate
+from jaxserve.sched.sim.options import Options
+from jaxserve.sched.slo import SLO
+
+from .harness import Job
+from .test_laws import ADMISSIONS, JOBS, POLICIES, SHAPE
+from .test_roles import SEVERAL, TURNS, check, journalled, perf, run
+from .test_unified import LATENCY
+
+D, P = Role.DECODE, Role.PREFILL
+SOME = st.integers(1, 3)  # every so many requests are kept
+
+
+def keeping(some: int = 1) -> object:
+    """Placement `least_work` that keeps every `some`th request."""
+
+    def keeps(self: LeastWork, request: Request, index: int, fleet: object) -> bool:
+        return request.id % some == 0
+
+    return patch.object(LeastWork, "keeps", keeps, create=True)
+
+
+@settings(max_examples=60)
+@given(
+    policy=st.sampled_from(POLICIES),
+    mesh=st.sampled_from(sorted(SEVERAL)),
+    admission=st.sampled_from(ADMISSIONS),
+    jobs=JOBS,
+    shape=SHAPE,
+    some=SOME,
+    turns=st.one_of(st.just([]), TURNS),
+)
+def test_nothing_is_lost_whoever_is_kept(policy, mesh, admission, jobs, shape, some, turns) -> None:  # type: ignore[no-untyped-def]
+    with keeping(some):  # type: ignore[attr-defined]
+        check(policy, (mesh, "least_work", admission), jobs, shape, turns)
+
+
+@settings(max_examples=30)
+@given(
+    jobs=JOBS,
+    mesh=st.sampled_from(["1P1D", "2P2D"]),
+    policy=st.sampled_from(["distserve", "kairos", "unified"]),
+    first=st.sampled_from(["prefill", "decode"]),
+    some=SOME,
+)
+def test_who_is_kept_is_journalled(jobs, mesh, policy, first, some) -> None:  # type: ignore[no-untyped-def]
+    with keeping(some):  # type: ignore[attr-defined]
+        lines = journalled(jobs, mesh, policy, {"first_token": first, "lead": 0.0}, [])
+        outcome = replay(lines, perf)
+    assert outcome.differences == [] and outcome.plans == sum('"kind":"planned"' in line for line in lines)
+
+
+def test_who_finds_no_row_decodes_where_it_is_until_one_is_free() -> None:
+    """One row there, taken for 30 steps: the second request begins to decode at once, and ends on that row."""
+    jobs = [Job(range(8), 30), Job(range(100, 108), 60)]
+    with keeping():  # type: ignore[attr-defined]
+        outcome = run([], jobs, (P, D), rows=1, placement="least_work")
+    first, second = outcome.requests
+    assert second.token_times[9] < first.token_times[-1], "it waited for the row"
+    where = [name for name, plan in outcome.plans for span in plan.spans if span.request == 1]
+    assert where[1] == "prefill0" and where[-1] == "decode1" and second.drops == 0
+
+
+def test_a_first_token_that_waited_for_its_kv_counts_when_its_request_is_kept() -> None:
+    """`--first-token decode`: it is told when there is nothing left to wait for."""
+    jobs = [Job(range(8), 80), Job(range(100, 130), 5)]
+    shape = {"first_token": "decode", "rows": 1, "roles": (P, D), "placement": "least_work"}
+    held = run([], jobs, **shape)  # type: ignore[arg-type]
+    with keeping():  # type: ignore[attr-defined]
+        kept = run([], jobs, **shape)  # type: ignore[arg-type]
+    assert held.requests[1].token_times[0] > 0.07 > 0.02 > kept.requests[1].token_times[0]
+    assert kept.deltas[1][0].tokens and [r.output for r in held.requests] == [r.output for r in kept.requests]
+
+
+def test_unified_decodes_where_prompts_were_computed_while_rows_are_lacking() -> None:
+    """Eight rows of 400 tokens take 0.9 s, and a request comes every 50 ms, whose prompt takes 4 ms: from the ninth on
+    they waited for a row for half a second. One of them may wait for a step of decoding: first tokens are in time."""
+    arrivals = [Arrival(0.05 * one, 20, 400, SLO(ttft=0.0075, tpot=0.008)) for one in range(15)]
+    apart, both = (
+        simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement=placement, rows=8))
+        for placement in ("unified:no-turn", "unified")
+    )
+    waited, waits = (max(one.largest_gap for one in report.measured) for report in (apart, both))
+    assert waited > 0.4 and waits < 0.05
+    assert apart.summary.ttft_attained == both.summary.ttft_attained == 1.0
+    assert both.busy[0] > apart.busy[0] + 0.2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt_tokens": 80},  # 10 ms: a step with such a prompt after it breaks the TPOT
+        {"slo": SLO(ttft=0.0055, tpot=0.008)},  # no time to wait for a step
+        {"tier": "best_effort"},
+    ],
+    ids=str,
+)
+def test_unified_keeps_nobody_whose_decoding_would_cost_others_their_objectives(change: dict[str, object]) -> None:
+    fields = {"prompt_tokens": 20, "output_tokens": 400, "slo": SLO(ttft=0.0075, tpot=0.008)}
+    kept = []
+    for some in ({}, change):
+        arrivals = [Arrival(time=0.05 * one, **{**fields, **some}) for one in range(15)]  # type: ignore[arg-type]
+        with patch.object(Moves, "stay", autospec=True, side_effect=Moves.stay) as stay:
+            simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement="unified", rows=8))
+        kept.append(stay.call_count)
+    assert kept[0] > 3 and kept[1] == 0
+
+
+def test_unified_knows_how_much_of_the_time_prompts_took_lately() -> None:
+    """A tenth of every second for 100 s, then nothing; who has much to do keeps nobody."""
+    lately = _Lately()
+    for second in range(100):
+        lately.add(0.1, float(second))
+    assert lately.at(100.0) == pytest.approx(0.1, rel=0.05)
+    assert lately.at(100.0 + 2 * LATELY) == pytest.approx(0.1 * exp(-2), rel=0.05)
+    arrivals = [Arrival(0.05 * one, 20, 400, SLO(ttft=0.0075, tpot=0.008)) for one in range(15)]
+    with patch("jaxserve.sched.placement.unified.QUIET", 0.001), patch.object(Moves, "stay") as stay:
+        simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement="unified", rows=8))
+    assert not stay.called
