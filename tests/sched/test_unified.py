@@ -158,8 +158,8 @@ def test_rows_that_joined_behind_a_long_step_decode_alone_where_nobody_else_is_l
 
 
 def test_where_prompts_come_to_steps_are_as_short_as_they_can_wait_for() -> None:
-    """A TTFT of 30 ms, 11 of them for their own prompts: a step may take 18. Rows of 1,000, 15,000 and 7,000 tokens take
-    11, 25 and 17; the last is due first. Where one of the others cannot skip the step all decode."""
+    """A TTFT of 30 ms, 11 of them for their own prompts: a step may take 18. Rows of 1,000, 15,000 and 7,000 tokens
+    take 11, 25 and 17; the last is due first. Where one of the others cannot skip the step all decode."""
     rows = [settled(decoding(0, 1000, 9.0)), settled(decoding(1, 15_000, 3.0)), settled(decoding(2, 7000, 2.0))]
     for row in rows:
         row.slo, row.prompt_length = SLO(ttft=0.03, tpot=0.05), 1
