@@ -46,6 +46,7 @@ CYCLE = 20.0  # seconds over which `ageing` is shared out
 SHARE, STRETCH = 0.95, 1.2  # of the tpot: see feasibility.mixed_bound
 WAIT = 0.95  # of the time that a newcomer can wait for a step
 BEHIND = 8.0  # tpot: a row that is later waits a step as others do, up to `patience`
+PRESSED = 1.1  # of a step of all rows: prompts on mixed instances have that much where there is no time for them
 GAP = 0.45  # of the tbt: who joins waits for the running step and for its own
 SLOWEST = 0.05  # of an instance's speed: guests that have next to nothing may still be ordered
 SOON = 0.5  # seconds
@@ -267,7 +268,7 @@ class Unified:
             return 0.0
         alone = view.perf.step_time(decode_load(view.decode))
         bound = min(mixed_bound(view, self._share, self._stretch, self._cushion, GAP), joiners_bound(view, alone))
-        return max(bound, 1.5 * alone) if view.role is Role.MIXED else bound
+        return max(bound, PRESSED * alone) if view.role is Role.MIXED else bound
 
     def _guests(self, view: View, load: Load, order: Order, bound: float) -> _Guests:
         """Chunks of prompts, in an order of rows, beside a step of `load`; the first that waits and finds no slot or

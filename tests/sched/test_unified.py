@@ -255,3 +255,12 @@ def test_prompts_find_rows_where_those_of_the_decode_instance_are_taken() -> Non
         for placement in ("unified:no-turn", "unified")
     )
     assert apart.summary.attained < both.summary.attained
+
+
+def test_mixed_instances_keep_the_tpot_beside_a_prompt_that_is_late_in_any_case() -> None:
+    """A prompt of 3 s due in one computes beside rows whose joint steps take 4 of 5 ms: it gets what they leave."""
+    quick = replace(LATENCY, coefficients=replace(TRUTH, prefill=1e-5))
+    rows = [Arrival(0.1 * one, 18_000, 1500, SLO(ttft=9.0, tpot=0.005)) for one in range(4)]
+    late = Arrival(2.0, 300_000, 2, SLO(ttft=1.0, tpot=0.005))
+    report = simulate([*rows, late], "unified", Mesh(1), quick)
+    assert [one.attained for one in report.measured] == [True] * 4 + [False]
