@@ -210,21 +210,23 @@ def joiners_bound(view: View, alone: float, young: int = 3, ahead: int = 3) -> f
     return float(np.minimum.reduce(bound))
 
 
-def late_joiners(view: View, young: int = 1) -> Order:
-    """Rows that decoded at most `young` tokens, whose next would be late in a step of all rows but not in one of
-    theirs, where nobody else is late for it. Most came while a long step ran; of an answer of three tokens nothing
-    can be made up for later."""
+def late_joiners(view: View, share: float = 0.1, lately: int = 20) -> Order:
+    """Rows with one token, whose next would be late in a step of all rows but not in one of theirs, where nobody else
+    is late for it. Most came while a long step ran; of an answer of three tokens nothing can be made up for later.
+    Nobody where such steps would take more than a `share` of the time, by how many came in the last `lately` tokens."""
     rows = view.decode
-    count = rows.standard
-    fresh = np.flatnonzero(rows.context[:count] - rows.length[:count] <= young)
+    decoded = promised(rows, rows.context - rows.length)
+    fresh = np.flatnonzero(decoded <= 1)
     if not len(fresh) or len(fresh) == len(rows):
         return NOBODY
-    slack = rows.deadline[:count] - view.start
+    slack = promised(rows, rows.deadline) - view.start
     every = view.perf.step_time(decode_load(rows))
     late = fresh[JOIN * slack[fresh] < every]
     if not len(late):
         return NOBODY
     alone = view.perf.step_time(load_of(rows.context[late]))
+    if np.count_nonzero(decoded <= lately) * alone > share * lately * tightest_tpot(rows) * len(late):
+        return NOBODY
     late = late[slack[late] + rows.tpot[late] >= alone + every]  # with this token, or the one after it
     on_time = (slack >= every) & (slack < alone + every)
     on_time[late] = False

@@ -145,16 +145,20 @@ def test_a_row_that_joined_late_has_short_steps_until_it_is_on_time() -> None:
 
 
 def test_rows_that_joined_behind_a_long_step_decode_alone_where_nobody_else_is_late_for_it() -> None:
-    """A step of both takes 70 ms, for the row of 60,000 tokens; the one that joined is due in 30 and takes 11 alone."""
-    joined, long = decoding(0, 1000, due=0.03), settled(decoding(1, 60_000, due=9.0))
-    at = view([], [joined, long], role=Role.DECODE, limits=LIMITS)
-    assert granted(Unified().decide(at)) == [0]
-    for due in (0.03, 0.075):  # the other is as much in a hurry, or would be late behind such a step
-        hurried = view([], [joined, settled(decoding(1, 60_000, due=due))], role=Role.DECODE, limits=LIMITS)
-        assert 1 in granted(Unified(margin=2.0).decide(hurried))
-    lost = view([], [decoding(0, 1000, due=-0.1), long], role=Role.DECODE, limits=LIMITS)
-    assert granted(Unified(margin=2.0).decide(lost)) == [0, 1]  # neither this token nor the next could be on time
-    assert granted(Unified(margin=2.0).decide(replace(at, role=Role.MIXED))) == [0, 1]
+    """A step of both takes 70 ms, for the row of 60,000 tokens; the one that joined is due in 40 and takes 11 alone."""
+    joined, policy = decoding(0, 1000, due=0.04), Unified(margin=2.0)  # which leaves nobody out
+
+    def steps(*rows: Request, role: Role = Role.DECODE) -> list[int]:
+        return granted(policy.decide(view([], list(rows), role=role, limits=LIMITS)))
+
+    long = settled(decoding(1, 60_000, due=9.0))
+    assert steps(joined, long) == [0]
+    assert steps(joined, long, role=Role.MIXED) == [0, 1]
+    assert steps(joined, settled(decoding(1, 60_000, due=0.075))) == [0, 1]  # it would be late behind such a step
+    assert steps(decoding(0, 1000, due=-0.1), long) == [0, 1]  # neither this token nor the next would be on time
+    others = [settled(decoding(2 + one, 1000, due=9.0)) for one in range(9)]
+    assert steps(joined, long, *others[:6]) == [0]
+    assert len(steps(joined, long, *others)) == 11  # 10 came in a second, and 110 ms of it would be theirs
 
 
 def test_where_prompts_come_to_steps_are_as_short_as_they_can_wait_for() -> None:
