@@ -38,7 +38,7 @@ class Unified(LeastWork):
     """Prompts come to the prefill instance with the least work. Where not all that wait there can be on time, the
     longest prompt that another instance is predicted to finish in `margin` of its time left goes there instead, until
     all can. On a decode instance it has what steps of `share` of the tightest tpot leave; none where prompts already
-    wait for pages.
+    wait for pages, or nearly all rows are taken.
 
     What is far off is uncertain (others will come there), so that a prompt moves only where `margin` of its time left
     is enough; what takes less than `SOON` may take `SURE` of it. early: prompts are moved while there is still this
@@ -128,7 +128,7 @@ class Unified(LeastWork):
         servers = [
             self._server(other, fleet)
             for other, instance in enumerate(fleet.instances)
-            if other != index and not instance.kv_waiting
+            if other != index and not instance.kv_waiting and instance.running < FULL * instance.limits.rows
         ]
         moves: list[Move] = []
 

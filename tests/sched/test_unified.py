@@ -268,3 +268,15 @@ def test_mixed_instances_keep_the_tpot_beside_a_prompt_that_is_late_in_any_case(
     late = Arrival(2.0, 300_000, 2, SLO(ttft=1.0, tpot=0.005))
     report = simulate([*rows, late], "unified", Mesh(1), quick)
     assert [one.attained for one in report.measured] == [True] * 4 + [False]
+
+
+def test_no_prompt_moves_to_where_the_last_rows_are_for_those_computed_elsewhere() -> None:
+    """Six prompts that meet, of 22 ms each with 30: the decode instance computes one, unless its rows are taken. Nobody
+    is held back for rows it does not need: with 40 of them the same 19 requests decode, and prompts move."""
+    first = [Arrival(0.03 * one, 100, 2000, SLO(ttft=0.5, tpot=0.05)) for one in range(19)]
+    meet = [Arrival(0.9, 200, 2, SLO(ttft=0.03, tpot=0.05)) for _ in range(6)]
+    full, free = (
+        simulate([*first, *meet], "unified", Mesh(2), LATENCY, options=Options(placement="unified", rows=rows))
+        for rows in (20, 40)
+    )
+    assert full.deflections == 0 < free.deflections
