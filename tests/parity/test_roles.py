@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import random
+from unittest.mock import patch
 
 import pytest
 
@@ -12,6 +14,7 @@ from jaxserve.replay import perf_of
 from jaxserve.sched.cluster import Cluster
 from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.journal import Journal, replay
+from jaxserve.sched.placement import Placement
 from jaxserve.sched.policy import Role
 
 from .law import compare
@@ -79,3 +82,21 @@ def test_what_decodes_moves_and_is_not_computed_again() -> None:
     computed = sum(core.scheduler.counters.prompt_tokens for core in cluster.cores)
     assert computed <= sum(len(ask.prompt) for ask in asks(1)) and not any(request.drops for request in served)
     assert cluster.cores[0].scheduler.counters.steps > 0 and cluster.mover.transfers > len(swapped[0])
+
+
+@pytest.mark.parametrize("policy", ["distserve", "unified"])
+def test_who_finds_no_room_decodes_where_its_prompt_was_computed(policy: str) -> None:
+    """With few pages on the decode instance every second request that finds none is kept, and moves later or never."""
+    file = io.StringIO()
+    with patch.object(Placement, "keeps", lambda self, request, index, fleet: request.id % 2 == 0):
+        served, _ = setup("2x1", 64, TIGHT).run(asks(1), policy, journal=Journal(file), place="least_work")
+    kept = {id for kind, id in map(_named, file.getvalue().splitlines()) if kind == "stay"}
+    assert kept and all(id % 2 == 0 for id in kept)
+    assert all(request.finish_reason in ("stop", "length") for request in served)
+    assert compare(asks(1), served, alone(1)) <= 1
+    assert replay(file.getvalue().splitlines(), perf_of).differences == []
+
+
+def _named(line: str) -> tuple[str, int | None]:
+    record = json.loads(line)
+    return record["kind"], record.get("id")
