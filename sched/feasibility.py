@@ -21,6 +21,7 @@ from .request import RequestView
 
 GRID = 64  # tokens: chunks that share a step with decoding rows are multiples of it
 JOIN = 0.97  # of the time until a token is due, for steps that a row which joined late can make up in
+BEHIND = 8.0  # tpot: a row later than that does not hurry the others any more
 NOBODY: Order = np.arange(0)
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 Cost = Callable[[Load], float]  # of a step: predicted seconds, or tokens

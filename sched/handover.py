@@ -13,7 +13,7 @@ reservation is given back. So no cycle of instances waiting for each other's pag
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -112,20 +112,17 @@ class Mover:
 
     def place(self) -> None:
         """Reserve room for those that wait, first come first, by rank; none passes another of its kind."""
-        for handover in self._ranked():
+        ranked = sorted(self._going.values(), key=lambda one: one.rank)
+        for handover in ranked:
             if handover.reservation is None and handover.nearly and not self._reserve(handover):
                 break
-        self._keep()
+        self._keep(one for one in ranked if one.complete and one.reservation is None)
         lacking = sum(one.complete and one.reservation is None for one in self._going.values())
         for scheduler in self._schedulers:
             scheduler.kv_waiting = lacking if scheduler.role is Role.DECODE else 0
 
-    def _ranked(self) -> list[Handover]:
-        return sorted(self._going.values(), key=lambda one: one.rank)
-
-    def _keep(self) -> None:
+    def _keep(self, waiting: Iterable[Handover]) -> None:
         """Let the first of those that no instance has room for decode where they are, where the placement says so."""
-        waiting = (one for one in self._ranked() if one.complete and one.reservation is None)
         for handover in islice(waiting, KEPT):
             request, fleet = handover.request, self.fleet()
             if self._placement.keeps(request, self._cores.index(handover.source), fleet):

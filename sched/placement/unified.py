@@ -29,9 +29,9 @@ from .least_work import LeastWork
 
 SURE = 0.9  # of the time left: what ends soon is as certain as that
 FULL = 0.95  # of the rows of the instances that decode: they are all taken, or nearly
+CALM = 0.6  # of them: there is room for all that decode
 LATELY = 20.0  # seconds
 QUIET = 0.25  # of the time of the instances that prompts come to: they have little to do
-CALM = 0.6  # of them: there is room for all that decode
 
 
 class Unified(LeastWork):

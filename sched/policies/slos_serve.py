@@ -18,6 +18,7 @@ from math import inf, log2
 import numpy as np
 
 from ..feasibility import (
+    BEHIND,
     GRID,
     NOBODY,
     Mask,
@@ -35,8 +36,6 @@ from ..request import State
 from .dp import admitted, tier_of, tiers
 from .speculation import NEVER, WINDOW, Pace, Supply, Terms
 from .standing import idle_of, prompts_of, standing_of, terms_of
-
-BEHIND = 8.0  # tpots: a row later than that does not hurry the others any more
 
 
 class SlosServe:

@@ -5,8 +5,9 @@ those that lost their place in it, then the hopeless, each by remaining work; be
 on time never share a step with those that can, and stop at the next segment boundary when one of these comes; a step
 that is on time makes way where more are on time for it.
 Predictions that are off for good are put right by what steps took (View.drift).
-Decoding: everything while the joint step keeps the tightest tpot; beyond that the longest wait (see `shed`). On decode
-and mixed instances prompts are guests of a step that keeps every row in time.
+Decoding: everything while the joint step keeps the tightest tpot; beyond that the longest wait (see `shed`). Where
+prompts come to steps are no longer than these can wait for. On decode and mixed instances prompts are guests of a step
+that keeps every row in time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..feasibility import (
+    BEHIND,
     NOBODY,
     Mask,
     deadlines,
@@ -45,7 +47,6 @@ from ..request import BEST_EFFORT, State
 CYCLE = 20.0  # seconds over which `ageing` is shared out
 SHARE, STRETCH = 0.95, 1.2  # of the tpot: see feasibility.mixed_bound
 WAIT = 0.95  # of the time that a newcomer can wait for a step
-BEHIND = 8.0  # tpot: a row that is later waits a step as others do, up to `patience`
 PRESSED = 1.1  # of a step of all rows: prompts on mixed instances have that much where there is no time for them
 GAP = 0.45  # of the tbt: who joins waits for the running step and for its own
 SLOWEST = 0.05  # of an instance's speed: guests that have next to nothing may still be ordered
@@ -251,7 +252,7 @@ class Unified:
         guests = self._guests(view, load_of(rows.context[chosen]), order, bound)
         if len(others):
             others = others[np.argsort(rows.context[others], kind="stable")]
-            fits = fitting(view.perf.step_time, guests.load, rows.context[others], min(longest))
+            fits = fitting(view.perf.step_time, guests.load, rows.context[others], min(bound, longest.brief))
             chosen = np.concatenate([chosen, others[:fits]])
         if not len(chosen) and not guests.certain:
             chosen = np.arange(1)  # they may get no pages
