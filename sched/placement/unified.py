@@ -43,17 +43,24 @@ class Unified(LeastWork):
     What is far off is uncertain (others will come there), so that a prompt moves only where `margin` of its time left
     is enough; what takes less than `SOON` may take `SURE` of it. early: prompts are moved while there is still this
     share of their time left, not when the last of it is about to go. Who cannot be on time where it waits goes wherever
-    it still can be. turn: see `roles` and `keeps`.
+    it still can be. turn: see `roles`. keep: see `keeps`.
     """
 
     def __init__(
-        self, margin: float = 0.2, share: float = SHARE, stretch: float = STRETCH, early: float = 0.5, turn: bool = True
+        self,
+        margin: float = 0.2,
+        share: float = SHARE,
+        stretch: float = STRETCH,
+        early: float = 0.5,
+        turn: bool = True,
+        keep: bool = False,
     ) -> None:
         self._margin = margin
         self._early = early
         self._share = share
         self._stretch = stretch
         self._turn = turn
+        self._keep = keep
         self._seen: dict[int, tuple[int, int]] = {}  # instance -> how far it was when last looked at
         self._offered = _Lately()
         self._apart: dict[int, Role] = {}  # roles before all instances were made mixed; empty where they are not
@@ -91,7 +98,7 @@ class Unified(LeastWork):
         """A request stays where its prompt was computed, until there is room elsewhere, where prompts take little of
         the time, one like it finds a step of all rows there, itself among them, that it can wait for, and such a step
         and a prompt after it keep the tpot."""
-        if not self._turn or request.tier == BEST_EFFORT:
+        if not self._keep or request.tier == BEST_EFFORT:
             return False
         if self._offered.at(fleet.now) > QUIET * len(fleet.entries):
             return False

@@ -95,7 +95,7 @@ def test_unified_decodes_where_prompts_were_computed_while_rows_are_lacking() ->
     arrivals = [Arrival(0.05 * one, 20, 400, SLO(ttft=0.0075, tpot=0.008)) for one in range(15)]
     apart, both = (
         simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement=placement, rows=8))
-        for placement in ("unified:no-turn", "unified")
+        for placement in ("unified:no-turn", "unified:keep")
     )
     waited, waits = (max(one.largest_gap for one in report.measured) for report in (apart, both))
     assert waited > 0.4 and waits < 0.05
@@ -118,7 +118,7 @@ def test_unified_keeps_nobody_whose_decoding_would_cost_others_their_objectives(
     for some in ({}, change):
         arrivals = [Arrival(time=0.05 * one, **{**fields, **some}) for one in range(15)]  # type: ignore[arg-type]
         with patch.object(Moves, "stay", autospec=True, side_effect=Moves.stay) as stay:
-            simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement="unified", rows=8))
+            simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement="unified:keep", rows=8))
         kept.append(stay.call_count)
     assert kept[0] > 3 and kept[1] == 0
 
@@ -132,5 +132,5 @@ def test_unified_knows_how_much_of_the_time_prompts_took_lately() -> None:
     assert lately.at(100.0 + 2 * LATELY) == pytest.approx(0.1 * exp(-2), rel=0.05)
     arrivals = [Arrival(0.05 * one, 20, 400, SLO(ttft=0.0075, tpot=0.008)) for one in range(15)]
     with patch("jaxserve.sched.placement.unified.QUIET", 0.001), patch.object(Moves, "stay") as stay:
-        simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement="unified", rows=8))
+        simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement="unified:keep", rows=8))
     assert not stay.called
