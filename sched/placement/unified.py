@@ -91,7 +91,8 @@ class Unified(LeastWork):
 
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         order = super().prefill(request, fleet)
-        self._offered.add(_prompt_time(request, fleet.instances[order[0]]), fleet.now)
+        if self._keep:
+            self._offered.add(_prompt_time(request, fleet.instances[order[0]]), fleet.now)
         return order
 
     def keeps(self, request: Request, index: int, fleet: Fleet) -> bool:

@@ -229,7 +229,7 @@ class Unified:
         rows = view.decode
         if not isfinite(brief) or view.perf.step_time(decode_load(rows)) <= brief:
             return None
-        tpot = np.where(np.isfinite(rows.tpot), rows.tpot, 0.05)
+        tpot = _finite_tpot(rows)
         due = np.where(_waited(view, np.arange(len(rows)), self._patience * tpot, brief), -inf, rows.deadline)
         order = np.argsort(due, kind="stable")
         count = max(1, fitting(view.perf.step_time, Load(), rows.context[order], brief))
@@ -241,7 +241,7 @@ class Unified:
     def _mixed(self, view: View, order: Order, longest: _Longest) -> tuple[Grant, ...]:
         """Prompts that can be on time are here: only rows that cannot skip the step decode for sure."""
         rows, bound = view.decode, longest.mixed
-        tpot = np.where(np.isfinite(rows.tpot), rows.tpot, 0.05)
+        tpot = _finite_tpot(rows)
         slack = rows.deadline - view.start
         urgent = (slack < bound + (1.0 + self._cushion) * tpot) & (slack > -BEHIND * tpot)
         urgent[rows.standard :] = False
@@ -340,6 +340,11 @@ def _with(deadline: Array, work: Array, jobs: Sequence[_Job]) -> tuple[Array, Ar
         return deadline, work
     due, seconds, _ = zip(*jobs, strict=True)
     return np.concatenate([deadline, due]), np.concatenate([work, seconds])
+
+
+def _finite_tpot(rows: Rows) -> Array:
+    """Seconds between tokens of each row; 50 ms of those that were promised nothing."""
+    return np.where(np.isfinite(rows.tpot), rows.tpot, 0.05)
 
 
 def _waited(view: View, which: Order, most: Array, seconds: float) -> Mask:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.journal import replay
 from jaxserve.sched.moves import Moves
 from jaxserve.sched.placement.least_work import LeastWork
 from jaxserve.sched.placement.unified import LATELY, _Lately
@@ -21,7 +20,7 @@ from jaxserve.sched.slo import SLO
 
 from .harness import Job
 from .test_laws import ADMISSIONS, JOBS, POLICIES, SHAPE
-from .test_roles import SEVERAL, TURNS, check, journalled, perf, run
+from .test_roles import SEVERAL, TURNS, check, check_replay, journalled, run
 from .test_unified import LATENCY
 
 D, P = Role.DECODE, Role.PREFILL
@@ -62,9 +61,7 @@ def test_nothing_is_lost_whoever_is_kept(policy, mesh, admission, jobs, shape, s
 )
 def test_who_is_kept_is_journalled(jobs, mesh, policy, first, some) -> None:  # type: ignore[no-untyped-def]
     with keeping(some):  # type: ignore[attr-defined]
-        lines = journalled(jobs, mesh, policy, {"first_token": first, "lead": 0.0}, [])
-        outcome = replay(lines, perf)
-    assert outcome.differences == [] and outcome.plans == sum('"kind":"planned"' in line for line in lines)
+        check_replay(journalled(jobs, mesh, policy, {"first_token": first, "lead": 0.0}, []))
 
 
 def test_who_finds_no_row_decodes_where_it_is_until_one_is_free() -> None:
