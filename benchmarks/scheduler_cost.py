@@ -15,7 +15,7 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import common
@@ -123,18 +123,8 @@ class Steady:
         roster = Roster(Role.MIXED)
         for request in self.scheduler:
             roster.file(request)
-        view = View(
-            now=self.now,
-            start=self.now,
-            role=Role.MIXED,
-            prefill=roster.prefill,
-            decode=roster.decode,
-            limits=self.scheduler.limits,
-            free_pages=self.scheduler.blocks.available,
-            kv_waiting=0,
-            perf=self.scheduler.perf,
-        )
-        self.policy.policy.decide(view)
+        view = self.scheduler.view(self.now, self.now)
+        self.policy.policy.decide(replace(view, prefill=roster.prefill, decode=roster.decode))
         return time.process_time() - began
 
 

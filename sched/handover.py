@@ -56,11 +56,6 @@ class Handover:
         chunk = self.source.scheduler.limits.tokens
         return self.complete or (request.state is State.RUNNING and request.remaining <= chunk)
 
-    @property
-    def rank(self) -> tuple[bool, bool]:
-        """Those that can decode where they are come last, best effort behind the others."""
-        return self.request.stays, self.request.tier == BEST_EFFORT
-
 
 class Mover:
     """All hand-overs of a cluster, in order of arrival. Writer of Handovers; in the Cluster's event loop.
@@ -112,7 +107,7 @@ class Mover:
 
     def place(self) -> None:
         """Reserve room for those that wait, first come first, by rank; none passes another of its kind."""
-        ranked = sorted(self._going.values(), key=lambda one: one.rank)
+        ranked = self._ranked()
         for handover in ranked:
             if handover.reservation is None and handover.nearly and not self._reserve(handover):
                 break
@@ -120,6 +115,14 @@ class Mover:
         lacking = sum(one.complete and one.reservation is None for one in self._going.values())
         for scheduler in self._schedulers:
             scheduler.kv_waiting = lacking if scheduler.role is Role.DECODE else 0
+
+    def _ranked(self) -> list[Handover]:
+        fleet = self.fleet()
+
+        def rank(one: Handover) -> tuple[bool, float]:
+            return one.request.tier == BEST_EFFORT, self._placement.precedence(one.request, fleet)
+
+        return sorted(self._going.values(), key=rank)
 
     def _keep(self, waiting: Iterable[Handover]) -> None:
         """Let the first of those that no instance has room for decode where they are, where the placement says so."""

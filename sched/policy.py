@@ -136,6 +136,7 @@ class View:
     decode: Rows  # one token left to compute: a decode step each
     limits: Limits
     free_pages: int  # free or idle: to be had without dropping anybody
+    free_slots: int  # held by nobody, in a table or not, and not reserved for who is on the way
     kv_waiting: int  # requests that wait for pages of this instance
     perf: PerfModel
     suspended: tuple[Task, ...] = ()  # oldest first; their requests are in neither table

@@ -176,11 +176,11 @@ class Scheduler(Moves):
 
     def view(self, now: float, start: float, running: Task | None = None) -> View:
         """What a policy sees of this instance."""
-        tables, free = (self._roster.prefill, self._roster.decode), self._memory.blocks.available
+        tables, free = (self._roster.prefill, self._roster.decode), (self.blocks.available, self._memory.free_slots)
         tasks, known = self._flight.tasks(self._roster.requests), self._drafts.all.acceptance
         limits, waiting = self.limits, self.kv_waiting
         drift, role = self._drift.ratio, self._roster.seen_as
-        return View(now, start, role, *tables, limits, free, waiting, self.perf, tasks, running, known, drift)
+        return View(now, start, role, *tables, limits, *free, waiting, self.perf, tasks, running, known, drift)
 
     def _resume(self, step: int) -> StepPlan:
         if step not in self._flight.suspended:

@@ -68,6 +68,11 @@ class Placement(Protocol):
         decodes there until one has."""
         return False
 
+    def precedence(self, request: Request, fleet: Fleet) -> float:
+        """Among requests that wait for room to decode, best effort aside, the least goes first, and equals go first
+        come first: those last that can decode where they are."""
+        return float(request.stays)
+
     def forecast(self, request: Request) -> float | None:
         """When the first token of the request placed last is predicted to come out; None where nobody says."""
         return None

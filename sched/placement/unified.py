@@ -53,7 +53,7 @@ class Unified(LeastWork):
         stretch: float = STRETCH,
         early: float = 0.5,
         turn: bool = True,
-        keep: bool = False,
+        keep: bool = True,
     ) -> None:
         self._margin = margin
         self._early = early
@@ -99,9 +99,7 @@ class Unified(LeastWork):
         """A request stays where its prompt was computed, until there is room elsewhere, where prompts take little of
         the time, one like it finds a step of all rows there, itself among them, that it can wait for, and such a step
         and a prompt after it keep the tpot."""
-        if not self._keep or request.tier == BEST_EFFORT:
-            return False
-        if self._offered.at(fleet.now) > QUIET * len(fleet.entries):
+        if request.tier == BEST_EFFORT or not self._quiet(fleet):
             return False
         one = fleet.instances[index]
         rows = one.view(fleet.now, max(fleet.now, one.ends)).decode
@@ -109,6 +107,17 @@ class Unified(LeastWork):
         step, prompt = one.perf.step_time(load), _prompt_time(request, one)
         tpot = min(tightest_tpot(rows), request.tpot)
         return step + prompt <= min(request.slo.ttft, self._share * tpot)
+
+    def precedence(self, request: Request, fleet: Fleet) -> float:
+        """Where rows are kept the longest of them leaves before anybody who waits, who can be kept instead: a step of
+        short contexts has more rows."""
+        if request.stays and self._quiet(fleet):
+            return -float(request.computed)
+        return float(request.stays)
+
+    def _quiet(self, fleet: Fleet) -> bool:
+        """Whether prompts took little of the time lately, so that rows may decode where prompts come to."""
+        return self._keep and self._offered.at(fleet.now) <= QUIET * len(fleet.entries)
 
     def redirect(self, fleet: Fleet) -> Sequence[Move]:
         moves: list[Move] = []

@@ -21,7 +21,7 @@ def admissible(view: View, order: Order) -> tuple[Order, Order]:
     need = np.ceil((rows.context + rows.remaining) / limits.page_size)[order]
     waiting = np.add.accumulate(waits, dtype=np.intp)
     free_pages: Array | float = view.free_pages - len(view.decode)
-    free_slots: Array | float = limits.rows - len(view.decode) - len(order) + (int(waiting[-1]) if len(order) else 0)
+    free_slots: Array | float = view.free_slots
     pages, slots = held_by_best_effort(view, np.floor)
     if slots:
         best = order >= rows.standard

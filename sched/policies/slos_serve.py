@@ -186,13 +186,13 @@ class _Step:
         self._load = Load()
         self._cautious = terms.caution > 0
         self._certain = False  # somebody is granted who cannot fail to run
-        rows, prompts = view.decode, view.prefill
+        rows = view.decode
         self._count = rows.standard
         self._lengths = self._drafts(rows)
         self._gain = np.array([0.0, *terms.gains()])[self._lengths] - 1.0 if len(self._lengths) else self._lengths
         self._bound = self._hurry(rows, terms.margin)
         self._room: float = view.free_pages - len(rows)  # pages: one a row stays for its growth
-        self._slots = view.limits.rows - len(rows) - int(np.add.reduce(prompts.running))
+        self._slots = view.free_slots
         self._full = False  # somebody waits for pages
 
     def decision(self, mine: Order, declined: Order) -> Decision:

@@ -275,8 +275,7 @@ class Unified:
         """Chunks of prompts, in an order of rows, beside a step of `load`; the first that waits and finds no slot or
         no pages ends it: time set aside for it would be lost."""
         rows, cut, certain = view.prefill, [], False
-        slots = view.limits.rows - len(view.decode) - int(rows.running.sum())
-        pages = view.free_pages
+        slots, pages = view.free_slots, view.free_pages
         for row in order.tolist():
             request = rows[row]
             waits = request.state is State.WAITING

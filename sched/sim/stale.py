@@ -104,6 +104,9 @@ class Stale:
     def keeps(self, request: Request, index: int, fleet: Fleet) -> bool:
         return self._placement.keeps(request, index, self._past(fleet))
 
+    def precedence(self, request: Request, fleet: Fleet) -> float:
+        return self._placement.precedence(request, self._past(fleet))
+
     def forecast(self, request: Request) -> float | None:
         return self._placement.forecast(request)
 

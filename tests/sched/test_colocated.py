@@ -53,7 +53,7 @@ def view(prefill: list[Request], decode: list[Request], **more: object) -> View:
             table.add(request)
     fields: dict[str, object] = {
         "now": 0.0, "start": 0.0, "role": Role.MIXED, "limits": Limits(8192, 256, 1000, 16), "free_pages": 900,
-        "kv_waiting": 0, "perf": PERF,
+        "free_slots": 256 - sum(one.state is State.RUNNING for one in prefill + decode), "kv_waiting": 0, "perf": PERF,
     }  # fmt: skip
     return View(prefill=tables[0], decode=tables[1], **{**fields, **more})  # type: ignore[arg-type]
 
@@ -184,6 +184,14 @@ def test_somebody_who_runs_comes_along_with_prompts_that_may_find_no_room() -> N
     assert step("fairbatching:budget=fixed:60", at) == [(0, 50), (1, 10), (3, 1)]
     assert step("vllm", at) == [(0, 50), (1, 5000)]
     assert step("vllm", replace(at, role=Role.DECODE)) == [(0, 50), (1, 5000), (2, 1)]  # pages may be reserved
+
+
+def test_a_slot_that_no_row_here_holds_is_not_taken_to_be_free() -> None:
+    """Of a prompt that is done and waits to be decoded elsewhere, say. `vllm` decoded nobody, and nothing ran."""
+    at = view([prompt(0, 50)], [decoding(2, 99.0)])
+    for name in ("vllm", "sarathi", "fairbatching"):
+        assert step(name, replace(at, free_slots=0))[0] == (2, 1), name
+    assert step("vllm", at) == [(0, 50)]
 
 
 def test_requests_without_objectives_are_served() -> None:

@@ -13,7 +13,8 @@ from jaxserve.sched.moves import Moves
 from jaxserve.sched.placement.least_work import LeastWork
 from jaxserve.sched.placement.unified import LATELY, _Lately
 from jaxserve.sched.policy import Role
-from jaxserve.sched.request import Request
+from jaxserve.sched.request import Request, State
+from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.sim import Arrival, Mesh, simulate
 from jaxserve.sched.sim.options import Options
 from jaxserve.sched.slo import SLO
@@ -92,12 +93,28 @@ def test_unified_decodes_where_prompts_were_computed_while_rows_are_lacking() ->
     arrivals = [Arrival(0.05 * one, 20, 400, SLO(ttft=0.0075, tpot=0.008)) for one in range(15)]
     apart, both = (
         simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement=placement, rows=8))
-        for placement in ("unified:no-turn", "unified:keep")
+        for placement in ("unified:no-keep+no-turn", "unified")
     )
     waited, waits = (max(one.largest_gap for one in report.measured) for report in (apart, both))
     assert waited > 0.4 and waits < 0.05
     assert apart.summary.ttft_attained == both.summary.ttft_attained == 1.0
     assert both.busy[0] > apart.busy[0] + 0.2
+
+
+def test_the_longest_kept_row_leaves_first_and_who_waits_is_kept_instead() -> None:
+    left, leave = [], Moves.leave
+
+    def leaves(self: Scheduler, id: int) -> None:
+        kept = {one.id: one.computed for one in self if one.stays}
+        left.append((kept[id], sorted(kept.values()), any(one.state is State.HANDOVER for one in self)))
+        leave(self, id)
+
+    arrivals = [Arrival(0.03 * one, 20 + 15 * (one % 3), 200 + 37 * (one % 7), SLO(0.02, 0.02)) for one in range(99)]
+    with patch.object(Moves, "leave", leaves):
+        report = simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement="unified:no-turn", rows=8))
+    assert all(one == kept[-1] for one, kept, _ in left) and report.summary.reasons == {"stop": 99}
+    chosen = [waits for _, kept, waits in left if len(kept) > 1]
+    assert len(chosen) >= 3 and any(chosen), chosen
 
 
 @pytest.mark.parametrize(
@@ -115,7 +132,7 @@ def test_unified_keeps_nobody_whose_decoding_would_cost_others_their_objectives(
     for some in ({}, change):
         arrivals = [Arrival(time=0.05 * one, **{**fields, **some}) for one in range(15)]  # type: ignore[arg-type]
         with patch.object(Moves, "stay", autospec=True, side_effect=Moves.stay) as stay:
-            simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement="unified:keep", rows=8))
+            simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement="unified", rows=8))
         kept.append(stay.call_count)
     assert kept[0] > 3 and kept[1] == 0
 
@@ -129,5 +146,5 @@ def test_unified_knows_how_much_of_the_time_prompts_took_lately() -> None:
     assert lately.at(100.0 + 2 * LATELY) == pytest.approx(0.1 * exp(-2), rel=0.05)
     arrivals = [Arrival(0.05 * one, 20, 400, SLO(ttft=0.0075, tpot=0.008)) for one in range(15)]
     with patch("jaxserve.sched.placement.unified.QUIET", 0.001), patch.object(Moves, "stay") as stay:
-        simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement="unified:keep", rows=8))
+        simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement="unified", rows=8))
     assert not stay.called

@@ -224,7 +224,7 @@ def test_what_watches_sees_an_idle_instance_and_a_look_behind_the_protocol(monke
         serve("lazy", ("1", "least_work", "none"), jobs, {}, seal=False)
     table = Table()
     table.add(Request(0, range(5), SamplingParams(max_tokens=3), SLO(), 0.0))
-    view = View(0.0, 0.0, Role.MIXED, table, Table(), Limits(pages=9), 9, 0, GeneralModel(COEFFICIENTS))
+    view = View(0.0, 0.0, Role.MIXED, table, Table(), Limits(pages=9), 9, 256, 0, GeneralModel(COEFFICIENTS))
     seen = sealed(view)
     assert seen.prefill[0].remaining == seen.prefill.remaining[0] == 5
     for look in (

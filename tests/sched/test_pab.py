@@ -47,7 +47,7 @@ def view(prefill: list[Request], decode: list[Request]) -> View:
     for table, requests in zip(tables, (prefill, decode), strict=True):
         for request in requests:
             table.add(request)
-    return View(0.0, 0.0, Role.MIXED, *tables, Limits(8192, 256, 1000, 16), 900, 0, PERF)
+    return View(0.0, 0.0, Role.MIXED, *tables, Limits(8192, 256, 1000, 16), 900, 256, 0, PERF)
 
 
 def test_an_idle_instance_has_all_of_the_time_less_one_step() -> None:

@@ -41,7 +41,7 @@ def view(prefill: list[Request], decode: list[Request], **more: object) -> View:
             table.add(request)
     fields: dict[str, object] = {
         "now": 0.0, "start": 0.0, "role": Role.PREFILL, "limits": Limits(8192, 256, 1000, 16), "free_pages": 900,
-        "kv_waiting": 0, "perf": PERF,
+        "free_slots": 256 - sum(one.state is State.RUNNING for one in prefill + decode), "kv_waiting": 0, "perf": PERF,
     }  # fmt: skip
     return View(prefill=tables[0], decode=tables[1], **{**fields, **more})  # type: ignore[arg-type]
 

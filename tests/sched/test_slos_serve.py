@@ -48,7 +48,8 @@ def view(requests: list[Request], now: float = 0.0, **more: object) -> View:
     assert isinstance(limits, Limits) and isinstance(role, Role) and isinstance(perf, GeneralModel)
     roster = filed(requests, role)
     free = limits.pages - sum(-(-one.computed // limits.page_size) for one in requests)
-    return View(now, now, role, roster.prefill, roster.decode, limits, free, 0, perf, **more)  # type: ignore[arg-type]
+    slots = limits.rows - sum(one.state is State.RUNNING for one in requests)
+    return View(now, now, role, roster.prefill, roster.decode, limits, free, slots, 0, perf, **more)  # type: ignore[arg-type]
 
 
 def waiting(id: int, prompt: int, ttft: float, tpot: float = 0.05, tier: str = STANDARD, at: float = 0.0) -> Request:
@@ -369,7 +370,7 @@ def test_decisions_are_fast(rows: int, prompts: int, limit: float) -> None:
             coming = roster.requests[10_000 + step] = new(10_000 + step, STANDARD)
             roster.file(coming)
         now = 0.002 * step
-        seen = View(now, now, Role.MIXED, roster.prefill, roster.decode, limits, 1 << 19, 0, perf)
+        seen = View(now, now, Role.MIXED, roster.prefill, roster.decode, limits, 1 << 19, 1024 - rows, 0, perf)
         began = process_time()
         decision = policy.decide(seen)
         taken.append(process_time() - began)
