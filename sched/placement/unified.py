@@ -24,8 +24,7 @@ from ..policies.unified import GAP, SHARE, SLOWEST, SOON, STRETCH
 from ..policy import Role
 from ..request import BEST_EFFORT, Request, RequestView, State
 from ..scheduler import Scheduler
-from . import Fleet, Move
-from .least_work import LeastWork
+from . import Fleet, Move, Placement
 
 SURE = 0.9  # of the time left: what ends soon is as certain as that
 FULL = 0.95  # of the rows of the instances that decode: they are all taken, or nearly
@@ -34,11 +33,11 @@ LATELY = 20.0  # seconds
 QUIET = 0.25  # of the time of the instances that prompts come to: they have little to do
 
 
-class Unified(LeastWork):
-    """Prompts come to the prefill instance with the least work. Where not all that wait there can be on time, the
-    longest prompt that another instance is predicted to finish in `margin` of its time left goes there instead, until
-    all can. On a decode instance it has what steps of `share` of the tightest tpot leave; none where prompts already
-    wait for pages, or nearly all rows are taken.
+class Unified(Placement):
+    """Prompts come to the instance that is predicted to have them done first. Where not all that wait there can be on
+    time, the longest prompt that another instance is predicted to finish in `margin` of its time left goes there
+    instead, until all can. On a decode instance it has what steps of `share` of the tightest tpot leave; none where
+    prompts already wait for pages, or nearly all rows are taken.
 
     What is far off is uncertain (others will come there), so that a prompt moves only where `margin` of its time left
     is enough; what takes less than `SOON` may take `SURE` of it. early: prompts are moved while there is still this
@@ -90,9 +89,17 @@ class Unified(LeastWork):
         return dict.fromkeys(self._apart, Role.MIXED)
 
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
-        order = super().prefill(request, fleet)
+        entries = fleet.entries
+        work = {index: _prompt_time(request, fleet.instances[index]) for index in entries}
+
+        def done(index: int) -> tuple[float, int, int]:
+            one = fleet.instances[index]
+            hit = min(one.cached_tokens(request), request.prompt_length - 1)
+            return self._server(index, fleet).ends(request, hit, work[index]), one.decode_context, index
+
+        order = sorted(entries, key=done) if len(entries) > 1 else entries
         if self._keep:
-            self._offered.add(_prompt_time(request, fleet.instances[order[0]]), fleet.now)
+            self._offered.add(work[order[0]], fleet.now)
         return order
 
     def keeps(self, request: Request, index: int, fleet: Fleet) -> bool:

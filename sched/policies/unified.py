@@ -3,7 +3,7 @@
 Prompts: the largest set that can be on time (feasibility.on_time_set over own remaining work), by deadline; then
 those that lost their place in it, then the hopeless, each by remaining work; best effort last. Prompts that cannot be
 on time never share a step with those that can, and stop at the next segment boundary when one of these comes; a step
-that is on time makes way where more are on time for it.
+that is on time makes way where more are on time for it, and has room for who would be late behind it (`_riders`).
 Predictions that are off for good are put right by what steps took (View.drift).
 Decoding: everything while the joint step keeps the tightest tpot; beyond that the longest wait (see `shed`). Where
 prompts come to steps are no longer than these can wait for. On decode and mixed instances prompts are guests of a step
@@ -121,6 +121,8 @@ class Unified:
             if aged:
                 first = first[np.argsort(rows.arrival[first], kind="stable")]
         named = first[: self._together(view, first) if len(first) and first is on_time else view.limits.rows]
+        if first is on_time and 0 < len(named) == len(on_time) and not view.suspended:
+            named = np.concatenate([named, self._riders(view, on_time, queue.others())])
         count = len(named)
         # Those who hold pages go on where nobody of these gets any; best effort has some, but gives way to who waits.
         if not (rows.running[named] * (1 - rows.best_effort[named])).any():
@@ -136,11 +138,27 @@ class Unified:
         left = float(rows.deadline[order[0]]) - view.start
         end = view.start + max(self._pack * left, min(SOON, PACK_SOON * left))
         for count, row in enumerate(order[:most].tolist()):
-            hit = int(rows.hit[row])
-            load = load.add_chunk(int(rows.remaining[row]) - hit, int(rows.context[row]) + hit)
+            load = _whole(load, rows, row)
             if count and view.start + view.perf.step_time(load) > end:
                 return count
         return most
+
+    def _riders(self, view: View, on_time: Order, others: Order) -> Order:
+        """Of the prompts that lost their place in the on-time set, those that are on time in one short step with all of
+        it: they would be late behind it, and what a step takes in any case is not taken twice."""
+        rows, load, riders = view.prefill, Load(), []
+        for row in on_time.tolist():
+            load = _whole(load, rows, row)
+        left = min(SOON, float(rows.deadline[on_time[0]]) - view.start)
+        for row in others[: view.limits.rows - len(on_time)].tolist():
+            longer, due = _whole(load, rows, row), float(rows.deadline[row]) - view.start
+            seconds = view.perf.step_time(longer)
+            if row >= rows.standard or seconds > left:
+                break  # by work, so that those behind it take longer
+            if seconds <= due:
+                load, left = longer, min(left, due)
+                riders.append(row)
+        return np.array(riders, dtype=np.intp)
 
     def _queue(self, view: View, longest: _Longest) -> _Queue:
         rows = view.prefill
@@ -321,6 +339,12 @@ class _Guests(NamedTuple):
     grants: tuple[Grant, ...]
     load: Load  # of the step with them
     certain: bool  # somebody among them cannot fail to run
+
+
+def _whole(load: Load, rows: Rows, row: int) -> Load:
+    """A step that computes all that is left of a prompt, too."""
+    hit = int(rows.hit[row])
+    return load.add_chunk(int(rows.remaining[row]) - hit, int(rows.context[row]) + hit)
 
 
 def _job(view: View, task: Task) -> _Job:

@@ -95,6 +95,16 @@ def test_least_work_counts_tokens_then_contexts() -> None:
     assert placement.make("least_work").prefill(request(0, 100), fleet(instances)) == [2, 1, 0]
 
 
+def test_unified_counts_the_time_until_a_prompt_is_done() -> None:
+    """The running step is part of it, of which no token is left to plan; so is who waits."""
+    instances = [instance(P), instance(P), instance(P)]
+    instances[0].ends = 0.05
+    instances[1].add(request(10, 20))
+    instances[2].ends = 0.01
+    assert placement.make("least_work").prefill(request(0, 100), fleet(instances)) == [0, 2, 1]
+    assert placement.make("unified").prefill(request(0, 100), fleet(instances)) == [2, 1, 0]
+
+
 def test_fewest_requests_counts_requests_whatever_their_length() -> None:
     instances = [instance(P), instance(P)]
     instances[0].add(request(10, 3))

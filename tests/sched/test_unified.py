@@ -50,6 +50,20 @@ def test_prompts_share_a_step_while_the_first_of_them_keeps_its_share_of_the_tim
     assert granted(decision)[0] == 3 and decision.prompts == 1
 
 
+def test_who_would_be_late_behind_the_others_rides_in_a_short_step_with_them() -> None:
+    """20 ms each and 30 together, where 35 are left; not 40, and not where the other has less."""
+
+    def step(*others: Request) -> list[int]:
+        decision = Unified().decide(replace(view([prompt(0, 10, slo=SLO(0.035)), *others], [], limits=LIMITS), now=1.0))
+        assert decision.prompts == len(decision.grants)
+        return granted(decision)
+
+    assert step(prompt(1, 10, slo=SLO(0.035))) == [0, 1]
+    assert step(prompt(1, 20, slo=SLO(0.035))) == [0]
+    assert step(prompt(1, 15, slo=SLO(0.036)), prompt(2, 10, slo=SLO(0.036))) == [0, 2]
+    assert step(prompt(1, 10, tier=BEST_EFFORT)) == [0]
+
+
 def test_what_cannot_be_on_time_any_more_becomes_best_effort_and_comes_last() -> None:
     late, able = prompt(0, 6000, slo=SLO(ttft=4.0)), prompt(1, 2000)
     decision = Unified(ageing=0.0).decide(view([late, able], [], limits=LIMITS))
