@@ -25,12 +25,10 @@ from ..policy import Role
 from ..request import BEST_EFFORT, Request, RequestView, State
 from ..scheduler import Scheduler
 from . import Fleet, Move, Placement
+from .turns import FULL, QUIET, Turns
 
 SURE = 0.9  # of the time left: what ends soon is as certain as that
-FULL = 0.95  # of the rows of the instances that decode: they are all taken, or nearly
-CALM = 0.6  # of them: there is room for all that decode
 LATELY = 20.0  # seconds
-QUIET = 0.25  # of the time of the instances that prompts come to: they have little to do
 
 
 class Unified(Placement):
@@ -42,7 +40,7 @@ class Unified(Placement):
     What is far off is uncertain (others will come there), so that a prompt moves only where `margin` of its time left
     is enough; what takes less than `SOON` may take `SURE` of it. early: prompts are moved while there is still this
     share of their time left, not when the last of it is about to go. Who cannot be on time where it waits goes wherever
-    it still can be. turn: see `roles`. keep: see `keeps`.
+    it still can be. turn: see turns.py. keep: see `keeps`.
     """
 
     def __init__(
@@ -62,31 +60,10 @@ class Unified(Placement):
         self._keep = keep
         self._seen: dict[int, tuple[int, int]] = {}  # instance -> how far it was when last looked at
         self._offered = _Lately()
-        self._apart: dict[int, Role] = {}  # roles before all instances were made mixed; empty where they are not
+        self._turns = Turns(share)
 
     def roles(self, fleet: Fleet) -> Mapping[int, Role]:
-        """All instances do both from when those that decode have no row left for a prompt that is done, until there
-        are few enough rows again.
-
-        Where d of n instances decode, steps n/d times as long on all of them decode as many tokens per second, and
-        leave prompts the time of n - d instances: where that is within the tpot nothing is lost, and prompts find rows.
-        """
-        decoders = [fleet.instances[index] for index in fleet.decoders]
-        if self._apart and not decoders and len(fleet.entries) == len(self._apart):
-            rows = sum(one.running for one in fleet.instances)
-            room = sum(fleet.instances[at].limits.rows for at, role in self._apart.items() if role is Role.DECODE)
-            if rows > CALM * room:
-                return {}
-            before, self._apart = self._apart, {}
-            return before
-        self._apart = {}
-        if not self._turn or not decoders:
-            return {}
-        most = self._share * len(decoders) / len(fleet.instances)
-        if not all(_full(one, fleet.now, most) for one in decoders):
-            return {}
-        self._apart = {index: one.role for index, one in enumerate(fleet.instances)}
-        return dict.fromkeys(self._apart, Role.MIXED)
+        return self._turns.roles(fleet, self._offered.at(fleet.now)) if self._turn else {}
 
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         entries = fleet.entries
@@ -98,8 +75,7 @@ class Unified(Placement):
             return self._server(index, fleet).ends(request, hit, work[index]), one.decode_context, index
 
         order = sorted(entries, key=done) if len(entries) > 1 else entries
-        if self._keep:
-            self._offered.add(work[order[0]], fleet.now)
+        self._offered.add(work[order[0]], fleet.now)
         return order
 
     def keeps(self, request: Request, index: int, fleet: Fleet) -> bool:
@@ -248,11 +224,3 @@ def _with(load: Load, request: RequestView, hit: int) -> Load:
     """A step that computes all that is left of a prompt, too."""
     hit = min(hit, request.remaining - 1)
     return load.add_chunk(request.remaining - hit, request.context + hit)
-
-
-def _full(one: Scheduler, now: float, share: float) -> bool:
-    """Whether prompts wait for rows, and all rows together take no more than a share of the tightest tpot."""
-    if not one.kv_waiting or one.running < FULL * one.limits.rows:
-        return False
-    rows = one.view(now, max(now, one.ends)).decode
-    return one.perf.step_time(decode_load(rows)) <= share * tightest_tpot(rows)

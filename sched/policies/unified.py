@@ -121,7 +121,7 @@ class Unified:
             if aged:
                 first = first[np.argsort(rows.arrival[first], kind="stable")]
         named = first[: self._together(view, first) if len(first) and first is on_time else view.limits.rows]
-        if first is on_time and 0 < len(named) == len(on_time) and not view.suspended:
+        if first is on_time and 0 < len(named) == len(on_time) and queue.stopped is None:
             named = np.concatenate([named, self._riders(view, on_time, queue.others())])
         count = len(named)
         # Those who hold pages go on where nobody of these gets any; best effort has some, but gives way to who waits.

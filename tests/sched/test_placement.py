@@ -236,7 +236,6 @@ def test_unified_has_all_instances_do_both_where_rows_are_what_is_lacking() -> N
         [instance(P), crowded(D, 3)],  # pages, not rows
         [instance(P), crowded(D, 4, tpot=0.029)],
         [instance(P), crowded(D, 4), instance(D)],
-        [instance(P), instance(P), instance(P), crowded(D, 4)],  # four times as long
     ):
         assert placement.make("unified").roles(fleet(lacks)) == {}
     assert placement.make("unified:no-turn").roles(fleet([instance(P), crowded(D, 4)])) == {}

@@ -1,0 +1,118 @@
+"""`unified` changes what instances are for where rows to decode on are what is lacking."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from unittest.mock import patch
+
+import pytest
+
+from jaxserve.sched.cluster import Cluster
+from jaxserve.sched.placement import Fleet
+from jaxserve.sched.placement.turns import Turns
+from jaxserve.sched.policy import Role
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.sim import Arrival, Mesh, simulate
+from jaxserve.sched.sim.options import Options
+from jaxserve.sched.slo import SLO
+
+from .test_placement import decodes, fleet, instance
+from .test_placement import request as prompt
+from .test_unified import LATENCY
+
+P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
+
+
+def full(roles: Sequence[Role], tpot: float, rows: int = 1) -> Fleet:
+    """Every decode instance decodes in all its rows, in steps of 10 ms and one a row, and somebody waits for one."""
+    instances = [instance(role, rows=rows) for role in roles]
+    for at, one in enumerate(instances):
+        if one.role is D:
+            for row in range(rows):
+                decodes(one, 10 * at + row, 16, tpot)
+            one.kv_waiting = 1
+    return fleet(instances)
+
+
+def turned(turns: Turns, now: Fleet, offered: float) -> Mapping[int, Role]:
+    """What changes, done."""
+    roles = turns.roles(now, offered)
+    for index, role in roles.items():
+        now.instances[index].turn(role)
+    return roles
+
+
+@pytest.mark.parametrize(
+    ("roles", "tpot", "offered", "expected"),
+    [
+        ((P, P, D, D), 0.05, 0.25, {0: D}),
+        (
+            (P, P, D, D),
+            0.05,
+            0.26,
+            {0: M, 1: M, 2: M, 3: M},
+        ),  # the other would have much to do; 22 ms are within 50
+        ((P, P, D, D), 0.02, 0.26, {}),
+        ((P, P, P, D), 0.02, 0.26, {0: D}),
+        ((P, P, P, D), 0.03, 0.6, {}),  # 44 ms are not
+        ((P, D, D), 0.012, 0.0, {}),  # nobody else prefills
+        ((P, M, D), 0.02, 0.0, {}),
+    ],
+)
+def test_who_lacks_rows_is_lent_an_instance(
+    roles: Sequence[Role], tpot: float, offered: float, expected: Mapping[int, Role]
+) -> None:
+    assert Turns(0.95).roles(full(roles, tpot), offered) == expected
+
+
+def test_nobody_is_lent_while_one_row_is_free_or_nobody_waits() -> None:
+    now = full((P, P, D, D), 0.02)
+    now.instances[2].kv_waiting = 0
+    assert Turns(0.95).roles(now, 0.0) == {}
+    now = full((P, P, D, D), 0.02, rows=2)
+    now.instances[3].cancel(30, "stop")
+    assert Turns(0.95).roles(now, 0.0) == {}
+
+
+def test_who_is_lent_has_the_least_to_do_and_comes_back_when_prompts_or_rows_allow() -> None:
+    for offered, ended, back in ((0.1, 0, {}), (0.6, 0, {1: P}), (0.1, 2, {1: P})):
+        turns, now = Turns(0.95), full((P, P, D, D), 0.02, rows=2)
+        first: Scheduler = now.instances[0]
+        decodes(first, 1, 16)
+        first.add(prompt(2, 100))
+        assert turned(turns, now, 0.1) == {1: D}
+        for one in now.instances:
+            one.kv_waiting = 0
+        for id in (20, 21)[:ended]:
+            now.instances[2].cancel(id, "stop")
+        assert turned(turns, now, offered) == back
+        assert turned(turns, now, 0.6) == ({} if back else {1: P})
+
+
+def test_what_somebody_else_turned_is_not_given_back() -> None:
+    turns, now = Turns(0.95), full((P, P, D, D), 0.02)
+    assert turned(turns, now, 0.1) == {0: D}
+    now.instances[0].turn(P)
+    now.instances[2].kv_waiting = 0
+    assert turned(turns, now, 0.6) == {}
+
+
+def test_long_answers_to_short_prompts_find_rows_where_a_prefill_instance_has_nothing_to_do() -> None:
+    """Four rows an instance for answers of 0.9 s, 12 a second: 11 rows, where two instances have eight."""
+    arrivals = [Arrival(0.085 * one, 20, 400, SLO(ttft=0.0075, tpot=0.004)) for one in range(100)]
+    turn, changes = Cluster.turn, []
+
+    def noted(self: Cluster, roles: Mapping[int, Role]) -> None:
+        changes.append(dict(roles))
+        turn(self, roles)
+
+    def run(placement: str) -> float:
+        report = simulate(arrivals, "unified", Mesh(4), LATENCY, options=Options(placement=placement, rows=4))
+        assert report.summary.reasons == {"stop": 100}
+        return report.summary.attained
+
+    with patch.object(Cluster, "turn", noted):
+        stay = run("unified:no-keep+no-turn")
+        assert not changes
+        assert run("unified:no-keep") > stay + 0.1
+    assert [role for change in changes for role in change.values()][:2] == [D, P]
