@@ -96,6 +96,12 @@ def joined(load: Load, context: Array, tokens: int | None = None) -> Load:
     return load.add_rows(tokens or len(context), int(np.maximum.reduce(context)), int(np.add.reduce(context)))
 
 
+def with_prompt(load: Load, request: RequestView, hit: int) -> Load:
+    """A step that also computes all that is left of a prompt, of which so many tokens are in the prefix cache."""
+    hit = min(hit, request.remaining - 1)
+    return load.add_chunk(request.remaining - hit, request.context + hit)
+
+
 def fitting(cost: Cost, load: Load, context: Array, bound: float, tokens: Sequence[int] | None = None) -> int:
     """How many rows, in their order, can join a step of `load` without its cost exceeding `bound`. More rows never
     cost less. tokens: that they decode up to each; one by each where none are given."""

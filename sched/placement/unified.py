@@ -18,6 +18,7 @@ from ..feasibility import (
     promised,
     remaining_work,
     tightest_tpot,
+    with_prompt,
 )
 from ..perf.model import Load, PerfModel
 from ..policies.unified import GAP, SHARE, SLOWEST, SOON, STRETCH
@@ -207,7 +208,7 @@ class _Server:
     def ends(self, request: RequestView, hit: int, work: float) -> float:
         """When a prompt is done that takes so many seconds alone."""
         if self.load is not None:
-            seconds = self.perf.step_time(_with(self.load, request, hit))
+            seconds = self.perf.step_time(with_prompt(self.load, request, hit))
             if seconds <= self.bound:
                 return self.start + seconds
         return self.free + work / self.speed if self.speed > SLOWEST else inf
@@ -215,12 +216,6 @@ class _Server:
     def join(self, request: RequestView, hit: int) -> bool:
         """Whether a prompt that is there shares the next step with those before it."""
         if self.load is not None:
-            load = _with(self.load, request, hit)
+            load = with_prompt(self.load, request, hit)
             self.load = load if self.perf.step_time(load) <= self.bound else None
         return self.load is not None
-
-
-def _with(load: Load, request: RequestView, hit: int) -> Load:
-    """A step that computes all that is left of a prompt, too."""
-    hit = min(hit, request.remaining - 1)
-    return load.add_chunk(request.remaining - hit, request.context + hit)

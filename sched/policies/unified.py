@@ -38,6 +38,7 @@ from ..feasibility import (
     remaining_work,
     spare_time,
     tightest_tpot,
+    with_prompt,
 )
 from ..perf.model import Array, Load
 from ..perf.scaled import Scaled
@@ -121,7 +122,7 @@ class Unified:
             if aged:
                 first = first[np.argsort(rows.arrival[first], kind="stable")]
         named = first[: self._together(view, first) if len(first) and first is on_time else view.limits.rows]
-        if first is on_time and 0 < len(named) == len(on_time) and queue.stopped is None:
+        if first is on_time and 0 < len(named) == len(on_time) < len(rows) and queue.stopped is None:
             named = np.concatenate([named, self._riders(view, on_time, queue.others())])
         count = len(named)
         # Those who hold pages go on where nobody of these gets any; best effort has some, but gives way to who waits.
@@ -138,7 +139,7 @@ class Unified:
         left = float(rows.deadline[order[0]]) - view.start
         end = view.start + max(self._pack * left, min(SOON, PACK_SOON * left))
         for count, row in enumerate(order[:most].tolist()):
-            load = _whole(load, rows, row)
+            load = with_prompt(load, rows[row], int(rows.hit[row]))
             if count and view.start + view.perf.step_time(load) > end:
                 return count
         return most
@@ -148,10 +149,10 @@ class Unified:
         it: they would be late behind it, and what a step takes in any case is not taken twice."""
         rows, load, riders = view.prefill, Load(), []
         for row in on_time.tolist():
-            load = _whole(load, rows, row)
+            load = with_prompt(load, rows[row], int(rows.hit[row]))
         left = min(SOON, float(rows.deadline[on_time[0]]) - view.start)
         for row in others[: view.limits.rows - len(on_time)].tolist():
-            longer, due = _whole(load, rows, row), float(rows.deadline[row]) - view.start
+            longer, due = with_prompt(load, rows[row], int(rows.hit[row])), float(rows.deadline[row]) - view.start
             seconds = view.perf.step_time(longer)
             if row >= rows.standard or seconds > left:
                 break  # by work, so that those behind it take longer
@@ -339,12 +340,6 @@ class _Guests(NamedTuple):
     grants: tuple[Grant, ...]
     load: Load  # of the step with them
     certain: bool  # somebody among them cannot fail to run
-
-
-def _whole(load: Load, rows: Rows, row: int) -> Load:
-    """A step that computes all that is left of a prompt, too."""
-    hit = int(rows.hit[row])
-    return load.add_chunk(int(rows.remaining[row]) - hit, int(rows.context[row]) + hit)
 
 
 def _job(view: View, task: Task) -> _Job:
