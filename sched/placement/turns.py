@@ -62,9 +62,9 @@ class Turns:
         return dict.fromkeys(self._apart, Role.MIXED)
 
     def _given_back(self, fleet: Fleet, offered: float) -> Mapping[int, Role]:
-        if not self._lent:
-            return {}
         instances, decoders = fleet.instances, fleet.decoders
+        if not self._lent or len(decoders) < 2:  # somebody else may have turned all the others
+            return {}
         back = min(self._lent, key=lambda index: instances[index].running)
         room = sum(instances[index].limits.rows for index in decoders if index != back)
         calm = sum(instances[index].running for index in decoders) <= CALM * room

@@ -97,6 +97,13 @@ def test_what_somebody_else_turned_is_not_given_back() -> None:
     assert turned(turns, now, 0.6) == {}
 
 
+def test_the_last_that_decodes_is_not_given_back() -> None:
+    turns, now = Turns(0.95), full((P, P, D), 0.02)
+    assert turned(turns, now, 0.1) == {0: D}
+    now.instances[2].turn(M)
+    assert turned(turns, now, 0.6) == {}
+
+
 def test_long_answers_to_short_prompts_find_rows_where_a_prefill_instance_has_nothing_to_do() -> None:
     """Four rows an instance for answers of 0.9 s, 12 a second: 11 rows, where two instances have eight."""
     arrivals = [Arrival(0.085 * one, 20, 400, SLO(ttft=0.0075, tpot=0.004)) for one in range(100)]
