@@ -44,8 +44,8 @@ class Turns:
             return before
         self._apart = {}
         self._lent &= set(fleet.decoders)
-        if all(map(_lacks_rows, decoders)):
-            return self._more_rows(fleet, offered) if decoders else {}
+        if decoders and all(map(_lacks_rows, decoders)):
+            return self._more_rows(fleet, offered)
         return self._given_back(fleet, offered)
 
     def _more_rows(self, fleet: Fleet, offered: float) -> Mapping[int, Role]:

@@ -68,12 +68,12 @@ class Unified(Placement):
 
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         entries = fleet.entries
-        work = {index: _prompt_time(request, fleet.instances[index]) for index in entries}
+        hits = {index: _hit(request, fleet.instances[index]) for index in entries}
+        work = {index: _prompt_time(request, fleet.instances[index], hit) for index, hit in hits.items()}
 
         def done(index: int) -> tuple[float, int, int]:
-            one = fleet.instances[index]
-            hit = min(one.cached_tokens(request), request.prompt_length - 1)
-            return self._server(index, fleet).ends(request, hit, work[index]), one.decode_context, index
+            ends = self._server(index, fleet).ends(request, hits[index], work[index])
+            return ends, fleet.instances[index].decode_context, index
 
         order = sorted(entries, key=done) if len(entries) > 1 else entries
         self._offered.add(work[order[0]], fleet.now)
@@ -88,7 +88,7 @@ class Unified(Placement):
         one = fleet.instances[index]
         rows = one.view(fleet.now, max(fleet.now, one.ends)).decode
         load = joined(decode_load(rows), np.array([float(request.prompt_length + request.generated)]))
-        step, prompt = one.perf.step_time(load), _prompt_time(request, one)
+        step, prompt = one.perf.step_time(load), _prompt_time(request, one, _hit(request, one))
         tpot = min(tightest_tpot(rows), request.tpot)
         return step + prompt <= min(request.slo.ttft, self._share * tpot)
 
@@ -186,16 +186,20 @@ class _Lately:
         self.share, self.since = self.at(now) + seconds / LATELY, now
 
 
-def _prompt_time(request: Request, one: Scheduler) -> float:
+def _hit(request: Request, one: Scheduler) -> int:
+    """Tokens of a prompt that an instance need not compute."""
+    return min(one.cached_tokens(request), request.prompt_length - 1)
+
+
+def _prompt_time(request: Request, one: Scheduler, hit: int) -> float:
     """Seconds that an instance takes for a prompt alone, after its prefix hit."""
-    hit = min(one.cached_tokens(request), request.prompt_length - 1)
     left, before = np.array([float(request.prompt_length - hit)]), np.array([float(hit)])
     return float(one.perf.prefill_times(left, before, one.limits.tokens)[0])
 
 
 @dataclass(slots=True)
 class _Server:
-    """What another instance can do for a prompt that comes now. Writer: `_relieve`."""
+    """What an instance can do for a prompt that comes now. Writer: `_relieve`."""
 
     index: int
     perf: PerfModel

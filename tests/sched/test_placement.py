@@ -238,6 +238,8 @@ def test_unified_has_all_instances_do_both_where_rows_are_what_is_lacking() -> N
         [instance(P), crowded(D, 4), instance(D)],
     ):
         assert placement.make("unified").roles(fleet(lacks)) == {}
+    four = [instance(P), instance(P), instance(P), crowded(D, 4)]  # four times as long; nobody has a prompt to compute
+    assert placement.make("unified").roles(fleet(four)) == {0: D}
     assert placement.make("unified:no-turn").roles(fleet([instance(P), crowded(D, 4)])) == {}
     assert placement.make("unified").roles(fleet([crowded(M, 4), crowded(M, 4)])) == {}
 
