@@ -121,7 +121,7 @@ class Bench:
             machine._file.close()
             outcome = replay(path.read_text(encoding="utf-8").splitlines(), perf_of)
         assert not outcome.differences, "the journal does not give its plans again"
-        steps = [(load, seconds) for _, load, seconds in outcome.steps]
+        steps = [(step.load, step.seconds) for step in outcome.steps]
         return replace(found, steps=steps, move=min(outcome.moves, default=0.0))
 
 

@@ -120,6 +120,15 @@ class Difference(NamedTuple):
     replayed: Any
 
 
+class Step(NamedTuple):
+    """A step that was served."""
+
+    instance: str
+    load: Load
+    seconds: float  # measured
+    ended: float
+
+
 @dataclass
 class Replay:
     """What came of feeding a journal back."""
@@ -128,7 +137,7 @@ class Replay:
     differences: list[Difference] = field(default_factory=list)
     instances: dict[str, dict[str, Any]] = field(default_factory=dict)  # as recorded
     requests: dict[int, Request] = field(default_factory=dict)  # as they ended, with the times of their tokens
-    steps: list[tuple[str, Load, float]] = field(default_factory=list)  # instance, load, measured seconds
+    steps: list[Step] = field(default_factory=list)
     moves: list[float] = field(default_factory=list)  # seconds from a first token to the target's next plan
 
 
@@ -172,7 +181,7 @@ class _Replayer:
         elif kind == "settle":
             step, started, finished, tokens, failed = record["result"]
             if (oldest := scheduler.oldest) is not None:
-                self.outcome.steps.append((at, oldest.load, oldest.ran + finished - started))
+                self.outcome.steps.append(Step(at, oldest.load, oldest.ran + finished - started, finished))
             scheduler.settle(StepResult(step, started, finished, tuple(map(tuple, tokens)), dict(failed)))
         elif kind == "interrupts":
             scheduler.ends, scheduler.kv_waiting = record["ends"], record["kv_waiting"]

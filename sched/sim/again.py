@@ -38,8 +38,9 @@ def again(replayed: Replay, seed: int = 0) -> Again:
     done = [one for one in requests if one.finish_reason in ("stop", "length") and one.key != REHEARSAL]
     if not done:
         raise InvalidValue("no request of the journal has finished", "journal")
-    fitted = fit((load, seconds) for _, load, seconds in replayed.steps)
-    truth = to_total(fitted.coefficients, ((load, seconds) for _, load, seconds in replayed.steps))
+    steps = [(step.load, step.seconds) for step in replayed.steps]
+    fitted = fit(steps)
+    truth = to_total(fitted.coefficients, steps)
     spread = min(noise(replayed, truth), 0.99)
     made = list(replayed.instances.values())
     limits = made[0]["limits"]
@@ -62,17 +63,24 @@ def again(replayed: Replay, seed: int = 0) -> Again:
     arrivals = [_arrival(request, first, limits["page_size"]) for request in done]
     report = simulate(arrivals, made[0]["policy"], mesh, latency, seed, options=options)
     served = summarize(tuple(measure(request, allowance=stage_allowance(request)) for request in done))
-    ended = max(request.token_times[-1] for request in done) - first
-    busy = tuple(sum(t for at, _, t in replayed.steps if at == name) / ended for name in replayed.instances)
-    return Again(served, report, fitted, spread, busy)
+    return Again(served, report, fitted, spread, _busy(replayed, first, max(one.token_times[-1] for one in done)))
 
 
 def noise(replayed: Replay, truth: Coefficients) -> float:
     """Standard deviation of log(measured / fitted). A fit to few steps may give some of them no time at all: they do
     not count."""
-    pairs = [(seconds, truth.step_time(load)) for _, load, seconds in replayed.steps]
+    pairs = [(step.seconds, truth.step_time(step.load)) for step in replayed.steps]
     errors = [np.log(measured / fitted) for measured, fitted in pairs if measured > 0 and fitted > 0]
     return float(np.std(errors)) if errors else 0.0
+
+
+def _busy(replayed: Replay, first: float, last: float) -> tuple[float, ...]:
+    """Share of the time from `first` to `last` that each instance computed; what it rehearsed was before."""
+    spent = dict.fromkeys(replayed.instances, 0.0)
+    for step in replayed.steps:
+        if first < step.ended <= last:
+            spent[step.instance] += step.seconds
+    return tuple(seconds / (last - first) for seconds in spent.values())
 
 
 def _arrival(request: Request, first: float, page_size: int) -> Arrival:

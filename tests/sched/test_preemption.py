@@ -280,4 +280,4 @@ def test_a_journal_tells_the_whole_time_of_a_resumed_step() -> None:
     preempting([job(LONG), job(SHORT, arrival=1.4 * SEGMENT, ttft=0.02)], log=log)
     found = replay(file.getvalue().splitlines(), perf)
     assert found.differences == []
-    assert [seconds for _, _, seconds in found.steps] == pytest.approx([T_SHORT, T_LONG], rel=1e-12)
+    assert [step.seconds for step in found.steps] == pytest.approx([T_SHORT, T_LONG], rel=1e-12)
