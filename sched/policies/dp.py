@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 from math import ceil, prod
 
 import numpy as np
@@ -27,6 +28,7 @@ from .standing import Prompts, Standing
 UNITS = 16  # of memory, where it is part of the state
 TIERS = 4  # distinct tpots; more are taken as the next tighter one of so many
 MOST = 16  # new prompts that are decided on at a time
+FEW = 4  # of which every set is tried, where that can be done at once
 EASE = 1e-6  # tokens: sums of floats may not decide
 
 
@@ -159,9 +161,15 @@ def _decide(standing: Standing, new: Prompts, terms: Terms) -> Mask:
         if _hopeless(standing, new, supply.most(counts)):
             return np.zeros(len(new), dtype=bool)
         if np.add.reduce(new.pages) <= standing.free:
-            together = _together(standing.start, prompts, tier[rows:], before, counts, supply)
-            if together or len(new) == 1:
-                return np.full(len(new), together)
+            sets = _sets(len(new))
+            possible, left = _followed(standing.start, prompts, tier[rows:], before, counts, supply, sets)
+            if possible[-1]:
+                return np.ones(len(new), dtype=bool)
+            if len(new) <= FEW:
+                size = np.where(possible, np.add.reduce(sets, axis=1), -1)
+                best = np.flatnonzero(size == np.maximum.reduce(size))
+                chosen: Mask = sets[best[left[best].argmax()]]
+                return chosen
     forced = np.arange(len(prompts)) < before
     return largest_set(standing.start, prompts, tier[rows:], forced, counts, supply.rate, standing.free)[before:]
 
@@ -175,29 +183,46 @@ def _hopeless(standing: Standing, new: Prompts, rate: float) -> bool:
     return bool((before + new.tokens > max(0.0, rate) * (own - since) + 1.0).all())
 
 
-def _together(start: float, prompts: Prompts, tier: Order, forced: int, counts: Array, supply: Supply) -> bool:
-    """Whether largest_set takes all prompts behind the first `forced`, where memory does not matter and steps are made
-    in one way: two of its cells, that of nobody and that of all, are followed."""
+@lru_cache(maxsize=MOST)
+def _sets(new: int) -> Mask:
+    """[sets, new] Nobody first, all last; where they are few every set between, the smaller ones and the first in
+    order before the others."""
+    every = product((True, False), repeat=new) if new <= FEW else ((False,) * new, (True,) * new)
+    sets: Mask = np.array(sorted(every, key=sum))
+    sets.flags.writeable = False
+    return sets
+
+
+def _followed(
+    start: float, prompts: Prompts, tier: Order, forced: int, counts: Array, supply: Supply, sets: Mask
+) -> tuple[Mask, Array]:
+    """Which sets of the prompts behind the first `forced` largest_set may take, where memory does not matter and steps
+    are made in one way, and what each leaves. Of its cells those of these sets alone are followed."""
     deadline = np.minimum(prompts.deadline, start + NEVER)
     order = deadline.argsort(kind="stable")
-    due, cost, stays, weight = deadline[order], prompts.tokens[order], order < forced, supply.weights[tier[order]]
-    tokens = np.empty((2, 1 + len(order)))  # a step's tokens of the rows before each prompt, and behind all
-    tokens[:, 0], tokens[0, 1:], tokens[1, 1:] = counts @ supply.weights, weight * stays, weight
+    due, stays, weight = deadline[order], order < forced, supply.weights[tier[order]]
+    taken = np.ones((len(sets), len(order)), dtype=bool)
+    taken[:, forced:] = sets
+    taken = taken[:, order]
+    tokens = np.empty((len(sets), 1 + len(order)))  # a step's, of the rows before each prompt, and behind all
+    tokens[:, 0], tokens[:, 1:] = counts @ supply.weights, weight * taken
     tokens = np.add.accumulate(tokens, axis=1)
     last, rows = bool(stays[-1]), float(np.add.reduce(counts)) + len(order)
-    most = float(tokens[1, -1]), rows
-    speed = supply.speed(tokens[:, :-1], counts, (float(tokens[1, -2]), rows - 1) if last else most)
-    first = int(stays.argmin())
-    if not supply.lasts(*most) or (speed[1, first + 1 :] < 0).any():
-        return False
+    most = float(tokens[-1, -1]), rows
+    speed = supply.speed(tokens[:, :-1], counts, (float(tokens[-1, -2]), rows - 1) if last else most)
     gaps = due.copy()
     gaps[0] -= start
     gaps[1:] -= due[:-1]
-    gained = np.maximum(gaps, 0.0) * speed
-    gained[0] -= cost * stays
-    gained[1] -= cost
-    nobody, left = np.add.accumulate(gained, axis=1)
-    return bool((left >= np.minimum(0.0, nobody) * stays - EASE).all())
+    left = np.add.accumulate(np.maximum(gaps, 0.0) * speed - prompts.tokens[order] * taken, axis=1)
+    late = (left < np.minimum(0.0, left[0]) * stays - EASE) & taken
+    if speed[-1, -1] < 0:  # the least: behind the first of a set its rows alone may be too many
+        late[:, 1:] |= (speed[:, 1:] < 0) & np.logical_or.accumulate(taken & ~stays, axis=1)[:, :-1]
+    possible: Mask = ~late.any(axis=1)
+    if not supply.lasts(*most):
+        before = counts + np.bincount(tier[:forced], minlength=len(counts))
+        possible &= supply.speed(tokens[:, -1], before, most) >= 0
+    possible[0] = True
+    return possible, left[:, -1]
 
 
 def tiers(tpot: Array) -> Array:
