@@ -16,6 +16,7 @@ import numpy
 
 from jaxserve.report.origin import commit
 from jaxserve.report.table import print_table
+from jaxserve.sched.counters import Counters
 from jaxserve.sched.metrics import CLASSES, GOAL, Summary, goodput_rate
 from jaxserve.sched.sim import Report
 from jaxserve.sched.sim.bounds import Bounded
@@ -173,8 +174,9 @@ def _shown(results: Results) -> Iterator[tuple[float, str, list[Report]]]:
 
 
 def _print_times(shown: Sequence[tuple[float, str, list[Report]]]) -> None:
-    """Seconds to the first token, milliseconds between tokens, shares of time computing, microseconds to decide."""
-    rows = []
+    """Seconds to the first token, milliseconds between tokens, shares of time computing, microseconds to decide; and
+    what prefix caches had, where they had anything."""
+    rows, found = [], [_cached(cell) for _, _, cell in shown]
     for rate, policy, cell in shown:
         busy = zip(*(one.busy for one in cell), strict=True)
         decisions = [one.decisions for one in cell if one.decisions is not None]
@@ -191,12 +193,20 @@ def _print_times(shown: Sequence[tuple[float, str, list[Report]]]) -> None:
             + ["/".join(f"{microseconds:.0f}" for microseconds in took)]
         )
     names = ["TTFT p50", "p95", "p99", "TPOT p50", "p99", "TBT p50", "p99", "busy", "decide"]
-    print_table(
+    title = (
         "TTFT in s, TPOT and TBT (largest gap) in ms\nbusy: % of the time, by instance; decide: processor time in µs, "
-        "p50/p99",
-        ["QPS", "policy", *names],
-        rows,
+        "p50/p99"
     )
+    if any(found):
+        names, title = [*names, "cached"], title + "; cached: % of the prompt tokens, found in a prefix cache"
+        rows = [[*row, _percent(share)] for row, share in zip(rows, found, strict=True)]
+    print_table(title, ["QPS", "policy", *names], rows)
+
+
+def _cached(reports: Sequence[Report]) -> float:
+    """Share of the prompt tokens that were looked up in a prefix cache and found."""
+    counters = Counters.total(one.counters for one in reports)
+    return counters.prefix_hits / max(1, counters.prefix_queries)
 
 
 def _mean(reports: Sequence[Report], value: Value) -> float:
@@ -247,6 +257,7 @@ def _document(settings: Mapping[str, Any], results: Results) -> dict[str, Any]:
                 "instances": list(one.instances),
                 "busy": list(one.busy),
                 "ended": one.ended,
+                "prefix_hit_rate": _cached([one]),
                 "decision_seconds": None if one.decisions is None else one.decisions._asdict(),
                 "counters": asdict(one.counters),
                 **one.summary.as_dict(),

@@ -146,6 +146,27 @@ def test_a_timeline_and_a_life_of_one_simulation(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.usefixtures("no_plots")
+@pytest.mark.parametrize("named", [[7, 8], []])
+def test_what_prefix_caches_found_is_told_where_it_was_something(
+    named: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three prompts a minute apart, of whose four blocks the first two are the same, or none."""
+    trace = tmp_path / "trace.jsonl"
+    own = {n: range(10 * n, 10 * n + 4) for n in (1, 2, 3)}
+    lines = [
+        {"timestamp": 60_000 * n, "input_length": 2048, "output_length": 2, "hash_ids": [*named, *own[n]][:4]}
+        for n in (1, 2, 3)
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for count in (1, 2, 3):
+        words = ["--workload", f"trace:{trace}", "--policy", "kairos", "--num-requests", str(count)]
+        assert main(["simulate", *words, "--out", str(tmp_path)]) == 0
+        found = json.loads((tmp_path / "results.json").read_text())["results"][0]["prefix_hit_rate"]
+        assert found == pytest.approx(0.5 * (count - 1) / count if named else 0.0)
+        assert ("cached" in capsys.readouterr().out) is (found > 0)
+
+
+@pytest.mark.usefixtures("no_plots")
 def test_flags_reach_the_simulation(tmp_path: Path) -> None:
     """Each flag changes what comes out, in the direction that it should."""
 
