@@ -121,8 +121,7 @@ class Bench:
             machine._file.close()
             outcome = replay(path.read_text(encoding="utf-8").splitlines(), perf_of)
         assert not outcome.differences, "the journal does not give its plans again"
-        steps = [(step.load, step.seconds) for step in outcome.steps]
-        return replace(found, steps=steps, move=min(outcome.moves, default=0.0))
+        return replace(found, steps=outcome.timed, move=min(outcome.moves, default=0.0))
 
 
 async def _serve(machine: Machine, arrivals: Sequence[Arrival]) -> Run:

@@ -130,8 +130,7 @@ def _journal(path: Path) -> Profile:
     if not replayed.steps:
         raise InvalidValue(f"no step of the journal {path} has ended", "profile")
     limits = next(iter(replayed.instances.values()))["limits"]
-    steps = [(step.load, step.seconds) for step in replayed.steps]
-    return Profile(steps, limits["pages"] * limits["page_size"], limits["page_size"])
+    return Profile(replayed.timed, limits["pages"] * limits["page_size"], limits["page_size"])
 
 
 def _step(row: Mapping[str, Any], where: str) -> Step:

@@ -140,6 +140,11 @@ class Replay:
     steps: list[Step] = field(default_factory=list)
     moves: list[float] = field(default_factory=list)  # seconds from a first token to the target's next plan
 
+    @property
+    def timed(self) -> list[tuple[Load, float]]:
+        """Each step's load and measured seconds, as perf.fit takes them."""
+        return [(step.load, step.seconds) for step in self.steps]
+
 
 class _Replayer:
     """New schedulers, fed record by record. Writer of the Replay it returns."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from itertools import islice
 from math import inf, log2
-from operator import attrgetter
 
 import numpy as np
 
@@ -37,8 +36,6 @@ from ..request import State
 from .dp import admitted, tier_of, tiers
 from .speculation import NEVER, WINDOW, Pace, Supply, Terms
 from .standing import idle_of, prompts_of, standing_of, terms_of
-
-_ID = attrgetter("id")
 
 
 class SlosServe:
@@ -127,11 +124,10 @@ class SlosServe:
         if self._decided == (rows, rows.members):
             return NOBODY
         promised = self._promised
-        ids = list(map(_ID, islice(rows, count)))
         if len(promised) > 64 + 4 * count:
-            promised.intersection_update(ids)
+            promised.intersection_update([one.id for one in islice(rows, count)])
         new = []
-        for row in [row for row, id in enumerate(ids) if id not in promised]:
+        for row in [row for row, one in enumerate(islice(rows, count)) if one.id not in promised]:
             request = rows[row]
             if request.state is State.WAITING and not request.generated:
                 new.append(row)

@@ -38,9 +38,8 @@ def again(replayed: Replay, seed: int = 0) -> Again:
     done = [one for one in requests if one.finish_reason in ("stop", "length") and one.key != REHEARSAL]
     if not done:
         raise InvalidValue("no request of the journal has finished", "journal")
-    steps = [(step.load, step.seconds) for step in replayed.steps]
-    fitted = fit(steps)
-    truth = to_total(fitted.coefficients, steps)
+    fitted = fit(replayed.timed)
+    truth = to_total(fitted.coefficients, replayed.timed)
     spread = min(noise(replayed, truth), 0.99)
     made = list(replayed.instances.values())
     limits = made[0]["limits"]
@@ -69,7 +68,7 @@ def again(replayed: Replay, seed: int = 0) -> Again:
 def noise(replayed: Replay, truth: Coefficients) -> float:
     """Standard deviation of log(measured / fitted). A fit to few steps may give some of them no time at all: they do
     not count."""
-    pairs = [(step.seconds, truth.step_time(step.load)) for step in replayed.steps]
+    pairs = [(seconds, truth.step_time(load)) for load, seconds in replayed.timed]
     errors = [np.log(measured / fitted) for measured, fitted in pairs if measured > 0 and fitted > 0]
     return float(np.std(errors)) if errors else 0.0
 

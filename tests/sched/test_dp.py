@@ -21,7 +21,7 @@ from jaxserve.sched.perf.model import Array, Coefficients, GeneralModel
 from jaxserve.sched.policies import dp
 from jaxserve.sched.policies.dp import admitted, largest_set, tier_of, tiers
 from jaxserve.sched.policies.fcfs import Fcfs
-from jaxserve.sched.policies.speculation import Supply, Terms
+from jaxserve.sched.policies.speculation import Terms
 from jaxserve.sched.policies.standing import Prompts, Standing
 from jaxserve.sched.policy import Limits, Role
 from jaxserve.sched.request import BEST_EFFORT, Request
@@ -159,28 +159,6 @@ def test_equals_the_recurrence_as_printed(rows: list[tuple[int, int]], capacity:
     tier = np.zeros(len(rows), dtype=np.intp)
     found = largest_set(0.0, prompts(deadline, tokens), tier, none, np.zeros(1), line(capacity, [1.0]), 1e9)
     assert int(found.sum()) == recurrence(deadline, tokens, lambda n: capacity - n)
-
-
-PROMPT = st.tuples(st.floats(0.01, 8.0), st.floats(10.0, 6000.0), st.sampled_from([0.02, 0.03, 0.05, 0.1]))
-ROW = st.tuples(st.sampled_from([0.02, 0.03, 0.05, 0.1]), st.floats(10.0, 4000.0))
-
-
-@given(st.lists(ROW, max_size=40), st.lists(PROMPT, max_size=10), st.lists(PROMPT, min_size=1, max_size=6))
-@settings(max_examples=200, deadline=None)
-def test_where_every_set_is_tried_the_answer_is_the_programmes(
-    rows: list[tuple[float, float]], under_way: list[tuple[float, ...]], new: list[tuple[float, ...]]
-) -> None:
-    def columns(some: list[tuple[float, ...]]) -> Prompts:
-        deadline, tokens, tpot = np.array(some).reshape(-1, 3).T
-        return Prompts(deadline, tokens, tpot, np.ones(len(some)))
-
-    tpot, context = np.array(rows).reshape(-1, 2).T
-    standing = Standing(0.0, tpot, context, columns(under_way), 1e9)
-    asked = columns(new), Terms(GeneralModel(Coefficients(5e-3, 5e-5, 2e-4, 1e-9, 1e-8, 1e-8)), 8192, 0.5)
-    tried = admitted(standing, *asked)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Supply, "uniform", lambda *_: False)
-        assert tried.tolist() == admitted(standing, *asked).tolist()
 
 
 def test_a_forced_prompt_that_is_late_anyway_is_not_made_later() -> None:

@@ -249,13 +249,13 @@ COMING = st.tuples(st.floats(-0.5, 12.0), st.integers(1, 6000), st.sampled_from(
 @settings(max_examples=150, deadline=None)
 @given(
     MODEL,
-    st.lists(ROW, max_size=8),
+    st.lists(ROW, max_size=40),
     st.lists(COMING, max_size=25),
-    st.lists(COMING, min_size=1, max_size=4),
+    st.lists(COMING, min_size=1, max_size=6),
     st.sampled_from([600.0, 1e6]),
     st.booleans(),
 )
-def test_two_cells_of_the_programme_say_what_all_of_them_do(
+def test_the_short_ways_through_the_programme_end_where_the_long_one_does(
     model: str,
     rows: list[tuple[float, int]],
     promised: list[tuple[float, int, float, int]],
