@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ..errors import InvalidValue
+from .buckets import NONE, Buckets
 from .model import Array, Coefficients, Load
 
 LINEAR = ("fixed", "w_moe", "prefill", "decode", "quadratic", "longest", "context", "draft")  # all but p_moe
@@ -90,13 +91,13 @@ class Fit(NamedTuple):
     steps: int
 
 
-def fit(measured: Iterable[tuple[Load, float]], p_moe: float = 0.0) -> Fit:
+def fit(measured: Iterable[tuple[Load, float]], p_moe: float = 0.0, buckets: Buckets = NONE) -> Fit:
     """Least squares of the logarithm of predicted/measured with coefficients >= 0, from (load, seconds) of single
-    steps.
+    steps, each as padded to one of `buckets`.
 
     p_moe is a fact of the model (experts per token / experts); 0 for dense ones. Raises InvalidValue without data.
     """
-    steps = [(load, seconds) for load, seconds in measured if seconds > 0]
+    steps = [(buckets.placed(load)[1], seconds) for load, seconds in measured if seconds > 0]
     if not steps:
         raise InvalidValue("no measured steps to fit", "measured")
     seconds = np.array([time for _, time in steps])
@@ -150,10 +151,12 @@ def log_error(predicted: Array, seconds: Array) -> float:
     return float(np.sum(np.log(predicted / seconds) ** 2)) if np.all(predicted > 0) else float("inf")
 
 
-def to_total(found: Coefficients, measured: Iterable[tuple[Load, float]]) -> Coefficients:
+def to_total(
+    found: Coefficients, measured: Iterable[tuple[Load, float]], buckets: Buckets = NONE
+) -> Coefficients:
     """Scaled so that all steps together take as long as they did: a fit is of the usual step, and a machine's slow
     moments are seldom and long."""
-    steps = list(measured)
+    steps = [(buckets.placed(load)[1], seconds) for load, seconds in measured]
     ratio = sum(seconds for _, seconds in steps) / sum(found.step_time(load) for load, _ in steps)
     return replace(found, **{name: ratio * getattr(found, name) for name in LINEAR})
 

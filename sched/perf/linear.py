@@ -10,21 +10,19 @@ from ..errors import InvalidValue
 from .fit import proportional
 from .model import Array, Load, whole_steps
 from .online import STEP, running_rate
+from .recursive import Recursive
 
 SCALE = np.array([1.0, 1e3, 1e5])  # tokens and contexts brought near 1, so that the filter is well conditioned
 FORGETTING = 0.99  # a step counts half after 69 others
-DAMPING = 0.05  # of what loads leave unsaid, since they hardly vary in it, an update takes a twentieth
 KNOWN = 20  # steps from which on what is known outweighs one more; an offline fit counts as so many
 
 
 class LinearModel:
     """T = a + b*(new tokens) + c*(tokens of context that new ones attend to). A PerfModel.
 
-    Least squares of the relative error with forgetting, a step at a time, corrects the three coefficients; none is
-    ever negative. It keeps the normal equations, which sums of steps cannot make indefinite, where the usual
-    recursion of the covariance loses that to rounding and diverges. Each update is a damped step towards their
-    solution: a load that never varies moves the coefficients together, and no further than it must. Once KNOWN steps
-    are, one counts as at most twice as fast or slow as predicted. Writer: the Scheduler that observes.
+    Least squares of the relative error with forgetting, a step at a time, corrects the three coefficients (see
+    Recursive). Once KNOWN steps are, one counts as at most twice as fast or slow as predicted. Writer: the Scheduler
+    that observes.
     """
 
     def __init__(
@@ -42,12 +40,9 @@ class LinearModel:
                 raise InvalidValue(f"{name}={value!r} must be 0 or more seconds", name)
         if not 0.5 <= forgetting <= 1:
             raise InvalidValue(f"{forgetting=} must be between 0.5 and 1", "forgetting")
-        self._weights = np.array([a, b, c]) * SCALE
-        self._normal = np.zeros((3, 3))
-        self._pulled = np.zeros(3)
+        self._learning = Recursive(np.array([a, b, c]) * SCALE, forgetting)
         self._known = 0
         self.version = 0
-        self._forgetting = forgetting
         self._learn = learn
         chunk = a + 8192 * b
         self._prefill_rate = prefill_rate or (8192 / chunk if chunk > 0 else float("inf"))
@@ -64,16 +59,15 @@ class LinearModel:
         seconds = np.array([time for _, time in steps])
         a, b, c = (proportional(table, seconds) / SCALE).tolist()
         model = cls(a, b, c, forgetting=forgetting, learn=learn)
-        rows = table / (table @ model._weights)[:, None] * np.sqrt(min(1.0, KNOWN / len(steps)))
-        model._normal = rows.T @ rows
-        model._pulled = model._normal @ model._weights
+        predicted = table @ model._learning.weights
+        model._learning.know(table / predicted[:, None] * np.sqrt(min(1.0, KNOWN / len(steps))))
         model._known = min(KNOWN, len(steps))
         return model
 
     @property
     def coefficients(self) -> tuple[float, float, float]:
         """(a, b, c): seconds, seconds per new token, seconds per token of context."""
-        a, b, c = (self._weights / SCALE).tolist()
+        a, b, c = (self._learning.weights / SCALE).tolist()
         return a, b, c
 
     @property
@@ -112,15 +106,7 @@ class LinearModel:
         if self._known >= KNOWN and predicted > 0:
             scale, seconds = predicted, min(max(seconds, predicted / STEP), predicted * STEP)
         self._known += 1
-        self._update(np.array(_row(load)) / scale, seconds / scale)
-
-    def _update(self, row: Array, target: float) -> None:
-        self._normal = self._forgetting * self._normal + np.outer(row, row)
-        self._pulled = self._forgetting * self._pulled + row * target
-        own = np.diag(self._normal)
-        damped = self._normal + np.diag(np.where(own > 0, DAMPING * own, 1.0))
-        move = np.linalg.solve(damped, self._pulled - self._normal @ self._weights)
-        self._weights = np.maximum(self._weights + move, 0.0)
+        self._learning.update(np.array(_row(load)) / scale, seconds / scale)
 
 
 def _row(load: Load) -> tuple[float, float, float]:

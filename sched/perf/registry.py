@@ -8,14 +8,16 @@ from typing import Literal, get_args
 import numpy as np
 
 from ..errors import InvalidValue
+from .buckets import NONE, Buckets, Padded
 from .fit import fit
+from .learned import LearnedModel
 from .linear import LinearModel
-from .model import Coefficients, Corrected, GeneralModel, Load, PerfModel
+from .model import Coefficients, Corrected, Form, GeneralModel, Load, PerfModel
 from .poly import Polynomial
 from .roofline import Roofline
-from .table import TableModel
+from .table import BATCHES, LENGTHS, TableModel
 
-Perf = Literal["general", "exact", "table", "table:ewma", "linear", "roofline", "roofline:published", "poly"]
+Perf = Literal["learned", "general", "exact", "table", "table:ewma", "linear", "roofline", "roofline:published", "poly"]
 KINDS: tuple[Perf, ...] = get_args(Perf)
 Step = tuple[Load, float]  # and its seconds
 EWMA = 0.05  # weight of a step in a table that forgets
@@ -28,27 +30,54 @@ def make(
     points: Iterable[Step] | None = None,
     p_moe: float = 0.0,
     seed: int = 0,
+    buckets: Buckets = NONE,
+    loads: Iterable[Load] | None = None,
 ) -> PerfModel:
     """The model named `kind`, of devices whose true one is known, or fitted to measured `points` (one of the two).
 
-    general: the general form, corrected online; exact: never corrected; table: Kairos's lookup table with its
-    historical mean; table:ewma: with a moving average; linear: FairBatching's line, recalibrated; roofline: SLOs-
-    Serve's, with a term of context; roofline:published: without; poly: FlowPrefill's. p_moe: share of the experts
-    that a token uses, for points. seed: of the steps that are profiled where the truth is known.
+    learned: the general form of padded loads, learned from every step; general: the general form, corrected online by
+    one ratio; exact: never corrected; table: Kairos's lookup table with its historical mean; table:ewma: with a moving
+    average; linear: FairBatching's line, recalibrated; roofline: SLOs-Serve's, with a term of context;
+    roofline:published: without; poly: FlowPrefill's. p_moe: share of the experts that a token uses, for points. seed:
+    of the steps that are profiled where the truth is known, or those of `loads`. buckets: what the devices pad steps
+    to; learned, general and exact know them, the papers' forms do not.
 
     Raises InvalidValue for an unknown name, and where points cannot tell.
     """
-    if kind not in KINDS:
-        raise InvalidValue(f"perf={kind!r} must be one of {', '.join(KINDS)}", "perf")
+    check(kind)
     if (truth is None) == (points is None):
         raise InvalidValue("a step-time model is made from its true coefficients or from measured points", "points")
     name, _, option = kind.partition(":")
-    if name == "table":
-        return _table(truth, list(points or ()), EWMA if option else None)
     if name in ("general", "exact"):
-        return GeneralModel(truth or fit(points or (), p_moe).coefficients, correct=name == "general")
-    steps = list(points or ()) if truth is None else [(load, truth.step_time(load)) for load in samples(truth, seed)]
-    return _FITTED[kind](steps)
+        return _general(truth or fit(points or (), p_moe, buckets).coefficients, buckets, correct=name == "general")
+    if points is None:
+        assert truth is not None
+        form = _padded(truth, buckets)
+        if name == "table":
+            return TableModel.profiled(_general(truth, buckets), ewma=EWMA if option else None)
+        points = [(load, form.step_time(load)) for load in (samples(truth, seed) if loads is None else loads)]
+        p_moe = truth.p_moe
+    if name == "table":
+        return _table(list(points), EWMA if option else None)
+    if name == "learned":
+        return LearnedModel(points, buckets, p_moe=p_moe)
+    return _FITTED[kind](list(points))
+
+
+def check(kind: str) -> None:
+    """Raise InvalidValue for an unknown name."""
+    if kind not in KINDS:
+        raise InvalidValue(f"perf={kind!r} must be one of {', '.join(KINDS)}", "perf")
+
+
+def _padded(truth: Coefficients, buckets: Buckets) -> Form:
+    return truth if buckets == NONE else Padded(truth, buckets)
+
+
+def _general(truth: Coefficients, buckets: Buckets, *, correct: bool = True) -> PerfModel:
+    if buckets == NONE:
+        return GeneralModel(truth, correct=correct)
+    return Corrected(_padded(truth, buckets), correct=correct)
 
 
 _FITTED: dict[str, Callable[[Sequence[Step]], PerfModel]] = {
@@ -59,14 +88,19 @@ _FITTED: dict[str, Callable[[Sequence[Step]], PerfModel]] = {
 }
 
 
-def _table(truth: Coefficients | None, points: list[Step], ewma: float | None) -> TableModel:
-    if truth is not None:
-        return TableModel.profiled(GeneralModel(truth), ewma=ewma)
+def _table(points: list[Step], ewma: float | None) -> TableModel:
+    """With the measured sizes among its entries."""
     chunks = [(load.prefill, seconds) for load, seconds in points if load.prefill and not load.decode and seconds > 0]
-    rows = [(load.decode, load.longest, s) for load, s in points if load.decode and not load.prefill and s > 0]
+    rows = [
+        (load.decode, load.longest, seconds)
+        for load, seconds in points
+        if load.decode and not load.prefill and not load.drafts and seconds > 0
+    ]
     if not chunks or not rows:
         raise InvalidValue("a table needs measured steps of prompt tokens alone and of decode rows alone", "points")
-    table = TableModel(prefill_rate=sum(k for k, _ in chunks) / sum(s for _, s in chunks), ewma=ewma)
+    batches = sorted({*BATCHES, *(row[0] for row in rows)})
+    lengths = sorted({*LENGTHS, *(row[1] for row in rows if row[1] > 0)})
+    table = TableModel(batches, lengths, prefill_rate=max(k / s for k, s in chunks), ewma=ewma)
     table.add(rows)
     return table
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from ..boundary import Boundary
 from ..errors import InvalidValue
+from ..perf.buckets import NONE, Buckets
 from ..perf.derive import Derived
 from ..perf.fit import Point, solve
 from ..perf.model import Coefficients
@@ -38,7 +39,7 @@ class Latency:
 
     Step times come from `points` and `assumed`, from `coefficients`, or are `derived` from data sheets. Times in
     seconds, bandwidth in bytes/s. kv_tokens: what the KV pool holds. chunk: tokens in the chunks of the published
-    prefill points. noise: standard deviation of a step's lognormal factor.
+    prefill points. noise: standard deviation of a step's lognormal factor. buckets: what the engine pads its steps to.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Latency:
     layers: int = 1
     operators: int = 5  # of a layer: qkv, attention, output, gate-up, down
     noise: float = 0.0
+    buckets: Buckets = NONE
 
     def __post_init__(self) -> None:
         for name in ("kv_tokens", "page_size", "chunk", "layers", "operators", "tensor_parallel"):

@@ -17,6 +17,7 @@ from ..forecasts import Accuracy
 from ..log import Log, no_log
 from ..metrics import FINISHED, Measured, Spread, Summary, measure, spread, stage_allowance, summarize
 from ..params import SamplingParams
+from ..perf.buckets import Padded
 from ..policy import Decision, Limits, Policy, Role, View
 from ..request import Request
 from ..scheduler import Scheduler
@@ -183,6 +184,7 @@ class _Simulation:
             check_roles(roles)
         self._device = options.device(latency)
         self._truth = latency.solve()
+        self._buckets = latency.buckets
         self._seed = seed
         self._options = options
         self._progress = progress
@@ -248,7 +250,14 @@ class _Simulation:
             log = self._recorder.instance(name, limits, loop, log)
         scheduler = Scheduler(
             self._new_policy(),
-            perf_model(options.perf, self._truth, self._seed, options.prediction_error),
+            perf_model(
+                options.perf,
+                self._truth,
+                self._seed,
+                options.prediction_error,
+                limits=limits,
+                buckets=self._buckets,
+            ),
             limits,
             role,
             prefix_caching=self._caching,
@@ -257,7 +266,7 @@ class _Simulation:
         if self._recorder is not None:
             self._recorder.attach(name, scheduler)
         executor = SimExecutor(
-            self._truth, self._device, self._outputs, loop, thoughts=self._thoughts, seed=(self._seed, index)
+            Padded(self._truth, self._buckets), self._device, self._outputs, loop, thoughts=self._thoughts, seed=(self._seed, index)
         )
         return Instance(name, scheduler, executor)
 

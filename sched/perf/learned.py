@@ -1,0 +1,110 @@
+"""The default step-time model: the general form of padded loads, fitted to a profile and learned from every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from ..errors import InvalidValue
+from .buckets import NONE, Buckets, Padded
+from .fit import LINEAR, proportional, row
+from .model import Array, Coefficients, Load
+from .online import BOUND, STEP, running_rate
+from .recursive import Recursive
+
+FORGETTING = 0.98  # a step counts half after 34 others
+ANCHOR = 10.0  # steps that the whole profile counts as, for good
+WEIGHT = 0.2  # of one step in the factor of its program
+SCALE = np.array([1.0, 1.0, 1e3, 10.0, 1e6, 1e4, 1e5, 1.0])  # brings the terms of LINEAR near 1, for conditioning
+
+
+class LearnedModel:
+    """T = factor(program) * general form(padded load), see Buckets and Coefficients. A PerfModel.
+
+    The coefficients are fitted to `points` and corrected by recursive least squares with forgetting, from steps of
+    every kind; the points stay in with the weight of ANCHOR steps, so that what serving does not show is kept. The
+    factor of a program is a moving average of measured/fitted: programs of one form may differ in speed. No step
+    counts as more than STEP times faster or slower than predicted: a pause is no trend. Writer: the Scheduler that
+    observes steps.
+
+    points: measured (load, seconds). p_moe: share of the experts that a token uses. coefficients: fitted before;
+    where they are given and points are not, SAMPLED loads by them are the anchor. Raises InvalidValue without either.
+    """
+
+    def __init__(
+        self,
+        points: Iterable[tuple[Load, float]] = (),
+        buckets: Buckets = NONE,
+        *,
+        p_moe: float = 0.0,
+        coefficients: Coefficients | None = None,
+        chunk: int = 8192,
+    ) -> None:
+        steps = [(load, seconds) for load, seconds in points if seconds > 0]
+        if not steps and coefficients is None:
+            raise InvalidValue("no measured steps to fit", "points")
+        self._buckets = buckets
+        self._p_moe = p_moe if coefficients is None else coefficients.p_moe
+        placed = [buckets.placed(load) for load, _ in steps]
+        seconds = np.array([time for _, time in steps])
+        table = np.array([self._row(load) for _, load in placed]).reshape(len(steps), len(SCALE))
+        if coefficients is None:
+            weights = proportional(table, seconds)
+        else:
+            weights = np.array([getattr(coefficients, name) for name in LINEAR]) * SCALE
+        self._learning = Recursive(weights, FORGETTING, table / seconds[:, None], ANCHOR)
+        self._factors = [1.0] * buckets.programs
+        self.version = 0
+        for (program, load), time in zip(placed, seconds.tolist(), strict=True):
+            self._correct(program, time / max(float(np.dot(self._row(load), weights)), 1e-12), 0.5)
+        self._form = self._formed()
+        first = self.step_time(Load().add_chunk(chunk, 0))
+        self._prefill_rate = chunk / first if first > 0 else float("inf")
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """As learned so far, without the factors of programs."""
+        return self._form.coefficients
+
+    @property
+    def prefill_rate(self) -> float:
+        return self._prefill_rate
+
+    def step_time(self, load: Load) -> float:
+        return self._form.step_time(load)
+
+    def decode_times(self, rows: Array, longest: Array, context: Array) -> Array:
+        return self._form.decode_times(rows, longest, context)
+
+    def prefill_times(self, tokens: Array, context: Array, chunk: int) -> Array:
+        return self._form.prefill_times(tokens, context, chunk)
+
+    def observe(self, load: Load, seconds: float) -> None:
+        predicted = self._form.step_time(load)
+        if not 0 < seconds < float("inf") or not predicted > 0:
+            return
+        self.version += 1
+        if load.prefill and not load.decode:
+            self._prefill_rate = running_rate(self._prefill_rate, load.prefill, seconds)
+        seconds = min(max(seconds, predicted / STEP), predicted * STEP)
+        program, padded = self._buckets.placed(load)
+        terms = self._row(padded)
+        scale = predicted / self._factors[program]
+        self._learning.update(terms / scale, seconds / predicted)
+        fitted = float(terms @ self._learning.weights)
+        if fitted > 0:
+            self._correct(program, seconds / fitted, WEIGHT)
+        self._form = self._formed()
+
+    def _row(self, load: Load) -> Array:
+        return np.array(row(load, self._p_moe)) / SCALE
+
+    def _correct(self, program: int, seen: float, weight: float) -> None:
+        moved = self._factors[program] + weight * (seen - self._factors[program])
+        self._factors[program] = min(max(moved, 1 / BOUND), BOUND)
+
+    def _formed(self) -> Padded:
+        values = (self._learning.weights / SCALE).tolist()
+        made = Coefficients(**dict(zip(LINEAR, values, strict=True)), p_moe=self._p_moe)
+        return Padded(made, self._buckets, tuple(self._factors))

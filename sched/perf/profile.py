@@ -1,0 +1,171 @@
+"""Steps to measure before serving: decode by rows and context, prompt chunks by size and prefix, and both together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, zip_longest
+from statistics import median
+from typing import NamedTuple
+
+from ..executor import Executor
+from ..params import SamplingParams
+from ..plan import Begin, Span, StepPlan, StepResult
+from ..policies.drafting import lengths_of
+from ..policy import Limits
+from .buckets import Buckets
+from .fit import kind
+from .model import Load
+
+Point = tuple[Load, float]  # and its seconds
+Progress = Callable[[float, float], None]  # seconds spent, seconds there are
+RUNS = 5  # most of each step, where time allows
+SIZES = 5  # decode and mixed sizes that are measured where nothing is padded
+FIRST = 4  # probes that are measured however long they take: a step of each kind, the smallest of its kind
+
+
+class Row(NamedTuple):
+    """A request's part of a probe: `length` new tokens after `start` computed ones."""
+
+    start: int
+    length: int
+    draft: int = 0
+
+
+class Probe(NamedTuple):
+    """A step to measure."""
+
+    rows: tuple[Row, ...]
+    decode: int  # how many of them decode: the first
+
+    @property
+    def load(self) -> Load:
+        load = Load()
+        for row in self.rows[: self.decode]:
+            load = load.add_rows(row.length, row.start, row.start)._replace(drafts=row.draft)
+        for row in self.rows[self.decode :]:
+            load = load.add_chunk(row.length, row.start)
+        return load
+
+
+def probes(limits: Limits, max_model_len: int, buckets: Buckets) -> list[Probe]:
+    """Steps to measure, the most telling first: after any number of them each kind has its share.
+
+    Each compiled size (or SIZES sizes where there are none) is measured, at short and at long contexts.
+    """
+    room = limits.pages * limits.page_size
+    longest = min(max_model_len, room) - 1
+    decode, mixed = _sizes(buckets.decode, limits.rows), _sizes(buckets.mixed, limits.tokens)
+    tokens = [size for size in mixed if size < longest] or [max(1, longest - 1)]
+    kinds = [
+        [_decode(rows, share, longest, limits) for rows, share in _spread(decode)],
+        [_chunk(0, size, share, longest, limits) for size, share in _spread(tokens)],
+        [_chunk(max(1, size // 8), size, share, longest, limits) for size, share in _spread(tokens) if size > 1],
+        list(_drafting(limits, max_model_len)),
+    ]
+    mixture = chain.from_iterable(zip_longest(*kinds))
+    return list(dict.fromkeys(probe for probe in mixture if probe is not None))
+
+
+def _sizes(compiled: Sequence[int], most: int) -> list[int]:
+    """The compiled sizes within the limit, or some from 1 (64 tokens) up to it, each a multiple of the one before."""
+    if compiled:
+        return [size for size in compiled if size < most] + [most]
+    first = 1 if most <= 256 else 64
+    factor = max(2.0, (most / first) ** (1 / (SIZES - 1)))
+    return sorted({min(most, round(first * factor**step)) for step in range(SIZES)})
+
+
+def _spread(sizes: Sequence[int]) -> list[tuple[int, float]]:
+    """(size, share of the longest context): the ends of both first, then what lies between."""
+    first = [(sizes[0], 0.0), (sizes[-1], 1.0), (sizes[-1], 0.0), *((size, 0.5) for size in reversed(sizes[1:-1]))]
+    rest = [(size, share) for share in (1.0, 0.0, 0.5) for size in sizes]
+    return list(dict.fromkeys(first + rest))
+
+
+def _decode(rows: int, share: float, longest: int, limits: Limits) -> Probe:
+    """Rows of one context, as long as the pool allows where the share is large."""
+    own = (limits.pages // rows) * limits.page_size - 1
+    context = max(1, min(64 + int(share * longest), longest, own))
+    return Probe((Row(context, 1),) * rows, rows)
+
+
+def _chunk(rows: int, tokens: int, share: float, longest: int, limits: Limits) -> Probe | None:
+    """A chunk that fills a step of so many tokens beside decoding rows, after a prefix."""
+    rows = min(rows, limits.rows - 1)
+    size = tokens - rows
+    prefix = int(share * max(0, longest - size)) // limits.page_size * limits.page_size
+    pages = limits.pages - -(-(prefix + size) // limits.page_size)
+    if size < 1 or prefix + size > longest or (rows and pages < rows):
+        return None
+    context = min(64 + int(share * longest / 2), longest, pages // rows * limits.page_size - 1) if rows else 0
+    if rows and context < 1:
+        return None
+    return Probe(((Row(context, 1),) * rows) + (Row(prefix, size),), rows)
+
+
+def _drafting(limits: Limits, max_model_len: int) -> Iterator[Probe]:
+    """Rows that draft as much as they may, and one token: what lies between is interpolated, and learned."""
+    position = min(64, max_model_len - 1 - limits.draft)
+    pages = (position + limits.draft) // limits.page_size + 1
+    for draft in lengths_of(limits.draft) if limits.draft and position > 0 else ():
+        for rows in sorted({1, min(8, limits.rows), limits.rows}):
+            if rows * (1 + draft) <= limits.tokens and rows * pages <= limits.pages:
+                yield Probe((Row(position, 1 + draft, draft),) * rows, rows)
+
+
+def spans(probe: Probe, limits: Limits) -> tuple[Span, ...]:
+    """The spans of a probe over an empty pool: what they write is garbage in pages that no request holds."""
+    made, page = [], 0
+    for slot, (start, length, draft) in enumerate(probe.rows):
+        pages = range(page, page + (start + length - 1) // limits.page_size + 1)
+        page = pages.stop
+        begin = Begin(SamplingParams(temperature=0.0), 0, (), (), start + length, ())
+        tokens = (0,) * (length - draft)
+        made.append(Span(-1 - slot, slot, start, length, tuple(pages), tokens, draft, True, begin))
+    return tuple(made)
+
+
+async def measure(
+    executor: Executor,
+    limits: Limits,
+    max_model_len: int,
+    buckets: Buckets,
+    seconds: float,
+    *,
+    runs: int = RUNS,
+    progress: Progress | None = None,
+) -> list[Point]:
+    """(load, median seconds) of as many probes as `seconds` allow: each once, then again, up to `runs` times.
+
+    The first FIRST are measured even if that takes longer. A probe that is expected to take more than what is left is
+    passed over, so that no large chunk keeps decode and mixed steps from being measured.
+    """
+    todo = probes(limits, max_model_len, buckets)
+    times: dict[int, list[float]] = {}
+    rates: dict[str, float] = {}  # largest seconds per padded token so far, by kind of step
+    began, step = executor.now(), 0
+    for turn in range(runs):
+        for index, probe in enumerate(todo):
+            spent, load = executor.now() - began, probe.load
+            padded = buckets.placed(load)[1].tokens
+            if progress is not None:
+                progress(min(spent, seconds), seconds)
+            must = turn == 0 and index < FIRST
+            if not must and spent + padded * rates.get(kind(load), 0.0) > seconds:
+                continue
+            for counted in (turn > 0, True):
+                step -= 1
+                result = await executor.submit(StepPlan(step, spans(probe, limits)))
+                assert isinstance(result, StepResult)
+                took = result.finished - result.started
+                if counted or took > seconds / 50:  # where steps are long, the first run of one counts
+                    times.setdefault(index, []).append(took)
+                    break
+            rates[kind(load)] = max(rates.get(kind(load), 0.0), took / padded)
+    executor.release(sorted({slot for probe in todo for slot in range(len(probe.rows))}))
+    return [(todo[index].load, median(found)) for index, found in sorted(times.items())]
+
+
+def priced(loads: Iterable[Load], step_time: Callable[[Load], float]) -> list[Point]:
+    """Points as a profile of a device whose step times are known."""
+    return [(load, step_time(load)) for load in loads]

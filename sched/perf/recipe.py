@@ -1,0 +1,61 @@
+"""How the step-time model of a scheduler is made, as plain data: a server writes it to its journal, a replay reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..errors import InvalidValue
+from .buckets import NONE, Buckets
+from .drafted import Drafted
+from .learned import LearnedModel
+from .model import Coefficients, Load, PerfModel
+from .registry import Perf, Step, make
+
+DEFAULT: Perf = "learned"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One of the forms of perf.make, fitted to points; or the general form from coefficients that are known, learned.
+
+    points: measured (load, seconds). coefficients: of a latency preset; the points may then be none. buckets: what the
+    engine pads steps to. p_moe: share of the experts that a token uses. drafts: rows may draft and verify tokens.
+    """
+
+    kind: str = DEFAULT
+    points: tuple[Step, ...] = ()
+    coefficients: Coefficients | None = None
+    buckets: Buckets = NONE
+    p_moe: float = 0.0
+    drafts: bool = False
+
+    def make(self) -> PerfModel:
+        """A new model. Raises InvalidValue where the points cannot tell."""
+        plain = [step for step in self.points if not step[0].drafts]
+        made: PerfModel
+        if self.coefficients is not None:
+            made = LearnedModel(plain, self.buckets, coefficients=self.coefficients)
+        else:
+            made = make(self.kind, points=plain, p_moe=self.p_moe, buckets=self.buckets)
+        return Drafted(made, self.points) if self.drafts else made
+
+    def record(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return asdict(self) | {"points": self.points}
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Recipe:
+        """From `record`. Raises InvalidValue for one of another version."""
+        try:
+            fields = dict(record)
+            known = fields.pop("coefficients")
+            return cls(
+                points=tuple((Load(*load), seconds) for load, seconds in fields.pop("points")),
+                coefficients=None if known is None else Coefficients(**known),
+                buckets=Buckets.of(fields.pop("buckets")),
+                **fields,
+            )
+        except (KeyError, TypeError) as error:
+            raise InvalidValue(f"step-time model {dict(record)!r} is of another version: {error}", "perf") from None
