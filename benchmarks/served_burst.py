@@ -94,7 +94,7 @@ class Bench:
 
     @property
     def points(self) -> list[tuple[Load, float]]:
-        return self._machine._points
+        return list(self._machine.recipe.points)
 
     @property
     def pages(self) -> int:
@@ -103,7 +103,9 @@ class Bench:
     def profile(self) -> None:
         """Measure steps anew: the machine may have been busy with something else before."""
         one = self._machine
-        one._points = profile.measured(one.executors[0], one._limits, one.info.max_model_len)
+        buckets, seconds = one.recipe.buckets, profile.default_seconds("cpu")
+        points = profile.measured(one.executors[0], one._limits, one.info.max_model_len, buckets, seconds)
+        one.recipe = replace(one.recipe, points=tuple(points))
 
     def serve(self, system: System, arrivals: Sequence[Arrival]) -> Run:
         """Every arrival at its time."""
@@ -115,7 +117,7 @@ class Bench:
             )  # fmt: skip
             one = self._machine
             limits = replace(one._limits, preemptible=system.preempts and one._limits.preemptible)
-            machine = Machine(config, one._mesh, one.executors, limits, one._points, one.info)
+            machine = Machine(config, one._mesh, one.executors, limits, one.recipe, one.info)
             found = asyncio.run(_serve(machine, arrivals))
             assert machine._file is not None
             machine._file.close()

@@ -14,7 +14,9 @@ from jaxserve import speculative
 from jaxserve.errors import InvalidValue
 from jaxserve.sched import admission, placement, policies
 from jaxserve.sched.boundary import Boundary
+from jaxserve.sched.perf import KINDS
 from jaxserve.sched.request import BEST_EFFORT, STANDARD
+from jaxserve.sched.sim.latency import Latency
 from jaxserve.sched.slo import NO_SLO, SLO
 from jaxserve.speculative import Speculative
 from jaxserve.yamlio import convert, load_fields, load_yaml, nearest, parse_yaml, size
@@ -142,6 +144,15 @@ class ServeConfig:
         "none", "scheduling", "Whether to admit what cannot be on time: none (everything), pab, dp. Others become best "
         "effort, or with :refuse are answered with 429.", metavar="NAME",
     )  # fmt: skip
+    perf: str = flag(
+        "learned", "scheduling", "Step-time model: learned (the general form, fitted at start and corrected by every "
+        "step), general, exact, table, table:ewma, linear, roofline, roofline:published, poly, or a latency preset: a "
+        "file that `jaxserve profile` or `jaxserve fit` wrote, or a name in configs/latency.", metavar="NAME|FILE",
+    )  # fmt: skip
+    profile_time: float | None = flag(
+        None, "scheduling", "Longest time to measure steps at the first start; later starts use what is kept beside "
+        "the compiled programs. Default: 5s on accelerators, 10s on CPU.", metavar="TIME",
+    )  # fmt: skip
     ttft_slo: float = flag(
         8.0, "scheduling", "Time to first token that a request is promised unless it brings its own: 8s, 500ms.",
         metavar="TIME",
@@ -238,6 +249,7 @@ class ServeConfig:
             ("kv_cache_memory", 1, None),
             ("max_body_size", 1, None),
             ("drain_timeout", 0, None),
+            ("profile_time", 0.01, None),
             ("port", 0, 65535),
             ("gpu_memory_utilization", 0.01, 1),
         ):
@@ -272,6 +284,7 @@ class ServeConfig:
         """Mistyped names and options are told before anything is loaded."""
         policies.make(self.policy)
         placement.make(policies.placement(self.policy, self.placement), admission.make(self.admission))
+        _ = self.perf_preset
 
     def _check_mesh(self) -> None:
         if self.mesh is not None:
@@ -329,6 +342,22 @@ class ServeConfig:
     def slo(self) -> SLO:
         """What a request is promised that brings no SLO of its own."""
         return SLO(self.ttft_slo, self.tpot_slo)
+
+    @cached_property
+    def perf_preset(self) -> Latency | None:
+        """The latency preset that `perf` names; None where it names a form. Raises InvalidValue for neither."""
+        if self.perf in KINDS:
+            return None
+        path = Path(self.perf)
+        if path.suffix not in (".yaml", ".yml"):
+            folder = Path(__file__).parent / "presets" / "latency"
+            path = folder / f"{self.perf}.yaml"
+            if not path.is_file():
+                known = (*KINDS, *sorted(one.stem for one in folder.glob("*.yaml")))
+                raise InvalidValue(f"perf={self.perf!r} is unknown: {nearest(self.perf, known)}", "perf")
+        elif not path.is_file():
+            raise InvalidValue(f"perf={self.perf!r} does not exist: `jaxserve profile --out FILE` writes one", "perf")
+        return load_yaml(path, Latency)
 
     def rows(self, platform: str) -> int:
         """`max_num_seqs`, or the platform's default."""

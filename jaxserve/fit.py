@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +15,11 @@ import yaml
 
 from jaxserve.errors import InvalidValue
 from jaxserve.report.table import print_table
+from jaxserve.sched.perf.buckets import NONE, Padded
 from jaxserve.sched.perf.compare import Score, compare
 from jaxserve.sched.perf.fit import Fit, fit, to_total
 from jaxserve.sched.perf.model import Load
+from jaxserve.sched.perf.recipe import Recipe
 from jaxserve.sched.perf.registry import KINDS, Step
 from jaxserve.yamlio import nearest
 
@@ -26,6 +28,7 @@ EPILOG = """examples:
   jaxserve serve --journal run.jsonl                  # serve something, then
   jaxserve fit run.jsonl --out mine.yaml              # a table of errors here, and what the simulator needs
   jaxserve simulate --latency mine.yaml --qps 2,3,4
+  jaxserve serve --perf mine.yaml                     # no profile at start: predict by it from the first step on
   jaxserve fit profile.csv --p-moe 0.03125 --out mine.yaml --kv-tokens 1000000 --kv-bytes-per-token 253952
 
 PROFILE is a journal, or a CSV or JSONL file with one step a row: `seconds`, and of what it computed
@@ -40,11 +43,12 @@ PAGE_SIZE = 64  # tokens, where nothing says otherwise
 
 
 class Profile(NamedTuple):
-    """Measured steps in order, and the pool they ran on where the file tells."""
+    """Measured steps in order, and the pool and the engine they ran on where the file tells."""
 
     steps: list[Step]
     kv_tokens: int | None = None
     page_size: int | None = None
+    recipe: Recipe = Recipe()  # noqa: RUF009: frozen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,8 +70,9 @@ def main(args: argparse.Namespace) -> int:
     if not 0 <= args.p_moe <= 1:
         raise InvalidValue(f"p-moe={args.p_moe!r} must be between 0 and 1", "p_moe")
     profile = read(args.profile)
-    scores = compare(profile.steps, [name for name in KINDS if name != "exact"], p_moe=args.p_moe)
-    made = fit(profile.steps, args.p_moe)
+    p_moe, buckets = args.p_moe or profile.recipe.p_moe, profile.recipe.buckets
+    scores = compare(profile.steps, [name for name in KINDS if name != "exact"], p_moe=p_moe, buckets=buckets)
+    made = fit(profile.steps, p_moe, buckets)
     print_table(
         f"{args.profile}: {made.steps} steps; error in % of the measured time",
         ["model", "MAPE", "prefill", "decode", "mixed", "median", "worst", "online"],
@@ -129,8 +134,9 @@ def _journal(path: Path) -> Profile:
         replayed = replay(lines, perf_of)
     if not replayed.steps:
         raise InvalidValue(f"no step of the journal {path} has ended", "profile")
-    limits = next(iter(replayed.instances.values()))["limits"]
-    return Profile(replayed.timed, limits["pages"] * limits["page_size"], limits["page_size"])
+    first = next(iter(replayed.instances.values()))
+    limits = first["limits"]
+    return Profile(replayed.timed, limits["pages"] * limits["page_size"], limits["page_size"], Recipe.of(first["perf"]))
 
 
 def _step(row: Mapping[str, Any], where: str) -> Step:
@@ -180,23 +186,37 @@ def _preset(args: argparse.Namespace, profile: Profile, made: Fit) -> str:
     tokens = args.kv_tokens or profile.kv_tokens
     if tokens is None:
         raise InvalidValue("kv-tokens is not in a profile: say --kv-tokens N, what the KV pool holds", "kv_tokens")
-    truth = to_total(made.coefficients, profile.steps)
-    errors = [np.log(seconds / truth.step_time(load)) for load, seconds in profile.steps]
-    fields = {
-        "name": args.out.stem,
-        "tensor_parallel": args.tensor_parallel,
-        "coefficients": asdict(truth),
-        "noise": round(min(float(np.std(errors)), 0.99), 4),
-        "kv_bytes_per_token": args.kv_bytes_per_token,
-        "kv_tokens": tokens,
-        "page_size": args.page_size or profile.page_size or PAGE_SIZE,
-        "layers": args.layers,
-    }
+    return preset_text(
+        args.out.stem,
+        profile.steps,
+        made,
+        profile.recipe,
+        source=args.profile.name,
+        tensor_parallel=args.tensor_parallel,
+        kv_bytes_per_token=args.kv_bytes_per_token,
+        kv_tokens=tokens,
+        page_size=args.page_size or profile.page_size or PAGE_SIZE,
+        layers=args.layers,
+    )
+
+
+def preset_text(name: str, steps: Sequence[Step], made: Fit, recipe: Recipe, *, source: str, **fields: int) -> str:
+    """A latency preset as YAML: the fit, scaled to all steps together, and `fields` of Latency."""
+    truth = to_total(made.coefficients, steps, recipe.buckets)
+    form = Padded(truth, recipe.buckets)
+    errors = [np.log(seconds / form.step_time(load)) for load, seconds in steps]
+    whole: dict[str, Any] = {"name": name, "coefficients": asdict(truth)}
+    whole["noise"] = round(min(float(np.std(errors)), 0.99), 4)
+    whole |= fields
+    if recipe.buckets != NONE:
+        whole["buckets"] = {key: list(sizes) for key, sizes in asdict(recipe.buckets).items()}
+    if recipe.model or recipe.device:
+        whole["measured_on"] = {"model": recipe.model, "device": recipe.device}
     kinds = ", ".join(f"{kind} {error:.1%}" for kind, error in made.by_kind.items())
     head = [
-        f"# MEASURED: the coefficients, from {made.steps} steps of {args.profile.name}.",
+        f"# MEASURED: the coefficients, from {made.steps} steps of {source}.",
         f"# Fitted to the usual step, off by {made.mape:.1%} on average ({kinds}), {made.worst:.0%} at worst;",
         "# then scaled to the time that all steps took together. noise is what they leave.",
         "# ASSUMED: the link, which a profile says nothing about, and what the command line gave.",
     ]
-    return "\n".join([*head, yaml.safe_dump(fields, sort_keys=False)])
+    return "\n".join([*head, yaml.safe_dump(whole, sort_keys=False)])

@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxserve.engine import profile
 from jaxserve.report.table import print_table
 from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.journal import Replay, replay
-from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load, PerfModel
-from jaxserve.sched.policy import Limits
+from jaxserve.sched.perf.model import PerfModel
+from jaxserve.sched.perf.recipe import Recipe
 from jaxserve.sched.sim.again import again, rows
 
 SUMMARY = "Feed a journal back: every plan must come out again; then simulate the same load."
@@ -34,12 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def perf_of(record: Mapping[str, Any]) -> PerfModel:
     """The step-time model that a journal's `instance` record describes."""
-    if record["model"] == "profile":
-        points = [(Load(*load), seconds) for load, seconds in record["points"]]
-        return profile.model(points, Limits(**record["limits"]), record["max_model_len"])
-    if record["model"] == "general":
-        return GeneralModel(Coefficients(**record["coefficients"]))
-    raise InvalidValue(f"step-time model {record['model']!r} of the journal must be 'profile' or 'general'")
+    return Recipe.of(record).make()
 
 
 def main(args: argparse.Namespace) -> int:

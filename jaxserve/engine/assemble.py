@@ -6,9 +6,9 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import jax
 
@@ -19,17 +19,21 @@ from jaxserve.engine.executor import JaxExecutor
 from jaxserve.engine.info import EngineInfo, InstanceInfo
 from jaxserve.engine.mesh import MeshPlan, plan_of, sub_meshes
 from jaxserve.engine.warmup import CompileCounter, Progress, compile_counter
+from jaxserve.errors import InvalidValue
 from jaxserve.models.hub import resolve_model
 from jaxserve.models.registry import load_spec
-from jaxserve.models.spec import ModelSpec
 from jaxserve.models.thinking import end_thinking
 from jaxserve.sched import admission, placement, policies
 from jaxserve.sched.cluster import Cluster, Instance
 from jaxserve.sched.journal import Journal
 from jaxserve.sched.log import Log, no_log
+from jaxserve.sched.perf.buckets import Padded
+from jaxserve.sched.perf.profile import priced, probes
+from jaxserve.sched.perf.recipe import Recipe
 from jaxserve.sched.policy import Limits, Role
 from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.sim.latency import Latency
 
 log = logging.getLogger(__name__)
 
@@ -43,16 +47,16 @@ class Machine:
         mesh: MeshPlan,
         executors: list[JaxExecutor],
         limits: Limits,
-        points: list[profile.Point],
+        recipe: Recipe,
         info: EngineInfo,
     ) -> None:
         self.info = info
         self.executors = executors
+        self.recipe = recipe  # of the step-time model that each new scheduler gets
         self.compiled: CompileCounter = compile_counter()
         self._config = config
         self._mesh = mesh
         self._limits = limits
-        self._points = points
         self._file: IO[str] | None = None  # open for as long as the machine lives
         if config.journal is not None:
             self._file = Path(config.journal).open("w", encoding="utf-8")  # noqa: SIM115
@@ -64,7 +68,7 @@ class Machine:
         for executor, role in zip(self.executors, self._mesh.roles, strict=True):
             scheduler = Scheduler(
                 policies.make(config.decides),
-                profile.model(self._points, self._limits, self.info.max_model_len),
+                self.recipe.make(),
                 self._limits,
                 role,
                 prefix_caching=config.enable_prefix_caching,
@@ -78,19 +82,13 @@ class Machine:
     def _log(self, name: str, role: Role) -> Log:
         if self._file is None:
             return no_log
-        described = {
-            "model": "profile",
-            "points": self._points,
-            "limits": asdict(self._limits),
-            "max_model_len": self.info.max_model_len,
-        }
         return Journal(self._file).instance(
             name,
             policy=self._config.decides,
             limits=self._limits,
             role=role,
             prefix_caching=self._config.enable_prefix_caching,
-            perf=described,
+            perf=self.recipe.record(),
         )
 
     def now(self) -> float:
@@ -104,9 +102,30 @@ class Machine:
             self._file.close()
 
 
+class Built(NamedTuple):
+    """Warm executors, and what they were built from."""
+
+    config: ExecutorConfig
+    path: Path  # of the model
+    executors: list[JaxExecutor]
+    limits: Limits
+    max_model_len: int
+
+
 def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
     """Load, compile, measure. Raises JaxserveError with what to do about it."""
     began = time.perf_counter()
+    built = build(config, progress)
+    recipe = _recipe(config, built, progress)
+    compile_counter().warm()
+    seconds = time.perf_counter() - began
+    info = _info(config, built, seconds)
+    log.info("ready in %.1f s; %s, attention %s", seconds, policies_line(config, built.config.mesh), info.attention)
+    return Machine(config, built.config.mesh, built.executors, built.limits, recipe, info)
+
+
+def build(config: ServeConfig, progress: Progress | None = None) -> Built:
+    """Load and compile. Raises JaxserveError with what to do about it."""
     path = resolve_model(config.model_source, config.revision)
     spec = load_spec(path).quantised_as(config.quantization)
     mesh = plan_of(config)
@@ -115,33 +134,31 @@ def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
     length = config.max_model_len or spec.max_positions
     rows, tokens = config.rows(platform), config.step_tokens(platform)
     page_size = config.block_size or kv.default_page_size(platform)
-    executors = build_executors(
-        ExecutorConfig(
-            spec=spec,
-            load=random_init(config.seed)
-            if config.load_format == "dummy"
-            else from_folder(path, config.load_format, progress),
-            mesh=mesh,
-            max_num_seqs=rows,
-            max_num_batched_tokens=tokens,
-            max_model_len=length,
-            dtype=config.dtype,
-            kv_cache_dtype=config.kv_cache_dtype,
-            page_size=page_size,
-            kv_cache_memory=config.kv_cache_memory,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-            share_devices=config.share_devices,
-            attention_backend=config.attention_backend,
-            experts_backend=config.experts_backend,
-            products_backend=config.products_backend,
-            sampling_backend=config.sampling_backend,
-            preempt_boundary=config.preempt_boundary,
-            preempt_depth=config.preempt_depth,
-            speculative=config.speculative,
-            **_draft(config),
-        ),
-        progress,
+    built = ExecutorConfig(
+        spec=spec,
+        load=random_init(config.seed)
+        if config.load_format == "dummy"
+        else from_folder(path, config.load_format, progress),
+        mesh=mesh,
+        max_num_seqs=rows,
+        max_num_batched_tokens=tokens,
+        max_model_len=length,
+        dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
+        page_size=page_size,
+        kv_cache_memory=config.kv_cache_memory,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        share_devices=config.share_devices,
+        attention_backend=config.attention_backend,
+        experts_backend=config.experts_backend,
+        products_backend=config.products_backend,
+        sampling_backend=config.sampling_backend,
+        preempt_boundary=config.preempt_boundary,
+        preempt_depth=config.preempt_depth,
+        speculative=config.speculative,
+        **_draft(config),
     )
+    executors = build_executors(built, progress)
     drafted = 0 if config.speculative is None else config.speculative.num_speculative_tokens
     limits = Limits(
         tokens,
@@ -152,12 +169,57 @@ def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
         draft=drafted,
         history=drafted > 0,
     )
-    points = profile.measured(executors[0], limits, length)
-    compile_counter().warm()
-    seconds = time.perf_counter() - began
-    info = _info(config, spec, mesh, executors, length, seconds, end_thinking(path))
-    log.info("ready in %.1f s; %s, attention %s", seconds, policies_line(config, mesh), info.attention)
-    return Machine(config, mesh, executors, limits, points, info)
+    return Built(built, path, executors, limits, length)
+
+
+def _recipe(config: ServeConfig, built: Built, progress: Progress | None) -> Recipe:
+    """The step-time model: from a latency preset, or fitted to steps that are measured now or were at an earlier
+    start of the same engine."""
+    executor = built.executors[0]
+    plain = plain_recipe(config, built)
+    if config.perf_preset is not None:
+        return _from_preset(config, config.perf_preset, built, plain)
+    seconds = config.profile_time or profile.default_seconds(jax.default_backend())
+    kept = profile.Kept(profile.facts(built.config, executor, config.model_source))
+    found = kept.load()
+    if found is None:
+        found = profile.measured(executor, built.limits, built.max_model_len, plain.buckets, seconds, progress=progress)
+        kept.save(found)
+        log.info("step times: %d loads measured, kept in %s", len(found), kept.path)
+    else:
+        log.info("step times: %d loads measured at an earlier start, from %s", len(found), kept.path)
+    recipe = replace(plain, kind=config.perf, points=tuple(found))
+    recipe.make()  # a form that the points cannot tell is said now
+    return recipe
+
+
+def plain_recipe(config: ServeConfig, built: Built) -> Recipe:
+    """What is known of the step-time model before anything is measured."""
+    moe = built.config.spec.moe
+    return Recipe(
+        buckets=profile.buckets_of(built.executors[0]),
+        p_moe=0.0 if moe is None else moe.chosen / moe.experts,
+        drafts=built.limits.draft > 0,
+        model=config.model or "jaxserve-demo",
+        device=profile.device_name(),
+    )
+
+
+def _from_preset(config: ServeConfig, preset: Latency, built: Built, plain: Recipe) -> Recipe:
+    """Raises InvalidValue for a preset of another model, device or mesh."""
+    profile.check_measured_on(config.perf, preset.measured_on.known(), {"model": plain.model, "device": plain.device})
+    mesh = built.config.mesh
+    if preset.tensor_parallel != mesh.tp:
+        raise InvalidValue(
+            f"perf={config.perf!r} is of instances of {preset.tensor_parallel} devices, and mesh {mesh} has {mesh.tp} "
+            "in each",
+            "perf",
+        )
+    if not preset.measured_on.known():
+        log.warning("perf=%s does not say on which model and device it was measured: taken as it is", config.perf)
+    form = Padded(preset.solve(), plain.buckets)
+    loads = (probe.load for probe in probes(built.limits, built.max_model_len, plain.buckets))
+    return replace(plain, points=tuple(priced(loads, form.step_time)), coefficients=form.coefficients)
 
 
 def _draft(config: ServeConfig) -> dict[str, Any]:
@@ -173,29 +235,23 @@ def policies_line(config: ServeConfig, mesh: MeshPlan) -> str:
     return f"mesh {mesh}, policy {config.policy}, placement {config.placement}"
 
 
-def _info(
-    config: ServeConfig,
-    spec: ModelSpec,
-    mesh: MeshPlan,
-    executors: list[JaxExecutor],
-    length: int,
-    seconds: float,
-    thinks: frozenset[int],
-) -> EngineInfo:
+def _info(config: ServeConfig, built: Built, seconds: float) -> EngineInfo:
+    executors, mesh, spec = built.executors, built.config.mesh, built.config.spec
+
     def instance(executor: JaxExecutor, role: Any) -> InstanceInfo:
         devices = tuple(str(device) for device in executor.state.mesh.devices.flat)
         return InstanceInfo(executor.name, role.value, devices, executor.pages, executor.page_size)
 
     return EngineInfo(
         model=config.model_source,
-        max_model_len=length,
+        max_model_len=built.max_model_len,
         vocab_size=spec.vocab,
         dtype=str(executors[0].state.weights["embed"].dtype),
         instances=tuple(map(instance, executors, mesh.roles)),
         policy=config.policy,
         placement=config.placement,
         eos=frozenset(spec.eos),
-        end_thinking=thinks,
+        end_thinking=end_thinking(built.path),
         startup_seconds=seconds,
         attention=executors[0].state.programs.attention,
     )

@@ -1,104 +1,151 @@
-"""Measures steps before serving, so that the first predictions are of this machine and not a guess.
-
-A few dozen real steps over an empty pool: decode batches by size and context, prompt chunks by size. What they
-write is garbage in pages that nobody holds.
-"""
+"""Measures steps before serving, so that the first predictions are of this machine; keeps them for the next start."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from statistics import median
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
+import jax
+
+from jaxserve.engine.build import ExecutorConfig
+from jaxserve.engine.executor import JaxExecutor
+from jaxserve.engine.warmup import Progress, cache_folder
+from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.executor import Executor
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.perf.drafted import Drafted
-from jaxserve.sched.perf.model import Load, PerfModel
-from jaxserve.sched.perf.table import TableModel
-from jaxserve.sched.plan import Begin, Span, StepPlan, StepResult
-from jaxserve.sched.policies.drafting import lengths_of
+from jaxserve.sched.perf.buckets import Buckets
+from jaxserve.sched.perf.model import Load
+from jaxserve.sched.perf.profile import RUNS, Point, measure
 from jaxserve.sched.policy import Limits
+from jaxserve.version import __version__
 
-RUNS = 3  # of each load, after one that does not count
-SECONDS = 1.5  # after so long the rest of the grid is left to the fit
-Point = tuple[Load, float]
+log = logging.getLogger(__name__)
 
-
-def grid(limits: Limits, max_model_len: int) -> tuple[list[int], list[int]]:
-    """Batch sizes and context lengths of the table: powers of two up to the limits."""
-    batches = [2**i for i in range(limits.rows.bit_length()) if 2**i <= limits.rows]
-    lengths = [2**i for i in range(6, max_model_len.bit_length() + 1) if 2**i <= max(max_model_len, 128)]
-    return (batches if len(batches) > 1 else [1, 2]), (lengths if len(lengths) > 1 else [64, 128])
+SECONDS = {"cpu": 10.0}  # that a profile takes at most, by platform
+ACCELERATOR = 5.0
+FOLDER = "profiles"  # in that of compiled programs
 
 
-def _plans(limits: Limits, max_model_len: int) -> Iterator[tuple[Load, list[Span]]]:
-    """Loads to measure, the most telling first: big and small chunks, then decode batches far apart."""
-    most = limits.pages * limits.page_size
-    chunk = min(limits.tokens, max_model_len - 1, most)
-    for length in sorted({chunk, max(1, chunk // 4)}, reverse=True):
-        yield Load().add_chunk(length, 0), [_span(0, 0, length, range(-(-length // limits.page_size)))]
-    batches, lengths = grid(limits, max_model_len)
-    for context in (lengths[0], lengths[len(lengths) // 2], lengths[-1]):
-        for batch in (batches[-1], batches[0], batches[len(batches) // 2]):
-            position = min(context, max_model_len - 1)
-            pages = position // limits.page_size + 1
-            if batch > limits.rows or batch * pages > limits.pages:
-                continue
-            load, spans = Load(), []
-            for row in range(batch):
-                spans.append(_span(row, position, 1, range(row * pages, (row + 1) * pages)))
-                load = load.add_decode(position)
-            yield load, spans
-    yield from _drafting(limits, max_model_len)
+def default_seconds(platform: str) -> float:
+    return SECONDS.get(platform, ACCELERATOR)
 
 
-def _drafting(limits: Limits, max_model_len: int) -> Iterator[tuple[Load, list[Span]]]:
-    """Rows that draft as much as they may, and one token: what lies between is interpolated, and learnt."""
-    position = min(64, max_model_len - 1 - limits.draft)
-    pages = (position + limits.draft) // limits.page_size + 1
-    for draft in lengths_of(limits.draft) if limits.draft and position > 0 else ():
-        for rows in sorted({1, min(8, limits.rows), limits.rows}):
-            tokens = rows * (1 + draft)
-            if tokens > limits.tokens or rows * pages > limits.pages:
-                continue
-            load = Load(decode=tokens, longest=position, context=rows * position, drafts=draft)
-            held = [range(row * pages, (row + 1) * pages) for row in range(rows)]
-            yield load, [_span(row, position, 1 + draft, mine, draft) for row, mine in enumerate(held)]
+def buckets_of(executor: JaxExecutor) -> Buckets:
+    """The sizes of an executor's step programs."""
+    made = executor.state.programs.limits.buckets
+    return Buckets(
+        tuple(bucket.rows for bucket in made if bucket.decode),
+        tuple(bucket.tokens for bucket in made if not bucket.decode and not bucket.verify),
+    )
 
 
-def _span(slot: int, start: int, length: int, pages: range, draft: int = 0) -> Span:
-    begin = Begin(SamplingParams(temperature=0.0), 0, (), (), start + length, ())
-    return Span(-1 - slot, slot, start, length, tuple(pages), (0,) * (length - draft), draft, True, begin)
+def facts(config: ExecutorConfig, executor: JaxExecutor, model: str) -> dict[str, Any]:
+    """What step times depend on: a profile is of an engine in which all of it is the same."""
+    state = executor.state
+    device = state.mesh.devices.flat[0]
+    spec, limits = hashlib.sha256(repr(config.spec).encode()).hexdigest()[:16], state.programs.limits
+    return {
+        "model": model,
+        "spec": spec,
+        "device": device_name(),
+        "platform": device.platform,
+        "cores": os.cpu_count(),
+        "mesh": str(config.mesh),
+        "dtype": str(state.weights["embed"].dtype),
+        "kv_dtype": str(state.pools[0][0].dtype),
+        "attention": state.programs.attention,
+        "backends": [config.experts_backend, config.products_backend, config.sampling_backend],
+        "limits": asdict(limits),
+        "preempt": [config.preempt_boundary, config.preempt_depth],
+        "draft": repr(config.speculative),
+        "versions": [__version__, jax.__version__],
+    }
 
 
-async def measure(executor: Executor, limits: Limits, max_model_len: int) -> list[Point]:
-    """(load, median seconds) of each load that there is time for."""
-    points: list[Point] = []
-    began, step = executor.now(), 0
-    for load, spans in _plans(limits, max_model_len):
-        seconds = []
-        for _ in range(1 + RUNS):
-            step -= 1
-            result = await executor.submit(StepPlan(step, tuple(spans)))
-            assert isinstance(result, StepResult)
-            seconds.append(result.finished - result.started)
-        points.append((load, median(seconds[1:])))
-        if executor.now() - began > SECONDS and not limits.draft:
-            break
-    executor.release([span.slot for _, spans in _plans(limits, max_model_len) for span in spans])
-    return points
+def device_name() -> str:
+    """The kind of the devices in use, as jax names it."""
+    return str(jax.devices()[0].device_kind)
 
 
-def model(points: list[Point], limits: Limits, max_model_len: int) -> PerfModel:
-    """A latency table from measured points, for one instance to keep up to date."""
-    batches, lengths = grid(limits, max_model_len)
-    chunks = [(load.prefill, seconds) for load, seconds in points if load.prefill]
-    rate = max((tokens / seconds for tokens, seconds in chunks), default=1e4)
-    table = TableModel(batches, lengths, prefill_rate=rate)
-    table.add((load.decode, load.longest, seconds) for load, seconds in points if load.decode and not load.drafts)
-    return Drafted(table, points) if limits.draft else table
+class Kept:
+    """A profile on disk, beside the compiled programs, in a file named after the facts of its engine."""
+
+    def __init__(self, known: Mapping[str, Any], folder: Path | None = None) -> None:
+        self._facts = json.loads(json.dumps(known))  # as a file gives it back
+        text = json.dumps(self._facts, sort_keys=True)
+        name = hashlib.sha256(text.encode()).hexdigest()[:24]
+        self.path = (cache_folder() if folder is None else folder) / FOLDER / f"{name}.json"
+
+    def load(self) -> list[Point] | None:
+        """What was measured before; None where nothing was. A file that cannot be read is said once, and ignored."""
+        if not self.path.is_file():
+            return None
+        try:
+            kept = json.loads(self.path.read_text(encoding="utf-8"))
+            if kept["facts"] != self._facts:
+                return None
+            points = [(Load(*load), float(seconds)) for load, seconds in kept["points"]]
+            if not points or not all(0 < seconds < float("inf") for _, seconds in points):
+                raise ValueError(f"{len(points)} points, each of which must have taken time")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("the kept profile %s cannot be read (%s): measuring step times again", self.path, error)
+            return None
+        return points
+
+    def save(self, points: list[Point]) -> None:
+        """Replace the file as a whole. A folder that cannot be written is said, and no reason not to serve."""
+        partial = self.path.with_suffix(f".{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps({"facts": self._facts, "points": points}), encoding="utf-8")
+            partial.replace(self.path)
+        except OSError as error:
+            log.warning("the profile cannot be kept in %s: %s", self.path, error)
 
 
-def measured(executor: Executor, limits: Limits, max_model_len: int) -> list[Point]:
-    """`measure` in an event loop of its own, before the engine has one."""
-    return asyncio.run(measure(executor, limits, max_model_len))
+def measured(
+    executor: Executor,
+    limits: Limits,
+    max_model_len: int,
+    buckets: Buckets,
+    seconds: float,
+    *,
+    runs: int = RUNS,
+    progress: Progress | None = None,
+) -> list[Point]:
+    """`measure` in an event loop of its own, whether or not one runs in this thread."""
+
+    def told(share: float) -> None:
+        if progress is not None:
+            progress(int(100 * share), 100, "measuring step times")
+
+    async def measuring() -> list[Point]:
+        return await measure(executor, limits, max_model_len, buckets, seconds, runs=runs, progress=told)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="jaxserve-profile") as thread:
+        return thread.submit(asyncio.run, measuring()).result()
+
+
+def check_measured_on(name: str, known: Mapping[str, str], here: Mapping[str, str]) -> None:
+    """Raise InvalidValue where a latency preset says that it is of another model or device than this engine."""
+    for what, value in known.items():
+        mine = here.get(what, "")
+        if value and mine and not _same(value, mine):
+            raise InvalidValue(
+                f"perf={name!r} was measured for {what} {value!r}, and this server has {mine!r}: measure it here "
+                "with `jaxserve profile`, or leave --perf out",
+                "perf",
+            )
+
+
+def _same(one: str, other: str) -> bool:
+    """Names of models by their last part; of devices where one is a part of the other (`H200`, `NVIDIA H200`)."""
+    one, other = (name.rstrip("/").rpartition("/")[2].lower() for name in (one, other))
+    return one in other or other in one

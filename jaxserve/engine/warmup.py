@@ -74,11 +74,15 @@ def compile_counter() -> CompileCounter:
     return CompileCounter()
 
 
-def use_persistent_cache(folder: Path | None = None) -> Path:
-    """Keep compiled programs between runs and share them among instances. `folder` None: JAXSERVE_CACHE_DIR, the
-    folder jax has been given, or ~/.cache/jaxserve/xla."""
+def cache_folder() -> Path:
+    """Where compiled programs are kept: JAXSERVE_CACHE_DIR, the folder jax has been given, or ~/.cache/jaxserve/xla."""
     named = os.environ.get("JAXSERVE_CACHE_DIR") or jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    path = folder or Path(named or Path.home() / ".cache" / "jaxserve" / "xla")
+    return Path(named or Path.home() / ".cache" / "jaxserve" / "xla")
+
+
+def use_persistent_cache(folder: Path | None = None) -> Path:
+    """Keep compiled programs between runs and share them among instances. `folder` None: see `cache_folder`."""
+    path = folder or cache_folder()
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

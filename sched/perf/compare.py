@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import InvalidValue
+from .buckets import NONE, Buckets
 from .fit import kind
 from .model import Load, PerfModel
 from .registry import KINDS, Step, make
@@ -28,23 +29,28 @@ class Score:
     problem: str = ""
 
 
-def compare(measured: Iterable[Step], names: Sequence[str] = KINDS, *, p_moe: float = 0.0) -> list[Score]:
+def compare(
+    measured: Iterable[Step], names: Sequence[str] = KINDS, *, p_moe: float = 0.0, buckets: Buckets = NONE
+) -> list[Score]:
     """Each model fitted to four fifths of the steps and judged by the others; by all, where they are fewer than 20.
 
-    measured: (load, seconds) in the order that they ran. p_moe: share of the experts that a token uses. A model
-    that the steps cannot tell says so. Raises InvalidValue without steps, or for an unknown name.
+    measured: (load, seconds) in the order that they ran. p_moe: share of the experts that a token uses. buckets: what
+    the engine padded them to. A model that the steps cannot tell says so. Raises InvalidValue without steps, or for an
+    unknown name.
     """
     steps = [(load, seconds) for load, seconds in measured if seconds > 0]
     if not steps:
         raise InvalidValue("no measured steps to compare models on", "measured")
     judged = [index for index in range(len(steps)) if len(steps) < 4 * KEPT or index % KEPT == KEPT - 1]
     rest = [step for index, step in enumerate(steps) if len(steps) < 4 * KEPT or index % KEPT < KEPT - 1]
-    return [_score(name, rest, steps, judged, p_moe) for name in names]
+    return [_score(name, rest, steps, judged, p_moe, buckets) for name in names]
 
 
-def _score(name: str, rest: Sequence[Step], steps: Sequence[Step], judged: Sequence[int], p_moe: float) -> Score:
+def _score(
+    name: str, rest: Sequence[Step], steps: Sequence[Step], judged: Sequence[int], p_moe: float, buckets: Buckets
+) -> Score:
     try:
-        model, learning = (make(name, points=rest, p_moe=p_moe) for _ in range(2))
+        model, learning = (make(name, points=rest, p_moe=p_moe, buckets=buckets) for _ in range(2))
     except InvalidValue as error:
         if error.param == "perf":
             raise

@@ -151,9 +151,7 @@ def log_error(predicted: Array, seconds: Array) -> float:
     return float(np.sum(np.log(predicted / seconds) ** 2)) if np.all(predicted > 0) else float("inf")
 
 
-def to_total(
-    found: Coefficients, measured: Iterable[tuple[Load, float]], buckets: Buckets = NONE
-) -> Coefficients:
+def to_total(found: Coefficients, measured: Iterable[tuple[Load, float]], buckets: Buckets = NONE) -> Coefficients:
     """Scaled so that all steps together take as long as they did: a fit is of the usual step, and a machine's slow
     moments are seldom and long."""
     steps = [(buckets.placed(load)[1], seconds) for load, seconds in measured]

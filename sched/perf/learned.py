@@ -98,7 +98,8 @@ class LearnedModel:
         self._form = self._formed()
 
     def _row(self, load: Load) -> Array:
-        return np.array(row(load, self._p_moe)) / SCALE
+        terms: Array = np.array(row(load, self._p_moe)) / SCALE
+        return terms
 
     def _correct(self, program: int, seen: float, weight: float) -> None:
         moved = self._factors[program] + weight * (seen - self._factors[program])

@@ -17,8 +17,9 @@ from .fit import kind
 from .model import Load
 
 Point = tuple[Load, float]  # and its seconds
-Progress = Callable[[float, float], None]  # seconds spent, seconds there are
-RUNS = 5  # most of each step, where time allows
+Progress = Callable[[float], None]  # share that is done
+RUNS = 3  # most of each step, where time allows
+LONG = 1 / 500  # of the time there is: the first run of a step that takes longer counts, and it is not run twice
 SIZES = 5  # decode and mixed sizes that are measured where nothing is padded
 FIRST = 4  # probes that are measured however long they take: a step of each kind, the smallest of its kind
 
@@ -56,7 +57,7 @@ def probes(limits: Limits, max_model_len: int, buckets: Buckets) -> list[Probe]:
     longest = min(max_model_len, room) - 1
     decode, mixed = _sizes(buckets.decode, limits.rows), _sizes(buckets.mixed, limits.tokens)
     tokens = [size for size in mixed if size < longest] or [max(1, longest - 1)]
-    kinds = [
+    kinds: list[list[Probe | None]] = [
         [_decode(rows, share, longest, limits) for rows, share in _spread(decode)],
         [_chunk(0, size, share, longest, limits) for size, share in _spread(tokens)],
         [_chunk(max(1, size // 8), size, share, longest, limits) for size, share in _spread(tokens) if size > 1],
@@ -149,7 +150,7 @@ async def measure(
             spent, load = executor.now() - began, probe.load
             padded = buckets.placed(load)[1].tokens
             if progress is not None:
-                progress(min(spent, seconds), seconds)
+                progress(max(min(spent / seconds, 1.0), (turn * len(todo) + index) / (runs * len(todo))))
             must = turn == 0 and index < FIRST
             if not must and spent + padded * rates.get(kind(load), 0.0) > seconds:
                 continue
@@ -158,7 +159,7 @@ async def measure(
                 result = await executor.submit(StepPlan(step, spans(probe, limits)))
                 assert isinstance(result, StepResult)
                 took = result.finished - result.started
-                if counted or took > seconds / 50:  # where steps are long, the first run of one counts
+                if counted or took > seconds * LONG:
                     times.setdefault(index, []).append(took)
                     break
             rates[kind(load)] = max(rates.get(kind(load), 0.0), took / padded)

@@ -1,4 +1,4 @@
-"""How the step-time model of a scheduler is made, as plain data: a server writes it to its journal, a replay reads it."""
+"""How a scheduler's step-time model is made, as plain data: a server writes it to its journal, a replay reads it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ DEFAULT: Perf = "learned"
 
 @dataclass(frozen=True)
 class Recipe:
-    """One of the forms of perf.make, fitted to points; or the general form from coefficients that are known, learned.
+    """One of the forms of perf.make, fitted to points, or from coefficients that are known.
 
-    points: measured (load, seconds). coefficients: of a latency preset; the points may then be none. buckets: what the
-    engine pads steps to. p_moe: share of the experts that a token uses. drafts: rows may draft and verify tokens.
+    points: measured (load, seconds); beside coefficients, what `learned` does not forget. buckets: what the engine
+    pads steps to. p_moe: share of the experts that a token uses. drafts: rows may draft and verify tokens. model,
+    device: what the points were measured of.
     """
 
     kind: str = DEFAULT
@@ -30,13 +31,17 @@ class Recipe:
     buckets: Buckets = NONE
     p_moe: float = 0.0
     drafts: bool = False
+    model: str = ""
+    device: str = ""
 
     def make(self) -> PerfModel:
         """A new model. Raises InvalidValue where the points cannot tell."""
         plain = [step for step in self.points if not step[0].drafts]
         made: PerfModel
-        if self.coefficients is not None:
+        if self.coefficients is not None and self.kind == "learned":
             made = LearnedModel(plain, self.buckets, coefficients=self.coefficients)
+        elif self.coefficients is not None:
+            made = make(self.kind, self.coefficients, buckets=self.buckets)
         else:
             made = make(self.kind, points=plain, p_moe=self.p_moe, buckets=self.buckets)
         return Drafted(made, self.points) if self.drafts else made

@@ -51,7 +51,7 @@ class Recursive:
 def _nonnegative(normal: Array, pulled: Array) -> Array:
     """The solution of the normal equations without what would be negative. To cut negative weights off a solution
     would leave the others as large as these had made them."""
-    found = np.linalg.solve(normal, pulled)
+    found = np.linalg.solve(normal, pulled).astype(float, copy=False)
     inside = np.ones(len(pulled), dtype=bool)
     while (found < 0).any():
         inside &= found >= 0

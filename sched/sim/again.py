@@ -1,7 +1,7 @@
 """A served run, simulated again: the same requests and schedulers, with step times fitted to the measured ones.
 
 What the two have in common is the scheduler, what differs is everything that the step-time model leaves out: host
-time between steps, instances that share cores, programs that compute whole buckets.
+time between steps, and instances that share cores.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import numpy as np
 from ..errors import InvalidValue
 from ..journal import REHEARSAL, Replay
 from ..metrics import Summary, measure, stage_allowance, summarize
+from ..perf.buckets import Padded
 from ..perf.fit import Fit, fit, to_total
-from ..perf.model import Coefficients
+from ..perf.model import Form
+from ..perf.recipe import Recipe
 from ..request import Request
 from .latency import Latency
 from .options import Mesh, Options
@@ -38,10 +40,11 @@ def again(replayed: Replay, seed: int = 0) -> Again:
     done = [one for one in requests if one.finish_reason in ("stop", "length") and one.key != REHEARSAL]
     if not done:
         raise InvalidValue("no request of the journal has finished", "journal")
-    fitted = fit(replayed.timed)
-    truth = to_total(fitted.coefficients, replayed.timed)
-    spread = min(noise(replayed, truth), 0.99)
     made = list(replayed.instances.values())
+    recipe = Recipe.of(made[0]["perf"])
+    fitted = fit(replayed.timed, recipe.p_moe, recipe.buckets)
+    truth = to_total(fitted.coefficients, replayed.timed, recipe.buckets)
+    spread = min(noise(replayed, Padded(truth, recipe.buckets)), 0.99)
     limits = made[0]["limits"]
     latency = Latency(
         name="measured",
@@ -51,6 +54,7 @@ def again(replayed: Replay, seed: int = 0) -> Again:
         coefficients=truth,
         link_latency=min(replayed.moves, default=0.0),  # the others include waiting for the target's running step
         noise=spread,
+        buckets=recipe.buckets,
     )
     mesh = Mesh.parse(
         f"{len(made)}x1",
@@ -65,7 +69,7 @@ def again(replayed: Replay, seed: int = 0) -> Again:
     return Again(served, report, fitted, spread, _busy(replayed, first, max(one.token_times[-1] for one in done)))
 
 
-def noise(replayed: Replay, truth: Coefficients) -> float:
+def noise(replayed: Replay, truth: Form) -> float:
     """Standard deviation of log(measured / fitted). A fit to few steps may give some of them no time at all: they do
     not count."""
     pairs = [(seconds, truth.step_time(load)) for load, seconds in replayed.timed]

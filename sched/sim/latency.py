@@ -34,12 +34,24 @@ class Assumed:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredOn:
+    """What step times were measured of, as a server names it; empty where nothing says."""
+
+    model: str = ""
+    device: str = ""
+
+    def known(self) -> dict[str, str]:
+        return {name: value for name, value in (("model", self.model), ("device", self.device)) if value}
+
+
+@dataclass(frozen=True, slots=True)
 class Latency:
     """One instance: `tensor_parallel` devices that hold the model together.
 
     Step times come from `points` and `assumed`, from `coefficients`, or are `derived` from data sheets. Times in
     seconds, bandwidth in bytes/s. kv_tokens: what the KV pool holds. chunk: tokens in the chunks of the published
     prefill points. noise: standard deviation of a step's lognormal factor. buckets: what the engine pads its steps to.
+    measured_on: a server takes the preset for its step-time model where it has the same.
     """
 
     name: str
@@ -58,6 +70,7 @@ class Latency:
     operators: int = 5  # of a layer: qkv, attention, output, gate-up, down
     noise: float = 0.0
     buckets: Buckets = NONE
+    measured_on: MeasuredOn = field(default_factory=MeasuredOn)
 
     def __post_init__(self) -> None:
         for name in ("kv_tokens", "page_size", "chunk", "layers", "operators", "tensor_parallel"):

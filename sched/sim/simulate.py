@@ -266,7 +266,12 @@ class _Simulation:
         if self._recorder is not None:
             self._recorder.attach(name, scheduler)
         executor = SimExecutor(
-            Padded(self._truth, self._buckets), self._device, self._outputs, loop, thoughts=self._thoughts, seed=(self._seed, index)
+            Padded(self._truth, self._buckets),
+            self._device,
+            self._outputs,
+            loop,
+            thoughts=self._thoughts,
+            seed=(self._seed, index),
         )
         return Instance(name, scheduler, executor)
 

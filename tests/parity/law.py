@@ -32,7 +32,8 @@ from jaxserve.sched.cluster import Cluster, Instance
 from jaxserve.sched.journal import Journal
 from jaxserve.sched.log import Log, no_log
 from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.perf.model import Coefficients, GeneralModel
+from jaxserve.sched.perf.model import Coefficients
+from jaxserve.sched.perf.recipe import Recipe
 from jaxserve.sched.plan import Begin, Delta, StepPlan
 from jaxserve.sched.policy import Limits, Policy, Role
 from jaxserve.sched.request import STANDARD, Request
@@ -128,7 +129,7 @@ class Setup:
     def _cluster(
         self, policy: str | Callable[[], Policy], over: list[Request], journal: Journal | None, place: str
     ) -> Cluster:
-        coefficients = {"model": "general", "coefficients": {name: getattr(PERF, name) for name in PERF.__slots__}}
+        recipe = Recipe("general", coefficients=PERF)
         first = self.executors[0]
         drafted = first.state.programs.limits.draft
         limits = Limits(
@@ -140,11 +141,16 @@ class Setup:
             log: Log = no_log
             if journal is not None and isinstance(policy, str):
                 log = journal.instance(
-                    executor.name, policy=policy, limits=limits, role=role, prefix_caching=True, perf=coefficients
+                    executor.name,
+                    policy=policy,
+                    limits=limits,
+                    role=role,
+                    prefix_caching=True,
+                    perf=recipe.record(),
                 )
             scheduler = Scheduler(
                 policies.make(policy) if isinstance(policy, str) else policy(),
-                GeneralModel(PERF),
+                recipe.make(),
                 limits,
                 role,
                 log=log,

@@ -3,7 +3,6 @@
 import argparse
 import csv
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from jaxserve.errors import InvalidValue
 from jaxserve.sched.journal import Journal
 from jaxserve.sched.log import Log
 from jaxserve.sched.perf.model import Coefficients, Load
+from jaxserve.sched.perf.recipe import Recipe
 from jaxserve.sched.perf.registry import samples
 from jaxserve.sched.policy import Limits, Role
 from jaxserve.sched.sim import Arrival, simulate
@@ -72,7 +72,7 @@ def test_a_journal_is_a_profile_with_a_pool(tmp_path: Path, capsys: pytest.Captu
         journal = Journal(file)
 
         def logs(name: str, policy: str, limits: Limits, role: Role, prefix_caching: bool) -> Log:
-            perf = {"model": "general", "coefficients": asdict(TRUTH)}
+            perf = Recipe("general", coefficients=TRUTH).record()
             return journal.instance(
                 name, policy=policy, limits=limits, role=role, prefix_caching=prefix_caching, perf=perf
             )
@@ -99,7 +99,7 @@ def test_a_journal_without_a_step_is_a_clear_error(tmp_path: Path) -> None:
             limits=Limits(pages=10),
             role=Role.MIXED,
             prefix_caching=False,
-            perf={"model": "general", "coefficients": asdict(TRUTH)},
+            perf=Recipe("general", coefficients=TRUTH).record(),
         )
     with pytest.raises(InvalidValue, match="no step of the journal"):
         fit.read(path)
