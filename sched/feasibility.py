@@ -20,6 +20,7 @@ from .policy import Order, Rows, View
 from .request import RequestView
 
 GRID = 64  # tokens: chunks that share a step with decoding rows are multiples of it
+STAIR = 4  # times that a token costs more on average than the next one does, where a step is padded
 JOIN = 0.97  # of the time until a token is due, for steps that a row which joined late can make up in
 BEHIND = 8.0  # tpot: a row later than that does not hurry the others any more
 NOBODY: Order = np.arange(0)
@@ -118,16 +119,18 @@ def fitting(cost: Cost, load: Load, context: Array, bound: float, tokens: Sequen
 
 
 def largest_chunk(cost: Cost, load: Load, done: int, left: int, bound: float, grid: int = GRID) -> int:
-    """The most tokens (a multiple of `grid`, or all that is left) of a prompt with `done` tokens computed that can
-    join a step of `load` without its cost exceeding `bound`; 0 where none can. More tokens never cost less."""
+    """The most tokens of a prompt with `done` tokens computed that can join a step of `load` without its cost exceeding
+    `bound`: a multiple of `grid`, all that is left, or as many as fill up a padded step; 0 where none can. More tokens
+    never cost less."""
     if left < 1:
         return 0
     long = cost(load.add_chunk(left, done))
     if long <= bound:
         return left
-    short = cost(load.add_chunk(min(grid, left), done))
+    size = min(grid, left)
+    short = cost(load.add_chunk(size, done))
     if short > bound:
-        return 0
+        return _filled(cost, load, done, 1, size, short, bound) if size > 1 else 0
     low, high = 1, -(-left // grid)  # in grid steps: low fits, high does not
     for turn in count():
         if high - low <= 1:
@@ -141,7 +144,20 @@ def largest_chunk(cost: Cost, load: Load, done: int, left: int, bound: float, gr
             low, short = middle, between
         else:
             high, long = middle, between
-    return low * grid
+    return _filled(cost, load, done, low * grid, min(high * grid, left), long, bound)
+
+
+def _filled(cost: Cost, load: Load, done: int, low: int, high: int, long: float, bound: float) -> int:
+    """The most tokens from `low` on that cost at most `bound`, where `high` cost `long`, which is more, and there is a
+    stair in between: where the next token costs far less than its share. Otherwise `low`, or 0 where not even that
+    fits, or is all there is."""
+    least = cost(load.add_chunk(low, done))
+    if least > bound:
+        return 0
+    if high - low > 1 and STAIR * (high - low) * (cost(load.add_chunk(low + 1, done)) - least) < long - least:
+        tokens = range(low, high)
+        return low - 1 + bisect_right(tokens, bound, key=lambda size: cost(load.add_chunk(size, done)))
+    return low if low > 1 else 0
 
 
 def chunk_times(perf: PerfModel, load: Load, tokens: int, context: Array) -> Array:

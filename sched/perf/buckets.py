@@ -96,7 +96,8 @@ class Padded:
 
     def step_time(self, load: Load) -> float:
         program, padded = self.buckets.placed(load)
-        return self._factor(program) * self.coefficients.step_time(padded)
+        seconds = self.coefficients.step_time(padded)
+        return seconds if self.factors is None else self.factors[program] * seconds
 
     def decode_times(self, rows: Array, longest: Array, context: Array) -> Array:
         programs, padded = self.buckets.decoding(np.asarray(rows, dtype=float))
@@ -123,9 +124,6 @@ class Padded:
         if one.w_moe:
             result = result + one.w_moe * (1.0 - (1.0 - one.p_moe) ** tokens)
         return result
-
-    def _factor(self, program: int) -> float:
-        return 1.0 if self.factors is None else self.factors[program]
 
     def _factors(self, programs: Order) -> Array:
         if self.factors is None:

@@ -15,7 +15,11 @@ from .recursive import Recursive
 
 FORGETTING = 0.98  # a step counts half after 34 others
 ANCHOR = 10.0  # steps that the whole profile counts as, for good
+EVERY = 4  # steps from one solution of the coefficients to the next: factors are corrected at each
 WEIGHT = 0.2  # of one step in the factor of its program
+OUTLIER = 3.0  # times the usual error that a step's may be, to count in full
+SURE = 0.05  # errors up to that count in full
+USUAL = 0.05  # of one step in the usual error
 SCALE = np.array([1.0, 1.0, 1e3, 10.0, 1e6, 1e4, 1e5, 1.0])  # brings the terms of LINEAR near 1, for conditioning
 
 
@@ -24,8 +28,8 @@ class LearnedModel:
 
     The coefficients are fitted to `points` and corrected by recursive least squares with forgetting, from steps of
     every kind; the points stay in with the weight of ANCHOR steps, so that what serving does not show is kept. The
-    factor of a program is a moving average of measured/fitted: programs of one form may differ in speed. No step
-    counts as more than STEP times faster or slower than predicted: a pause is no trend. Writer: the Scheduler that
+    factor of a program is a moving average of measured/fitted: programs of one form may differ in speed. A step that is
+    far longer or shorter than predicted counts as less far off (see `_clipped`): a pause is no trend. Writer: the Scheduler that
     observes steps.
 
     points: measured (load, seconds). p_moe: share of the experts that a token uses. coefficients: fitted before;
@@ -53,8 +57,9 @@ class LearnedModel:
             weights = proportional(table, seconds)
         else:
             weights = np.array([getattr(coefficients, name) for name in LINEAR]) * SCALE
-        self._learning = Recursive(weights, FORGETTING, table / seconds[:, None], ANCHOR)
+        self._learning = Recursive(weights, FORGETTING, table / seconds[:, None], ANCHOR, EVERY)
         self._factors = [1.0] * buckets.programs
+        self._usual = STEP - 1.0  # error of a step, as a share: a moving average
         self.version = 0
         for (program, load), time in zip(placed, seconds.tolist(), strict=True):
             self._correct(program, time / max(float(np.dot(self._row(load), weights)), 1e-12), 0.5)
@@ -87,7 +92,7 @@ class LearnedModel:
         self.version += 1
         if load.prefill and not load.decode:
             self._prefill_rate = running_rate(self._prefill_rate, load.prefill, seconds)
-        seconds = min(max(seconds, predicted / STEP), predicted * STEP)
+        seconds = self._clipped(seconds, predicted)
         program, padded = self._buckets.placed(load)
         terms = self._row(padded)
         scale = predicted / self._factors[program]
@@ -96,6 +101,14 @@ class LearnedModel:
         if fitted > 0:
             self._correct(program, seconds / fitted, WEIGHT)
         self._form = self._formed()
+
+    def _clipped(self, seconds: float, predicted: float) -> float:
+        """Within OUTLIER times the usual error, and never more than STEP times faster or slower. Where times change for
+        good the usual error grows, and lets them through."""
+        error = min(max(seconds / predicted, predicted / seconds) - 1.0, STEP - 1.0)
+        most = 1.0 + min(max(OUTLIER * self._usual, SURE), STEP - 1.0)
+        self._usual += USUAL * (error - self._usual)
+        return min(max(seconds, predicted / most), predicted * most)
 
     def _row(self, load: Load) -> Array:
         terms: Array = np.array(row(load, self._p_moe)) / SCALE

@@ -83,11 +83,11 @@ def _spread(sizes: Sequence[int]) -> list[tuple[int, float]]:
     return list(dict.fromkeys(first + rest))
 
 
-def _decode(rows: int, share: float, longest: int, limits: Limits) -> Probe:
+def _decode(rows: int, share: float, longest: int, limits: Limits) -> Probe | None:
     """Rows of one context, as long as the pool allows where the share is large."""
     own = (limits.pages // rows) * limits.page_size - 1
-    context = max(1, min(64 + int(share * longest), longest, own))
-    return Probe((Row(context, 1),) * rows, rows)
+    context = min(64 + int(share * longest), longest, own)
+    return None if context < 1 else Probe((Row(context, 1),) * rows, rows)
 
 
 def _chunk(rows: int, tokens: int, share: float, longest: int, limits: Limits) -> Probe | None:
@@ -118,9 +118,10 @@ def spans(probe: Probe, limits: Limits) -> tuple[Span, ...]:
     """The spans of a probe over an empty pool: what they write is garbage in pages that no request holds."""
     made, page = [], 0
     for slot, (start, length, draft) in enumerate(probe.rows):
+        prompt = start if slot < probe.decode else start + length
         pages = range(page, page + (start + length - 1) // limits.page_size + 1)
         page = pages.stop
-        begin = Begin(SamplingParams(temperature=0.0), 0, (), (), start + length, ())
+        begin = Begin(SamplingParams(temperature=0.0), 0, (), (), prompt, ())
         tokens = (0,) * (length - draft)
         made.append(Span(-1 - slot, slot, start, length, tuple(pages), tokens, draft, True, begin))
     return tuple(made)

@@ -63,4 +63,5 @@ class Recipe:
                 **fields,
             )
         except (KeyError, TypeError) as error:
-            raise InvalidValue(f"step-time model {dict(record)!r} is of another version: {error}", "perf") from None
+            said = ", ".join(f"{name}={str(value)[:30]}" for name, value in record.items())
+            raise InvalidValue(f"step-time model ({said}) is of another version: {error}", "perf") from None

@@ -17,11 +17,14 @@ class Recursive:
     never vary move the weights together, and no further than they must. Writer: the model that holds it.
 
     anchor: rows that are never forgotten, such as a profile's, each divided by its seconds; they keep what serving does
-    not tell. Together they weigh as much as `held` steps. forgetting: weight of all that was seen, at each step.
+    not tell. Together they weigh as much as `held` steps. forgetting: weight of all that was seen, at each step. every:
+    the equations are solved once in so many steps.
     """
 
-    def __init__(self, weights: Array, forgetting: float, anchor: Array | None = None, held: float = 0.0) -> None:
+    def __init__(self, weights: Array, forgetting: float, anchor: Array | None = None, held: float = 0.0, every: int = 1) -> None:
         count = len(weights)
+        self._every = every
+        self._unsolved = 0
         self.weights = weights
         self._forgetting = forgetting
         self._normal = np.zeros((count, count))
@@ -38,22 +41,30 @@ class Recursive:
 
     def update(self, row: Array, target: float) -> None:
         """One more step: a row and its seconds, both divided by the scale of their error."""
-        self._normal = self._forgetting * self._normal + np.outer(row, row)
+        self._normal = self._forgetting * self._normal + row[:, None] * row
         self._pulled = self._forgetting * self._pulled + row * target
+        self._unsolved += 1
+        if self._unsolved < self._every:
+            return
+        self._unsolved = 0
         normal, pulled = self._normal, self._pulled
         if self._anchored:
             normal, pulled = normal + self._anchor, pulled + self._aim
-        own = np.diag(normal)
+        own = normal.diagonal()
         damping = np.where(own > 0, DAMPING * own, 1.0)
-        self.weights = _nonnegative(normal + np.diag(damping), pulled + damping * self.weights)
+        damped = normal.copy()
+        damped.flat[:: len(own) + 1] += damping
+        self.weights = _nonnegative(damped, pulled + damping * self.weights)
 
 
 def _nonnegative(normal: Array, pulled: Array) -> Array:
     """The solution of the normal equations without what would be negative. To cut negative weights off a solution
     would leave the others as large as these had made them."""
     found = np.linalg.solve(normal, pulled).astype(float, copy=False)
+    if found.min() >= 0:
+        return found
     inside = np.ones(len(pulled), dtype=bool)
-    while (found < 0).any():
+    while found.min() < 0:
         inside &= found >= 0
         found = np.zeros(len(pulled))
         found[inside] = np.linalg.solve(normal[np.ix_(inside, inside)], pulled[inside])

@@ -1,0 +1,158 @@
+"""Step times measured by a real executor, kept on disk between starts, and taken from presets that fit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve import __main__ as cli
+from jaxserve.config import ServeConfig
+from jaxserve.engine import assemble, profile
+from jaxserve.engine.assemble import Machine
+from jaxserve.errors import InvalidValue
+from jaxserve.sched.perf.fit import kind
+from jaxserve.sched.perf.model import Load
+
+SMALL: dict[str, Any] = {
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "kv_cache_memory": "16MiB",
+    "preempt_boundary": "chunk",
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Profiles of a test's own, compiled programs of all."""
+    monkeypatch.setattr(profile, "cache_folder", lambda: tmp_path)
+    return tmp_path
+
+
+def started(**settings: Any) -> Machine:
+    machine = assemble.assemble(ServeConfig.load(**SMALL, **settings))
+    asyncio.run(machine.close())
+    return machine
+
+
+def test_a_start_measures_and_the_next_one_does_not(
+    cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = started()
+    (path,) = (cache / profile.FOLDER).glob("*.json")
+    assert {kind(load) for load, _ in first.recipe.points} == {"decode", "prefill", "mixed"}
+    assert first.recipe.kind == "learned" and first.recipe.buckets.mixed == (64,)
+    model = first.recipe.make()
+    assert all(0.3 < model.step_time(load) / seconds < 3 for load, seconds in first.recipe.points)
+
+    def measured(*_: object, **__: object) -> None:
+        raise AssertionError("measured again")
+
+    with monkeypatch.context() as only, caplog.at_level(logging.INFO, "jaxserve"):
+        only.setattr(profile, "measured", measured)
+        again = started()
+    assert again.recipe == first.recipe and "measured at an earlier start" in caplog.text
+
+    path.write_text(path.read_text()[:200])  # as a full disk leaves it
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "jaxserve"):
+        third = started(perf="linear")
+    assert caplog.text.count("cannot be read") == 1 and third.recipe.kind == "linear"
+    assert len(json.loads(path.read_text())["points"]) == len(third.recipe.points)
+
+
+def test_presets_of_other_models_devices_and_meshes_say_which(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def preset(**more: Any) -> str:
+        fields = {"name": "mine", "kv_bytes_per_token": 0, "kv_tokens": 4096, **more}
+        fields["coefficients"] = {"fixed": 0.003, "prefill": 1e-4, "decode": 1e-4, "quadratic": 0.0, "longest": 0.0}
+        fields["coefficients"] |= {"context": 1e-6}
+        path = tmp_path / "mine.yaml"
+        path.write_text(json.dumps(fields))
+        return str(path)
+
+    here = {"model": "jaxserve-demo", "device": profile.device_name()}
+    machine = started(perf=preset(measured_on=here))
+    model = machine.recipe.make()
+    assert model.step_time(Load().add_chunk(64, 0)) == pytest.approx(0.003 + 64e-4)
+    assert not list(tmp_path.glob(f"{profile.FOLDER}/*")), "nothing was measured"
+    with caplog.at_level(logging.WARNING, "jaxserve"):
+        started(perf=preset())
+    assert "does not say on which model and device" in caplog.text
+    for wrong, said in (
+        ({"model": "Qwen/Qwen3-8B", "device": here["device"]}, "measured for model 'Qwen/Qwen3-8B', .*'jaxserve-demo'"),
+        ({"model": "jaxserve-demo", "device": "NVIDIA H200"}, "measured for device 'NVIDIA H200', and this server has"),
+    ):
+        with pytest.raises(InvalidValue, match=said):
+            started(perf=preset(measured_on=wrong))
+    with pytest.raises(InvalidValue, match=r"instances of 2 devices, and mesh 1x1 .*has 1 in each"):
+        started(perf=preset(tensor_parallel=2))
+
+
+def test_an_engine_starts_where_an_event_loop_runs() -> None:
+    async def within() -> Machine:
+        machine = assemble.assemble(ServeConfig.load(**SMALL))
+        await machine.close()
+        return machine
+
+    assert asyncio.run(within()).recipe.points
+
+
+def test_a_folder_that_cannot_be_written_is_no_reason_not_to_serve(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / profile.FOLDER).write_text("a file where the folder should be")
+    with caplog.at_level(logging.WARNING, "jaxserve"):
+        profile.Kept({"model": "m"}, tmp_path).save([(Load(decode=1), 0.1)])
+    assert "cannot be kept" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("perf", "said"),
+    [
+        ("lerned", "perf='lerned' is unknown: did you mean 'learned'"),
+        ("nowhere/mine.yaml", "perf='nowhere/mine.yaml' does not exist: `jaxserve profile --out FILE` writes one"),
+    ],
+)
+def test_unknown_forms_and_files_are_clear_errors(perf: str, said: str) -> None:
+    with pytest.raises(InvalidValue, match=said):
+        ServeConfig(perf=perf)
+
+
+def test_the_command_writes_what_serve_simulate_and_fit_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preset, steps = tmp_path / "mine.yaml", tmp_path / "steps.csv"
+    small = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert cli.dispatch("profile", ["--runs", "2", "--out", str(preset), "--steps", str(steps), *small]) == 0
+    assert "general form of padded steps: off by" in capsys.readouterr().out
+    latency = ServeConfig(perf=str(preset)).perf_preset
+    assert latency is not None and latency.measured_on.known() == {
+        "model": "jaxserve-demo",
+        "device": profile.device_name(),
+    }
+    assert latency.buckets.mixed == (64,) and latency.kv_bytes_per_token > 0
+    assert cli.dispatch("fit", [str(steps)]) == 0
+    served = ["--latency", str(preset), "--mesh", "1x1", "--policy", "unified", "--perf", "learned"]
+    load = ["--workload", "deflection", "--num-requests", "20", "--qps", "1", "--out", str(tmp_path / "out")]
+    assert cli.dispatch("simulate", [*served, *load]) == 0
+    assert "unified" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--runs", "0"], "runs=0 must be at least 1"),
+        (["--time", "0s"], "time='0s' must be more than 0"),
+        (["--out", "nowhere/mine.yaml"], "out='nowhere/mine.yaml': folder 'nowhere' does not exist"),
+    ],
+)
+def test_what_the_command_cannot_do_is_a_clear_error(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.dispatch("profile", words) == 2
+    assert said in capsys.readouterr().err
