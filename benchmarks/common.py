@@ -68,8 +68,8 @@ def add_output(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--note", default="", help="kept in the JSON file")
 
 
-def save(args: argparse.Namespace, payload: dict[str, Any]) -> None:
-    """Write the JSON that `payload` makes with its origin and the command that was run."""
+def save(args: argparse.Namespace, payload: dict[str, Any], *, quiet: bool = False) -> None:
+    """Write the JSON that `payload` makes with its origin and the command that was run; `quiet`: and do not say so."""
     settings = {
         name: value.name if isinstance(value, Path) else value  # where a file lay on this machine is nobody's business
         for name, value in vars(args).items()
@@ -78,7 +78,8 @@ def save(args: argparse.Namespace, payload: dict[str, Any]) -> None:
     whole = {"script": Path(sys.argv[0]).name, "settings": settings, "note": args.note, **origin(), **payload}
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(whole, indent=1, default=str) + "\n", encoding="utf-8")
-    print(f"wrote {args.output}")
+    if not quiet:
+        print(f"wrote {args.output}")
 
 
 def free_port() -> int:

@@ -4,12 +4,14 @@
     python benchmarks/learned_predictor.py --workload K128 --padded   # on devices that pad steps to compiled sizes
 
 For each workload and policy: the rate at which the true form attains 90 %, and what both attain there, as means over
-seeds. Noise of the step times as given; without any the learned form is the true one after its first profile.
+seeds. Noise of the step times as given; without any the learned form is the true one after its first profile. What is
+in the output file already is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -99,25 +101,33 @@ def main() -> int:
         for name in args.workload or WORKLOADS
         for policy in args.policy or POLICIES
     ]
-    done: dict[Case, tuple[float, Mapping[str, float]]] = {}
+    done: dict[str, dict[str, Any]] = {}
+    if args.output.exists():
+        done = {_key(one["workload"], one["policy"]): one for one in json.loads(args.output.read_text())["results"]}
+    left = [case for case in todo if _key(case.workload, case.policy) not in done]
     with ProcessPoolExecutor(args.jobs) as pool, progress.bar("simulating") as tick:
-        for count, future in enumerate(as_completed([pool.submit(run, case) for case in todo]), 1):
+        for count, future in enumerate(as_completed([pool.submit(run, case) for case in left]), 1):
             case, rate, attained = future.result()
-            done[case] = rate, attained
-            tick(count, len(todo))
+            found = {"workload": case.workload, "policy": case.policy, "rate": rate, **attained}
+            done[_key(case.workload, case.policy)] = found
+            tick(count, len(left), f"{case.workload} {case.policy}")
+            save(args, {"results": [done[key] for key in map(_of, todo) if key in done]}, quiet=True)
     rows: list[Sequence[object]] = []
-    results: list[dict[str, Any]] = []
-    for case in todo:
-        rate, attained = done[case]
-        true, learned = attained["general"], attained["learned"]
-        rows.append(
-            (case.workload, case.policy, f"{rate:.2f}", *(f"{100 * x:.1f}" for x in (true, learned, learned - true)))
-        )
-        results.append({"workload": case.workload, "policy": case.policy, "rate": rate, **attained})
+    for one in (done[key] for key in map(_of, todo)):
+        shares = (one["general"], one["learned"], one["learned"] - one["general"])
+        rows.append((one["workload"], one["policy"], f"{one['rate']:.2f}", *(f"{100 * share:.1f}" for share in shares)))
     title = f"attained, %, at the rate where the true form attains 90 %; noise {args.noise:g}"
     print_table(title, ["workload", "policy", "requests/s", "true form", "learned", "difference"], rows)
-    save(args, {"results": results})
+    print(f"largest difference {max(abs(one['learned'] - one['general']) for one in done.values()):.1%}")
     return 0
+
+
+def _of(case: Case) -> str:
+    return _key(case.workload, case.policy)
+
+
+def _key(workload: str, policy: str) -> str:
+    return f"{workload} | {policy}"
 
 
 if __name__ == "__main__":

@@ -21,7 +21,9 @@ class Recursive:
     the equations are solved once in so many steps.
     """
 
-    def __init__(self, weights: Array, forgetting: float, anchor: Array | None = None, held: float = 0.0, every: int = 1) -> None:
+    def __init__(
+        self, weights: Array, forgetting: float, anchor: Array | None = None, held: float = 0.0, every: int = 1
+    ) -> None:
         count = len(weights)
         self._every = every
         self._unsolved = 0
