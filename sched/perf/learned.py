@@ -29,8 +29,8 @@ class LearnedModel:
     The coefficients are fitted to `points` and corrected by recursive least squares with forgetting, from steps of
     every kind; the points stay in with the weight of ANCHOR steps, so that what serving does not show is kept. The
     factor of a program is a moving average of measured/fitted: programs of one form may differ in speed. A step that is
-    far longer or shorter than predicted counts as less far off (see `_clipped`): a pause is no trend. Writer: the Scheduler that
-    observes steps.
+    far longer or shorter than predicted counts as less far off (see `_clipped`): a pause is no trend. Writer: the
+    Scheduler that observes steps.
 
     points: measured (load, seconds). p_moe: share of the experts that a token uses. coefficients: fitted before;
     where they are given and points are not, SAMPLED loads by them are the anchor. Raises InvalidValue without either.

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.log import Log
-from jaxserve.sched.perf.model import Coefficients, GeneralModel
+from jaxserve.sched.perf.model import PerfModel
+from jaxserve.sched.perf.recipe import Recipe
 from jaxserve.sched.plan import StepPlan
 from jaxserve.sched.policy import Limits, Role
 
@@ -22,8 +23,8 @@ from .harness import COEFFICIENTS, Job, simulate
 from .test_cluster import JOB, ROLES
 
 
-def perf(record: Mapping[str, Any]) -> GeneralModel:
-    return GeneralModel(Coefficients(**record["coefficients"]))
+def perf(record: Mapping[str, Any]) -> PerfModel:
+    return Recipe.of(record).make()
 
 
 def recorded(jobs: list[Job], roles: str, policy: str, every: int = 10_000, placement: str = "least_work") -> str:
@@ -33,8 +34,7 @@ def recorded(jobs: list[Job], roles: str, policy: str, every: int = 10_000, plac
 
     def log(name: str) -> Log:
         role = Role(name.rstrip("0123456789"))
-        coefficients = {field: getattr(COEFFICIENTS, field) for field in COEFFICIENTS.__slots__}
-        described = {"model": "general", "coefficients": coefficients}
+        described = Recipe("general", coefficients=COEFFICIENTS).record()
         return journal.instance(name, policy=policy, limits=limits, role=role, prefix_caching=True, perf=described)
 
     def fails(name: str, plan: StepPlan) -> bool:
