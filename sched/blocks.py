@@ -7,7 +7,7 @@ another's context, so Python's `hash` will not do.
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
@@ -39,6 +39,10 @@ class BlockManager:
         self._holders = [0] * pages
         self._digest: dict[int, bytes] = {}  # page -> what is in it
         self._page: dict[bytes, int] = {}  # the reverse
+        self._parent: dict[bytes, bytes] = {}  # of each known digest: that of the page before it
+        self._children: Counter[bytes] = Counter()  # known digests that follow each
+        self._changes: list[bytes] = []
+        self._torn = False
 
     @property
     def available(self) -> int:
@@ -85,7 +89,7 @@ class BlockManager:
             page = self._free.pop()
         else:
             page, _ = self._idle.popitem(last=False)
-            del self._page[self._digest.pop(page)]
+            self._forget(self._digest.pop(page))
         self._holders[page] = 1
         return page
 
@@ -102,17 +106,41 @@ class BlockManager:
                 else:
                     self._free.append(page)
 
-    def register(self, page: int, digest: bytes) -> None:
-        """A held page is full and its content is this prefix. The first page of a content keeps the name."""
+    def register(self, page: int, digest: bytes, parent: bytes) -> None:
+        """A held page is full and its content is this prefix, which goes on from `parent` (b"" where it begins). The
+        first page of a content keeps the name."""
         if self.prefix_caching and digest not in self._page and page not in self._digest:
             self._page[digest] = page
             self._digest[page] = digest
+            self._parent[digest] = parent
+            self._children[parent] += 1
+            self._changes.append(digest)
 
     def unregister(self, page: int) -> None:
         """The content of a held page is not to be found again."""
         digest = self._digest.pop(page, None)
         if digest is not None:
-            del self._page[digest]
+            self._forget(digest)
+
+    def _forget(self, digest: bytes) -> None:
+        del self._page[digest]
+        parent = self._parent.pop(digest)
+        self._children[parent] -= 1
+        if not self._children[parent]:
+            del self._children[parent]
+        self._torn |= digest in self._children
+        self._changes.append(digest)
+
+    @property
+    def changed(self) -> bool:
+        """Whether a prefix has come or gone since `take_changes`."""
+        return bool(self._changes)
+
+    def take_changes(self) -> tuple[list[bytes], bool]:
+        """The digests that have come or gone since the last call, and whether one went that others here follow."""
+        changes, torn = self._changes, self._torn
+        self._changes, self._torn = [], False
+        return changes, torn
 
     def check(self, owners: Iterable[Sequence[int]]) -> None:
         """Conservation: every page is free, idle or held by exactly the given owners. Raises AssertionError."""

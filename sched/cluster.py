@@ -12,6 +12,7 @@ from .admission.none import Everybody
 from .core import Core
 from .errors import InvalidValue
 from .executor import Executor
+from .first_tokens import first_token_at
 from .flight import Settled
 from .forecasts import Forecasts
 from .handover import Mover
@@ -108,20 +109,19 @@ class Cluster:
         most = min(one.scheduler.limits.pages * one.scheduler.limits.page_size for one in self.cores)
         request.limit = min(request.limit, max(1, most - request.prompt_length))
         at = self._placement.forecast(request)
+        self._forecast(request, core, first_token_at(request, core.scheduler, fleet.now) if at is None else at)
         core.scheduler.add(request)
-        self._forecast(request, core, at)
         self.deflections += core.scheduler.role is Role.DECODE
         self._residents[request.id] = Resident(request, tell)
         self._empty.clear()
         core.wake()
         self._redirect()
 
-    def _forecast(self, request: Request, core: Core, at: float | None) -> None:
+    def _forecast(self, request: Request, core: Core, at: float) -> None:
         """Keep what was predicted of its first token, to be compared with when it comes."""
-        if at is not None:
-            later = self.mover.fleet().transfer(request.prompt_length) if self._hold_first else 0.0
-            role = core.scheduler.role
-            self.forecasts.note(request.id, role, at if role is Role.DECODE else at + later)
+        later = self.mover.fleet().transfer(request.prompt_length) if self._hold_first else 0.0
+        role = core.scheduler.role
+        self.forecasts.note(request.id, role, at if role is Role.DECODE else at + later)
 
     def _refuse(self, request: Request, tell: Tell) -> None:
         request.state, request.finish_reason = State.FINISHED, "refused"
@@ -139,8 +139,10 @@ class Cluster:
 
     def _move(self, id: int, source: Core, target: Core, ends: float | None = None) -> None:
         request = source.scheduler.disown(id)
-        target.scheduler.add(request)
+        if ends is None:
+            ends = first_token_at(request, target.scheduler, self.mover.fleet().now)
         self._forecast(request, target, ends)
+        target.scheduler.add(request)
         self.deflections += target.scheduler.role is Role.DECODE is not source.scheduler.role
         source.wake()  # who comes after it may fit
         target.wake()

@@ -130,7 +130,9 @@ def largest_chunk(cost: Cost, load: Load, done: int, left: int, bound: float, gr
     size = min(grid, left)
     short = cost(load.add_chunk(size, done))
     if short > bound:
-        return _filled(cost, load, done, 1, size, short, bound) if size > 1 else 0
+        least = cost(load.add_chunk(1, done)) if size > 1 else short
+        filled = _filled(cost, load, done, 1, size, least, short, bound) if least <= bound else 0
+        return filled if filled > 1 else 0
     low, high = 1, -(-left // grid)  # in grid steps: low fits, high does not
     for turn in count():
         if high - low <= 1:
@@ -144,20 +146,16 @@ def largest_chunk(cost: Cost, load: Load, done: int, left: int, bound: float, gr
             low, short = middle, between
         else:
             high, long = middle, between
-    return _filled(cost, load, done, low * grid, min(high * grid, left), long, bound)
+    return _filled(cost, load, done, low * grid, min(high * grid, left), short, long, bound)
 
 
-def _filled(cost: Cost, load: Load, done: int, low: int, high: int, long: float, bound: float) -> int:
-    """The most tokens from `low` on that cost at most `bound`, where `high` cost `long`, which is more, and there is a
-    stair in between: where the next token costs far less than its share. Otherwise `low`, or 0 where not even that
-    fits, or is all there is."""
-    least = cost(load.add_chunk(low, done))
-    if least > bound:
-        return 0
+def _filled(cost: Cost, load: Load, done: int, low: int, high: int, least: float, long: float, bound: float) -> int:
+    """The most tokens from `low` on that cost at most `bound`, where `low` cost `least`, which is not more, `high` cost
+    `long`, which is, and a stair lies in between: the next token costs far less than its share. `low` without one."""
     if high - low > 1 and STAIR * (high - low) * (cost(load.add_chunk(low + 1, done)) - least) < long - least:
         tokens = range(low, high)
         return low - 1 + bisect_right(tokens, bound, key=lambda size: cost(load.add_chunk(size, done)))
-    return low if low > 1 else 0
+    return low
 
 
 def chunk_times(perf: PerfModel, load: Load, tokens: int, context: Array) -> Array:

@@ -1,11 +1,16 @@
-"""First tokens as a placement predicted them, beside when they came."""
+"""First tokens as predicted when their prompts were placed, beside when they came."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
 
 from .policy import Role
 from .request import BEST_EFFORT, Request
+
+RECENT = 512  # forecasts of a path that its median error is of
+PATHS = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +21,35 @@ class Accuracy:
     predicted: float = 0.0
     measured: float = 0.0
     errors: float = 0.0  # |predicted - measured| / measured, summed
+    median: float | None = None  # of the latest RECENT errors; None before the first
 
     @property
     def mape(self) -> float:
         """Mean absolute percentage error, as a share; nan before the first."""
         return self.errors / self.count if self.count else float("nan")
+
+
+@dataclass(slots=True)
+class _Path:
+    """Sums and the latest errors of one path. Writer: Forecasts."""
+
+    count: int = 0
+    predicted: float = 0.0
+    measured: float = 0.0
+    errors: float = 0.0
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def add(self, predicted: float, measured: float) -> None:
+        error = abs(predicted - measured) / measured
+        self.count += 1
+        self.predicted += predicted
+        self.measured += measured
+        self.errors += error
+        self.recent.append(error)
+
+    def accuracy(self) -> Accuracy:
+        middle = median(self.recent) if self.recent else None
+        return Accuracy(self.count, self.predicted, self.measured, self.errors, middle)
 
 
 class Forecasts:
@@ -33,7 +62,12 @@ class Forecasts:
 
     def __init__(self) -> None:
         self._open: dict[int, tuple[str, float]] = {}
-        self.accuracy = {path: Accuracy() for path in ("prefill", "decode")}
+        self._paths = {path: _Path() for path in PATHS}
+
+    @property
+    def accuracy(self) -> dict[str, Accuracy]:
+        """Of the forecasts so far, by path."""
+        return {path: one.accuracy() for path, one in self._paths.items()}
 
     def note(self, id: int, role: Role, at: float) -> None:
         """Its first token is predicted to come out at `at`, by the executors' clock, on an instance of this role."""
@@ -47,8 +81,4 @@ class Forecasts:
             return
         predicted, measured = at - request.arrival, request.first_token_at - request.arrival
         if measured > 0:
-            one = self.accuracy[path]
-            error = abs(predicted - measured) / measured
-            self.accuracy[path] = Accuracy(
-                one.count + 1, one.predicted + predicted, one.measured + measured, one.errors + error
-            )
+            self._paths[path].add(predicted, measured)

@@ -54,11 +54,15 @@ class Memory:
             self._log("digest", id=request.id, digest=known[-1])
         return known[: tokens // size]
 
-    def cached(self, request: Request) -> list[bytes]:
-        """Digests of the leading pages that are here already. At least one token is always left to compute."""
+    def sought(self, request: Request) -> Sequence[bytes]:
+        """Digests of the leading pages that it may find here. At least one token is always left to compute."""
         if not self.blocks.prefix_caching or request.params.prompt_logprobs is not None:
-            return []
-        digests = self.digests(request, request.known - max(1, request.pending))
+            return ()
+        return self.digests(request, request.known - max(1, request.pending))
+
+    def cached(self, request: Request) -> list[bytes]:
+        """Those of them that are here."""
+        digests = self.sought(request)
         return list(digests[: self.blocks.match(digests)])
 
     def admit(self, request: Request, reserve: int) -> bool:
@@ -103,7 +107,7 @@ class Memory:
         if self.blocks.prefix_caching and end // size > start // size:
             digests = self.digests(request, end)
             for page in range(start // size, end // size):
-                self.blocks.register(request.pages[page], digests[page])
+                self.blocks.register(request.pages[page], digests[page], digests[page - 1] if page else b"")
 
     def condemn(self, request: Request) -> set[int]:
         """What this request computed was not finite and must not be found by others. Returns its own pages."""
@@ -153,8 +157,9 @@ class Memory:
         if returned is None:
             return  # the pool is new since
         if arrived:
-            for page, digest in zip(returned.pages, returned.digests, strict=True):
-                self.blocks.register(page, digest)
+            parents = (b"", *returned.digests)
+            for page, digest, parent in zip(returned.pages, returned.digests, parents, strict=False):
+                self.blocks.register(page, digest, parent)
         self.blocks.release(returned.pages)
 
     def check(self, requests: Iterable[Request], reservations: Iterable[Reservation], slots: int) -> None:

@@ -44,6 +44,7 @@ class Moves(ABC):
         if request.id in self._reservations or any(one.comes_back for one in self._roster.requests.values()):
             return None  # an earlier move still ends here; those whose KV was dropped here come back first
         reservation, dropped = reserve(request, self._roster, self._memory, len(self._reservations))
+        self._roster.refresh_hits()
         self.counters.preemptions += dropped
         if reservation is not None:
             self._reservations[request.id] = reservation
@@ -78,6 +79,7 @@ class Moves(ABC):
         if first_token_at is not None and len(request.output) == 1:
             request.first_token_at = request.token_times[0] = first_token_at
         self._memory.occupy(request, self._reservations.pop(request.id))
+        self._roster.refresh_hits()
         request.state = State.RUNNING
         request.drafted = self._drafts.record(request.tier, request.drafted)
         self._roster.requests[request.id] = request
@@ -85,11 +87,15 @@ class Moves(ABC):
 
     def receive(self, id: int, digests: Sequence[bytes]) -> Returned | None:
         """Set pages aside for KV that comes back (giveback.py); None where those that wait may want them."""
-        return self._memory.receive(id, digests, len(self._roster.decode) + self.blocks.count(self.prefill_backlog))
+        wanted = len(self._roster.decode) + self.blocks.count(self.prefill_backlog)
+        returned = self._memory.receive(id, digests, wanted)
+        self._roster.refresh_hits()
+        return returned
 
     def keep(self, id: int, arrived: bool) -> None:
         """The KV that came back, or did not, is nobody's."""
         self._memory.keep(id, arrived)
+        self._roster.refresh_hits()
 
     def turn(self, role: Role, first_token_at: float | None = None) -> None:
         """Change what the instance is for. Nobody here loses anything: what was to be decoded elsewhere decodes here

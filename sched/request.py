@@ -152,7 +152,7 @@ class Request:
         self.computed = 0
         self.scored = 0  # prompt positions whose log-probabilities are told
         self.cached = 0  # prompt tokens whose KV was found in the prefix cache at the first admission
-        self.hit = 0  # prompt tokens that its instance's prefix cache held when it came
+        self.hit = 0  # known tokens that its instance's prefix cache holds while it waits
         self.row = 0  # where it was last seen in its table
         self.inflight = 0  # submitted spans whose result is not back
         self.stays = False  # it decodes on an instance that prefills, until there is room for it elsewhere

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .policy import Role
+from .prefix_hits import PrefixHits
 from .request import BEST_EFFORT, Request, State
 from .table import Table
 
@@ -13,11 +14,12 @@ class Roster:
     """The requests of one instance, filed in two tables by what they need next. Writer: the Scheduler.
 
     `prefill` has those with prompt work (or dropped KV to compute again), `decode` those with one token left.
-    A request that must wait for a result, or for another instance, is in neither.
+    A request that must wait for a result, or for another instance, is in neither. `hits` watches those that wait.
     """
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: Role, hits: PrefixHits) -> None:
         self.role = role
+        self.hits = hits
         self.requests: dict[int, Request] = {}
         self.prefill = Table()
         self.decode = Table()
@@ -34,12 +36,12 @@ class Roster:
     def file(self, request: Request) -> None:
         """Put a request into the table it belongs to now, or take over what has changed."""
         table, before = self._belongs(request), self._filed.get(request.id)
-        if table is before:
-            if table is not None:
-                table.refresh(request)
-            return
-        self.unfile(request)
-        if table is not None:
+        if table is not before:
+            self.unfile(request)
+        self._watch(request)
+        if table is before and table is not None:
+            table.refresh(request)
+        elif table is not None:
             table.add(request)
             self._filed[request.id] = table
 
@@ -47,7 +49,21 @@ class Roster:
         """`file` for rows of `decode` that have been planned once more, and not yet for all their tokens."""
         self.decode.step(requests)
 
+    def _watch(self, request: Request) -> None:
+        waits = request.state is State.WAITING
+        if waits is not (request.id in self.hits):
+            if waits:
+                self.hits.watch(request)
+            else:
+                self.hits.unwatch(request.id)
+
+    def refresh_hits(self) -> None:
+        """Take over what has changed in the prefix cache."""
+        for request in self.hits.refresh():
+            self.prefill.refresh(request)
+
     def unfile(self, request: Request) -> None:
+        self.hits.unwatch(request.id)
         table = self._filed.pop(request.id, None)
         if table is not None:
             table.remove(request)
@@ -90,6 +106,9 @@ class Roster:
             assert table.standard == sum(one.tier != BEST_EFFORT for one in table), "best effort is miscounted"
         assert len(self.prefill) + len(self.decode) == len(self._filed), "tables and index disagree"
         assert self._filed.keys() <= self.requests.keys(), "a request that left is still filed"
+        waiting = {id for id, request in self.requests.items() if request.state is State.WAITING}
+        assert waiting == set(self.hits), "prefix hits are watched of other requests than those that wait"
+        self.hits.check()
 
     def _belongs(self, request: Request) -> Table | None:
         if request.state is State.WAITING:

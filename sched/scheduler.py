@@ -20,6 +20,7 @@ from .moves import Moves
 from .perf.model import PerfModel
 from .plan import Delta, Span, StepPlan, StepResult, Suspended, news
 from .policy import Decision, Limits, Policy, Role, Task, View
+from .prefix_hits import PrefixHits
 from .request import Request, State
 from .roster import Roster
 
@@ -47,9 +48,9 @@ class Scheduler(Moves):
         self.counters = Counters()
         self._prefix_caching = prefix_caching
         self._log = log
-        self._roster = Roster(role)
         self._reservations: dict[int, Reservation] = {}
         self._memory = self._new_memory()
+        self._roster = Roster(role, PrefixHits(self._memory))
         self._flight = Flight()
         self._drafts = Acceptance()
         self._ended = 0.0  # when the last step ended, executor's clock
@@ -140,7 +141,6 @@ class Scheduler(Moves):
         request.limit = min(request.limit, most - request.prompt_length)
         self._roster.requests[request.id] = request
         request.drafted = self._drafts.record(request.tier, request.drafted)
-        request.hit = self.cached_tokens(request)
         self._roster.file(request)
 
     def cancel(self, id: int, reason: str, error: str | None = None) -> Delta | None:
@@ -164,6 +164,7 @@ class Scheduler(Moves):
             return self._resume(decision.resume)
         granter = Granter(roster, self._memory, self.limits, start, busy=bool(flight), kv_waiting=self.kv_waiting > 0)
         granted = granter.grant(decision)
+        roster.refresh_hits()
         self.counters.count(granted)
         if not granted.spans:  # what is suspended holds pages that others may be waiting for
             return self._resume(next(iter(flight.suspended))) if flight.suspended and not flight else None
@@ -257,6 +258,7 @@ class Scheduler(Moves):
                     self._roster.file(request)
             if prefills and request.state is not State.FINISHED:
                 advanced.append((request, end))
+        self._roster.refresh_hits()
         self.perf.observe(submitted.load, seconds + self._gap(result))
         return Settled(tuple(deltas), tuple(advanced))
 
@@ -281,6 +283,7 @@ class Scheduler(Moves):
         self._flight.clear()
         self._reservations.clear()
         self._memory = self._new_memory()
+        self._roster.hits = PrefixHits(self._memory)
         deltas = []
         for request in list(self._roster.requests.values()):
             request.forget_cache()

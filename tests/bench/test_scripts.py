@@ -18,6 +18,7 @@ SCRIPTS = [
     "host_gap",
     "kernels",
     "latent_cache",
+    "learned_predictor",
     "loading_memory",
     "preemption",
     "quantisation",

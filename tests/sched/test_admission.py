@@ -82,7 +82,7 @@ def test_a_prefix_hit_is_not_computed_again() -> None:
     assert pages is not None
     held.pages = pages
     for place, digest in enumerate(one._memory.digests(held, 64)):
-        one.blocks.register(pages[place], digest)
+        one.blocks.register(pages[place], digest, b"")
     assert most("pab", one, 1.0) == 990 + 64
 
 

@@ -27,10 +27,12 @@ class Pool(RuleBasedStateMachine):
 
     @rule(target=holders, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=10), reserve=st.integers(0, 3))
     def take(self, tokens: list[int], reserve: int):  # type: ignore[no-untyped-def]
-        digests, parent = [], b""
+        digests, parents, parent = [], {}, b""
         for page in range(len(tokens) // SIZE):
-            parent = chain(parent, tokens[page * SIZE : (page + 1) * SIZE])
-            digests.append(parent)
+            digest = chain(parent, tokens[page * SIZE : (page + 1) * SIZE])
+            parents[digest] = parent
+            parent = digest
+            digests.append(digest)
         hits = digests[: self.blocks.match(digests)]
         before = self.blocks.available
         pages = self.blocks.take(hits, self.blocks.count(len(tokens)) - len(hits), reserve)
@@ -42,7 +44,7 @@ class Pool(RuleBasedStateMachine):
             assert self.content[page] == digest, "a hit must hold what was asked for"
         for page, digest in list(zip(pages, digests, strict=False))[len(hits) :]:
             self.content[page] = digest
-            self.blocks.register(page, digest)
+            self.blocks.register(page, digest, parents[digest])
         for page in pages[len(digests) :]:
             self.content[page] = b"partial"
         self.count += 1
@@ -68,7 +70,7 @@ def test_the_least_recently_used_page_goes_first() -> None:
     for token in (1, 2):
         pages = blocks.take((), 1)
         assert pages is not None
-        blocks.register(pages[0], chain(b"", [token]))
+        blocks.register(pages[0], chain(b"", [token]), b"")
         blocks.release(pages)
     blocks.take((), 1)
     assert blocks.match([chain(b"", [1])]) == 0 and blocks.match([chain(b"", [2])]) == 1

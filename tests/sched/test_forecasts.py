@@ -31,8 +31,10 @@ def test_errors_are_shares_of_what_was_measured() -> None:
     forecasts.note(3, Role.DECODE, 11.0)  # moved: the last one counts
     forecasts.over(request(12.0))
     forecasts.over(request(12.0))  # nobody said anything of this one
+    assert forecasts.accuracy["prefill"].median is None
     forecasts.note(3, Role.MIXED, 14.0)
     forecasts.over(request(12.0))
+    assert forecasts.accuracy["prefill"].median == 1.0
     assert forecasts.accuracy["decode"].mape == 0.5 and forecasts.accuracy["decode"].count == 1
     assert forecasts.accuracy["prefill"].mape == 1.0 and forecasts.accuracy["prefill"].predicted == 4.0
 
@@ -62,7 +64,14 @@ def test_deflected_prompts_are_counted_and_their_first_tokens_predicted(placemen
     deflected = report.forecasts["decode"]
     assert report.deflections >= deflected.count > 0
     assert deflected.mape < 0.6, deflected
-    assert served("least_work").deflections == 0 and not served("least_work").forecasts["prefill"].count
+
+
+@pytest.mark.parametrize("placement", ["least_work", "round_robin", "fewest_requests", "prefill_budget"])
+def test_every_placement_has_its_first_tokens_predicted(placement: str) -> None:
+    report = served(placement)
+    made = report.forecasts["prefill"]
+    assert report.deflections == 0 == report.forecasts["decode"].count
+    assert made.count > 40 and made.median is not None and made.median < 0.15 and made.mape < 0.25, made
 
 
 @pytest.mark.parametrize("first_token", ["prefill", "decode"])

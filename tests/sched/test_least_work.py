@@ -65,7 +65,7 @@ def test_a_prefix_is_worth_what_it_saves_and_no_more() -> None:
         pages = holder.blocks.take((), 50)
         assert pages is not None
         for page, digest in zip(pages, holder._memory.digests(held, 800), strict=True):
-            holder.blocks.register(page, digest)
+            holder.blocks.register(page, digest, b"")
         holder.add(request(1, backlog, 50_000))
         assert order(request(9, 1000), empty, holder)[0] == best
 

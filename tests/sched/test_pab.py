@@ -160,7 +160,7 @@ def test_places_where_the_prefix_is_where_budgets_are_equal() -> None:
     pages = other.blocks.take((), 10)
     assert pages is not None
     for page, digest in zip(pages, other._memory.digests(held, 160), strict=True):
-        other.blocks.register(page, digest)
+        other.blocks.register(page, digest, b"")
     fleet = Fleet(0.0, [one, other], lambda tokens: 0.0)
     assert PrefillBudget().prefill(waiting(1, 161, due=0.5), fleet) == [1, 0]
 

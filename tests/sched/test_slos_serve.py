@@ -14,13 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched import policies
+from jaxserve.sched.blocks import BlockManager
 from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.journal import Journal, replay
+from jaxserve.sched.memory import Memory
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.plan import StepPlan
 from jaxserve.sched.policies.slos_serve import SlosServe
 from jaxserve.sched.policy import Decision, Limits, Role, View
+from jaxserve.sched.prefix_hits import PrefixHits
 from jaxserve.sched.request import BEST_EFFORT, STANDARD, Request, State
 from jaxserve.sched.roster import Roster
 from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
@@ -33,7 +36,7 @@ DEVICE = Coefficients(fixed=10e-3, prefill=1e-4, decode=5e-5, quadratic=0, longe
 
 
 def filed(requests: list[Request], role: Role = Role.MIXED) -> Roster:
-    roster = Roster(role)
+    roster = Roster(role, PrefixHits(Memory(BlockManager(1, 16), 1)))
     for one in requests:
         roster.requests[one.id] = one
         roster.file(one)

@@ -1,0 +1,179 @@
+"""What waiting prompts will find in the prefix cache is known at every step, not only when they come."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from jaxserve.sched.blocks import BlockManager
+from jaxserve.sched.memory import Memory
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.perf.model import Coefficients, GeneralModel
+from jaxserve.sched.plan import StepResult
+from jaxserve.sched.policies.fcfs import Fcfs
+from jaxserve.sched.policies.sarathi import Sarathi
+from jaxserve.sched.policy import Limits, Role
+from jaxserve.sched.prefix_hits import PrefixHits
+from jaxserve.sched.request import Request
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.slo import SLO
+
+PERF = Coefficients(1e-3, 1e-5, 1e-5, 0.0, 0.0, 0.0)
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=8)  # of two tokens, so that many share a prefix
+
+
+def request(id: int, prompt: list[int], arrival: float = 0.0) -> Request:
+    return Request(id, prompt, SamplingParams(max_tokens=4), SLO(), arrival)
+
+
+class Hits(RuleBasedStateMachine):
+    """Requests begin and cease to wait while others fill, release and lose the pages of a small pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = Memory(BlockManager(10, 1), 100)
+        self.hits = PrefixHits(self.memory)
+        self.waiting: dict[int, Request] = {}
+        self.running: list[tuple[Request, int]] = []  # with the tokens that are computed
+        self.next = 0
+
+    def new(self, prompt: list[int]) -> Request:
+        self.next += 1
+        return request(self.next, prompt)
+
+    @rule(prompt=PROMPTS)
+    def wait(self, prompt: list[int]) -> None:
+        one = self.new(prompt)
+        self.waiting[one.id] = one
+        self.hits.watch(one)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        id = data.draw(st.sampled_from(sorted(self.waiting)))
+        del self.waiting[id]
+        self.hits.unwatch(id)
+
+    @rule(prompt=PROMPTS)
+    def admit(self, prompt: list[int]) -> None:
+        one = self.new(prompt)
+        if self.memory.admit(one, 0):
+            self.running.append((one, one.computed))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def compute(self, data: st.DataObject) -> None:
+        at = data.draw(st.integers(0, len(self.running) - 1))
+        one, done = self.running[at]
+        more = data.draw(st.integers(done, one.known))
+        self.memory.register(one, done, more)
+        self.running[at] = one, more
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), condemned=st.booleans())
+    def end(self, data: st.DataObject, condemned: bool) -> None:
+        one, _ = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        if condemned:
+            self.memory.condemn(one)
+        self.memory.vacate(one)
+
+    @invariant()
+    def as_a_new_look_finds(self) -> None:
+        before = {id: one.hit for id, one in self.waiting.items()}
+        changed = {one.id for one in self.hits.refresh()}
+        self.hits.check()
+        assert {id for id, one in self.waiting.items() if one.hit != before[id]} == changed
+        assert set(self.hits) == set(self.waiting)
+
+
+TestHits = Hits.TestCase
+TestHits.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def instance(pages: int = 400) -> Scheduler:
+    return Scheduler(Fcfs(), GeneralModel(PERF, correct=False), Limits(512, 8, pages, 16), Role.PREFILL)
+
+
+def step(one: Scheduler) -> None:
+    plan = one.plan(0.0, 0.0)
+    assert plan is not None
+    tokens = tuple((7,) if span.samples else () for span in plan.spans)
+    one.settle(StepResult(plan.step, 0.0, 0.0, tokens))
+
+
+def hit(one: Scheduler, id: int) -> int:
+    rows = one.view(0.0, 0.0).prefill
+    return next(int(rows.hit[row]) for row in range(len(rows)) if rows[row].id == id)
+
+
+def test_a_prompt_that_shares_what_another_computes_is_told_so_at_every_step() -> None:
+    """2,048 shared tokens: the second prompt came before the first was computed."""
+    one, shared = instance(), list(range(2048))
+    one.add(request(0, [*shared, 5]))
+    one.add(request(1, [*shared, 6, 6], 1.0))
+    found = []
+    for _ in range(4):
+        version = one.version
+        step(one)
+        assert one.version != version
+        found.append(hit(one, 1))
+    assert found == [512, 1024, 1536, 2048]
+    assert one.prefill_backlog == 1 + 2
+    one.check()
+
+
+def test_what_is_evicted_is_found_no_more() -> None:
+    one, shared = instance(pages=60), list(range(512))
+    one.add(request(0, shared))
+    step(one)
+    one.disown(0)
+    one.add(request(1, [*shared, *range(900, 932)], 2.0))
+    one.add(request(2, list(range(1000, 1512)), 1.0))
+    assert hit(one, 1) == 512
+    step(one)  # 32 pages of 60 are free, so that 4 of the 32 that were cached go
+    assert one.version and hit(one, 1) == 512 - 4 * 16
+    one.check()
+
+
+def test_a_dropped_request_finds_its_own_pages() -> None:
+    one = Scheduler(Sarathi(), GeneralModel(PERF, correct=False), Limits(64, 8, 12, 16))
+    for id in (0, 1):
+        row = request(id, list(range(100 * id, 100 * id + 60)), float(id))
+        row.params = SamplingParams(max_tokens=100)
+        row.limit = 100
+        one.add(row)
+    for _ in range(80):
+        step(one)
+        dropped = [each for each in one if each.drops and not each.pages]
+        if dropped:
+            break
+    assert dropped and dropped[0].hit == one.cached_tokens(dropped[0]) >= 48
+    one.check()
+
+
+@pytest.mark.parametrize("waiting", [10, 1000])
+def test_a_change_concerns_only_the_requests_at_its_frontier(waiting: int) -> None:
+    """However many wait, one page that comes is looked up for those alone that it was the next page of."""
+    memory = Memory(BlockManager(100, 1), 8)
+    hits = PrefixHits(memory)
+    for id in range(waiting):
+        hits.watch(request(id, [1, 2, 3, 1000 + id]))
+        hits.watch(request(-1 - id, [1000 + id, 2, 3]))
+    running = request(10_000, [1000, 2, 9])
+    assert memory.admit(running, 0)
+    memory.register(running, 0, 2)
+    looks = 0
+    match = memory.blocks.match
+
+    def counted(digests: list[bytes]) -> int:
+        nonlocal looks
+        looks += 1
+        return match(digests)
+
+    with patch.object(memory.blocks, "match", counted):
+        assert [(one.id, one.hit) for one in hits.refresh()] == [(-1, 2)]
+    assert looks <= 2
