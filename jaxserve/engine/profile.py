@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -146,6 +147,6 @@ def check_measured_on(name: str, known: Mapping[str, str], here: Mapping[str, st
 
 
 def _same(one: str, other: str) -> bool:
-    """Names of models by their last part; of devices where one is a part of the other (`H200`, `NVIDIA H200`)."""
-    one, other = (name.rstrip("/").rpartition("/")[2].lower() for name in (one, other))
-    return one in other or other in one
+    """Names of models by their last part; in both, one has all words of the other (`H200`, `NVIDIA H200`)."""
+    first, second = (set(re.split(r"[\s_-]+", name.rstrip("/").rpartition("/")[2].lower())) for name in (one, other))
+    return first <= second or second <= first

@@ -156,3 +156,38 @@ def test_what_the_command_cannot_do_is_a_clear_error(
 ) -> None:
     assert cli.dispatch("profile", words) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("known", "here", "fits"),
+    [
+        (
+            {"model": "Llama-3-8B", "device": "A800"},
+            {"model": "meta-llama/Meta-Llama-3-8B-Instruct", "device": "x"},
+            False,
+        ),
+        ({"model": "Llama-3-8B"}, {"model": "meta-llama/Meta-Llama-3-8B-Instruct"}, True),
+        ({"model": "Llama-3-8B"}, {"model": "meta-llama/Llama-3.1-8B"}, False),
+        ({"device": "H20"}, {"device": "NVIDIA H200"}, False),
+        ({"device": "A800"}, {"device": "NVIDIA A800-SXM4-80GB"}, True),
+        ({}, {"model": "anything", "device": "cpu"}, True),
+    ],
+)
+def test_names_of_models_and_devices_are_compared_by_words(
+    known: dict[str, str], here: dict[str, str], fits: bool
+) -> None:
+    if fits:
+        profile.check_measured_on("mine", known, here)
+        return
+    with pytest.raises(InvalidValue, match="measured for"):
+        profile.check_measured_on("mine", known, here)
+
+
+def test_published_presets_say_what_they_are_of(repo: Path) -> None:
+    names = [path.stem for path in (repo / "configs" / "latency").glob("*.yaml")]
+    assert names
+    for name in names:
+        preset = ServeConfig(perf=name).perf_preset
+        assert preset is not None and set(preset.measured_on.known()) == {"model", "device"}, name
+    with pytest.raises(InvalidValue, match="perf='llama3-8b-a800' was measured for model 'Llama-3-8B'"):
+        started(perf="llama3-8b-a800")
