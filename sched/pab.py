@@ -32,12 +32,13 @@ class Line(NamedTuple):
 def line(perf: PerfModel, rows: int, longest: float) -> Line:
     """From `rows` decoding rows on, the longest with `longest` tokens of context."""
     count, total = float(max(1, rows)), longest * max(1, rows)
-    base, more, further, one = perf.decode_times(
-        np.array([count, count + 1, count, 1.0]),
-        np.array([longest, longest, longest, 0.0]),
-        np.array([total, total, total + PROBE, 0.0]),
+    base, more, twice, further, one = perf.decode_times(
+        np.array([count, count + 1, 2 * count, count, 1.0]),
+        np.array([longest, longest, longest, longest, 0.0]),
+        np.array([total, total, total, total + PROBE, 0.0]),
     ).tolist()
-    row, context = max(0.0, more - base), max(0.0, (further - base) / PROBE)
+    # where steps are padded, the next row may cost a whole stair, which so many more rows share
+    row, context = max(0.0, min(more - base, (twice - base) / count)), max(0.0, (further - base) / PROBE)
     return Line(max(0.0, base - count * row - total * context), row, context, max(0.0, one - row))
 
 

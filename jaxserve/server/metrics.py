@@ -20,7 +20,7 @@ from jaxserve.engine.hygiene import EDGES
 from jaxserve.generation import Job, Piece
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.counters import SIZES
-from jaxserve.sched.forecasts import Accuracy
+from jaxserve.sched.forecasts import RECENT, Accuracy
 
 Values = Iterable[tuple[Sequence[str], float]]  # (values of the labels, value)
 
@@ -253,6 +253,9 @@ class EngineCollector(Collector):
         text = "Mean absolute error of predicted first tokens, as a share of the time that they took."
         errors = [((path,), one.mape) for path, one in stats.forecasts.items()]
         yield self._family(GaugeMetricFamily, "ttft_prediction_mape", text, errors, "path")
+        text = f"Median of the latest {RECENT} such errors."
+        medians = [((path,), one.median) for path, one in stats.forecasts.items() if one.median is not None]
+        yield self._family(GaugeMetricFamily, "ttft_prediction_median_error", text, medians, "path")
         text = "Times for which the engine's event loop was away, where more than 5 ms."
         sizes = stats.stall_sizes or (0,) * (len(EDGES) + 1)
         yield self._histogram("event_loop_stall_seconds", text, EDGES, sizes, stats.stall_seconds)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from jaxserve.sched import admission
 from jaxserve.sched.pab import line, prefill_budget
 from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.perf.buckets import Buckets, Padded
 from jaxserve.sched.perf.linear import LinearModel
-from jaxserve.sched.perf.model import Coefficients, GeneralModel, PerfModel
+from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load, PerfModel
 from jaxserve.sched.placement import Fleet
 from jaxserve.sched.placement.fewest_requests import FewestRequests
 from jaxserve.sched.placement.prefill_budget import PrefillBudget
@@ -52,6 +53,17 @@ def view(prefill: list[Request], decode: list[Request]) -> View:
 
 def test_an_idle_instance_has_all_of_the_time_less_one_step() -> None:
     assert prefill_budget(view([], []), due=0.5) == pytest.approx((0.5 - 0.01) / 1.001e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 63, 64, 65])
+def test_steps_that_are_padded_cost_what_the_padded_ones_do(rows: int) -> None:
+    """At the edge of a stair the next row costs all of it: that is not the price of each."""
+    sizes = tuple(2**power for power in range(9))
+    perf = GeneralModel(Padded(EXACT, Buckets(sizes, ())), correct=False)
+    near = line(perf, rows, 1000.0)
+    assert near.step + rows * (near.row + near.context * 1000) == pytest.approx(
+        perf.step_time(Load().add_rows(rows, 1000, 1000 * rows))
+    )
 
 
 def test_by_hand() -> None:

@@ -93,10 +93,14 @@ def test_prompts_are_deflected_and_their_tokens_stay(deflecting):
             f'jaxserve:predicted_ttft_seconds_count{{model_name="jaxserve-demo",path="{path}"}} {float(count)}' in page
         )
         if count:
-            [mape] = [
-                line for line in page.splitlines() if "ttft_prediction_mape{" in line and f'path="{path}"' in line
-            ]
-            assert float(mape.rsplit(" ", 1)[1]) == pytest.approx(stats.forecasts[path].mape)
+            one = stats.forecasts[path]
+            for name, value in (("mape", one.mape), ("median_error", one.median)):
+                [line] = [
+                    line
+                    for line in page.splitlines()
+                    if f"ttft_prediction_{name}{{" in line and f'path="{path}"' in line
+                ]
+                assert float(line.rsplit(" ", 1)[1]) == pytest.approx(value)
     deflecting.quiet()
     deflecting.engine.check()
 
