@@ -2,10 +2,10 @@
 
 A mixed instance is kept at so many running and waiting requests: about one ends in each step, and one arrives for
 it, or one in several steps where answers are longer than there are rows (`--answer`). `quiet` and `event` are the steps
-into which nobody, or somebody, has come since the one before (of `plan`; of `decide` alone they are in the JSON).
-`recompute` is a decision with nothing kept from earlier steps: every table of the instance is filled anew.
-Then what placing one request costs in a fleet of full instances, its redirects included, and what one run of the
-dynamic programme of SLOs-Serve costs.
+without and with a new request since the one before (of `plan`; of `decide` alone they are in the JSON). `observe` is
+what the step-time model takes to learn from a step; it is part of neither. `recompute` is a decision with nothing kept
+from earlier steps: every table of the instance is filled anew. Then what placing one request costs in a fleet of full
+instances, its redirects included, and what one run of the dynamic programme of SLOs-Serve costs.
 """
 
 from __future__ import annotations
@@ -24,13 +24,19 @@ import numpy as np
 from jaxserve.report.table import print_table
 from jaxserve.sched import placement as placements
 from jaxserve.sched import policies
+from jaxserve.sched.blocks import BlockManager
+from jaxserve.sched.memory import Memory
 from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.perf.model import Coefficients, GeneralModel
+from jaxserve.sched.perf import registry
+from jaxserve.sched.perf.buckets import Buckets
+from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load
+from jaxserve.sched.perf.registry import KINDS
 from jaxserve.sched.placement import PLACEMENTS, Fleet
 from jaxserve.sched.plan import StepPlan, StepResult
 from jaxserve.sched.policies.dp import admitted
 from jaxserve.sched.policies.standing import idle_of, prompts_of, standing_of, terms_of
 from jaxserve.sched.policy import Decision, Limits, Policy, Role, View
+from jaxserve.sched.prefix_hits import PrefixHits
 from jaxserve.sched.request import Request
 from jaxserve.sched.roster import Roster
 from jaxserve.sched.scheduler import Scheduler
@@ -39,6 +45,9 @@ from jaxserve.sched.slo import SLO
 # About an 8B model on one large accelerator; the cost of deciding does not depend on them.
 COEFFICIENTS = Coefficients(fixed=5e-3, prefill=2e-5, decode=1e-5, quadratic=1e-10, longest=1e-8, context=1e-8)
 PAGE = 16
+PERF = "learned"
+NOISE = 0.05  # of the simulated steps, so that there is something to learn
+BUCKETS = Buckets((1, 4, 8, 16, 32, 64, 128, 256, 512), (64, 128, 512, 2048, 8192))  # what an engine pads steps to
 VARIANTS = [
     "fairbatching:anchor=arrival",
     "fairbatching:budget=fixed",
@@ -77,7 +86,7 @@ class Timed:
 class Steady:
     """A scheduler held at `running` and `waiting` requests by arrivals for every end."""
 
-    def __init__(self, name: str, running: int, waiting: int, answer: int = 0, seed: int = 0) -> None:
+    def __init__(self, name: str, running: int, waiting: int, answer: int = 0, seed: int = 0, perf: str = PERF) -> None:
         self.random = np.random.default_rng(seed)
         self.answer = answer or running
         self.policy = Timed(policies.make(name))
@@ -87,7 +96,17 @@ class Steady:
         self.event = False  # somebody came before the last step
         pages = running * (4096 + 1024) // PAGE
         limits = Limits(tokens=8192, rows=running, pages=pages, page_size=PAGE)
-        self.scheduler = Scheduler(self.policy, GeneralModel(COEFFICIENTS), limits, Role.MIXED, prefix_caching=False)
+        model = registry.make(perf, COEFFICIENTS, buckets=BUCKETS)
+        self.observed: list[float] = []
+        self._observe = model.observe
+        model.observe = self.observe  # type: ignore[method-assign]
+        self.scheduler = Scheduler(self.policy, model, limits, Role.MIXED, prefix_caching=False)
+
+    def observe(self, load: Load, seconds: float) -> None:
+        """What learning from a step costs."""
+        began = time.process_time()
+        self._observe(load, seconds)
+        self.observed.append(time.process_time() - began)
 
     def arrive(self) -> None:
         """One request: 32 to 4096 tokens, an output of half to one and a half times `answer`."""
@@ -113,14 +132,15 @@ class Steady:
         return seconds
 
     def settle(self, plan: StepPlan) -> None:
-        started, self.now = self.now, self.now + self.scheduler.predicted
+        started = self.now
+        self.now += self.scheduler.predicted * float(self.random.lognormal(0.0, NOISE))
         tokens = tuple((7,) if span.samples else () for span in plan.spans)
         self.scheduler.settle(StepResult(plan.step, started, self.now, tokens))
 
     def recompute(self) -> float:
         """CPU seconds of a decision whose tables are filled from nothing."""
         began = time.process_time()
-        roster = Roster(Role.MIXED)
+        roster = Roster(Role.MIXED, PrefixHits(Memory(BlockManager(1, PAGE, prefix_caching=False), 1)))
         for request in self.scheduler:
             roster.file(request)
         view = self.scheduler.view(self.now, self.now)
@@ -144,12 +164,13 @@ def undisturbed() -> Iterator[None]:
     gc.unfreeze()
 
 
-def measure(name: str, running: int, waiting: int, steps: int, answer: int = 0) -> dict[str, object]:
+def measure(name: str, running: int, waiting: int, steps: int, answer: int = 0, perf: str = PERF) -> dict[str, object]:
     """Milliseconds of CPU time over `steps` steps, after as many again to reach the steady state."""
-    steady = Steady(name, running, waiting, answer)
+    steady = Steady(name, running, waiting, answer, perf=perf)
     for _ in range(max(steps, 2 * steady.answer)):
         steady.step()
     steady.policy.seconds.clear()
+    steady.observed.clear()
     with undisturbed():
         timed = [
             (spent, steady.policy.seconds[-1], steady.event)
@@ -163,7 +184,7 @@ def measure(name: str, running: int, waiting: int, steps: int, answer: int = 0) 
     found: dict[str, object] = {"policy": name, "running": running, "waiting": waiting, "steps": len(plans)}
     found["events"] = len(events)
     found["decoding_in_last_view"] = len(decode)
-    named = {"decide": steady.policy.seconds, "plan": plans, "recompute": again}
+    named = {"decide": steady.policy.seconds, "observe": steady.observed, "plan": plans, "recompute": again}
     for kind, some in (("quiet", quiet), ("event", events)):
         named |= {kind: [spent for spent, _, _ in some], f"decide_{kind}": [decided for _, decided, _ in some]}
     for label, seconds in named.items():
@@ -266,6 +287,7 @@ def main() -> int:
         "--answer", type=int, default=0, metavar="N", help="mean tokens of one [as many as there are rows]"
     )
     common.add_output(parser, "scheduler_cost")
+    parser.add_argument("--perf", default=PERF, choices=KINDS, metavar="NAME", help=f"step-time model [{PERF}]")
     parser.add_argument("--placements", nargs="*", default=PLACED)
     parser.add_argument("--fleet", default="64x256", metavar="INSTANCESxRESIDENTS", help="half of them prefill")
     parser.add_argument("--programme", default="10+200", metavar="NEW+RUNNING")
@@ -277,17 +299,20 @@ def main() -> int:
     rounds = range(args.repeats)
     rows = best(
         "median_decide_ms",
-        [[measure(n, *size, args.steps, args.answer) for size in sizes for n in args.policies] for _ in rounds],
+        [
+            [measure(n, *size, args.steps, args.answer, args.perf) for size in sizes for n in args.policies]
+            for _ in rounds
+        ],
     )
     placed = best(
         "median_request_ms", [[place(n, instances, residents, args.steps) for n in args.placements] for _ in rounds]
     )
     programme = best("median_admit_ms", [[promise(new, running, args.steps)] for _ in rounds])
-    titles = ["policy", "running", "waiting", "decide", "p99", "plan incl. decide", "p99 ", "quiet", "event"]
+    titles = ["policy", "running", "waiting", "decide", "p99", "plan incl. decide", "p99 ", "observe", "quiet", "event"]
     titles += ["recompute", "p99  "]
     keys = ["policy", "running", "waiting"]
     keys += [f"{s}_{label}_ms" for label in ("decide", "plan") for s in ("median", "p99")]
-    keys += ["median_quiet_ms", "median_event_ms", "median_recompute_ms", "p99_recompute_ms"]
+    keys += ["median_observe_ms", "median_quiet_ms", "median_event_ms", "median_recompute_ms", "p99_recompute_ms"]
     print_table("CPU ms per step: median and 99th percentile", titles, [[row[key] for key in keys] for row in rows])
     for title, found in (("CPU ms per request placed", placed), ("CPU ms per decision on new requests", programme)):
         if found:
