@@ -93,6 +93,7 @@ class Flight:
         return tuple(task(one, one.left, requests) for one in self._suspended.values())
 
 
-def task(submitted: Submitted, left: float, requests: Mapping[int, Request]) -> Task:
+def task(submitted: Submitted, left: float, requests: Mapping[int, Request], since: float = 0.0) -> Task:
     alive = (requests[span.request] for span in submitted.plan.spans)
-    return Task(submitted.plan.step, tuple(one for one in alive if one.state is not State.FINISHED), left)
+    requests_left = tuple(one for one in alive if one.state is not State.FINISHED)
+    return Task(submitted.plan.step, requests_left, left, submitted.seconds, since)
