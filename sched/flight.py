@@ -22,13 +22,14 @@ class Settled(NamedTuple):
 class Submitted:
     """A step whose result is not back. Writer: the Flight that holds it."""
 
-    __slots__ = ("load", "plan", "ran", "seconds")
+    __slots__ = ("asked", "load", "plan", "ran", "seconds")
 
     def __init__(self, plan: StepPlan, load: Load, seconds: float) -> None:
         self.plan = plan
         self.load = load
         self.seconds = seconds  # predicted for the whole of it
         self.ran = 0.0  # seconds computed before it was stopped
+        self.asked: float | None = None  # when it was asked to stop
 
     @property
     def left(self) -> float:

@@ -216,14 +216,24 @@ class Scheduler(Moves):
         for id in decision.demote:
             self.counters.demotions += self._roster.demote(id)
         self._again = decision.again if decision.again > now else inf
+        if decision.preempt:
+            oldest.asked = now
         return decision.preempt
 
     def suspend(self, result: Suspended) -> None:
         """The running step stopped at a boundary: its requests wait for it to go on."""
         self._log("suspend", result=result)
         self.counters.suspended += 1
-        for span in self._flight.suspend(result).plan.spans:
+        submitted = self._flight.suspend(result)
+        self._came_back(submitted, result.at)
+        for span in submitted.plan.spans:
             self._suspend(span.request, True)
+
+    def _came_back(self, submitted: Submitted, at: float) -> None:
+        """Count how long a step that was asked to stop kept the devices."""
+        if submitted.asked is not None:
+            self.counters.stopped(max(0.0, at - submitted.asked))
+            submitted.asked = None
 
     def _suspend(self, id: int, suspended: bool) -> None:
         request = self._roster.requests[id]
@@ -235,6 +245,7 @@ class Scheduler(Moves):
         """Take in the result of the oldest submitted step."""
         self._log("settle", result=result)
         submitted = self._flight.land(result)
+        self._came_back(submitted, result.finished)
         seconds = submitted.ran + result.finished - result.started
         self.counters.step(submitted.load, submitted.seconds, seconds)
         self._drift.count(submitted.seconds, seconds)

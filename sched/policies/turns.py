@@ -1,8 +1,8 @@
 """Turns of prompts and running decodes on one instance, where steps of prompts can be stopped.
 
-FlowPrefill's colocated setting (section 6.5) runs a prefill and a decode instance beside each other on the same devices.
-One engine runs one step at a time, so here they alternate: a step of prompts, stopped at a segment boundary when the
-next token of a running decode would be late otherwise; a step of all running decodes; the stopped step again.
+FlowPrefill's colocated setting (section 6.5) runs a prefill and a decode instance side by side on the same devices. An
+engine here runs one step at a time, so they alternate: a step of prompts, stopped at a segment boundary when the next
+token of a running decode would be late otherwise; a step of all running decodes; the stopped step again.
 """
 
 from __future__ import annotations

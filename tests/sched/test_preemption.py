@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.sched.boundary import stopping
 from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.log import Log
 from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load
@@ -246,7 +247,7 @@ def perf(record: Mapping[str, Any]) -> GeneralModel:
 def test_a_journal_with_preemption_gives_the_same_plans(jobs, roles, every) -> None:  # type: ignore[no-untyped-def]
     file, count = io.StringIO(), [0]
     journal = Journal(file)
-    limits = Limits(9, 4, 14, 4, preemptible=True, suspended=3)
+    limits = Limits(9, 4, 14, 4, preemptible=True, suspended=3, stopping=stopping(8, 1))
 
     def log(name: str) -> Log:
         role = Role(name.rstrip("0123456789"))
@@ -259,7 +260,8 @@ def test_a_journal_with_preemption_gives_the_same_plans(jobs, roles, every) -> N
         count[0] += 1
         return count[0] % every == 0 and count[0] < 40
 
-    preempting(jobs, roles=ROLES[roles], pages=14, rows=4, tokens=9, suspended=3, log=log, fails=fails)
+    shape = {"pages": 14, "rows": 4, "tokens": 9, "suspended": 3, "segments": 8}
+    preempting(jobs, roles=ROLES[roles], log=log, fails=fails, **shape)
     text = file.getvalue()
     outcome = replay(text.splitlines(), perf)
     assert outcome.differences == []
