@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from jaxserve import speculative
 from jaxserve.errors import InvalidValue
 from jaxserve.sched import admission, placement, policies
-from jaxserve.sched.boundary import Boundary
+from jaxserve.sched.boundary import DEPTH, Boundary
 from jaxserve.sched.perf import KINDS
 from jaxserve.sched.request import BEST_EFFORT, STANDARD
 from jaxserve.sched.sim.latency import Latency
@@ -178,7 +178,7 @@ class ServeConfig:
         "of a layer apart), layer, layers:K, or chunk (its end).", metavar="WHERE",
     )  # fmt: skip
     preempt_depth: int = flag(
-        2, "scheduling", "Pieces of a prefill that are sent to the devices before those ahead of them are done: "
+        DEPTH, "scheduling", "Pieces of a prefill that are sent to the devices before those ahead of them are done: "
         "more keep them busy, fewer let urgent work begin sooner.", metavar="N",
     )  # fmt: skip
     first_token: Literal["prefill", "decode"] = flag(

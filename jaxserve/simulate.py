@@ -106,6 +106,7 @@ def _study(args: argparse.Namespace) -> Study:
         prompts=args.max_prompts,
         first_token=args.first_token,
         boundary=args.preempt_boundary,
+        depth=args.preempt_depth,
         suspended=args.max_suspended,
         draft=args.draft,
         acceptance=args.acceptance,

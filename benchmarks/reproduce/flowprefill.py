@@ -1,4 +1,4 @@
-"""FlowPrefill's tables in the simulator: goodput, SLO scale, orders, batching, blocking time, chunk sweep.
+"""FlowPrefill's tables in the simulator: goodput, SLO scale, orders, batching, chunk sweep.
 
 Prompts alone, as the paper counts TTFT alone: every request ends with its first token. Each table takes one
 or two minutes on two cores; name those to see.
@@ -168,43 +168,6 @@ def _batching(system: System) -> Row:
     return [system.label, f"{system.goodput():.2f}", *cells]
 
 
-class Stopwatch:
-    """From asking a step to stop until it has. Writer: the log of an instance."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._asked = 0.0
-
-    def __call__(self, name: str, *_: object) -> Callable[..., None]:
-        def log(kind: str, **fields: Any) -> None:
-            if kind == "interrupts":
-                self._asked = fields["now"]
-            elif kind == "suspend":
-                self.seconds.append(fields["result"].at - self._asked)
-
-        return log
-
-
-def blocking() -> None:
-    """Figure 12: how long a step goes on that was asked to stop, and what that is worth."""
-    boundaries = ("op", "layer", "layers:4", "chunk")
-    systems = [
-        System(f"{boundary}{f', chunks of {tokens}' if tokens < WHOLE else ''}", "flowprefill",
-               {"boundary": boundary, "tokens": tokens})
-        for tokens in (WHOLE, 8192, 2048) for boundary in boundaries if tokens == WHOLE or boundary in ("op", "chunk")
-    ]  # fmt: skip
-    titles = ["boundary", "stops", "mean ms", "largest ms", "attained at 5 req/s, %", "goodput"]
-    print_table("Blocking time at 5 requests/s (Figure 12)", titles, parallel(_blocking, systems))
-
-
-def _blocking(system: System) -> Row:
-    watch = Stopwatch()
-    share = fmean(ttft(report.summary) for report in system.run(5.0, logs=watch))
-    ms = [1e3 * one for one in watch.seconds]
-    blocked = [f"{fmean(ms):.2f}", f"{max(ms):.2f}"] if ms else ["-", "-"]
-    return [system.label, len(ms), *blocked, f"{100 * share:.1f}", f"{system.goodput():.2f}"]
-
-
 def chunks() -> None:
     """Figure 15: FlowPrefill with chunked prompts."""
     sizes = (1024, 2048, 4096, 8192, 16384, WHOLE)
@@ -221,4 +184,4 @@ def _chunks(tokens: int) -> Row:
 
 
 if __name__ == "__main__":
-    raise SystemExit(choose.run(__doc__, (goodput, scale, orders, batching, blocking, chunks)))
+    raise SystemExit(choose.run(__doc__, (goodput, scale, orders, batching, chunks)))

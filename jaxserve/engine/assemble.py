@@ -166,6 +166,7 @@ def build(config: ServeConfig, progress: Progress | None = None) -> Built:
         executors[0].pages,
         page_size,
         preemptible=executors[0].preemptible,
+        stopping=executors[0].stopping,
         draft=drafted,
         history=drafted > 0,
     )

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from jaxserve.engine.hygiene import EDGES
 from jaxserve.generation import Job, Piece
 from jaxserve.outputs import RequestMetrics
-from jaxserve.sched.counters import SIZES
+from jaxserve.sched.counters import BLOCKING, SIZES
 from jaxserve.sched.forecasts import RECENT, Accuracy
 
 Values = Iterable[tuple[Sequence[str], float]]  # (values of the labels, value)
@@ -194,6 +194,8 @@ class EngineCollector(Collector):
         counters = stats.counters
         for name, text, value in (
             ("num_preemptions", "Times a request's KV was dropped.", counters.preemptions),
+            ("preempted_steps", "Steps of prompts stopped at a boundary for more urgent work.", counters.suspended),
+            ("resumed_steps", "Stopped steps that went on.", counters.resumed),
             ("demotions", "Requests that became best effort, on arrival or later.", counters.demotions),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", counters.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found there.", counters.prefix_hits),
@@ -259,6 +261,9 @@ class EngineCollector(Collector):
         text = "Times for which the engine's event loop was away, where more than 5 ms."
         sizes = stats.stall_sizes or (0,) * (len(EDGES) + 1)
         yield self._histogram("event_loop_stall_seconds", text, EDGES, sizes, stats.stall_seconds)
+        text = "From asking a running step of prompts to stop until it had stopped, or was done."
+        blocked, seconds = counters.blocked, counters.blocking
+        yield self._histogram("preemption_blocking_seconds", text, BLOCKING, blocked, seconds)
         yield self._histogram("iteration_tokens_total", "Tokens of a step.", SIZES, counters.sizes, counters.tokens)
 
     def _histogram(self, name: str, text: str, edges: Sequence[float], sizes: Sequence[int], total: float) -> Metric:

@@ -34,9 +34,9 @@ class Device:
     bandwidth (bytes/s) and latency (s) are those of the link by which KV arrives, one parcel at a time. behind: KV
     leaves only after the steps already submitted, as it does where the copy shares their stream; otherwise at once
     (a Cluster exports what settled steps have written).
-    segments: equal pieces of a preemptible step, at whose ends it can stop; ahead: pieces already dispatched when
-    the host asks. noise: standard deviation of the step times' lognormal factor of mean 1. acceptance: chance that
-    a drafted token is right.
+    segments: equal pieces of a preemptible step, at whose ends it can stop; ahead: pieces dispatched behind the
+    running one when the host asks; short: a step of so many tokens runs as a whole. noise: standard deviation of
+    the step times' lognormal factor of mean 1. acceptance: chance that a drafted token is right.
     """
 
     pages: int
@@ -46,6 +46,7 @@ class Device:
     latency: float = 1e-3
     segments: int = 1
     ahead: int = 0
+    short: int = 0
     noise: float = 0.0
     acceptance: float = 0.0
     behind: bool = False
@@ -58,6 +59,7 @@ class Device:
             ("latency", self.latency >= 0, "0 s or more"),
             ("segments", self.segments >= 1, "at least 1"),
             ("ahead", self.ahead >= 0, "0 or more"),
+            ("short", self.short >= 0, "0 tokens or more"),
             ("noise", 0 <= self.noise < 1, "between 0 and 1"),
             ("acceptance", 0 <= self.acceptance <= 1, "between 0 and 1"),
         ):
@@ -166,6 +168,8 @@ class SimExecutor:
             return
         if not job.plan.preemptible:
             raise InvalidValue(f"step {job.plan.step} is not preemptible", "preemptible")
+        if sum(span.length for span in job.plan.spans) <= self._device.short:
+            return
         segment = job.seconds / self._device.segments
         computed = job.done + self._loop.now - job.began
         boundary = max(ceil(computed / segment - 1e-9), round(job.done / segment) + 1) + self._device.ahead

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from .. import admission as admissions
 from .. import placement as placements
 from .. import policies
+from ..boundary import stopping
 from ..cluster import Cluster, Instance, check_roles
 from ..counters import Counters
 from ..errors import InvalidValue
@@ -241,6 +242,7 @@ class _Simulation:
             options.prompts or Limits().prompts,
             preemptible=options.boundary != "chunk",
             suspended=options.suspended,
+            stopping=stopping(self._device.segments, self._device.ahead + 1),
             draft=options.draft,
         )
         log: Log = no_log
