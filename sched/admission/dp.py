@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from ..kept import Kept
+from ..perf.model import Array
 from ..policies.dp import admitted
 from ..policies.speculation import NEVER, Terms
-from ..policies.standing import Prompts, Standing, blocks, demand, idle_of, prompts_of, standing_of, terms_of
+from ..policies.standing import (
+    Prompts,
+    Standing,
+    blocks,
+    demand,
+    idle_of,
+    in_time,
+    prompts_of,
+    quantum,
+    standing_of,
+    terms_of,
+)
 from ..policy import Role, View
 from ..request import Request
 from ..scheduler import Scheduler
@@ -20,7 +33,7 @@ class ByDP:
     """Admits a request that can keep its SLO beside everything its instance has promised. margin, block, output: see
     policies.slos_serve. Writer of what it knows of each instance."""
 
-    def __init__(self, refuse: bool = False, margin: float = 0.05, block: float = 0.25, output: int = 256) -> None:
+    def __init__(self, refuse: bool = False, margin: float = 0.05, block: float = 0.0, output: int = 256) -> None:
         self.refuse = refuse
         self._margin = margin
         self._block = block
@@ -29,9 +42,14 @@ class ByDP:
 
     def admits(self, request: Request, scheduler: Scheduler, now: float) -> bool:
         view, standing, terms = self._promised.of(scheduler, now)
-        terms = replace(terms, idle=min(terms.idle, self._block * request.slo.ttft))
-        new = self._prompt(request, scheduler, view)
-        return bool(admitted(standing, new, terms)[0])
+        ttft, length = np.array([request.slo.ttft]), np.array([float(request.prompt_length)])
+        own = quantum(view.perf, ttft, length, view.limits.tokens)
+        terms = replace(terms, idle=min(terms.idle, self._block * request.slo.ttft if self._block else own))
+        cached = float(scheduler.cached_tokens(request))
+        tokens, context = np.array([request.known - cached]), np.array([cached])
+        new = self._prompt(request, view, tokens, context)
+        alone = partial(in_time, view, new.deadline, tokens, context, length, new.tpot)
+        return bool(admitted(standing, new, terms, None, alone)[0])
 
     def _standing(self, scheduler: Scheduler, start: float) -> tuple[View, Standing, Terms]:
         view = scheduler.view(start, start)
@@ -39,13 +57,11 @@ class ByDP:
         terms = terms_of(view, idle_of(view, self._block), draft=view.limits.draft, margin=self._margin)
         return view, _with_drafting(standing, scheduler, view), terms
 
-    def _prompt(self, request: Request, scheduler: Scheduler, view: View) -> Prompts:
-        cached = scheduler.cached_tokens(request)
-        tokens = np.array([float(request.known - cached)])
+    def _prompt(self, request: Request, view: View, tokens: Array, context: Array) -> Prompts:
         tpot = NEVER if view.role is Role.PREFILL else tightest(request, request.slo.tpot_of(request.stage))
         return Prompts(
             np.array([request.deadline]),
-            demand(view.perf, tokens, np.array([float(cached)]), view.limits.tokens),
+            demand(view.perf, tokens, context, view.limits.tokens),
             np.array([tpot]),
             blocks(tokens + self._output, view),
         )

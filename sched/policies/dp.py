@@ -6,12 +6,13 @@ pb is the prompt tokens that are left at the deadline of prompt i when n prompts
 them; it may never be negative. PB* grows evenly with time while the number of decoding rows stays, so the state
 needs no last prompt: what is left at each deadline is carried forward whether or not the prompt there is taken. All
 prompts count, also those promised before (forced in). n is one number per tier of tpot; where memory could run out,
-the pages used are part of the state too.
+the pages used are part of the state too. Where new prompts differ in value (v_i), n is one number per tier and value:
+the set whose values sum to the most is found exactly, and with equal values it is the largest set.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -27,7 +28,9 @@ from .standing import Prompts, Standing
 
 UNITS = 16  # of memory, where it is part of the state
 TIERS = 4  # distinct tpots; more are taken as the next tighter one of so many
+SPAN = 20  # priorities either side of 0 that differ in value
 MOST = 16  # new prompts that are decided on at a time
+CELLS = 640  # numbers of new prompts by tier and value, at a time: MOST of equal value in TIERS tiers have 625
 FEW = 4  # of which every set is tried, where that can be done at once
 EASE = 1e-6  # tokens: sums of floats may not decide
 
@@ -40,12 +43,15 @@ def largest_set(
     counts: Array,
     rate: Callable[[Array], Array],
     free: float,
+    value: Array | None = None,
 ) -> Mask:
-    """The most new prompts that can be taken beside all `forced` ones, of equal sets the one that leaves the most.
+    """The new prompts of the most value that can be taken beside all `forced` ones, of equal sets the one that leaves
+    the most.
 
     tier: [prompts] index into `counts`, the rows that decode at `start` by tier. rate(counts [..., tiers]): prompt
-    tokens per second beside so many rows. free: pages for what is new. A taken prompt decodes from its deadline on.
-    A forced prompt that is late in any case stays, and nobody may make it later.
+    tokens per second beside so many rows. free: pages for what is new. value: [prompts] of keeping each promise, more
+    than 0; all alike where none is given, so that the largest set is found. A taken prompt decodes from its deadline
+    on. A forced prompt that is late in any case stays, and no new one may make it later.
     """
     deadline = np.minimum(prompts.deadline, start + NEVER)
     order = np.lexsort((~forced, deadline))
@@ -54,13 +60,18 @@ def largest_set(
     chosen: Mask = np.zeros(len(prompts), dtype=bool)
     if not len(new):
         return chosen
-    taken, strides = _cells(tuple(np.bincount(tier[new], minlength=len(counts)).tolist()))
+    kind, kinds = _kinds(tier[new], None if value is None else value[new])
+    taken, strides = _cells(tuple(np.bincount(kind, minlength=len(kinds)).tolist()))
+    decoding = np.zeros((len(taken), len(counts)))  # of the taken ones, by tier
+    for at, (of, _) in enumerate(kinds):
+        decoding[:, of] += taken[:, at]
+    worth = taken @ np.array([each for _, each in kinds])
     need, room = _units(prompts.pages, new, free)
     base = np.zeros((1 + len(order), len(counts)))  # rows that decode before each, and after the last
     base[0] = counts
     base[1:][stays, tier[order[stays]]] = 1.0
     base = np.add.accumulate(base, axis=0)
-    speed = rate(base[:-1, None, :] + taken[None, :, :])  # [prompts, cells]
+    speed = rate(base[:-1, None, :] + decoding[None, :, :])  # [prompts, cells]
     due = deadline[order]
     gaps = due - np.concatenate(([start], due[:-1]))
     speed[:, 1:][speed[:, 1:] < 0] = -np.inf  # these rows alone are too many
@@ -70,32 +81,41 @@ def largest_set(
         gained = np.where(gaps[:, None] > 0, gaps[:, None] * speed, np.where(np.isinf(speed), -np.inf, 0.0))
     took: list[np.ndarray] = []
     cost, first = prompts.tokens[order], 0
-    for step in np.flatnonzero(~stays).tolist():
+    for step, what in zip(np.flatnonzero(~stays).tolist(), kind.tolist(), strict=True):
         row, tokens = int(order[step]), float(cost[step])
         left = _past(left, gained[first:step], cost[first:step]) + gained[step][:, None]
         first = step + 1
-        stride, pages = strides[tier[row]], int(need[row])
+        stride, pages = strides[what], int(need[row])
         with_it = np.full_like(left, -np.inf)
         if pages <= room:
             with_it[stride:, pages:] = left[:-stride, : room + 1 - pages] - tokens
-        with_it[(with_it < -EASE) | (taken[:, tier[row]] == 0)[:, None]] = -np.inf
+        with_it[(with_it < -EASE) | (taken[:, what] == 0)[:, None]] = -np.inf
         took.append(with_it > left)
         left = np.maximum(left, with_it)
     if not any(flags.any() for flags in took):
         return chosen
     left = _past(left, gained[first:], cost[first:])
-    lasting = rate(base[-1] + taken) >= 0
+    lasting = rate(base[-1] + decoding) >= 0
     lasting[0] = True
-    size = np.where(np.isfinite(left) & lasting[:, None], taken.sum(axis=1)[:, None], -1)
-    size[0, 0] = max(0, int(size[0, 0]))
-    best = np.flatnonzero(size == size.max())
+    sums = np.where(np.isfinite(left) & lasting[:, None], worth[:, None], -1.0)
+    sums[0, 0] = max(0.0, float(sums[0, 0]))
+    best = np.flatnonzero(sums == sums.max())
     cell, used = divmod(int(best[np.argmax(left.flat[best])]), room + 1)
-    for row, flags in zip(new[::-1].tolist(), reversed(took), strict=True):
+    for row, what, flags in zip(new[::-1].tolist(), kind[::-1].tolist(), reversed(took), strict=True):
         if flags[cell, used]:
             chosen[row] = True
-            cell -= strides[tier[row]]
+            cell -= strides[what]
             used -= int(need[row])
     return chosen
+
+
+def _kinds(tier: Order, value: Array | None) -> tuple[Order, list[tuple[int, float]]]:
+    """Of each new prompt its kind, and the kinds, each a tier and a value, in ascending order."""
+    values = [1.0] * len(tier) if value is None else value.tolist()
+    pairs = list(zip(tier.tolist(), values, strict=True))
+    kinds = sorted(set(pairs))
+    place = {pair: at for at, pair in enumerate(kinds)}
+    return np.array([place[pair] for pair in pairs], dtype=np.intp), kinds
 
 
 @lru_cache(maxsize=256)
@@ -129,18 +149,50 @@ def _units(pages: Array, new: Order, free: float) -> tuple[Order, int]:
     return np.ceil(pages / unit).astype(np.intp), int(max(0.0, free) // unit)
 
 
-def admitted(standing: Standing, new: Prompts, terms: Terms) -> Mask:
+def values(priorities: Sequence[int]) -> Array:
+    """What keeping each promise is worth (v_i of section 3.2.1): 2 to the power of -priority, so that one request is
+    worth two of the next priority (lower numbers are served first, as in vLLM). Beyond SPAN either way all are alike,
+    and sums of values are exact."""
+    result: Array = np.exp2(-np.clip(np.array(priorities, dtype=float), -SPAN, SPAN))
+    return result
+
+
+def admitted(
+    standing: Standing,
+    new: Prompts,
+    terms: Terms,
+    value: Array | None = None,
+    alone: Callable[[], Mask] | None = None,
+) -> Mask:
     """Which of some new prompts can be promised their SLOs, beside all that was promised. [new]
 
-    Decided on MOST at a time, by deadline, each lot beside those before it.
+    value: [new] of keeping each promise; all alike where none is given. alone: which of them an idle server could
+    serve in time, one by itself, exactly. Where nothing was promised so far and the programme, which adds up rates
+    and keeps a margin, takes none of them, the one of those that is worth the most and has the least to compute is
+    taken: an idle server declines no request that it can serve.
     """
-    if 0 < len(new) <= MOST:
-        return _decide(standing, new, terms)
+    if value is not None and (value == value[:1]).all():
+        value = None
+    result = _in_lots(standing, new, terms, value) if len(new) else np.zeros(0, dtype=bool)
+    if alone is not None and not len(standing.tpot) and not len(standing.prompts) and not result.any():
+        can = np.flatnonzero(alone())
+        if len(can):
+            worth = np.zeros(len(can)) if value is None else value[can]
+            result[can[np.lexsort((new.tokens[can], -worth))[0]]] = True
+    return result
+
+
+def _in_lots(standing: Standing, new: Prompts, terms: Terms, value: Array | None) -> Mask:
+    """As `admitted`, by the programme alone. MOST are decided on at a time, fewer where their kinds are too many for
+    CELLS: those of more value first, of equal ones by deadline, each lot beside those before it."""
+    if len(new) <= MOST and value is None:
+        return _decide(standing, new, terms, None)
     result: Mask = np.zeros(len(new), dtype=bool)
-    order = np.argsort(new.deadline, kind="stable")
-    for first in range(0, len(order), MOST):
-        lot = order[first : first + MOST]
-        chosen = _decide(standing, new.at(lot), terms)
+    order = new.deadline.argsort(kind="stable") if value is None else np.lexsort((new.deadline, -value))
+    while len(order):
+        lot = order[: _lot(new, order, value)]
+        order = order[len(lot) :]
+        chosen = _decide(standing, new.at(lot), terms, None if value is None else value[lot])
         result[lot] = chosen
         kept = new.at(lot[chosen])
         free = standing.free - float(kept.pages.sum())
@@ -148,7 +200,23 @@ def admitted(standing: Standing, new: Prompts, terms: Terms) -> Mask:
     return result
 
 
-def _decide(standing: Standing, new: Prompts, terms: Terms) -> Mask:
+def _lot(new: Prompts, order: Order, value: Array | None) -> int:
+    """How many of the first prompts of `order` are decided on at a time."""
+    if value is None:
+        return MOST
+    kinds: dict[tuple[float, float], int] = {}
+    cells = 1.0
+    for count, row in enumerate(order[:MOST].tolist()):
+        kind = float(new.tpot[row]), float(value[row])
+        had = kinds.get(kind, 0)
+        kinds[kind] = had + 1
+        cells *= (had + 2) / (had + 1)
+        if cells > CELLS + 0.5:
+            return count
+    return min(MOST, len(order))
+
+
+def _decide(standing: Standing, new: Prompts, terms: Terms, value: Array | None) -> Mask:
     before, rows = len(standing.prompts), len(standing.tpot)
     prompts = standing.prompts.and_(new)
     every = np.concatenate((standing.tpot, prompts.tpot))
@@ -166,12 +234,16 @@ def _decide(standing: Standing, new: Prompts, terms: Terms) -> Mask:
             if possible[-1]:
                 return np.ones(len(new), dtype=bool)
             if len(new) <= FEW:
-                size = np.where(possible, np.add.reduce(sets, axis=1), -1)
-                best = np.flatnonzero(size == np.maximum.reduce(size))
+                worth = np.add.reduce(sets, axis=1) if value is None else sets @ value
+                sums = np.where(possible, worth, -1)
+                best = np.flatnonzero(sums == np.maximum.reduce(sums))
                 chosen: Mask = sets[best[left[best].argmax()]]
                 return chosen
     forced = np.arange(len(prompts)) < before
-    return largest_set(standing.start, prompts, tier[rows:], forced, counts, supply.rate, standing.free)[before:]
+    values = None if value is None else np.concatenate((np.ones(before), value))
+    return largest_set(standing.start, prompts, tier[rows:], forced, counts, supply.rate, standing.free, values)[
+        before:
+    ]
 
 
 def _hopeless(standing: Standing, new: Prompts, rate: float) -> bool:

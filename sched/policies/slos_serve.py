@@ -33,9 +33,9 @@ from ..feasibility import (
 from ..perf.model import Load
 from ..policy import Decision, Grant, Order, Role, Rows, View, one_each
 from ..request import State
-from .dp import admitted, tier_of, tiers
+from .dp import admitted, tier_of, tiers, values
 from .speculation import NEVER, WINDOW, Pace, Supply, Terms
-from .standing import idle_of, prompts_of, standing_of, terms_of
+from .standing import ROUNDING, alone, idle_of, prompts_of, standing_of, terms_of
 
 
 class SlosServe:
@@ -55,7 +55,7 @@ class SlosServe:
         spec: bool = True,
         dynamic: bool = True,
         margin: float = 0.05,
-        block: float = 0.25,
+        block: float = 0.0,
         output: int = 256,
         caution: float = 1.0,
     ) -> None:
@@ -113,7 +113,9 @@ class SlosServe:
             stays = np.ones(count, dtype=bool)
             stays[new] = stays[late] = False
             every = prompts_of(view, count, self._output)
-            kept = admitted(standing_of(view, every.at(np.flatnonzero(stays)), self._output), every.at(new), terms)
+            standing = standing_of(view, every.at(np.flatnonzero(stays)), self._output)
+            worth = values([rows[row].priority for row in new.tolist()])
+            kept = admitted(standing, every.at(new), terms, worth, lambda: alone(view, new))
             self._promised.update(rows[row].id for row in new[kept].tolist())
             declined = np.concatenate([new[~kept], late])
         self._decided = None if len(declined) else (rows, rows.members)
@@ -140,7 +142,7 @@ class SlosServe:
         """Of the first `count` rows of view.prefill, new ones aside, those whose first token can no longer be in time,
         even alone."""
         rows = view.prefill
-        late = np.flatnonzero(view.start + remaining_work(view, rows, count) > rows.deadline[:count])
+        late = np.flatnonzero(view.start + remaining_work(view, rows, count) > rows.deadline[:count] + ROUNDING)
         if not len(late):
             return late
         come = set(new.tolist())

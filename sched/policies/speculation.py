@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -142,8 +142,8 @@ class Supply:
         for tier, each in enumerate(tpot):
             enough = (sl for sl, gain in enumerate(gains, 1) if each * gain >= whole * (1 - 1e-12))
             lengths.append(length if tier == binds else next(enough, 0))
-        ceiling = max(keep * tpot[binds], terms.idle) if tpot[binds] < NEVER else terms.idle
-        seconds = min(keep * whole, ceiling if terms.fixed is None else terms.fixed)
+        longest = terms.idle if tpot[binds] >= NEVER else inf
+        seconds = min(keep * whole, longest if terms.fixed is None else terms.fixed)
         weights = [
             sl * min(1.0, seconds / (keep * each * gains[sl - 1])) if sl else 0.0
             for sl, each in zip(lengths, tpot, strict=True)

@@ -9,8 +9,10 @@ import numpy as np
 
 from ..feasibility import Mask, held_by_best_effort, load_of
 from ..perf.model import Array, Load, PerfModel
-from ..policy import Order, Role, View
+from ..policy import Order, Role, Rows, View
 from .speculation import NEVER, Terms
+
+ROUNDING = 1e-9  # seconds: sums of floats may not decide
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +85,31 @@ def demand(perf: PerfModel, tokens: Array, context: Array, chunk: int) -> Array:
 
 
 def idle_of(view: View, block: float) -> float:
-    """`block` of the median ttft that anybody here was promised, the seconds of a step in which nobody decodes: so
-    long may a newcomer have to wait."""
-    ttft = np.concatenate([rows.ttft for rows in (view.prefill, view.decode)])
-    return block * min(_median(ttft), NEVER) if len(ttft) else NEVER
+    """The most seconds of a step in which nobody decodes: so long may a newcomer have to wait.
+
+    block 0: the least `quantum` of what was promised here. Otherwise that share of the median ttft, as given by hand.
+    """
+    both = view.prefill, view.decode
+    if block:
+        ttft = np.concatenate([rows.ttft for rows in both])
+        return block * min(_median(ttft), NEVER) if len(ttft) else NEVER
+    ttft, length = (
+        np.concatenate([column[: rows.standard] for rows, column in zip(both, columns, strict=True)])
+        for columns in ([rows.ttft for rows in both], [rows.length for rows in both])
+    )
+    return quantum(view.perf, ttft, length, view.limits.tokens)
+
+
+def quantum(perf: PerfModel, ttft: Array, length: Array, chunk: int) -> float:
+    """The longest step that keeps the tightest of some promises: of prompts of `length` tokens in chunks of `chunk`.
+
+    A newcomer can wait for the step under way as long as its ttft exceeds the time of its prompt alone. A step is
+    never shorter than that time: cut in pieces the prompt itself would be late, each of which takes the fixed time
+    of a step. A promise that cannot be kept alone does not count.
+    """
+    own = perf.prefill_times(length, np.zeros(len(length)), chunk)
+    longest = np.maximum(ttft - own, own)[own <= ttft]
+    return min(float(np.minimum.reduce(longest)), NEVER) if len(longest) else NEVER
 
 
 def terms_of(
@@ -109,10 +132,34 @@ def prompts_of(view: View, count: int, output: int) -> Prompts:
     instance nobody decodes here."""
     rows = view.prefill
     remaining = rows.remaining[:count]
-    tokens = demand(view.perf, remaining, rows.context[:count], view.limits.tokens)
+    tokens = demand(view.perf, *_to_compute(rows, slice(count)), view.limits.tokens)
     tpot: Array = np.full(count, NEVER) if view.role is Role.PREFILL else rows.tightest[:count]
-    more = remaining * (1.0 - rows.running[:count]) + output  # who runs holds the pages of its prompt
+    more = remaining * (1.0 - rows.running[:count]) + output  # a running one holds the pages of its prompt
     return Prompts(rows.deadline[:count], tokens, tpot, blocks(more, view))
+
+
+def _to_compute(rows: Rows, some: slice | Order) -> tuple[Array, Array]:
+    """Tokens that each of some rows has to compute, and those before them: what a waiting one is expected to find in
+    the prefix cache is there."""
+    remaining = rows.remaining[some]
+    hit = np.minimum(rows.hit[some], remaining - 1)  # the last known token is always computed
+    return remaining - hit, rows.context[some] + hit
+
+
+def alone(view: View, new: Order) -> Mask:
+    """Which rows of view.prefill are in time on this server if it serves nothing else: the prompt by its deadline, and
+    decode steps of that row alone within the tightest tpot of its stages. No margin is kept."""
+    rows = view.prefill
+    tpot = np.full(len(new), NEVER) if view.role is Role.PREFILL else rows.tightest[new]
+    return in_time(view, rows.deadline[new], *_to_compute(rows, new), rows.length[new], tpot)
+
+
+def in_time(view: View, deadline: Array, tokens: Array, context: Array, length: Array, tpot: Array) -> Mask:
+    """As `alone`, of prompts with so many tokens to compute after `context`, of `length` in all."""
+    ends = view.start + view.perf.prefill_times(tokens, context, view.limits.tokens)
+    each = view.perf.decode_times(np.ones(len(length)), length, length)
+    result: Mask = (ends <= deadline + ROUNDING) & (each <= tpot)
+    return result
 
 
 def blocks(tokens: Array, view: View) -> Array:
