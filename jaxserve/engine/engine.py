@@ -132,7 +132,7 @@ class Engine:
             priority=priority,
             tier=tier,
             eos=self.info.eos,
-            end_thinking=self.info.end_thinking,
+            thinking=self.info.thinking.after(prompt) if slo.stages else None,
             limit=min(params.max_tokens or self.info.max_model_len, self.info.max_model_len - len(prompt)),
             key=key,
         )

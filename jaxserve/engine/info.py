@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from jaxserve.sched.counters import Counters
 from jaxserve.sched.forecasts import Accuracy
+from jaxserve.sched.thinking import ThinkingMarkers
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class EngineInfo:
     policy: str
     placement: str
     eos: frozenset[int]
-    end_thinking: frozenset[int]
+    thinking: ThinkingMarkers
     startup_seconds: float
     attention: str = "xla"  # the attention backend that was resolved
 
