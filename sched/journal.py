@@ -83,6 +83,7 @@ def _request(request: Request) -> dict[str, Any]:
         "seed": request.seed,
         "priority": request.priority,
         "tier": request.tier,
+        "class_": request.class_,
         "eos": sorted(request.eos),
         "thinking": request.thinking and [request.thinking.markers, request.thinking.seen],
         "limit": request.limit,

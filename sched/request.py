@@ -70,6 +70,7 @@ class Request:
         "arrival",
         "budget",
         "cached",
+        "class_",
         "computed",
         "digests",
         "drafted",
@@ -128,8 +129,10 @@ class Request:
         limit: int | None = None,
         key: str = "",
         salt: bytes = b"",
+        class_: str = "",
     ) -> None:
-        """`thinking` finds where the answer begins; None where the output begins with the answer."""
+        """`thinking` finds where the answer begins; None where the output begins with the answer. `class_`: what
+        metrics call requests like it, which a change of its tier leaves alone."""
         self.id = id
         self.key = key or f"req-{id}"
         self.prompt = prompt
@@ -140,6 +143,7 @@ class Request:
         self.seed = seed
         self.priority = priority
         self.tier = tier
+        self.class_ = class_
         self.eos = eos
         self.stops = frozenset(params.stop_token_ids) if params.ignore_eos else eos.union(params.stop_token_ids)
         self.salt = salt
