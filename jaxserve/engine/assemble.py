@@ -22,7 +22,7 @@ from jaxserve.engine.warmup import CompileCounter, Progress, compile_counter
 from jaxserve.errors import InvalidValue
 from jaxserve.models.hub import resolve_model
 from jaxserve.models.registry import load_spec
-from jaxserve.models.thinking import end_thinking
+from jaxserve.models.thinking import thinking_markers
 from jaxserve.sched import admission, placement, policies
 from jaxserve.sched.cluster import Cluster, Instance
 from jaxserve.sched.journal import Journal
@@ -252,7 +252,7 @@ def _info(config: ServeConfig, built: Built, seconds: float) -> EngineInfo:
         policy=config.policy,
         placement=config.placement,
         eos=frozenset(spec.eos),
-        end_thinking=end_thinking(built.path),
+        thinking=thinking_markers(built.path, spec.eos),
         startup_seconds=seconds,
         attention=executors[0].state.programs.attention,
     )

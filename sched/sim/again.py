@@ -65,7 +65,7 @@ def again(replayed: Replay, seed: int = 0) -> Again:
     first = done[0].arrival
     arrivals = [_arrival(request, first, limits["page_size"]) for request in done]
     report = simulate(arrivals, made[0]["policy"], mesh, latency, seed, options=options)
-    served = summarize(tuple(measure(request, allowance=stage_allowance(request)) for request in done))
+    served = summarize(tuple(measure(request, request.class_, stage_allowance(request)) for request in done))
     return Again(served, report, fitted, spread, _busy(replayed, first, max(one.token_times[-1] for one in done)))
 
 

@@ -32,6 +32,8 @@ NAMES = [
     "attention_backend_info",
     "slo_attainment",
     "slo_violations_total",
+    "slo_requests_total",
+    "slo_attained_total",
     "request_slack_seconds",
     "predicted_step_seconds",
     "measured_step_seconds",
@@ -93,6 +95,7 @@ def test_metrics_add_up(live):
 
 
 def test_names_are_vllms(live):
+    assert live.http.post("/v1/completions", json={"prompt": "def", "max_tokens": 2}).status_code == 200
     names = {name.removeprefix("jaxserve:") for name in scrape(live)}
     missing = [name for name in NAMES if not {name, f"{name}_count"} & names]
     assert not missing

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxserve.pacing import Pace, paced
 from jaxserve.sched.sim.clock import VirtualLoop
 from jaxserve.sched.slo import SLO
+from jaxserve.sched.thinking import ThinkingEnd
 
 BODY = {"prompt": "def main(", "max_tokens": 12, "ignore_eos": True, "temperature": 0.0}
 TPOT = 0.08  # seconds: far more than the demo model needs
@@ -43,7 +44,7 @@ def test_a_token_waits_for_its_turn_and_no_longer(gaps, tpot, tbt):
 def test_each_stage_has_its_pace(gaps, ends, thinking, answer):
     ready = list(accumulate(gaps))
     tokens = [END if k == ends else 1 for k in range(len(ready))]
-    pace = Pace(SLO(tpot=1.0, stages=(("thinking", thinking), ("answer", answer))), frozenset({END}))
+    pace = Pace(SLO(tpot=1.0, stages=(("thinking", thinking), ("answer", answer))), ThinkingEnd([(END,)]))
     told = [pace.due(at, (token,)) for at, token in zip(ready, tokens, strict=True)]
     due = [ready[0] + min(k, ends) * thinking + max(0, k - ends) * answer for k in range(len(ready))]
     assert told == pytest.approx([max(pair) for pair in zip(ready, due, strict=True)])
