@@ -39,7 +39,20 @@ log = logging.getLogger(__name__)
 
 # Settings that no compiled program depends on: a machine can serve again with others.
 SCHEDULING = frozenset(
-    {"policy", "placement", "admission", "prefill", "mode", "first_token", "enable_prefix_caching", "journal"}
+    {
+        "policy",
+        "placement",
+        "admission",
+        "prefill",
+        "mode",
+        "first_token",
+        "enable_prefix_caching",
+        "journal",
+        "ttft_slo",
+        "tpot_slo",
+        "slo_tiers",
+        "max_num_queued_reqs",
+    }
 )
 
 
@@ -114,9 +127,7 @@ class Machine:
             if mine != given and one.name not in SCHEDULING:
                 raise InvalidValue(f"{one.name}={given!r} must be {mine!r}, as these executors were built", one.name)
         mesh = plan_of(config)
-        places = tuple(
-            replace(one, role=role.value) for one, role in zip(self.info.instances, mesh.roles, strict=True)
-        )
+        places = tuple(replace(one, role=role.value) for one, role in zip(self.info.instances, mesh.roles, strict=True))
         info = replace(self.info, instances=places, policy=config.policy, placement=config.placement)
         return Machine(config, mesh, self.executors, self._limits, self.recipe, info, lent=True)
 
