@@ -129,6 +129,7 @@ class Step(NamedTuple):
     load: Load
     seconds: float  # measured
     ended: float
+    predicted: float  # seconds, when it was planned
 
 
 @dataclass
@@ -188,7 +189,8 @@ class _Replayer:
         elif kind == "settle":
             step, started, finished, tokens, failed = record["result"]
             if (oldest := scheduler.oldest) is not None:
-                self.outcome.steps.append(Step(at, oldest.load, oldest.ran + finished - started, finished))
+                took = oldest.ran + finished - started
+                self.outcome.steps.append(Step(at, oldest.load, took, finished, oldest.seconds))
             scheduler.settle(StepResult(step, started, finished, tuple(map(tuple, tokens)), dict(failed)))
         elif kind == "interrupts":
             scheduler.ends, scheduler.kv_waiting = record["ends"], record["kv_waiting"]

@@ -70,12 +70,17 @@ class Engine:
     @classmethod
     def start(cls, config: ServeConfig, *, progress: Progress | None = None) -> Engine:
         """Load the model, compile every program, and begin to serve. Blocks until ready; raises JaxserveError."""
-        engine = cls(config, assemble(config, progress))
+        return cls.on(assemble(config, progress))
+
+    @classmethod
+    def on(cls, machine: Machine) -> Engine:
+        """Begin to serve on a machine that is warm. Blocks until ready; raises JaxserveError."""
+        engine = cls(machine.config, machine)
         engine._thread.start()
         engine._rehearse()
         engine._hygiene.begin()
         engine._loop.call_soon_threadsafe(engine._stalls.clear)  # warm-up's are nobody's
-        engine._bound = config.max_num_queued_reqs
+        engine._bound = machine.config.max_num_queued_reqs
         return engine
 
     def _rehearse(self) -> None:

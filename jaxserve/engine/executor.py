@@ -315,9 +315,18 @@ class JaxExecutor:
             self._state.fill(padded(pages[at : at + count], piece[0].shape[2], self._limits.pages), piece)
             at += count
 
-    async def close(self) -> None:
+    async def rest(self) -> None:
+        """Wait for the steps under way and forget all requests, so that another scheduler can begin."""
+        await self._landed()
+        self._suspended.clear()
+        self.release(range(self._limits.slots))
+
+    async def _landed(self) -> None:
         while self._flying:
             await asyncio.wait(list(self._flying))
+
+    async def close(self) -> None:
+        await self._landed()
         if self._waiter.is_alive():
             self._submitted.put(None)
             await asyncio.get_running_loop().run_in_executor(self._movers, self._waiter.join)
