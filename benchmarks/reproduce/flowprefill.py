@@ -86,8 +86,7 @@ def draw(name: str, curves: dict[str, list[float]], xlabel: str, x: Sequence[flo
     for where in DEPLOYMENTS:
         lines = {one.label: plot.Series(x, curves[f"{where.label} | {one.label}"]) for one in PUBLISHED}
         panels.append(plot.Panel(where.label, xlabel, "TTFT attained, %", lines, (0, 102), 90.0))
-    page.PLOTS.mkdir(exist_ok=True)
-    plot.lines(page.PLOTS / name, panels)
+    page.picture(name, panels)
 
 
 def orders(args: argparse.Namespace) -> Table:

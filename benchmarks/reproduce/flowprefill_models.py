@@ -41,7 +41,7 @@ def _prediction(case: tuple[System, float]) -> list[object]:
         for one in report.measured:
             alone = Load().add_chunk(one.prompt, 0)
             predicted = model.step_time(alone)
-            errors.append(abs(one.ttft - predicted) / one.ttft)
+            errors.append(abs(one.ttft - predicted) / predicted)
             steps.append(abs(truth.step_time(alone) - predicted) / truth.step_time(alone))
             classes.append(one.class_)
     found, kinds = 100 * np.array(errors), np.array(classes)

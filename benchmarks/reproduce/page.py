@@ -23,7 +23,11 @@ from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from PIL import Image
 
+from jaxserve.report.plot import COLOURS, MARKERS, Panel
 from jaxserve.report.table import markdown, print_table
 
 PAGES = common.ROOT / "docs" / "reproduction"
@@ -139,6 +143,33 @@ def blocks(path: Path, document: Mapping[str, Any]) -> dict[str, str]:
 def marked(name: str) -> re.Pattern[str]:
     """Finds a table's block in a page; group 1 is what lies between its markers."""
     return re.compile(rf"<!-- table: {re.escape(name)} -->\n(.*?)<!-- end -->", re.DOTALL)
+
+
+def picture(name: str, panels: Sequence[Panel], columns: int = 2) -> None:
+    """Draw panels with one legend into docs/reproduction/plots, small: at most some tens of KB."""
+    PLOTS.mkdir(exist_ok=True)
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(3.3 * columns, 2.3 * rows + 0.5), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    for axes, panel in zip(figure.subplots(rows, columns, squeeze=False).flat, panels, strict=True):
+        for index, (label, line) in enumerate(panel.series.items()):
+            style = {"color": COLOURS[index], "marker": MARKERS[index] if len(line.x) < 30 else None, "markersize": 3}
+            axes.plot(line.x, line.y, linewidth=1.2, label=label, **style)
+        if panel.level is not None:
+            axes.axhline(panel.level, color="grey", linestyle=":", linewidth=1)
+        if panel.ylim is not None:
+            axes.set_ylim(*panel.ylim)
+        axes.set_title(panel.title, fontsize=9)
+        axes.set_xlabel(panel.xlabel, fontsize=8)
+        axes.set_ylabel(panel.ylabel, fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.grid(alpha=0.3)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
+    figure.set_dpi(90)
+    canvas.draw()
+    drawn = Image.frombytes("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba())).convert("RGB")
+    drawn.quantize(48).save(PLOTS / name, optimize=True)
 
 
 def _plain(value: Any, digits: int = DIGITS) -> Any:
