@@ -1,4 +1,4 @@
-"""FairBatching in detail: progress over time (Figure 1), arrivals (4), latencies (Table 4, Figure 6), estimates (3.2)."""
+"""FairBatching in detail: progress (Figure 1), arrivals (4), latencies (Table 4, Figure 6), step estimates (3.2)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def progress(args: argparse.Namespace) -> Table:
     systems = {name: MAIN[name] for name in ("vLLM", "Sarathi", "FB")}
     found = page.spread(args, _progress, [Job(one, "qwen", rate, args.requests or 400) for one in systems.values()])
     panels = []
-    for title, index, what in (("decode ahead of TPOT", 1, "tokens"), ("prefill", 2, "tokens/s"), ("decode", 3, "tokens/s")):  # fmt: skip
+    shown = (("decode ahead of TPOT", 1, "tokens"), ("prefill", 2, "tokens/s"), ("decode", 3, "tokens/s"))
+    for title, index, what in shown:
         lines = {name: plot.Series(one[0], one[index]) for name, one in zip(systems, found, strict=True)}
         panels.append(plot.Panel(title, "seconds", what, lines))
     page.picture("fairbatching-figure1.png", panels, 3)
@@ -92,7 +93,16 @@ def arrival_counts(args: argparse.Namespace) -> Table:
                 cells.append(float(counts.var() / counts.mean()) if len(counts) > 1 else float("nan"))
             second = np.bincount(times.astype(int))
             rows.append([name, label, rate, *cells, float(second.mean()), int(second.max())])
-    titles = ["workload", "", "requests/s", "variance / mean in 1 s", "in 10 s", "in 60 s", "mean of 1 s", "most in 1 s"]
+    titles = [
+        "workload",
+        "",
+        "requests/s",
+        "variance / mean in 1 s",
+        "in 10 s",
+        "in 60 s",
+        "mean of 1 s",
+        "most in 1 s",
+    ]
     return Table("Arrivals, stretched to the same rate (Figure 4)", titles, rows)
 
 

@@ -28,7 +28,16 @@ def prediction(args: argparse.Namespace) -> Table:
     """Figure 13: each request's TTFT beside that which the polynomial of its length predicts."""
     systems = [replace(sized(args, FLOW), where=where) for where in DEPLOYMENTS[:3]]
     rows = page.spread(args, _prediction, [(system, load) for system in systems for load in LOADS])
-    titles = ["model", "load", "within 10 %, %", "within 25 %", "within 100 %", "median error, %", "text", "search, file"]
+    titles = [
+        "model",
+        "load",
+        "within 10 %, %",
+        "within 25 %",
+        "within 100 %",
+        "median error, %",
+        "text",
+        "search, file",
+    ]
     return Table("TTFT beside the prediction (Figure 13)", [*titles, "step alone, %"], rows)
 
 

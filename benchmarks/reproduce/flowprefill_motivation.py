@@ -42,9 +42,7 @@ def tasks(args: argparse.Namespace) -> Table:
         cells = [f"{one:.0f} ({there})" for one, there in zip(ours, published, strict=True)]
         rows.append([task, *cells, float(np.percentile(lengths, 50)), float(counts.var() / counts.mean())])
     titles = ["task", "mean (paper)", "P99 (paper)", "std (paper)", "share, % (paper)", "median"]
-    return Table(
-        "The task mix (Figure 1, Table 1)", [*titles, f"variance / mean of arrivals in {WINDOW:.0f} s"], rows
-    )
+    return Table("The task mix (Figure 1, Table 1)", [*titles, f"variance / mean of arrivals in {WINDOW:.0f} s"], rows)
 
 
 def model() -> Coefficients:
