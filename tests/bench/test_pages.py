@@ -54,8 +54,8 @@ def test_a_table_is_written_between_its_markers(page: ModuleType, tmp_path: Path
     page.write(written, Path("one-2026-11-23.json"), {"command": "python one.py all", "tables": {"one": table}})
     assert written.read_text() == (
         "before\n<!-- table: results -->\n`python one.py all` made the tables below and "
-        "[`one-2026-11-23.json`](../../benchmarks/results/one-2026-11-23.json) in 2 minutes of processor time.\n<!-- end -->\nwords\n"
-        "<!-- table: one -->\n| a | b |\n| --- | --- |\n| x | 1.25 |\n| y | – |\n<!-- end -->\nafter\n"
+        "[`one-2026-11-23.json`](../../benchmarks/results/one-2026-11-23.json) in 2 minutes of processor time.\n"
+        "<!-- end -->\nwords\n<!-- table: one -->\n| a | b |\n| --- | --- |\n| x | 1.25 |\n| y | – |\n<!-- end -->\nafter\n"
     )
     with pytest.raises(ValueError, match=r"no lines '<!-- table: two -->'"):
         page.write(written, Path("x.json"), {"command": "", "tables": {"two": table}})
@@ -67,5 +67,7 @@ def test_other_counts_are_printed_and_not_kept(repo: Path, page: ModuleType) -> 
     done = subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and "search" in done.stdout, done.stderr
     assert before == {path: path.read_bytes() for path in page.PAGES.glob("*.md")}
-    done = subprocess.run([*command[:2], "figure99"], cwd=repo, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [*command[:2], "figure99"], cwd=repo, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 2 and "unknown table 'figure99'; choose of all, goodput" in done.stderr
