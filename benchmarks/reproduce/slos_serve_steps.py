@@ -50,7 +50,7 @@ def run(system: System, scenario: Scenario, rate: float, requests: int, noise: f
 
 
 class Run:
-    """A simulation and its steps."""
+    """A simulation, and the steps that it made."""
 
     def __init__(self, report: Report, recorder: Recorder) -> None:
         self.report = report

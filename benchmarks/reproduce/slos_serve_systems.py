@@ -15,8 +15,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # measure this che
 from jaxserve.config import load_yaml, preset
 from jaxserve.sched.metrics import Summary
 from jaxserve.sched.perf import Perf
+from jaxserve.sched.perf.model import Load
 from jaxserve.sched.sim import Latency, Mesh, Options, goodput_search
 from jaxserve.sched.sim.scenarios import NAMED
+from jaxserve.sched.sim.workload import for_server
 
 OPT = load_yaml(preset("latency", "opt-7b-a100-40g"), Latency)
 R1 = load_yaml(preset("latency", "deepseek-r1-qwen-1.5b-a100-40g"), Latency)
@@ -45,20 +47,26 @@ class Scenario:
     draft: int = DRAFT
     kv: float = 1.0  # times the KV pool of the preset
     latency: Latency = OPT
+    own_slowdown: bool = False  # TTFTs are multiples of this server's own, not of those of the paper's model
 
     @property
     def workload(self) -> Any:
-        return NAMED[f"slos-serve-{self.name.partition(',')[0]}"]
+        named = NAMED[f"slos-serve-{self.name.partition(',')[0]}"]
+        if not self.own_slowdown:
+            return named
+        devices = self.latency.solve()
+        return for_server(named, lambda tokens: devices.step_time(Load().add_chunk(tokens, 0)))
 
 
-CHATBOT = Scenario("chatbot", 120, 2.7)
+CHATBOT = Scenario("chatbot", 120, 2.6)
 CODER = Scenario("coder", 250, 3.0)
 SUMMARIZER = Scenario("summarizer", 120, 2.0)
 MIXED = Scenario("mixed", 150, 3.2)
-TOOLLLM = Scenario("toolllm", 200, 0.46, draft=0)
+TOOLLLM = Scenario("toolllm", 100, 0.4, draft=0)
 CHATBOT_3X = Scenario("chatbot, 3x KV", 120, 4.0, kv=3.0)
 SCENARIOS = (CHATBOT, CODER, SUMMARIZER, MIXED, TOOLLLM, CHATBOT_3X)
-REASONING = Scenario("reasoning", 400, 3.0, draft=0, latency=R1)
+REASONING = Scenario("reasoning", 40, 0.05, draft=0, own_slowdown=True)
+REASONING_R1 = Scenario("reasoning", 400, 4.0, draft=0, latency=R1)
 
 
 @dataclass(frozen=True)
@@ -109,7 +117,9 @@ def capacity(system: System, scenario: Scenario, requests: int = 0, goal: float 
         tolerance=TOLERANCE,
         start=scenario.start * gpus,
     )
-    return found[system.policy].rate / gpus
+    rate = found[system.policy].rate / gpus
+    print(f"  {system.label}, {scenario.name}, {goal:.0%}: {rate:.3f}", flush=True)
+    return rate
 
 
 def ratio(ours: float, others: Sequence[float]) -> str:
