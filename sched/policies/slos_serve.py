@@ -1,8 +1,9 @@
 """SLOs-Serve (arXiv 2504.08784): promise requests their SLOs where possible, serve the others from what is left.
 
 New requests are promised by the dynamic programme in dp.py, for the most value by priority; those declined become best
-effort (section 4.1). A step lasts as long as the tightest tpot of the rows that decode allows (Algorithm 2), longer where drafts gain several
-tokens (3.2.3). In it, by deadline: rows that must decode now, promised prompts, the other rows; then best effort.
+effort (section 4.1). A step lasts as long as the tightest tpot of the rows that decode allows (Algorithm 2), longer
+where drafts gain several tokens (3.2.3). In it, by deadline: rows that must decode now, promised prompts, the other
+rows; then best effort.
 
 Readings: a row must decode now unless another step may end before its next token is due (line 8 with <=, and
 counted from the row's last token, so that a row that is ahead is not stopped for all it is ahead). A step that ends a
