@@ -31,8 +31,9 @@ from ..table import tightest
 
 
 class ByDP:
-    """Admits a request that can keep its SLO beside everything its instance has promised. margin, block, output: see
-    policies.slos_serve. Writer of what it knows of each instance."""
+    """Admits a request that can keep its SLO beside everything its instance has promised. Each is decided on
+    when it comes, so that no value is weighed against another. margin, block, output: see policies.slos_serve. Writer
+    of what it knows of each instance."""
 
     def __init__(self, refuse: bool = False, margin: float = 0.05, block: float = 0.0, output: int = 256) -> None:
         self.refuse = refuse
