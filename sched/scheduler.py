@@ -190,8 +190,8 @@ class Scheduler(Moves):
         tasks, known = self._flight.tasks(self._roster.requests), self._drafts.all.acceptance
         limits, waiting = self.limits, self.kv_waiting
         drift, role = self._drift.ratio, self._roster.seen_as
-        rest = (tasks, running, known, drift, self._decoded)
-        return View(now, start, role, *tables, limits, *free, waiting, self.perf, *rest)
+        decoded = self._decoded
+        return View(now, start, role, *tables, limits, *free, waiting, self.perf, tasks, running, known, drift, decoded)
 
     def _resume(self, step: int) -> StepPlan:
         if step not in self._flight.suspended:
