@@ -25,6 +25,7 @@ SCRIPTS = [
     "quantisation",
     "scheduler_cost",
     "served_burst",
+    "served_policies",
     "simulation_cost",
     "soak",
     "speculation",
