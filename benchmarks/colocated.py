@@ -6,8 +6,7 @@ FlowPrefill's colocated setting (section 6.5) at the size of the demo model. A f
 prompts come one after the other, each promised its first token in `--long-slo` times what it takes alone; short
 prompts come, Poisson, promised theirs in half of that time. Tokens are promised in a quarter of the time that a long
 prompt takes, so a step of a whole prompt breaks every promise of the decodes. Systems run in turn, `--rounds` times,
-step times and
-the time of a long prompt measured before each.
+step times and the time of a long prompt measured before each.
 
 Wait: from the arrival of a short prompt to the start of its first step. Blocking: from asking a step to stop until it
 had stopped. Gap: between two tokens of a running decode.
