@@ -124,7 +124,7 @@ def _model(name: str, args: argparse.Namespace, found: dict[str, Any], clients: 
         }
     for case in todo:
         scale = Scale.of(found["scales"][name]["mixes"][case["mix"]])
-        found["cases"].append(case | _case(host, case, scale, args, clients))
+        found["cases"].append(_rounded(case | _case(host, case, scale, args, clients)))
         save(args, found, quiet=True)
         served, again = found["cases"][-1]["served"], found["cases"][-1]["simulated"]
         print(
@@ -167,6 +167,15 @@ def _case(
             "compiled_while_serving": served.stats.compilations_after_warmup,
         },
     }
+
+
+def _rounded(value: Any) -> Any:
+    """Four significant digits: the file is kept small."""
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def _tables(name: str, args: argparse.Namespace, cases: Sequence[Mapping[str, Any]]) -> None:

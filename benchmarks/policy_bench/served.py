@@ -27,13 +27,15 @@ from jaxserve.replay import perf_of
 from jaxserve.sched import policies
 from jaxserve.sched.forecasts import Forecasts
 from jaxserve.sched.journal import Replay, replay
-from jaxserve.sched.request import Request
+from jaxserve.sched.request import BEST_EFFORT, Request
 from jaxserve.server.main import Ending, listen_on, serve
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
 
 from .client import send
 from .mixes import Scale
+
+LONGEST = 600.0  # seconds of a case: a server that does not answer is an error, not a figure
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class System:
 
 
 class Recorded(Forecasts):
-    """Keeps each first token as predicted and as it came, in seconds. Writer: the engine's thread."""
+    """Keeps each first token as last predicted and as it came, in seconds, best effort aside. Writer: the engine's
+    thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +99,7 @@ class Recorded(Forecasts):
 
     def over(self, request: Request) -> None:
         at = self._predicted.pop(request.id, float("inf"))
-        if at < float("inf") and request.first_token_at is not None:
+        if at < float("inf") and request.first_token_at is not None and request.tier != BEST_EFFORT:
             self.pairs.append((at - request.arrival, request.first_token_at - request.arrival))
         super().over(request)
 
@@ -121,7 +124,7 @@ class Host:
         self.config = ServeConfig(
             model=source, load_format="auto" if source is None else "dummy", served_model_name=(name,), mesh=mesh,
             max_model_len=self.model.length, max_num_seqs=self.model.rows, max_num_batched_tokens=self.model.chunk,
-            disable_log_stats=True, log_level="warning", **settings,
+            kv_cache_memory=1 << 30, disable_log_stats=True, log_level="warning", **settings,
         )  # fmt: skip
         self.machine = assemble(self.config, lambda *told: None)
         self._tokenizer = Tokenizer.load(self.config.model_source)
@@ -146,7 +149,11 @@ class Host:
         recorded = engine._cluster.forecasts = Recorded()
         try:
             with _listening(Service(engine, self._tokenizer, mine)) as url:
-                run = clients.submit(send, url, mine.names[0], calls, tiers is not None).result()
+                sent = clients.submit(send, url, mine.names[0], calls, tiers is not None)
+                try:
+                    run = sent.result(LONGEST)
+                except TimeoutError:
+                    raise RuntimeError(f"{system}: requests are left after {LONGEST:.0f} s: {engine.stats()}") from None
             stats = engine.stats()
             engine.check()
         finally:

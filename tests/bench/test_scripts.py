@@ -24,6 +24,7 @@ SCRIPTS = [
     "quantisation",
     "scheduler_cost",
     "served_burst",
+    "served_policies",
     "simulation_cost",
     "soak",
     "speculation",
@@ -69,6 +70,38 @@ def test_simulation_cost(repo: Path, tmp_path: Path) -> None:
     rows = json.loads(path.read_text())["rows"]
     assert [row["mesh"] for row in rows] == ["1P1D", "2 mixed"]
     assert all(row["policy"] == "distserve" and row["steps"] > 0 < row["cpu_s"] for row in rows)
+
+
+@pytest.mark.slow
+def test_served_policies(repo: Path, tmp_path: Path) -> None:
+    """Two cases of it; a second run finds them and serves nothing."""
+    path = tmp_path / "served.json"
+    flags = [
+        "--models",
+        "demo",
+        "--mixes",
+        "tasks",
+        "--requests",
+        "4",
+        "--mesh",
+        "1x1",
+        "--profile-time",
+        "2",
+        "--output",
+    ]
+    command = ["served_policies", *flags, str(path), "--policies", "sarathi unified"]
+    assert "demo tasks unified: " in run(repo, *command, timeout=600)
+    found = json.loads(path.read_text())
+    assert found["scales"]["demo"]["parameters"] > 1e6
+    for case in found["cases"]:
+        served, again = case["served"], case["simulated"]
+        assert served["failed"] == 0 < served["seconds"] and set(served["classes"]) == set(again["classes"])
+        assert set(served["classes"]) == {"batch", "chat", "code", "summary"}
+        assert 0 <= served["attained"] <= 1 and 0 <= again["attained"] <= 1
+        assert case["steps"]["decode"]["mape"] >= 0 and case["first_tokens"]["requests"] > 0
+        assert case["counts"]["steps"] > 20 and case["counts"]["compiled_while_serving"] == 0
+    assert "demo tasks" not in run(repo, *command)
+    assert json.loads(path.read_text())["cases"] == found["cases"]
 
 
 def dry_kernels(repo: Path, folder: Path, *flags: str) -> dict[str, Any]:
