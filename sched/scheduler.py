@@ -187,12 +187,24 @@ class Scheduler(Moves):
 
     def view(self, now: float, start: float, running: Task | None = None) -> View:
         """What a policy sees of this instance."""
-        tables, free = (self._roster.prefill, self._roster.decode), (self.blocks.available, self._memory.free_slots)
-        tasks, known = self._flight.tasks(self._roster.requests), self._drafts.all.acceptance
-        limits, waiting = self.limits, self.kv_waiting
-        drift, role = self._drift.ratio, self._roster.seen_as
-        rest = (tasks, running, known, drift, self._decoded)
-        return View(now, start, role, *tables, limits, *free, waiting, self.perf, *rest)
+        roster = self._roster
+        return View(
+            now,
+            start,
+            roster.seen_as,
+            roster.prefill,
+            roster.decode,
+            self.limits,
+            self.blocks.available,
+            self._memory.free_slots,
+            self.kv_waiting,
+            self.perf,
+            self._flight.tasks(roster.requests),
+            running,
+            self._drafts.all.acceptance,
+            self._drift.ratio,
+            self._decoded,
+        )
 
     def _resume(self, step: int) -> StepPlan:
         if step not in self._flight.suspended:

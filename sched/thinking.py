@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 Marker = tuple[int, ...]
+
+STRETCH = 1024  # tokens of a prompt that are looked at together
 
 
 class ThinkingEnd:
@@ -53,8 +55,8 @@ class ThinkingMarkers:
         by_last: dict[int, list[Marker]] = {}
         for marker in sorted({*self.opens, *self.closes}, key=len, reverse=True):
             by_last.setdefault(marker[-1], []).append(marker)
-        for end in range(len(prompt), 0, -1):
-            for marker in by_last.get(prompt[end - 1], ()):
+        for end in _ends(prompt, frozenset(by_last)):
+            for marker in by_last[prompt[end - 1]]:
                 if tuple(prompt[max(0, end - len(marker)) : end]) == marker:
                     return None if marker in self.closes else self._following(prompt)
         return self._following(prompt)
@@ -65,3 +67,11 @@ class ThinkingMarkers:
         for token in prompt[max(0, len(prompt) - most + 1) :]:
             made.feed(token)
         return made
+
+
+def _ends(prompt: Sequence[int], tokens: frozenset[int]) -> Iterator[int]:
+    """Where one of these tokens ends, from the prompt's end on: most stretches of a long prompt hold none."""
+    for high in range(len(prompt), 0, -STRETCH):
+        low = max(0, high - STRETCH)
+        if not tokens.isdisjoint(prompt[low:high]):
+            yield from (end for end in range(high, low, -1) if prompt[end - 1] in tokens)

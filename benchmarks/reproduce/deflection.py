@@ -182,12 +182,20 @@ class Errors(Recorder):
 def predictor(args: argparse.Namespace) -> Table:
     """How far off steps of decode instances and first tokens are predicted, by step-time model."""
     count = args.requests or REQUESTS
+    systems = [*(("distserve", one) for one in TWO), ("unified", "unified")]
     cases = [
-        Case("distserve", placement, 6.0, count, perf=perf, noise=0.05)
+        Case(*system, 6.0, count, perf=perf, noise=0.05)
         for perf in ("general", "learned", "table")
-        for placement in TWO
+        for system in systems
     ]
-    titles = ["step-time model", "placement", "decode steps", "mixed steps", "TTFT, prefill path", "TTFT, decode path"]
+    titles = [
+        "step-time model",
+        "policy, placement",
+        "decode steps",
+        "mixed steps",
+        "TTFT, prefill path",
+        "TTFT, decode path",
+    ]
     rows = page.spread(args, _predicted, cases)
     return Table("Mean absolute error of predictions, %, at 6 requests/s", [*titles, "both attained"], rows)
 
@@ -198,7 +206,7 @@ def _predicted(case: Case) -> list[object]:
     steps = [fmean(one) if one else float("nan") for one in recorder.shares.values()]
     paths = [report.forecasts[path].mape for path in ("prefill", "decode")]
     cells = [f"{100 * one:.1f}" for one in (*steps, *paths, report.summary.attained)]
-    return [f"`{case.perf}`", f"`{case.placement}`", *cells]
+    return [f"`{case.perf}`", f"`{case.policy}`, `{case.placement}`", *cells]
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from ..policies.standing import (
     Prompts,
     Standing,
     blocks,
+    check_block,
     demand,
     idle_of,
     in_time,
@@ -36,7 +37,7 @@ class ByDP:
     def __init__(self, refuse: bool = False, margin: float = 0.05, block: float = 0.0, output: int = 256) -> None:
         self.refuse = refuse
         self._margin = margin
-        self._block = block
+        self._block = check_block(block)
         self._output = output
         self._promised = Kept(self._standing)
 

@@ -173,19 +173,19 @@ def admitted(
     """
     if value is not None and (value == value[:1]).all():
         value = None
-    result = _in_lots(standing, new, terms, value) if len(new) else np.zeros(0, dtype=bool)
+    result = _in_lots(standing, new, terms, value)
     if alone is not None and not len(standing.tpot) and not len(standing.prompts) and not result.any():
         can = np.flatnonzero(alone())
         if len(can):
             worth = np.zeros(len(can)) if value is None else value[can]
-            result[can[np.lexsort((new.tokens[can], -worth))[0]]] = True
+            result = np.arange(len(new)) == can[np.lexsort((new.tokens[can], -worth))[0]]
     return result
 
 
 def _in_lots(standing: Standing, new: Prompts, terms: Terms, value: Array | None) -> Mask:
     """As `admitted`, by the programme alone. MOST are decided on at a time, fewer where their kinds are too many for
     CELLS: those of more value first, of equal ones by deadline, each lot beside those before it."""
-    if len(new) <= MOST and value is None:
+    if 0 < len(new) <= MOST and value is None:
         return _decide(standing, new, terms, None)
     result: Mask = np.zeros(len(new), dtype=bool)
     order = new.deadline.argsort(kind="stable") if value is None else np.lexsort((new.deadline, -value))

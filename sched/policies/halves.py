@@ -41,7 +41,7 @@ class Halves:
             decode = one_each(view.decode)
             bound = SHARE * tightest_tpot(view.decode)
             return replace(prompts, grants=decode + guests(view, prompts.grants, decode_load(view.decode), bound))
-        if alternate and (prompts.resume is not None or len(view.suspended) < view.limits.suspended):
+        if alternate and not (view.decoded and turns.no_room(view, prompts)):
             return turns.turn(view, prompts, decode)
         return replace(prompts, grants=decode + beside(view, prompts.grants, decode))
 

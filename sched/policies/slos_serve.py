@@ -35,7 +35,7 @@ from ..policy import Decision, Grant, Order, Role, Rows, View, one_each
 from ..request import State
 from .dp import admitted, tier_of, tiers, values
 from .speculation import NEVER, WINDOW, Pace, Supply, Terms
-from .standing import ROUNDING, alone, idle_of, prompts_of, standing_of, terms_of
+from .standing import ROUNDING, alone, check_block, idle_of, prompts_of, standing_of, terms_of
 
 
 class SlosServe:
@@ -63,7 +63,7 @@ class SlosServe:
         self._spec = spec
         self._dynamic = dynamic
         self._margin = margin
-        self._block = block
+        self._block = check_block(block)
         self._output = output
         self._caution = caution
         self._promised: set[int] = set()

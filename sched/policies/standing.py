@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 import numpy as np
 
+from ..errors import InvalidValue
 from ..feasibility import Mask, held_by_best_effort, load_of
 from ..perf.model import Array, Load, PerfModel
 from ..policy import Order, Role, Rows, View
@@ -100,6 +102,13 @@ def idle_of(view: View, block: float) -> float:
     return quantum(view.perf, ttft, length, view.limits.tokens)
 
 
+def check_block(block: float) -> float:
+    """The option `block`, see idle_of. Raises InvalidValue."""
+    if not 0 <= block < inf:
+        raise InvalidValue(f"{block=} must be 0 or more: a share of the median ttft, 0 for the quantum", "block")
+    return block
+
+
 def quantum(perf: PerfModel, ttft: Array, length: Array, chunk: int) -> float:
     """The longest step that keeps the tightest of some promises: of prompts of `length` tokens in chunks of `chunk`.
 
@@ -108,7 +117,7 @@ def quantum(perf: PerfModel, ttft: Array, length: Array, chunk: int) -> float:
     of a step. A promise that cannot be kept alone does not count.
     """
     own = perf.prefill_times(length, np.zeros(len(length)), chunk)
-    longest = np.maximum(ttft - own, own)[own <= ttft]
+    longest = np.maximum(ttft - own, own + ROUNDING)[own <= ttft + ROUNDING]
     return min(float(np.minimum.reduce(longest)), NEVER) if len(longest) else NEVER
 
 

@@ -63,6 +63,11 @@ def asked(view: View, running: Task, prompts: Decision) -> Decision:
     return Decision(demote=prompts.demote, again=at)
 
 
+def no_room(view: View, prompts: Decision) -> bool:
+    """Whether a step of these prompts could not be stopped, as too many are suspended."""
+    return prompts.resume is None and len(view.suspended) >= view.limits.suspended
+
+
 def turn(view: View, prompts: Decision, decode: tuple[Grant, ...]) -> Decision:
     """A step of prompts or of running decodes, as their promises allow. Decodes whose promises say nothing of time
     take every other step."""
@@ -70,7 +75,8 @@ def turn(view: View, prompts: Decision, decode: tuple[Grant, ...]) -> Decision:
     seconds = _seconds(view, prompts.resume, grants, prompts.prompts)
     late = latest_start(view, seconds)
     tight = pace(view)
-    if view.decoded or (isfinite(late) and late - view.start >= LEAST * tight):
+    spare = isfinite(late) and late - view.start >= LEAST * tight and not no_room(view, prompts)
+    if view.decoded or spare:
         again = stop_at(view, view.start, seconds)
         if prompts.resume is not None:
             return Decision(demote=prompts.demote, resume=prompts.resume, again=again)

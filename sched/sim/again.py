@@ -102,6 +102,7 @@ def _arrival(request: Request, first: float, page_size: int) -> Arrival:
         request.prompt_length,
         len(request.output),
         request.slo,
+        request.class_,
         hash_ids=tuple(int.from_bytes(digest[:4], "big") for digest in pages),
         block=page_size,
     )

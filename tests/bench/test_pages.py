@@ -54,8 +54,9 @@ def test_a_table_is_written_between_its_markers(page: ModuleType, tmp_path: Path
     page.write(written, Path("one-2026-11-23.json"), {"command": "python one.py all", "tables": {"one": table}})
     assert written.read_text() == (
         "before\n<!-- table: results -->\n`python one.py all` made the tables below and "
-        "[`one-2026-11-23.json`](../../benchmarks/results/one-2026-11-23.json) in 2 minutes of processor time.\n<!-- end -->\nwords\n"
-        "<!-- table: one -->\n| a | b |\n| --- | --- |\n| x | 1.25 |\n| y | – |\n<!-- end -->\nafter\n"
+        "[`one-2026-11-23.json`](../../benchmarks/results/one-2026-11-23.json) in 2 minutes of processor time.\n"
+        "<!-- end -->\nwords\n<!-- table: one -->\n| a | b |\n| --- | --- |\n| x | 1.25 |\n| y | – |\n"
+        "<!-- end -->\nafter\n"
     )
     with pytest.raises(ValueError, match=r"no lines '<!-- table: two -->'"):
         page.write(written, Path("x.json"), {"command": "", "tables": {"two": table}})

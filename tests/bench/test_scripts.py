@@ -13,6 +13,7 @@ import pytest
 
 SCRIPTS = [
     "azure_replay",
+    "colocated",
     "compiles",
     "full_load",
     "host_gap",

@@ -19,7 +19,7 @@ from jaxserve.sched.feasibility import Mask
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.model import Array, Coefficients, GeneralModel
 from jaxserve.sched.policies import dp
-from jaxserve.sched.policies.dp import admitted, largest_set, tier_of, tiers
+from jaxserve.sched.policies.dp import admitted, largest_set, tier_of, tiers, values
 from jaxserve.sched.policies.fcfs import Fcfs
 from jaxserve.sched.policies.speculation import Terms
 from jaxserve.sched.policies.standing import Prompts, Standing
@@ -87,6 +87,7 @@ CASE = st.tuples(
             st.integers(0, 1),
             st.integers(0, 4),
             st.sampled_from([False, False, False, True]),
+            st.integers(-2, 2),
         ),
         min_size=1,
         max_size=7,
@@ -97,10 +98,11 @@ CASE = st.tuples(
 )
 
 
-@given(CASE)
-@settings(max_examples=300, deadline=None)
-def test_no_larger_set_exists(case) -> None:  # type: ignore[no-untyped-def]
-    """Two tiers, prompts forced in, memory: of all subsets the largest that is feasible has the size found."""
+@given(CASE, st.booleans())
+@settings(max_examples=400, deadline=None)
+def test_no_set_of_more_value_exists(case, weighed: bool) -> None:  # type: ignore[no-untyped-def]
+    """Two tiers, prompts forced in, memory, values by priority: of all subsets none that is feasible is worth more than
+    the one found. Where all are worth the same, that is the largest."""
     rows, running, capacity, free = case
     items = Prompts(
         np.array([float(row[0]) for row in rows]),
@@ -111,19 +113,22 @@ def test_no_larger_set_exists(case) -> None:  # type: ignore[no-untyped-def]
     tier = np.array([row[2] for row in rows], dtype=np.intp)
     forced: Mask = np.array([row[4] for row in rows], dtype=bool)
     counts, rate = np.array(running, dtype=float), line(capacity, [1.0, 2.0])
-    found = largest_set(0.0, items, tier, forced, counts, rate, float(free))
+    value = values([row[5] if weighed else 0 for row in rows])
+    found = largest_set(0.0, items, tier, forced, counts, rate, float(free), value)
+    if not weighed:
+        assert found.tolist() == largest_set(0.0, items, tier, forced, counts, rate, float(free)).tolist()
     assert not (found & forced).any()
     everybody = [bool(flag) for flag in found | forced]
-    best = 0
+    best = 0.0
     without = feasible(0.0, items, tier, forced.tolist(), counts, rate)
     new = np.flatnonzero(~forced).tolist()
     for flags in product([False, True], repeat=len(new)):
         taken = forced.copy()
         taken[[row for row, flag in zip(new, flags, strict=True) if flag]] = True
         if items.pages[taken & ~forced].sum() <= free and feasible(0.0, items, tier, taken.tolist(), counts, rate):
-            best = max(best, sum(flags))
+            best = max(best, float(value[taken & ~forced].sum()))
     if without:
-        assert int(found.sum()) == best
+        assert float(value[found].sum()) == best
         assert items.pages[found].sum() <= free
         assert feasible(0.0, items, tier, everybody, counts, rate) or not found.any()
 

@@ -94,11 +94,25 @@ def test_a_step_lasts_as_long_as_the_tightest_tpot_allows() -> None:
 
 def test_prompts_by_deadline_and_declined_ones_last() -> None:
     """5,000 tokens take half a second: the third cannot be in time and is served after the others."""
-    requests = [waiting(0, 5000, 3.0), waiting(1, 500, 1.0), waiting(2, 5000, 0.3)]
+    requests = [waiting(0, 9000, 3.0), waiting(1, 500, 1.0), waiting(2, 5000, 0.3)]
     decision = SlosServe().decide(view(requests))
     assert decision.demote == (2,)
     assert [grant.request for grant in decision.grants][:2] == [1, 0]
     assert 2 not in granted(decision), "best effort waits while promised prompts fill the step"
+
+
+def test_the_set_worth_the_most_is_promised() -> None:
+    """Five seconds for a prompt of five, or two of two: by number the two, unless the one has a priority two lower.
+    What was promised stays promised, whatever comes."""
+    for priority, demoted in ((0, (0,)), (-1, (0,)), (-2, (1, 2)), (3, (0,))):
+        rivals = [waiting(0, 48_000, 5.0), waiting(1, 19_000, 5.0), waiting(2, 19_000, 5.0)]
+        rivals[0].priority = priority
+        policy = SlosServe()
+        assert sorted(policy.decide(view(rivals)).demote) == list(demoted)
+        later = waiting(9, 30_000, 5.0)
+        later.priority = -20
+        kept = [one for one in rivals if one.id not in demoted]
+        assert policy.decide(view([*kept, later])).demote == (9,)
 
 
 def test_what_was_promised_is_kept() -> None:
@@ -162,8 +176,9 @@ def test_a_late_row_makes_the_step_shorter() -> None:
 
 def test_a_step_that_ends_a_prompt_ends_by_its_deadline() -> None:
     """Alone the first takes 40 ms of its 60: the second gets what is left of these, not a step of its own length."""
-    decision = SlosServe().decide(view([waiting(0, 300, 0.06), waiting(1, 5000, 30.0)]))
-    assert granted(decision) == {0: 300, 1: 192}
+    seen = view([waiting(0, 300, 0.06), waiting(1, 5000, 30.0)])
+    assert granted(SlosServe(block=0.25).decide(seen)) == {0: 300, 1: 192}
+    assert granted(SlosServe().decide(seen)) == {0: 300}, "and one of its own length leaves nothing"
 
 
 def test_best_effort_takes_what_is_left() -> None:

@@ -16,7 +16,7 @@ from jaxserve.sched.perf.recipe import Recipe
 from jaxserve.sched.policy import Limits, Role
 from jaxserve.sched.request import Request
 from jaxserve.sched.slo import ANSWER, SLO, THINKING
-from jaxserve.sched.thinking import ThinkingEnd, ThinkingMarkers
+from jaxserve.sched.thinking import STRETCH, ThinkingEnd, ThinkingMarkers
 
 tokens = st.lists(st.integers(0, 3), max_size=30)
 markers = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple), min_size=1, max_size=4)
@@ -86,6 +86,13 @@ def test_markers_of_one_token(prompt: list[int], stage: str) -> None:
 )
 def test_markers_of_several_tokens(prompt: list[int], stage: str) -> None:
     assert (THINKING if HARMONY.after(prompt) else ANSWER) == stage
+
+
+@pytest.mark.parametrize("after", [0, 1, STRETCH - 2, STRETCH - 1, STRETCH, 3 * STRETCH + 1])
+def test_a_marker_far_from_the_end_of_a_prompt(after: int) -> None:
+    assert HARMONY.after([START, 8, CHANNEL, FINAL, *[9] * after]) is None
+    assert HARMONY.after([START, 8, CHANNEL, FINAL, 9, START, *[9] * after]) is not None
+    assert QWEN.after([7, *[9] * after]) is not None
 
 
 def test_a_model_without_an_end_does_not_think_aloud() -> None:

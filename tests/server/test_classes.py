@@ -136,6 +136,8 @@ def test_requests_are_counted_in_their_class(live):
     assert got["request_slack_seconds_bucket", "interactive", "ttft+Inf"] == 1
     assert got["request_slack_seconds_bucket", "custom", "tpot0.0"] == 1, "the one that was late"
     assert not any(name == "best_effort" for kind, name, _ in got if kind.startswith("request_slack"))
+    predicted = {key[1]: value for key, value in got.items() if key[0] == "ttft_prediction_error_count"}
+    assert predicted == want, "the first token of every request that was promised something"
 
 
 def test_errors_of_predicted_first_tokens(live, monkeypatch):

@@ -34,6 +34,7 @@ NAMES = [
     "slo_violations_total",
     "slo_requests_total",
     "slo_attained_total",
+    "ttft_prediction_error",
     "request_slack_seconds",
     "predicted_step_seconds",
     "measured_step_seconds",

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from jaxserve import LLM, SamplingParams
+from jaxserve.config import ServeConfig
 from jaxserve.sched.request import Request
 from jaxserve.sched.slo import ANSWER, THINKING
 from jaxserve.sched.thinking import Marker, ThinkingMarkers
@@ -61,6 +63,18 @@ def test_thinking_ends_at_its_marker(live, monkeypatch, requests, size):
 
     ask(live, [*prompt, *marker, 50, *prompt], stage_slo=STAGES, max_tokens=1)  # that was an earlier turn
     assert requests.pop().stage == (ANSWER if size == 1 and marker[0] == output[0] else THINKING)
+
+
+def test_stages_of_the_settings_are_those_of_a_program(live, tokenizer, monkeypatch, requests):
+    served(live, monkeypatch, (9,))
+    config = ServeConfig.load(thinking_tpot_slo="2s", answer_tpot_slo="9s")
+    llm = LLM(config=config, engine=live.engine, tokenizer_object=tokenizer)
+    llm.generate([[TURN, OPEN, 40], [OPEN, 9, 40]], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
+    made = {one.prompt: one for one in requests}
+    thinks, answers = made[TURN, OPEN, 40], made[OPEN, 9, 40]
+    assert thinks.slo == answers.slo == config.slo and 9 not in thinks.output
+    assert (thinks.stage, answers.stage) == (THINKING, ANSWER)
+    assert (thinks.budget, answers.budget) == pytest.approx((3 * 2.0, 3 * 9.0))
 
 
 def test_without_stages_nothing_is_looked_for(live, monkeypatch, requests):

@@ -1,0 +1,204 @@
+"""A server that has promised nothing declines no request that it could serve in time alone, whatever the prompt, its
+objectives and the step-time model: policy slos_serve and admission dp."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from jaxserve.sched.admission.dp import ByDP
+from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.perf import Perf, make
+from jaxserve.sched.perf.buckets import Buckets
+from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load, PerfModel
+from jaxserve.sched.policies.fcfs import Fcfs
+from jaxserve.sched.policies.slos_serve import SlosServe
+from jaxserve.sched.policies.standing import NEVER, quantum
+from jaxserve.sched.policy import Limits, Role, View
+from jaxserve.sched.request import BEST_EFFORT, Request, State
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
+from jaxserve.sched.slo import SLO
+from jaxserve.sched.table import Table
+
+LARGE = Coefficients(fixed=5e-3, prefill=2e-5, decode=1e-5, quadratic=1e-10, longest=1e-8, context=1e-8)
+SMALL = Coefficients(fixed=12e-3, prefill=7e-5, decode=1e-5, quadratic=3e-9, longest=1e-7, context=1e-7, draft=1e-3)
+STAIRS = Buckets(decode=(1, 8, 64, 256), mixed=(16, 64, 256, 1024, 4096, 8192))
+FORMS: tuple[Perf, ...] = ("table", "linear", "roofline", "roofline:published", "poly")
+FITTED: list[PerfModel] = [make(kind, truth) for kind in FORMS for truth in (LARGE, SMALL)]
+FITTED.append(make("exact", LARGE, buckets=STAIRS))
+
+MODEL = st.sampled_from(FITTED) | st.builds(
+    lambda fixed, prefill, decode, quadratic, context, moe: GeneralModel(
+        Coefficients(fixed, prefill, decode, quadratic, context, context, w_moe=moe, p_moe=0.1 if moe else 0.0),
+        correct=False,
+    ),
+    fixed=st.floats(1e-5, 0.05),
+    prefill=st.floats(1e-6, 1e-3),
+    decode=st.floats(0.0, 1e-3),
+    quadratic=st.floats(0.0, 1e-6),
+    context=st.floats(0.0, 1e-6),
+    moe=st.sampled_from([0.0, 0.01]),
+)
+CASE = st.fixed_dictionaries(
+    {
+        "perf": MODEL,
+        "prompt": st.integers(1, 20_000),
+        "times": st.just(1.0) | st.floats(1.0, 10.0),  # its TTFT, of the time of the prompt alone
+        "slack": st.just(1.0) | st.floats(1.0, 10.0),  # its TPOT, of a decode step alone
+        "chunk": st.sampled_from([16, 500, 2048, 8192]),
+        "role": st.sampled_from([Role.MIXED, Role.PREFILL]),
+        "draft": st.sampled_from([0, 3]),
+        "share": st.sampled_from([0.0, 0.0, 0.5, 0.99]),  # of the prompt, in the prefix cache
+    }
+)
+
+
+def limits(chunk: int, draft: int) -> Limits:
+    return Limits(tokens=chunk, rows=8, pages=1500, page_size=16, draft=draft)
+
+
+def feasible(perf: PerfModel, prompt: int, times: float, slack: float, chunk: int, hit: int) -> SLO:
+    """Objectives that a request of its own just keeps: `times` and `slack` of what it takes."""
+    own = perf.prefill_times(np.array([float(prompt - hit)]), np.array([float(hit)]), chunk)[0]
+    step = perf.decode_times(np.ones(1), np.array([float(prompt)]), np.array([float(prompt)]))[0]
+    return SLO(ttft=times * float(own), tpot=slack * float(step))
+
+
+def waiting(prompt: int, slo: SLO) -> Request:
+    return Request(0, range(prompt), SamplingParams(max_tokens=None), slo, 0.0)
+
+
+def view(prompts: list[Request], perf: PerfModel, within: Limits, role: Role = Role.MIXED, now: float = 0.0) -> View:
+    table = Table()
+    for one in prompts:
+        table.add(one)
+    slots = within.rows - sum(one.state is State.RUNNING for one in prompts)
+    return View(now, now, role, table, Table(), within, within.pages, slots, 0, perf)
+
+
+def served(policy: SlosServe, one: Request, perf: PerfModel, within: Limits, role: Role) -> float:
+    """Seconds until the prompt of the only request is computed, each step taking what `perf` says. Fails where the
+    request is demoted."""
+    now = 0.0
+    while one.remaining:
+        decision = policy.decide(view([one], perf, within, role, now))
+        assert not decision.demote, f"at {now} s, {one.computed} tokens computed, of which {one.hit} were found"
+        [grant] = decision.grants
+        if one.state is State.WAITING:
+            one.state, one.computed = State.RUNNING, one.hit
+        tokens = min(grant.tokens, one.remaining)
+        now += float(perf.step_time(Load().add_chunk(tokens, one.computed)))
+        one.computed += tokens
+    return now
+
+
+@given(CASE)
+@example(
+    {
+        "perf": GeneralModel(SMALL, correct=False),
+        "prompt": 32,
+        "times": 3.0,
+        "slack": 4.0,
+        "chunk": 8192,
+        "role": Role.MIXED,
+        "draft": 0,
+        "share": 0.0,
+    }
+)
+@settings(max_examples=300, deadline=None)
+def test_the_policy_demotes_no_request_that_is_feasible_alone(case) -> None:  # type: ignore[no-untyped-def]
+    perf, prompt, chunk = case["perf"], case["prompt"], case["chunk"]
+    hit = int(case["share"] * prompt)
+    one = waiting(prompt, feasible(perf, prompt, case["times"], case["slack"], chunk, hit))
+    one.hit = hit
+    ended = served(SlosServe(), one, perf, limits(chunk, case["draft"]), case["role"])
+    assert ended <= one.slo.ttft + 1e-8
+
+
+@given(CASE)
+@settings(max_examples=200, deadline=None)
+def test_the_admission_admits_each_request_that_is_feasible_alone(case) -> None:  # type: ignore[no-untyped-def]
+    perf, prompt, chunk = case["perf"], case["prompt"], case["chunk"]
+    server = Scheduler(Fcfs(), perf, limits(chunk, case["draft"]), case["role"])
+    one = waiting(prompt, feasible(perf, prompt, case["times"], case["slack"], chunk, 0))
+    assert ByDP().admits(one, server, 0.0)
+
+
+@pytest.mark.parametrize(("policy", "admission"), [("slos_serve", "none"), ("fcfs", "dp"), ("slos_serve", "dp")])
+@given(
+    prompts=st.lists(st.integers(1, 3000), min_size=1, max_size=4),
+    times=st.floats(1.0, 6.0),
+    slack=st.floats(1.0, 6.0),
+    truth=st.sampled_from([LARGE, SMALL]),
+    tokens=st.sampled_from([256, 8192]),
+)
+@settings(max_examples=25, deadline=None)
+def test_requests_that_come_one_by_one_are_all_in_time(  # type: ignore[no-untyped-def]
+    policy, admission, prompts, times, slack, truth, tokens
+) -> None:
+    """Whole runs: each request comes when the one before it has ended, and attains both objectives."""
+    perf, answer = GeneralModel(truth, correct=False), 6
+    arrivals = []
+    for at, prompt in enumerate(prompts):
+        slo = feasible(perf, prompt, times, slack, tokens, 0)
+        longest = perf.step_time(Load().add_decode(prompt + answer))
+        arrivals.append(Arrival(1e3 * at, prompt, answer, replace(slo, tpot=slack * longest)))
+    latency = Latency(name="idle", kv_bytes_per_token=1000, kv_tokens=4096, coefficients=truth, noise=0.0)
+    name = "distserve" if policy == "fcfs" else policy
+    options = Options(perf="exact", admission=admission, tokens=tokens, prefix_caching=False)
+    report = simulate(arrivals, name, Mesh(1), latency, options=options)
+    assert report.counters.demotions == 0
+    for one, arrival in zip(report.measured, arrivals, strict=True):
+        assert arrival.slo is not None
+        assert one.ttft <= arrival.slo.ttft + 1e-8 and one.tpot <= arrival.slo.tpot + 1e-8
+
+
+def test_two_that_come_together_where_each_is_feasible_alone() -> None:
+    """Neither keeps the margin of its TPOT, so that the programme takes none: the shorter one is promised."""
+    perf = GeneralModel(SMALL, correct=False)
+    step = perf.step_time(Load().add_decode(300))
+    for first, second in ((300, 200), (200, 300)):
+        pair = [
+            Request(id, range(prompt), SamplingParams(max_tokens=None), SLO(ttft=1.0, tpot=1.01 * step), 0.0)
+            for id, prompt in enumerate((first, second))
+        ]
+        seen = view(pair, perf, limits(8192, 0))
+        assert SlosServe().decide(seen).demote == (0 if first > second else 1,)
+
+
+def test_the_quantum_is_that_of_the_tightest_promise_that_can_be_kept() -> None:
+    """10 ms and 0.1 ms a token: prompts of 100, 400 and 1,900 tokens take 20, 50 and 200 ms."""
+    perf = GeneralModel(Coefficients(10e-3, 1e-4, 0, 0, 0, 0), correct=False)
+
+    def longest(*promises: tuple[float, int]) -> float:
+        ttft, length = np.array(promises, dtype=float).reshape(-1, 2).T
+        return quantum(perf, ttft, length, 8192)
+
+    assert longest((0.3, 100)) == pytest.approx(0.28)
+    assert longest((0.3, 100), (0.3, 1900)) == pytest.approx(0.2), "less than its own prompt would make it late"
+    assert longest((0.3, 100), (0.019, 100), (0.15, 400)) == pytest.approx(0.1), "one that is late alone"
+    assert longest() == longest((0.01, 100)) == longest((np.inf, 100)) == NEVER
+
+
+def test_a_best_effort_request_shortens_no_step() -> None:
+    perf = GeneralModel(SMALL, correct=False)
+    long, short = waiting(4000, SLO(ttft=10.0, tpot=1.0)), waiting(50, SLO(ttft=0.03, tpot=1.0))
+    short.id, short.tier = 1, BEST_EFFORT
+    seen = view([long, short], perf, limits(8192, 0))
+    assert [(grant.request, grant.tokens) for grant in SlosServe().decide(seen).grants] == [(0, 4000), (1, 50)]
+
+
+def test_a_block_given_by_hand_is_a_share_of_the_median_ttft() -> None:
+    """0.1 of a second: a prompt of 170 ms is computed in pieces, each with the fixed time of a step."""
+    perf = GeneralModel(SMALL, correct=False)
+    pieces = served(SlosServe(block=0.1), waiting(2000, SLO(1.0, 1.0)), perf, limits(8192, 0), Role.MIXED)
+    assert pieces > served(SlosServe(), waiting(2000, SLO(1.0, 1.0)), perf, limits(8192, 0), Role.MIXED)
+    for make_one in (SlosServe, ByDP):
+        with pytest.raises(InvalidValue, match=r"block=-0.1 must be 0 or more"):
+            make_one(block=-0.1)
