@@ -75,8 +75,9 @@ def test_simulation_cost(repo: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_served_policies(repo: Path, tmp_path: Path) -> None:
-    """Two cases of it; a second run finds them and serves nothing."""
-    path = tmp_path / "served.json"
+    """Two cases of it; a second run finds them, serves nothing, and writes the tables into the page."""
+    path, page = tmp_path / "served.json", tmp_path / "served.md"
+    page.write_text((repo / "docs" / "served.md").read_text())
     flags = [
         "--models",
         "demo",
@@ -101,7 +102,8 @@ def test_served_policies(repo: Path, tmp_path: Path) -> None:
         assert 0 <= served["attained"] <= 1 and 0 <= again["attained"] <= 1
         assert case["steps"]["decode"]["mape"] >= 0 and case["first_tokens"]["requests"] > 0
         assert case["counts"]["steps"] > 20 and case["counts"]["compiled_while_serving"] == 0
-    assert "demo tasks" not in run(repo, *command)
+    assert "demo tasks" not in run(repo, *command, "--page", str(page))
+    assert page.read_text().count("| unified | split | ") == 1 and page.read_text().count("| unified | ") == 2
     assert json.loads(path.read_text())["cases"] == found["cases"]
 
 
