@@ -171,6 +171,7 @@ def _case(
             "drops": counters.preemptions,
             "demotions": counters.demotions,
             "deflections": served.stats.deflections,
+            "replay_differences": len(served.journal.differences),
             "compiled_while_serving": served.stats.compilations_after_warmup,
         },
     }

@@ -224,6 +224,11 @@ def test_every_name_is_served(case: Case, machine: Any, tokenizer: Tokenizer, re
     check(case, machine, tokenizer, reference)
 
 
+def test_what_executors_were_built_with_stays(machine: Any) -> None:
+    with pytest.raises(InvalidValue, match="max_num_seqs=9 must be 8, as these executors were built"):
+        machine.serving(replace(machine.config, policy="vllm", max_num_seqs=9))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("case", [case for case in MATRIX if case not in SAMPLE], ids=",".join)
 def test_every_name_is_served_with_every_other(
