@@ -1,6 +1,6 @@
 """Every policy served over HTTP, on the same arrivals, and simulated with the step times of that very run.
 
-    python benchmarks/served_policies.py                          # all: two models, four mixes, every policy
+    python benchmarks/served_policies.py --page docs/served.md     # all: two models, four mixes, every policy
     python benchmarks/served_policies.py --models demo --mixes chat --policies "unified sarathi unified@mixed"
 
 Models: `llama`, 104 M random parameters, and `demo`, the one that comes with jaxserve; two instances, of one CPU core
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -31,33 +30,39 @@ from pathlib import Path
 from typing import Any
 
 from common import add_output, save
+from policy_bench import judge, tables
+from policy_bench.mixes import MIXES, Scale, calls, scaled
+from policy_bench.systems import MODELS, System
 
+from jaxserve.errors import InvalidValue
 from jaxserve.report.table import print_table
 from jaxserve.sched import policies
+from jaxserve.sched.perf import KINDS
+from jaxserve.sched.perf.recipe import DEFAULT
+from jaxserve.sched.sim import Mesh
 
 MESH = "2x1"
-CLOSE = 0.02  # shares that differ by less are as good
 KEPT = ("requests", "seed", "load", "mesh", "perf", "placement")  # settings that all cases of a file share
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
-    if args.perf is None:
-        from jaxserve.sched.perf.recipe import DEFAULT
-
-        args.perf = DEFAULT
+    args = _parsed(argv)
     found = _stored(args)
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawned) as clients, tempfile.TemporaryDirectory() as folder:
         for name in args.models:
             _model(name, args, found, clients, Path(folder))
-    for name in args.models:
-        _tables(name, args, found["cases"])
+    made = list(tables.tables(found["cases"], found["scales"], args.models, args.mixes, args.policies))
+    for one in made:
+        print_table(one.title, one.columns, one.rows)
+        print(one.verdict)
     save(args, found)
+    if args.page is not None:
+        tables.write(args.page, made)
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--models", type=str.split, default=["llama", "demo"], help="[llama demo]")
@@ -68,11 +73,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=1, help="with other arrivals in each [1]")
     add("--load", type=float, default=0.8, metavar="SHARE", help="of what the profile says is possible [0.8]")
     add("--mesh", default=MESH, help="[%(default)s]")
-    add("--perf", default=None, help="the servers' step-time model, as of --perf [the default]")
+    add("--perf", default=DEFAULT, choices=KINDS, help="the step-time model of servers and simulations [%(default)s]")
     add("--placement", default="auto", help="of all policies [what goes with each]")
     add("--profile-time", type=float, default=None, metavar="S", help="seconds to measure steps")
+    add("--page", type=Path, metavar="FILE", help="write the tables between the markers of this page")
     add_output(parser, "served_policies")
-    return parser
+    args = parser.parse_args(argv)
+    for flag, given, known in (("models", args.models, MODELS), ("mixes", args.mixes, MIXES)):
+        if unknown := [name for name in given if name not in known]:
+            parser.error(f"--{flag} {unknown[0]!r} must be of {', '.join(known)}")
+    try:
+        _ = [System.parse(text) for text in args.policies]
+    except InvalidValue as error:
+        parser.error(f"--policies: {error}")
+    return args
 
 
 def _stored(args: argparse.Namespace) -> dict[str, Any]:
@@ -105,8 +119,7 @@ def _model(name: str, args: argparse.Namespace, found: dict[str, Any], clients: 
     todo = [case for case in todo if _key(case) not in done]
     if not todo:
         return
-    from policy_bench.mixes import MIXES, Scale, scaled
-    from policy_bench.served import Host
+    from policy_bench.served import Host  # on demand: the clients' process reads this file too, and needs no jax
 
     settings = {"perf": args.perf, "placement": args.placement, "profile_time": args.profile_time}
     host = Host(name, args.mesh, folder, **settings)
@@ -124,7 +137,7 @@ def _model(name: str, args: argparse.Namespace, found: dict[str, Any], clients: 
         }
     for case in todo:
         scale = Scale.of(found["scales"][name]["mixes"][case["mix"]])
-        found["cases"].append(case | _case(host, case, scale, args, clients))
+        found["cases"].append(_rounded(case | _case(host, case, scale, args, clients)))
         save(args, found, quiet=True)
         served, again = found["cases"][-1]["served"], found["cases"][-1]["simulated"]
         print(
@@ -137,12 +150,6 @@ def _model(name: str, args: argparse.Namespace, found: dict[str, Any], clients: 
 def _case(
     host: Any, case: Mapping[str, Any], scale: Any, args: argparse.Namespace, clients: Executor
 ) -> dict[str, Any]:
-    from policy_bench import judge
-    from policy_bench.mixes import MIXES, calls
-    from policy_bench.served import System
-
-    from jaxserve.sched.sim import Mesh
-
     mix, system = MIXES[case["mix"]], System.parse(case["policy"])
     count, seed = round(args.requests * host.model.times), args.seed + case["round"]
     made = calls(mix, scale, count, seed, host.model.length)
@@ -164,84 +171,19 @@ def _case(
             "drops": counters.preemptions,
             "demotions": counters.demotions,
             "deflections": served.stats.deflections,
+            "replay_differences": len(served.journal.differences),
             "compiled_while_serving": served.stats.compilations_after_warmup,
         },
     }
 
 
-def _tables(name: str, args: argparse.Namespace, cases: Sequence[Mapping[str, Any]]) -> None:
-    for mix in args.mixes:
-        some = [[one for one in cases if (one["model"], one["mix"], one["policy"]) == (name, mix, policy)]
-                for policy in args.policies]  # fmt: skip
-        _attained(f"{name}, {mix}: attained, served and simulated, %", [ones for ones in some if ones])
-    _predicted(name, args, [one for one in cases if one["model"] == name])
-
-
-def _mean(cases: Sequence[Mapping[str, Any]], *path: str) -> float:
-    """Of a figure over rounds."""
-    total = 0.0
-    for case in cases:
-        value: Any = case
-        for key in path:
-            value = value[key]
-        total += value
-    return total / len(cases)
-
-
-def _attained(title: str, policies_: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    if not policies_:
-        return
-    classes = list(policies_[0][0]["served"]["classes"])
-    rows = []
-    for ones in policies_:
-        shares = [
-            f"{100 * _mean(ones, 'served', *path):.0f} / {100 * _mean(ones, 'simulated', *way):.0f}"
-            for path, way in (
-                (("attained",), ("attained",)),
-                (("ttft",), ("ttft",)),
-                (("tpot",), ("tpot",)),
-                *((("classes", one, "attained"), ("classes", one)) for one in classes),
-            )
-        ]
-        goodput = f"{_mean(ones, 'served', 'goodput'):.2f} / {_mean(ones, 'simulated', 'goodput'):.2f}"
-        busy = " ".join(f"{100 * share:.0f}" for share in ones[0]["busy"].values())
-        rows.append([ones[0]["policy"], ones[0]["roles"], *shares, goodput, busy])
-    print_table(title, ["policy", "roles", "all", "TTFT", "TPOT", *classes, "goodput, 1/s", "busy, %"], rows)
-    shares_ = {ones[0]["policy"]: _mean(ones, "served", "attained") for ones in policies_}
-    best = max(shares_, key=shares_.__getitem__)
-    if (mine := shares_.get("unified")) is not None:
-        verdict = "within" if shares_[best] - mine <= CLOSE + 1e-9 else "NOT within"
-        print(f"unified {mine:.1%}, best {best} {shares_[best]:.1%}: {verdict} {CLOSE:.0%}")
-
-
-def _predicted(name: str, args: argparse.Namespace, cases: Sequence[Mapping[str, Any]]) -> None:
-    """Errors by policy: of steps over all mixes, of first tokens at half and at full load."""
-    rows = []
-    for policy in args.policies:
-        mine = [one for one in cases if one["policy"] == policy]
-        errors = [_pooled([one["steps"] for one in mine], kind) for kind in ("decode", "prefill", "mixed")]
-        half = _first([one for one in mine if one["mix"] == "half"])
-        full = _first([one for one in mine if one["mix"] == "chat"])
-        rows.append([policy, *errors, half, full])
-    print_table(
-        f"{name}: errors of predictions, %: mean of step times once learned (steps), median of first tokens (requests)",
-        ["policy", "decode", "prefill", "mixed", "first token, half load", "full load"],
-        rows,
-    )
-
-
-def _pooled(found: Sequence[Mapping[str, Any]], kind: str) -> str:
-    some = [one[kind] for one in found if kind in one]
-    count = sum(one["steps"] for one in some)
-    return f"{100 * sum(one['mape'] * one['steps'] for one in some) / count:.1f} ({count})" if count else "-"
-
-
-def _first(cases: Sequence[Mapping[str, Any]]) -> str:
-    some = [one["first_tokens"] for one in cases if one["first_tokens"]["requests"]]
-    if not some:
-        return "-"
-    error = math.fsum(one["median_error"] for one in some) / len(some)
-    return f"{100 * error:.1f} ({sum(one['requests'] for one in some)})"
+def _rounded(value: Any) -> Any:
+    """Four significant digits: the file is kept small."""
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -49,8 +50,6 @@ def simulated(
     calls: Sequence[Call], journal: Replay, policy: str, mesh: Mesh, layers: int, placement: str, perf: Any, seed: int
 ) -> dict[str, Any]:
     """The same requests under the same scheduler, on instances with the step times and the noise of that run."""
-    from dataclasses import replace
-
     latency, fitted = measured_latency(journal)
     limits = next(iter(journal.instances.values()))["limits"]
     options = Options(
@@ -103,8 +102,3 @@ def busy(journal: Replay, run: Run) -> dict[str, float]:
     for step in journal.steps:
         spent[step.instance] += step.seconds
     return {name: seconds / run.duration for name, seconds in spent.items()}
-
-
-def best_of(cases: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The case with the highest share served."""
-    return max(cases, key=lambda case: float(case["served"]["attained"]))

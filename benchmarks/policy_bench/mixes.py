@@ -44,15 +44,15 @@ class Mix:
     shape: float = 1.0
 
 
-CHAT, DOCUMENT = Task("chat", 0.85, 0.25, 1.0, 3.0, 2.5), Task("document", 0.15, 2.5, 0.5, 6.0, 4.0)
+CHAT, DOCUMENT = Task("chat", 0.85, 0.25, 1.0, 3.0, 4.0), Task("document", 0.15, 2.5, 0.5, 6.0, 6.0)
 MIXES = {
     "chat": Mix((CHAT, DOCUMENT)),
     "tasks": Mix(
         (
-            Task("code", 0.35, 0.5, 0.4, 2.0, 2.0),
-            Task("chat", 0.35, 0.25, 1.0, 3.0, 2.5),
-            Task("summary", 0.15, 2.5, 0.7, 6.0, 5.0),
-            Task("batch", 0.15, 1.0, 2.0, 40.0, 10.0),
+            Task("code", 0.35, 0.5, 0.4, 2.0, 3.0),
+            Task("chat", 0.35, 0.25, 1.0, 3.0, 4.0),
+            Task("summary", 0.15, 2.5, 0.7, 6.0, 6.0),
+            Task("batch", 0.15, 1.0, 1.5, 40.0, 10.0),
         ),
         tiers=True,
     ),

@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -24,66 +25,23 @@ from jaxserve.engine.assemble import assemble
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.info import Stats
 from jaxserve.replay import perf_of
-from jaxserve.sched import policies
 from jaxserve.sched.forecasts import Forecasts
 from jaxserve.sched.journal import Replay, replay
-from jaxserve.sched.request import Request
+from jaxserve.sched.request import BEST_EFFORT, Request
 from jaxserve.server.main import Ending, listen_on, serve
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
 
 from .client import send
 from .mixes import Scale
+from .systems import MODELS, System
 
-
-@dataclass(frozen=True)
-class Model:
-    """chunk: tokens of a full step. times: requests for each of `--requests`. config: changes to the demo model's
-    config.json that make another model, with random weights; None is the demo model itself."""
-
-    length: int
-    chunk: int
-    rows: int = 32
-    times: float = 1.0
-    config: dict[str, Any] | None = None
-
-
-MODELS = {
-    "llama": Model(
-        1024, 256,
-        config={
-            "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 12,
-            "num_key_value_heads": 4, "head_dim": 64,
-        },
-    ),
-    "demo": Model(2048, 512, times=2.0),
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class System:
-    """A policy and the roles of its instances: `mixed` has all of them do both."""
-
-    policy: str
-    mixed: bool
-
-    @classmethod
-    def parse(cls, text: str) -> System:
-        """`NAME`, with the roles that its paper has, or `NAME@mixed`, `NAME@split`. Raises InvalidValue."""
-        name, at, roles = text.partition("@")
-        policies.make(name)
-        if at and roles not in ("mixed", "split"):
-            raise SystemExit(f"{text!r} must end with @mixed or @split")
-        bare = name.partition(":")[0]
-        return cls(name, roles == "mixed" if at else bare in policies.WHOLE and bare not in policies.PLACEMENT)
-
-    @property
-    def mode(self) -> str:
-        return "colocated" if self.mixed else "auto"
+LONGEST = 600.0  # seconds of a case: a server that does not answer is an error, not a figure
 
 
 class Recorded(Forecasts):
-    """Keeps each first token as predicted and as it came, in seconds. Writer: the engine's thread."""
+    """Keeps each first token as last predicted and as it came, in seconds, best effort aside. Writer: the engine's
+    thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +54,7 @@ class Recorded(Forecasts):
 
     def over(self, request: Request) -> None:
         at = self._predicted.pop(request.id, float("inf"))
-        if at < float("inf") and request.first_token_at is not None:
+        if at < float("inf") and request.first_token_at is not None and request.tier != BEST_EFFORT:
             self.pairs.append((at - request.arrival, request.first_token_at - request.arrival))
         super().over(request)
 
@@ -121,7 +79,7 @@ class Host:
         self.config = ServeConfig(
             model=source, load_format="auto" if source is None else "dummy", served_model_name=(name,), mesh=mesh,
             max_model_len=self.model.length, max_num_seqs=self.model.rows, max_num_batched_tokens=self.model.chunk,
-            disable_log_stats=True, log_level="warning", **settings,
+            kv_cache_memory=1 << 30, disable_log_stats=True, log_level="warning", **settings,
         )  # fmt: skip
         self.machine = assemble(self.config, lambda *told: None)
         self._tokenizer = Tokenizer.load(self.config.model_source)
@@ -137,7 +95,7 @@ class Host:
         one.recipe = replace(one.recipe, points=tuple(points))
 
     def serve(self, system: System, calls: Sequence[Call], tiers: Scale | None, clients: Executor) -> Served:
-        """Every call at its time; raises RuntimeError where the journal does not give its plans again."""
+        """Every call at its time. Raises RuntimeError where requests are left after LONGEST."""
         journal = self._folder / "journal.jsonl"
         mine = replace(self.config, policy=system.policy, mode=system.mode, journal=str(journal))  # type: ignore[arg-type]
         if tiers is not None:
@@ -146,16 +104,28 @@ class Host:
         recorded = engine._cluster.forecasts = Recorded()
         try:
             with _listening(Service(engine, self._tokenizer, mine)) as url:
-                run = clients.submit(send, url, mine.names[0], calls, tiers is not None).result()
-            stats = engine.stats()
+                sent = clients.submit(send, url, mine.names[0], calls, tiers is not None)
+                try:
+                    run = sent.result(LONGEST)
+                except TimeoutError:
+                    raise RuntimeError(f"{system}: requests are left after {LONGEST:.0f} s: {engine.stats()}") from None
+            stats = _at_rest(engine)
             engine.check()
         finally:
             engine.close()
         with journal.open(encoding="utf-8") as lines:
             replayed = replay(lines, perf_of)
-        if replayed.differences:
-            raise RuntimeError(f"{system}: {len(replayed.differences)} plans of the journal come out otherwise")
         return Served(run, replayed, stats, recorded.pairs)
+
+
+def _at_rest(engine: Engine) -> Stats:
+    """What it says once nothing runs any more: rows that were planned ahead, and KV under way."""
+    end = time.monotonic() + 30.0
+    while (stats := engine.stats()).running or stats.waiting or stats.handovers:
+        if time.monotonic() > end:
+            raise RuntimeError(f"something still runs: {stats}")
+        time.sleep(0.02)
+    return stats
 
 
 @contextmanager

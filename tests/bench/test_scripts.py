@@ -86,6 +86,41 @@ def test_slos_serve_tables(repo: Path, tmp_path: Path) -> None:
     assert page.read_text() == before and not path.exists()
 
 
+@pytest.mark.slow
+def test_served_policies(repo: Path, tmp_path: Path) -> None:
+    """Two cases of it; a second run finds them, serves nothing, and writes the tables into the page."""
+    path, page = tmp_path / "served.json", tmp_path / "served.md"
+    page.write_text((repo / "docs" / "served.md").read_text())
+    flags = [
+        "--models",
+        "demo",
+        "--mixes",
+        "tasks",
+        "--requests",
+        "4",
+        "--mesh",
+        "1x1",
+        "--profile-time",
+        "2",
+        "--output",
+    ]
+    command = ["served_policies", *flags, str(path), "--policies", "sarathi unified"]
+    assert "demo tasks unified: " in run(repo, *command, timeout=600)
+    found = json.loads(path.read_text())
+    assert found["scales"]["demo"]["parameters"] > 1e6
+    for case in found["cases"]:
+        served, again = case["served"], case["simulated"]
+        assert served["failed"] == 0 < served["seconds"] and set(served["classes"]) == set(again["classes"])
+        assert set(served["classes"]) == {"batch", "chat", "code", "summary"}
+        assert 0 <= served["attained"] <= 1 and 0 <= again["attained"] <= 1
+        assert case["steps"]["decode"]["mape"] >= 0 and case["first_tokens"]["requests"] > 0
+        counts = case["counts"]
+        assert counts["steps"] > 20 and counts["compiled_while_serving"] == counts["replay_differences"] == 0
+    assert "demo tasks" not in run(repo, *command, "--page", str(page))
+    assert page.read_text().count("| unified | split | ") == 1 and page.read_text().count("| unified | ") == 2
+    assert json.loads(path.read_text())["cases"] == found["cases"]
+
+
 def dry_kernels(repo: Path, folder: Path, *flags: str) -> dict[str, Any]:
     """What a dry run found. Its parts may fail for what is not here (a GPU's libraries, torch, a newer jax) alone."""
     assert "rows" in run(repo, "kernels", "--dry", "--output", str(folder), *flags, timeout=1500)
