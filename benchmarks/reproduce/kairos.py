@@ -91,7 +91,7 @@ PAPER4: Mapping[str, Sequence[float | None]] = {
 
 def figure4(args: argparse.Namespace) -> Table:
     """TTFT attained by rate, of all requests and of the longest."""
-    sizes = args.requests or REQUESTS, args.seeds or SEEDS + 1
+    sizes = args.requests or REQUESTS, args.seeds or SEEDS
     made = page.spread(args, _figure4, [(policy, *sizes) for policy in POLICIES])
     rows = [[name, *values] for name, values in PAPER4.items()]
     titles = ["policy", *(f"{rate} req/s" for rate in RATES)]
