@@ -20,6 +20,8 @@ WEIGHT = 0.2  # of one step in the factor of its program
 OUTLIER = 3.0  # times the usual error that a step's may be, to count in full
 SURE = 0.05  # errors up to that count in full
 USUAL = 0.05  # of one step in the usual error
+TINY = 1e-12  # seconds
+STREAK = 4  # steps in a row, each more than STEP times too fast or each as much too slow, that are no accident
 SCALE = np.array([1.0, 1.0, 1e3, 10.0, 1e6, 1e4, 1e5, 1.0])  # brings the terms of LINEAR near 1, for conditioning
 
 
@@ -29,8 +31,9 @@ class LearnedModel:
     The coefficients are fitted to `points` and corrected by recursive least squares with forgetting, from steps of
     every kind; the points stay in with the weight of ANCHOR steps, so that what serving does not show is kept. The
     factor of a program is a moving average of measured/fitted: programs of one form may differ in speed. A step that is
-    far longer or shorter than predicted counts as less far off (see `_clipped`): a pause is no trend. Writer: the
-    Scheduler that observes steps.
+    far longer or shorter than predicted counts as less far off (see `_clipped`): a pause is no trend. After STREAK such
+    steps in a row all that is known, the profile too, is scaled by each further one: the machine is another than it was
+    when it was measured. Writer: the Scheduler that observes steps.
 
     points: measured (load, seconds). p_moe: share of the experts that a token uses. coefficients: fitted before;
     where they are given and points are not, SAMPLED loads by them are the anchor. Raises InvalidValue without either.
@@ -60,9 +63,11 @@ class LearnedModel:
         self._learning = Recursive(weights, FORGETTING, table / seconds[:, None], ANCHOR, EVERY)
         self._factors = [1.0] * buckets.programs
         self._usual = STEP - 1.0  # error of a step, as a share: a moving average
+        self._streak = 0  # steps in a row that were far too slow; less than 0: too fast
+        self._before = self._learning.state(), list(self._factors)  # when the streak began
         self.version = 0
         for (program, load), time in zip(placed, seconds.tolist(), strict=True):
-            self._correct(program, time / max(float(np.dot(self._row(load), weights)), 1e-12), 0.5)
+            self._correct(program, time / max(float(np.dot(self._row(load), weights)), TINY), 0.5)
         self._form = self._formed()
         first = self.step_time(Load().add_chunk(chunk, 0))
         self._prefill_rate = chunk / first if first > 0 else float("inf")
@@ -92,6 +97,11 @@ class LearnedModel:
         self.version += 1
         if load.prefill and not load.decode:
             self._prefill_rate = running_rate(self._prefill_rate, load.prefill, seconds)
+        if self._another(seconds / predicted):
+            seconds = min(max(seconds, predicted / STEP), predicted * STEP)
+            self._learning.scale(seconds / max(self._form.step_time(load), TINY))
+            self._form = self._formed()
+            return
         seconds = self._clipped(seconds, predicted)
         program, padded = self._buckets.placed(load)
         terms = self._row(padded)
@@ -101,6 +111,19 @@ class LearnedModel:
         if fitted > 0:
             self._correct(program, seconds / fitted, WEIGHT)
         self._form = self._formed()
+
+    def _another(self, ratio: float) -> bool:
+        """Whether steps have been far off, and on the same side, for so long that the machine must be another. What
+        the first of them taught is forgotten: it was of their own program alone."""
+        far = (ratio > STEP) - (ratio < 1 / STEP)
+        self._streak = far + (self._streak if far * self._streak > 0 else 0)
+        if abs(self._streak) == 1:
+            self._before = self._learning.state(), list(self._factors)
+        elif abs(self._streak) == STREAK + 1:
+            state, self._factors = self._before
+            self._learning.restore(state)
+            self._form = self._formed()
+        return abs(self._streak) > STREAK
 
     def _clipped(self, seconds: float, predicted: float) -> float:
         """Within OUTLIER times the usual error, and never more than STEP times faster or slower. Where times change for

@@ -31,7 +31,8 @@ class Recursive:
         self._forgetting = forgetting
         self._normal = np.zeros((count, count))
         self._pulled = np.zeros(count)
-        self._anchored = anchor is not None and len(anchor) > 0
+        self._anchor = np.zeros((count, count))
+        self._aim = np.zeros(count)
         if anchor is not None and len(anchor):
             self._anchor = anchor.T @ anchor * (held / len(anchor))
             self._aim = anchor.sum(axis=0) * (held / len(anchor))
@@ -49,14 +50,26 @@ class Recursive:
         if self._unsolved < self._every:
             return
         self._unsolved = 0
-        normal, pulled = self._normal, self._pulled
-        if self._anchored:
-            normal, pulled = normal + self._anchor, pulled + self._aim
+        normal, pulled = self._normal + self._anchor, self._pulled + self._aim
         own = normal.diagonal()
         damping = np.where(own > 0, DAMPING * own, 1.0)
         damped = normal.copy()
         damped.flat[:: len(own) + 1] += damping
         self.weights = _nonnegative(damped, pulled + damping * self.weights)
+
+    def state(self) -> tuple[Array, ...]:
+        """What updates change, for `restore`."""
+        return self.weights, self._normal, self._pulled
+
+    def restore(self, state: tuple[Array, ...]) -> None:
+        """Forget the updates since `state`."""
+        self.weights, self._normal, self._pulled = state
+
+    def scale(self, by: float) -> None:
+        """All seconds, those of the anchor too, are `by` times what they were; errors stay relative to them."""
+        self.weights = by * self.weights
+        self._normal, self._anchor = self._normal / by**2, self._anchor / by**2
+        self._pulled, self._aim = self._pulled / by, self._aim / by
 
 
 def _nonnegative(normal: Array, pulled: Array) -> Array:

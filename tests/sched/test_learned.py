@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.perf.buckets import NONE, Buckets, Padded
-from jaxserve.sched.perf.fit import kind
+from jaxserve.sched.perf.fit import LINEAR, kind
 from jaxserve.sched.perf.learned import LearnedModel
 from jaxserve.sched.perf.model import Coefficients, Load
 from jaxserve.sched.perf.profile import priced, probes
@@ -74,6 +75,26 @@ def test_mixed_steps_alone_are_learned_from() -> None:
     form = Padded(TRUTH, ENGINE)
     served = [(load, 2.5 * form.step_time(load)) for load in mixed]
     assert errors(profiled(ENGINE), served)["mixed"] < 0.05
+
+
+@pytest.mark.parametrize("slower", [80.0, 1 / 80])
+def test_a_profile_of_another_machine_is_corrected_within_a_few_steps(slower: float) -> None:
+    """As one measured while the machine was busy: all kinds of steps are scaled, also those not seen since."""
+    other = replace(TRUTH, **{name: slower * getattr(TRUTH, name) for name in LINEAR})
+    model, form = profiled(ENGINE, Padded(other, ENGINE)), Padded(TRUTH, ENGINE)
+    load = Load(decode=24, longest=3000, context=40_000)
+    for _ in range(15):
+        model.observe(load, form.step_time(load))
+    for one in (load, Load().add_chunk(500, 4000), Load().add_chunk(8192, 0)):
+        assert model.step_time(one) == pytest.approx(form.step_time(one), rel=0.3)
+
+
+def test_pauses_do_not_scale_what_is_known() -> None:
+    model, form = profiled(ENGINE), Padded(TRUTH, ENGINE)
+    load = Load(decode=24, longest=3000, context=40_000)
+    for count in range(60):
+        model.observe(load, form.step_time(load) * (50.0 if count % 5 else 1.0) if count < 20 else form.step_time(load))
+    assert model.step_time(Load().add_chunk(500, 4000)) < 3 * form.step_time(Load().add_chunk(500, 4000))
 
 
 def test_what_serving_does_not_show_is_kept() -> None:
