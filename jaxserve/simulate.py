@@ -107,6 +107,7 @@ def _study(args: argparse.Namespace) -> Study:
         first_token=args.first_token,
         boundary=args.preempt_boundary,
         depth=args.preempt_depth,
+        behind=args.kv_behind_steps,
         suspended=args.max_suspended,
         draft=args.draft,
         acceptance=args.acceptance,

@@ -127,6 +127,12 @@ def _cluster(group: Any) -> None:
         help=f"pieces of a step that are sent to the devices before those ahead of them are done [{DEPTH}]",
     )
     group.add_argument(
+        "--kv-behind-steps",
+        action="store_true",
+        help="KV leaves an instance behind the pieces of a step that are dispatched already, as in the engine, instead "
+        "of beside them",
+    )
+    group.add_argument(
         "--acceptance", type=float, default=0.7, metavar="SHARE", help="chance that a drafted token is right [0.7]"
     )
 

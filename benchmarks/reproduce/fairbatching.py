@@ -31,6 +31,7 @@ from page import Table
 from jaxserve.report import plot
 
 REQUESTS = 200  # of a simulation
+SINGLE = SHARES[:3]  # of Table 3 and Figure 5
 
 
 @cache
@@ -41,7 +42,7 @@ def single_node(jobs: int, requests: int) -> dict[Job, Result]:
         for model in MODELS.values()
         for workload in WORKLOADS
         for system in (*MAIN.values(), TUNED[1])
-        for rate in rates(workload, model, SHARES)
+        for rate in rates(workload, model, SINGLE)
     ]
     return {result.job: result for result in every(argparse.Namespace(jobs=jobs), cases)}
 
@@ -55,7 +56,7 @@ def effective(args: argparse.Namespace, model: str, workload: str, system: str) 
             found[Job(one, workload, rate, count, model, SLOS[workload])].effective()
             for one in (TUNED[:2] if system == "sarathi" else (system,))
         )
-        for rate in rates(workload, model, SHARES)
+        for rate in rates(workload, model, SINGLE)
     ]
 
 
@@ -89,7 +90,7 @@ def figure5(args: argparse.Namespace) -> Table:
     rows, panels, data = [], [], {}
     for workload, name in WORKLOADS.items():
         for label, model in MODELS.items():
-            x = rates(workload, model, SHARES)
+            x = rates(workload, model, SINGLE)
             curves = {system: effective(args, model, workload, policy) for system, policy in MAIN.items()}
             cells = [", ".join(f"{one:.2f}" for one in curve) for curve in curves.values()]
             rows.append([name, label, ", ".join(f"{one:.2f}" for one in x), *cells])
@@ -156,7 +157,7 @@ OVER |= {"FB": "FB-TB (token budget)", "FB-PAB": "FB", "FB, largest on-time set 
 
 def breakdown(args: argparse.Namespace) -> Table:
     """Figure 7: what each part brings."""
-    some, count = rates("qwen", H20, SHARES), args.requests or 2 * REQUESTS
+    some, count = rates("qwen", H20, SHARES), args.requests or REQUESTS
     found = every(args, [Job(system, "qwen", rate, count) for system, _ in PARTS.values() for rate in some])
     peaks: dict[str, float] = {}
     rows: list[list[object]] = []
@@ -183,7 +184,7 @@ def dp8(args: argparse.Namespace) -> Table:
     """Figure 8: eight instances behind a load balancer."""
     paper = {"qwen": (54.3, 34.9), "burstgpt": (45.3, 16.2), "azure": (38.3, 7.7)}
     jobs = [
-        Job(system, workload, rate, args.requests or 3 * REQUESTS, H20, SLOS[workload], 8)
+        Job(system, workload, rate, args.requests or 2 * REQUESTS, H20, SLOS[workload], 8)
         for workload in paper
         for system in CLUSTERS.values()
         for rate in rates(workload, H20, (0.5, 0.65), 8)

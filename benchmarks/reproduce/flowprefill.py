@@ -23,7 +23,7 @@ from page import Table
 
 from jaxserve.report import plot
 
-OTHERS = 400  # requests of a simulation of the other models
+FEWER = 400  # requests of a simulation of the other models, and of the ablations
 SHARES = (0.17, 0.34, 0.68, 1.02)  # of what the instance can compute: 1, 2, 4 and 6 requests/s of Llama3-8B
 SCALE_SHARES = (0.34, 0.68)
 CURVE = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # the same, of the plot; one seed
@@ -41,7 +41,7 @@ def parallel(make: Callable[[Any], Row], of: Sequence[Any]) -> list[Row]:
 def everywhere(args: argparse.Namespace) -> list[System]:
     """Every system on Llama3-8B, and the published ones on the other models."""
     own = [replace(system, where=LLAMA_8B) for system in SYSTEMS]
-    more = [replace(one, where=where, requests=OTHERS) for where in DEPLOYMENTS[1:] for one in PUBLISHED]
+    more = [replace(one, where=where, requests=FEWER) for where in DEPLOYMENTS[1:] for one in PUBLISHED]
     return [sized(args, system) for system in (*own, *more)]
 
 
@@ -64,7 +64,7 @@ def _goodput(system: System) -> tuple[list[Any], list[float]]:
 
 def scale(args: argparse.Namespace) -> Table:
     """Figures 9 (second row) and 17: the tightest multiple of all TTFTs that 90 % attain; one load of other models."""
-    made = page.spread(args, _scale, everywhere(args))
+    made = page.spread(args, _scale, [replace(one, seeds=one.seeds[:1]) for one in everywhere(args)])
     titles = ["model", "system", *(f"tightest at {share:.0%} load" for share in SCALE_SHARES)]
     curves = {f"{row[0]} | {row[1]}": curve for row, curve in made}
     draw("flowprefill-scale.png", curves, f"multiple of the TTFTs, at {SCALE_SHARES[0]:.0%} load", SCALES)
@@ -77,8 +77,7 @@ def _scale(system: System) -> tuple[list[Any], list[float]]:
     tried = rates if system.where == LLAMA_8B else rates[:1]
     found = [system.tightest(rate) for rate in tried] + [None] * (len(rates) - len(tried))
     row = [system.where.label, system.label, *found]
-    one = replace(system, seeds=system.seeds[:1])
-    return row, [100 * one.attained(rates[0], scale) for scale in SCALES]
+    return row, [100 * system.attained(rates[0], scale) for scale in SCALES]
 
 
 def draw(name: str, curves: dict[str, list[float]], xlabel: str, x: Sequence[float]) -> None:
@@ -94,7 +93,7 @@ def orders(args: argparse.Namespace) -> Table:
     """Figure 10: S-EDF, D-EDF and EDF as FlowPrefill's priority."""
     named = (("S-EDF", "sedf"), ("D-EDF", "deadline_edf"), ("EDF", "edf"))
     titles = ["order", "goodput, req/s", "SLO scale at 5 req/s", "5 req/s, %", "6", "7", "8"]
-    systems = [sized(args, System(label, f"flowprefill:order={name}")) for label, name in named]
+    systems = [sized(args, System(label, f"flowprefill:order={name}", requests=FEWER)) for label, name in named]
     return Table("Orders (Figure 10)", titles, page.spread(args, _order, systems))
 
 
@@ -109,7 +108,11 @@ def batching(args: argparse.Namespace) -> Table:
         systems.append(System(f"{budget}", f"flowprefill:batch={budget}"))
         systems.append(System(f"{budget}, to the letter", f"flowprefill:batch={budget}+literal"))
     titles = ["batch budget G", "goodput", "6 req/s: % / req/s", "8", "12"]
-    return Table("Batching (Figure 11)", titles, page.spread(args, _batching, [sized(args, one) for one in systems]))
+    return Table(
+        "Batching (Figure 11)",
+        titles,
+        page.spread(args, _batching, [sized(args, replace(one, requests=FEWER)) for one in systems]),
+    )
 
 
 def _batching(system: System) -> Row:
@@ -126,7 +129,10 @@ def chunks(args: argparse.Namespace) -> Table:
     sizes = (1024, 2048, 4096, 8192, 16384, WHOLE)
     titles = ["chunk", "goodput, op", "6 req/s, op, %", "goodput, chunk", "6 req/s, chunk, %"]
     pairs = [
-        [sized(args, System("", "flowprefill", {"tokens": tokens, "boundary": one})) for one in ("op", "chunk")]
+        [
+            sized(args, System("", "flowprefill", {"tokens": tokens, "boundary": one}, requests=FEWER))
+            for one in ("op", "chunk")
+        ]
         for tokens in sizes
     ]
     made = page.spread(args, _chunks, pairs)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -29,6 +29,7 @@ from jaxserve.sched.sim.scenarios import flowprefill
 RATE = 5.0  # requests/s of Figure 12
 RATES = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)  # of Figure 16
 COLOCATED = flowprefill(MODEL, colocated=True)
+VARIED, NOISE = 4.0, (0.05, 0.15)  # requests/s; standard deviation of a step's factor
 REQUESTS, SEEDS = 300, (0, 1)
 
 
@@ -133,7 +134,26 @@ def _colocated(system: Mixed, rate: float) -> dict[str, Any]:
     return row
 
 
-TABLES: Mapping[str, Callable[[], list[dict[str, Any]]]] = {"blocking": blocking, "colocated": colocated}
+def varying() -> list[dict[str, Any]]:
+    """The same at one rate, with step times that no model predicts: lognormal factors of mean 1."""
+    rows = [
+        {"noise": noise, **_colocated(replace(system, options={**system.options, "noise": noise}), VARIED)}
+        for system in MIXED
+        for noise in NOISE
+    ]
+    table = [
+        [
+            system.label,
+            *(f"{100 * row['ttft']:.1f} / {100 * row['tbt']:.1f}" for row in rows if row["system"] == system.label),
+        ]
+        for system in MIXED
+    ]
+    print_table(f"TTFT / TBT attained at {VARIED} requests/s by noise, %", ["system", *map(str, NOISE)], table)
+    return rows
+
+
+Maker = Callable[[], list[dict[str, Any]]]
+TABLES: Mapping[str, Maker] = {"blocking": blocking, "colocated": colocated, "varying": varying}
 
 
 def main() -> int:

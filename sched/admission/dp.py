@@ -12,6 +12,7 @@ from ..perf.model import Array
 from ..policies.dp import admitted
 from ..policies.speculation import NEVER, Terms
 from ..policies.standing import (
+    ROUNDING,
     Prompts,
     Standing,
     blocks,
@@ -31,8 +32,9 @@ from ..table import tightest
 
 
 class ByDP:
-    """Admits a request that can keep its SLO beside everything its instance has promised. margin, block, output: see
-    policies.slos_serve. Writer of what it knows of each instance."""
+    """Admits a request that can keep its SLO beside everything its instance has promised. Each is decided on
+    when it comes, so that no value is weighed against another. margin, block, output: see policies.slos_serve. Writer
+    of what it knows of each instance."""
 
     def __init__(self, refuse: bool = False, margin: float = 0.05, block: float = 0.0, output: int = 256) -> None:
         self.refuse = refuse
@@ -48,6 +50,9 @@ class ByDP:
         terms = replace(terms, idle=min(terms.idle, self._block * request.slo.ttft if self._block else own))
         cached = float(scheduler.cached_tokens(request))
         tokens, context = np.array([request.known - cached]), np.array([cached])
+        ends = view.start + view.perf.prefill_times(tokens, context, view.limits.tokens)
+        if ends[0] > request.deadline + ROUNDING:
+            return False  # nothing was promised that bounds its steps: late even if it is computed at once
         new = self._prompt(request, view, tokens, context)
         alone = partial(in_time, view, new.deadline, tokens, context, length, new.tpot)
         return bool(admitted(standing, new, terms, None, alone)[0])

@@ -1,13 +1,16 @@
-"""SLOs-Serve (arXiv 2504.08784): who can keep its SLO is promised it, the others are served from what is left.
+"""SLOs-Serve (arXiv 2504.08784): promise requests their SLOs where possible, serve the others from what is left.
 
-New requests are promised by the dynamic programme in dp.py, those declined become best effort (section 4.1). A step
-lasts as long as the tightest tpot of the rows that decode allows (Algorithm 2), longer where drafts gain several
-tokens (3.2.3). In it, by deadline: rows that must decode now, promised prompts, the other rows; then best effort.
+New requests are promised by the dynamic programme in dp.py, for the most value by priority; those declined become best
+effort (section 4.1). A step lasts as long as the tightest tpot of the rows that decode allows (Algorithm 2), longer
+where drafts gain several tokens (3.2.3). In it, by deadline: rows that must decode now, promised prompts, the other
+rows; then best effort.
 
 Readings: a row must decode now unless another step may end before its next token is due (line 8 with <=, and
 counted from the row's last token, so that a row that is ahead is not stopped for all it is ahead). A step that ends a
-prompt ends by that prompt's deadline: with nobody decoding the paper bounds it by nothing. Once its first token is
-late a promise is void, and the request best effort.
+prompt ends by that prompt's deadline; one in which nothing decodes, which the paper bounds by nothing, lasts no longer
+than a newcomer with the tightest promise here can wait (standing.quantum). Once its first token is late a promise is
+void, and the request best effort. A server that has promised nothing promises every request that it can serve in time
+alone, whatever the sums of the programme say.
 """
 
 from __future__ import annotations
@@ -39,14 +42,15 @@ from .standing import ROUNDING, alone, check_block, idle_of, prompts_of, standin
 
 
 class SlosServe:
-    """admit: promise by the dynamic programme, and demote; otherwise everybody is served by deadline. spec: draft
-    where limits.draft allows. dynamic: steps as long as who decodes now allows; otherwise never longer than the
-    tightest tpot seen allows. margin: share of every tpot kept back. block: share of the median ttft that a step
-    without decoding rows may take. output: tokens that a request is taken to generate, for its memory alone.
-    caution: see speculation.counted_on; 0 is as published.
+    """admit: promise by the dynamic programme, and demote; otherwise all are served by deadline. spec: draft where
+    limits.draft allows. dynamic: steps as long as the rows that decode now allow; otherwise never longer than the
+    tightest tpot seen allows. margin: share of every tpot kept back. block: the longest step without decoding rows, as
+    a share of the median ttft, where it is not to follow from the tightest promise (0). output: tokens that a request
+    is taken to generate, for its memory alone. caution: see speculation.counted_on; 0 is as published. Raises
+    InvalidValue where block is negative.
 
-    Writer of what it promised, of the tightest tpot seen, and of what follows from who is there alone, kept until
-    somebody comes or goes: all follow from the views, in order.
+    Writer of what it promised, of the tightest tpot seen, and of what follows from the set of requests alone, kept
+    until one comes or goes: all follow from the views, in order.
     """
 
     def __init__(

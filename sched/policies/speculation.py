@@ -73,11 +73,10 @@ class _Choice(NamedTuple):
 class Terms:
     """What steps are made of.
 
-    perf: step times. tokens: most in a step. idle: seconds of a step in which nobody decodes; where rows draft, steps
-    get no longer than that or the tpot that binds, so that newcomers need not wait for ever. acceptance, draft: chance
-    that a drafted token is right, and most that a row may draft. margin: share of every tpot that is kept back.
-    caution: see counted_on. fixed: seconds of a step whatever the rows, instead of the best (the paper's ablation of
-    dynamic batch sizes).
+    perf: step times. tokens: most in a step. idle: the most seconds of a step in which no row with a tpot decodes.
+    acceptance, draft: chance that a drafted token is right, and most that a row may draft. margin: share of every tpot
+    that is kept back. caution: see counted_on. fixed: seconds of a step whatever the rows, instead of the best (the
+    paper's ablation of dynamic batch sizes).
     """
 
     perf: PerfModel

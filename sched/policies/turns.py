@@ -11,7 +11,7 @@ from math import inf, isfinite
 
 import numpy as np
 
-from ..feasibility import BEHIND, decode_load, largest_chunk, promised
+from ..feasibility import BEHIND, GRID, decode_load, largest_chunk, promised
 from ..perf.model import Load
 from ..policy import Decision, Grant, Task, View
 
@@ -86,14 +86,14 @@ def turn(view: View, prompts: Decision, decode: tuple[Grant, ...]) -> Decision:
 
 def coarse(view: View, prompts: Decision) -> tuple[Grant, ...]:
     """The grants of prompts, the first one cut so that its step can be stopped within COARSE of the running decodes'
-    time between tokens."""
+    time between tokens; to a few tokens where nothing can."""
     bound = COARSE * pace(view) / view.limits.stopping if view.limits.stopping else inf
     if not prompts.grants or not isfinite(bound):
         return prompts.grants
     first, others = prompts.grants[0], prompts.grants[1:]
     request = next(one for one in view.prefill if one.id == first.request)
     left = min(first.tokens, request.remaining)
-    tokens = largest_chunk(view.perf.step_time, Load(), request.context, left, bound) or left
+    tokens = largest_chunk(view.perf.step_time, Load(), request.context, left, bound) or min(left, GRID)
     return (Grant(first.request, tokens), *others)
 
 

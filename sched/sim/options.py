@@ -62,8 +62,9 @@ class Options:
     placement, admission: by name; the placement `auto` is what goes with the policy. tokens, rows, prompts,
     suspended, draft: see policy.Limits; prompts None is no limit. boundary: where a step of prompt chunks can be
     stopped; at `chunk`, its end, nothing is. depth: segments dispatched at a time. segments: equal pieces of a step
-    instead of those of the boundary, which are what the engine cuts. acceptance: chance that a drafted token is
-    right. routing_delay: from arrival to the instance. stale: age of what the placement knows of the instances.
+    instead of those of the boundary, which are what the engine cuts. behind: see Device; the engine copies KV in
+    the stream of the steps, other systems beside it. acceptance: chance that a drafted token is right.
+    routing_delay: from arrival to the instance. stale: age of what the placement knows of the instances.
     prefix_caching None: on where the workload says which prefixes are shared. pages, page_size: instead of the
     preset's; kv_scale: times as many pages. skip: requests at either end that are not counted. horizon: stop after
     so many seconds, unfinished requests count as violated. turns: when roles change, and the roles of all instances
@@ -81,6 +82,7 @@ class Options:
     first_token: str = "prefill"
     boundary: str = "layer"
     depth: int = DEPTH
+    behind: bool = False
     segments: int | None = None
     suspended: int = 4
     draft: int = 0
@@ -122,6 +124,7 @@ class Options:
         return replace(
             device,
             segments=self.segments or device.segments,
+            behind=self.behind,
             pages=max(1, round(device.pages * self.kv_scale)),
             noise=device.noise if self.noise is None else self.noise,
             acceptance=self.acceptance if self.draft else 0.0,

@@ -73,6 +73,19 @@ def test_simulation_cost(repo: Path, tmp_path: Path) -> None:
     assert all(row["policy"] == "distserve" and row["steps"] > 0 < row["cpu_s"] for row in rows)
 
 
+def test_slos_serve_tables(repo: Path, tmp_path: Path) -> None:
+    """The page has a place for every table; a table printed only leaves page and results as they are."""
+    page = repo / "docs" / "reproduction" / "slos_serve.md"
+    before, path = page.read_text(), tmp_path / "found.json"
+    helps = run(repo, "reproduce/slos_serve", "--help")
+    for line in before.splitlines():
+        if line.startswith("<!-- table: "):
+            assert line.removeprefix("<!-- table: ").removesuffix(" -->") in helps
+    printed = run(repo, "reproduce/slos_serve", "traces", "--print-only", "--output", str(path))
+    assert "conversation" in printed and "dispersion" in printed
+    assert page.read_text() == before and not path.exists()
+
+
 @pytest.mark.slow
 def test_served_policies(repo: Path, tmp_path: Path) -> None:
     """Two cases of it; a second run finds them, serves nothing, and writes the tables into the page."""

@@ -36,7 +36,7 @@ def test_every_preset_says_what_is_published_and_what_is_assumed(path: Path) -> 
     truth = made.solve()
     assert 1e-3 < truth.step_time(decode(1000)) < 0.05
     assert truth.step_time(decode(*[1000] * 64)) < 0.1
-    assert 2_500 < 8192 / truth.step_time(Load().add_chunk(8192, 0)) < 50_000
+    assert 2_500 < 8192 / truth.step_time(Load().add_chunk(8192, 0)) < 70_000
     assert made.kv_tokens > 4096 and made.device().pages > 0
 
 
