@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +62,8 @@ class Promised:
 
     def budget(self, due: float, prompt: int) -> float:
         """See prefill_budget."""
+        if due == inf:
+            return inf
         window, count, longest, most, spent = due - self._start, 0, 0.0, 1.0, 0.0
         counted = np.flatnonzero(self._slack < window)
         if len(counted):
@@ -85,6 +88,7 @@ def prefill_budget(view: View, due: float, prompt: int = 1024) -> float:
     W is the time from when the next step can begin until `due`. Decodes are put off until their slack is used up and
     then take a step per tpot: n_i = 1 + (W - slack_i) / tpot_i for each row with 0 <= slack_i < W, late ones
     counting as 0; n is the largest n_i, at least 1. A prompt that waits decodes from its own deadline on, except on a
-    prefill instance. Best effort counts for nothing. `prompt`: length at which the seconds per token are taken.
+    prefill instance. Best effort counts for nothing. `prompt`: length at which the seconds per token are taken. inf
+    where nothing is due.
     """
     return Promised(view).budget(due, prompt)

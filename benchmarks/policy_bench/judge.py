@@ -75,7 +75,7 @@ def steps(journal: Replay) -> dict[str, Any]:
     where there are fewer than twice as many."""
     ordered = sorted(journal.steps, key=lambda step: step.ended)
     after = min(LEARNED, len(ordered) // 2)
-    return {"after": after, **_errors(ordered[after:]), "from_start": _errors(ordered[:after])}
+    return {"after": after, **_errors(ordered[after:])}
 
 
 def _errors(some: Sequence[Step]) -> dict[str, Any]:
@@ -85,8 +85,7 @@ def _errors(some: Sequence[Step]) -> dict[str, Any]:
         ratios = [one.predicted / one.seconds for one in some if kind(one.load) == name and one.seconds > 0]
         if ratios:
             mape = sum(abs(ratio - 1) for ratio in ratios) / len(ratios)
-            middle = median(abs(ratio - 1) for ratio in ratios)
-            made[name] = {"steps": len(ratios), "mape": mape, "median": middle, "ratio": median(ratios)}
+            made[name] = {"steps": len(ratios), "mape": mape, "ratio": median(ratios)}
     return made
 
 

@@ -13,7 +13,8 @@ from .sent import Sent
 class PrefillBudget(Placement):
     """Ranks instances by what their prefill admission budget (pab.py) for the request's own TTFT leaves once its
     prompt, after each instance's own prefix-cache hit, is taken from it (arXiv 2510.14392, section 3.4). So are the
-    prompts that it has sent and no instance has told of yet."""
+    prompts that it has sent and no instance has told of yet. Where budgets are equal, as all are for a request without
+    a TTFT, the instance with the least prompt tokens to compute comes first."""
 
     def __init__(self) -> None:
         self._sent = Sent()
@@ -21,13 +22,16 @@ class PrefillBudget(Placement):
 
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         left: dict[int, float] = {}
+        behind: dict[int, int] = {}  # prompt tokens until it is computed
         for index in fleet.entries:
             one = fleet.instances[index]
             new = request.prompt_length - one.cached_tokens(request)
             left[index] = self._promised.of(one, fleet.now).budget(request.deadline, new) - new
+            behind[index] = one.prefill_backlog + new
         for index, other in self._sent.unseen(fleet):
-            left[index] -= other.prompt_length - fleet.instances[index].cached_tokens(other)
-        order = sorted(left, key=lambda index: (-left[index], index))
+            more = other.prompt_length - fleet.instances[index].cached_tokens(other)
+            left[index], behind[index] = left[index] - more, behind[index] + more
+        order = sorted(left, key=lambda index: (-left[index], behind[index], index))
         self._sent.add(order[0], request)
         return order
 

@@ -146,6 +146,19 @@ def test_places_where_most_is_left() -> None:
     assert PrefillBudget().prefill(waiting(3, 10, due=0.5), fleet) == [1, 2, 0]
 
 
+def test_without_a_deadline_all_is_admitted_and_goes_where_least_waits() -> None:
+    """Whatever else is promised, and where rows cost nothing: an endless time is worth no number."""
+    free = GeneralModel(replace(EXACT, decode=0.0, longest=0.0, context=0.0), correct=False)
+    fleet = Fleet(0.0, [scheduler(), scheduler()], lambda tokens: 0.0)
+    fleet.instances[0].add(waiting(0, 2000, due=0.5))
+    fleet.instances[1].add(waiting(1, 100, due=0.5))
+    for model in (PERF, free):
+        assert prefill_budget(replace(view([], [decoding(0, 100, 0.1)]), perf=model), float("inf")) == float("inf")
+    assert admission.make("pab:refuse").admits(waiting(2, 5000, due=float("inf")), fleet.instances[0], 0.0)
+    place = PrefillBudget()
+    assert [place.prefill(waiting(id, 1500, due=float("inf")), fleet)[0] for id in (3, 4, 5)] == [1, 1, 0]
+
+
 def test_what_was_sent_counts_before_the_instance_tells_of_it() -> None:
     """Nobody adds the requests to the schedulers: to the router they are still on their way."""
     fleet = Fleet(0.0, [scheduler(), scheduler()], lambda tokens: 0.0)
