@@ -20,6 +20,7 @@ WEIGHT = 0.2  # of one step in the factor of its program
 OUTLIER = 3.0  # times the usual error that a step's may be, to count in full
 SURE = 0.05  # errors up to that count in full
 USUAL = 0.05  # of one step in the usual error
+NEAR = 1.2  # times too fast or too slow until which that goes on
 TINY = 1e-12  # seconds
 STREAK = 4  # steps in a row, each more than STEP times too fast or each as much too slow, that are no accident
 SCALE = np.array([1.0, 1.0, 1e3, 10.0, 1e6, 1e4, 1e5, 1.0])  # brings the terms of LINEAR near 1, for conditioning
@@ -115,7 +116,8 @@ class LearnedModel:
     def _another(self, ratio: float) -> bool:
         """Whether steps have been far off, and on the same side, for so long that the machine must be another. What
         the first of them taught is forgotten: it was of their own program alone."""
-        far = (ratio > STEP) - (ratio < 1 / STEP)
+        least = STEP if abs(self._streak) <= STREAK else NEAR
+        far = (ratio > least) - (ratio < 1 / least)
         self._streak = far + (self._streak if far * self._streak > 0 else 0)
         if abs(self._streak) == 1:
             self._before = self._learning.state(), list(self._factors)
