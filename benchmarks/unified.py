@@ -163,7 +163,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     wanted = args.systems.split(";")
     for name in args.workload or WORKLOADS:
         for mesh in args.mesh or ["2x4"]:
-            for bound in BOUNDS:
+            for bound in () if args.no_bounds else BOUNDS:
                 yield Case(name, mesh, bound, args.requests, args.seeds, args.skip)
             for system, one in SYSTEMS.items():
                 if "all" in wanted or one.kind in wanted or system in wanted:
@@ -186,6 +186,7 @@ def main() -> int:
     parser.add_argument(
         "--skip", type=int, default=0, metavar="N", help="requests at either end that are not counted [0]"
     )
+    parser.add_argument("--no-bounds", action="store_true", help="leave the clairvoyant bounds out")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON; what is in it already is not run again")
     args = parser.parse_args()

@@ -13,15 +13,15 @@ from typing import Annotated, Any, Literal
 from jaxserve import speculative
 from jaxserve.errors import InvalidValue
 from jaxserve.sched import admission, placement, policies
-from jaxserve.sched.boundary import Boundary
+from jaxserve.sched.boundary import DEPTH, Boundary
 from jaxserve.sched.perf import KINDS
-from jaxserve.sched.request import BEST_EFFORT, STANDARD
 from jaxserve.sched.sim.latency import Latency
-from jaxserve.sched.slo import NO_SLO, SLO
+from jaxserve.sched.slo import ANSWER, SLO, THINKING
 from jaxserve.speculative import Speculative
+from jaxserve.tiers import Classes, Tier, load_tiers
 from jaxserve.yamlio import convert, load_fields, load_yaml, nearest, parse_yaml, size
 
-__all__ = ["ServeConfig", "Tier", "load_yaml", "parse_mesh", "parse_yaml", "preset"]
+__all__ = ["ServeConfig", "load_yaml", "parse_mesh", "parse_yaml", "preset"]
 
 Bytes = Annotated[int, size]
 
@@ -43,22 +43,6 @@ def parse_mesh(text: str) -> tuple[int, int]:
             f"mesh={text!r} must be RxT, instances by devices per instance, as in 1x1, 2x4 or 4x2", "mesh"
         )
     return int(match[1]), int(match[2])
-
-
-@dataclass(frozen=True, slots=True)
-class Tier:
-    """A named service class that a request picks with `service_tier`. None: as the server's own SLO."""
-
-    ttft: float | None = None
-    tpot: float | None = None
-    tbt: float | None = None
-    priority: int = 0
-    best_effort: bool = False  # no deadline; may lose its KV, never its tokens
-
-
-@dataclass(frozen=True, slots=True)
-class _Tiers:
-    tiers: Mapping[str, Tier]
 
 
 def flag(default: Any, group: str, text: str, **more: Any) -> Any:
@@ -160,9 +144,16 @@ class ServeConfig:
     tpot_slo: float = flag(
         0.050, "scheduling", "Mean time per output token after the first, likewise, as in 50ms.", metavar="TIME"
     )
+    thinking_tpot_slo: float | None = flag(
+        None, "scheduling", "The same for tokens that a model thinks before its answer. Default: --tpot-slo.",
+        metavar="TIME",
+    )  # fmt: skip
+    answer_tpot_slo: float | None = flag(
+        None, "scheduling", "The same for tokens of the answer. Default: --tpot-slo.", metavar="TIME"
+    )
     slo_tiers: str | None = flag(
         None, "scheduling", "YAML file of the tiers a request can pick with service_tier. Default: interactive, "
-        "standard, batch (configs/slo/tiers.yaml).", metavar="FILE",
+        "priority, agent, batch (configs/slo/tiers.yaml).", metavar="FILE",
     )  # fmt: skip
     max_num_seqs: int | None = flag(
         None, "scheduling", "Most requests running at a time on an instance. Default: 256 on accelerators, 64 on CPU."
@@ -178,7 +169,7 @@ class ServeConfig:
         "of a layer apart), layer, layers:K, or chunk (its end).", metavar="WHERE",
     )  # fmt: skip
     preempt_depth: int = flag(
-        2, "scheduling", "Pieces of a prefill that are sent to the devices before those ahead of them are done: "
+        DEPTH, "scheduling", "Pieces of a prefill that are sent to the devices before those ahead of them are done: "
         "more keep them busy, fewer let urgent work begin sooner.", metavar="N",
     )  # fmt: skip
     first_token: Literal["prefill", "decode"] = flag(
@@ -236,7 +227,7 @@ class ServeConfig:
         self._check_supported()
         self._check_names()
         self._check_mesh()
-        _ = self.slo, self.speculative
+        _ = self.slo, self.speculative, self.tiers
 
     def _check_ranges(self) -> None:
         for name, low, high in (
@@ -341,7 +332,12 @@ class ServeConfig:
     @property
     def slo(self) -> SLO:
         """What a request is promised that brings no SLO of its own."""
-        return SLO(self.ttft_slo, self.tpot_slo)
+        stages = ((THINKING, self.thinking_tpot_slo), (ANSWER, self.answer_tpot_slo))
+        for stage, tpot in stages:
+            if tpot is not None and not tpot > 0:
+                name = f"{stage}_tpot_slo"
+                raise InvalidValue(f"{name}={tpot!r} must be a positive time, as in 50ms", name)
+        return SLO(self.ttft_slo, self.tpot_slo, None, tuple((s, tpot) for s, tpot in stages if tpot is not None))
 
     @cached_property
     def perf_preset(self) -> Latency | None:
@@ -370,20 +366,18 @@ class ServeConfig:
     @cached_property
     def tiers(self) -> Mapping[str, Tier]:
         """The tiers that `service_tier` may name. `auto`, `default` and `standard` are the server's own SLO."""
-        path = Path(self.slo_tiers) if self.slo_tiers else preset("slo", "tiers")
-        builtin = {name: Tier() for name in ("auto", "default", "scale", STANDARD)}
-        free = {BEST_EFFORT: Tier(best_effort=True), "flex": Tier(best_effort=True)}
-        return {**builtin, **load_yaml(path, _Tiers).tiers, **free}
+        return load_tiers(Path(self.slo_tiers) if self.slo_tiers else preset("slo", "tiers"))
+
+    @cached_property
+    def classes(self) -> Classes:
+        """The classes of requests that metrics tell apart."""
+        return Classes(self.tiers, self.slo)
 
     def tier(self, name: str) -> tuple[Tier, SLO]:
         """A tier by name, and the SLO it promises. Raises InvalidValue naming the tiers there are."""
         if name not in self.tiers:
             raise InvalidValue(f"service_tier={name!r} is unknown: {nearest(name, self.tiers)}", "service_tier")
-        tier = self.tiers[name]
-        if tier.best_effort:
-            return tier, NO_SLO
-        ttft = self.ttft_slo if tier.ttft is None else tier.ttft
-        return tier, SLO(ttft, self.tpot_slo if tier.tpot is None else tier.tpot, tier.tbt)
+        return self.tiers[name], self.tiers[name].slo(self.slo)
 
     @classmethod
     def load(cls, path: str | Path | None = None, **given: Any) -> ServeConfig:

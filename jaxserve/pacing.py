@@ -15,6 +15,7 @@ from math import isinf
 from typing import TypeVar
 
 from jaxserve.sched.slo import ANSWER, SLO, THINKING
+from jaxserve.sched.thinking import ThinkingEnd
 
 T = TypeVar("T")
 
@@ -26,13 +27,13 @@ class Pace:
     tpot, a tighter `tbt` wins over it, and without an objective nothing waits.
     """
 
-    def __init__(self, slo: SLO, end_thinking: frozenset[int] = frozenset()) -> None:
-        """`end_thinking`: ids after which the answer begins."""
+    def __init__(self, slo: SLO, thinking: ThinkingEnd | None = None) -> None:
+        """`thinking` finds where the answer begins; None where the output begins with the answer."""
         self._slo = slo
-        self._end_thinking = end_thinking
+        self._thinking = thinking if slo.stages else None
         self._first: float | None = None  # when the first token was ready, which is when it was told
         self._budget = 0.0  # seconds of pace given to the tokens after it
-        self._gap = self._gap_of(THINKING if slo.stages and end_thinking else ANSWER)
+        self._gap = self._gap_of(ANSWER if self._thinking is None else THINKING)
 
     def _gap_of(self, stage: str) -> float:
         gap = self._slo.tpot_of(stage)
@@ -47,8 +48,8 @@ class Pace:
                 self._first = ready
             else:
                 self._budget += self._gap
-            if token in self._end_thinking:
-                self._gap = self._gap_of(ANSWER)
+            if self._thinking is not None and self._thinking.feed(token):
+                self._thinking, self._gap = None, self._gap_of(ANSWER)
         return ready if self._first is None else max(ready, self._first + self._budget)
 
 

@@ -106,6 +106,8 @@ def _study(args: argparse.Namespace) -> Study:
         prompts=args.max_prompts,
         first_token=args.first_token,
         boundary=args.preempt_boundary,
+        depth=args.preempt_depth,
+        behind=args.kv_behind_steps,
         suspended=args.max_suspended,
         draft=args.draft,
         acceptance=args.acceptance,

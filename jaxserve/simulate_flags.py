@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.sched.admission import ADMISSIONS
+from jaxserve.sched.boundary import DEPTH
 from jaxserve.sched.perf import KINDS
 from jaxserve.sched.placement import PLACEMENTS
 from jaxserve.sched.policies import names
@@ -117,6 +118,19 @@ def _cluster(group: Any) -> None:
         default="layer",
         metavar="WHERE",
         help="where a step of prompt chunks can be stopped: op, layer, layers:K, or chunk (its end) [layer]",
+    )
+    group.add_argument(
+        "--preempt-depth",
+        type=int,
+        default=DEPTH,
+        metavar="N",
+        help=f"pieces of a step that are sent to the devices before those ahead of them are done [{DEPTH}]",
+    )
+    group.add_argument(
+        "--kv-behind-steps",
+        action="store_true",
+        help="KV leaves an instance behind the pieces of a step that are dispatched already, as in the engine, instead "
+        "of beside them",
     )
     group.add_argument(
         "--acceptance", type=float, default=0.7, metavar="SHARE", help="chance that a drafted token is right [0.7]"

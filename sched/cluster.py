@@ -43,7 +43,7 @@ class Cluster:
     """Owner of the cores. Everything here runs in one event loop, real or virtual.
 
     `first_token`: "prefill" tells the first token at once; "decode" holds it until the KV has arrived. `finished`
-    hears of every request that is over, whatever the reason.
+    hears of every request that is over, whatever the reason, while `forecasts` still has what was predicted of it.
     """
 
     def __init__(
@@ -234,8 +234,8 @@ class Cluster:
                 resident.tell(held)
             del self._residents[delta.request]
             self.mover.drop(delta.request)
-            self.forecasts.over(resident.request)
             self._finished(resident.request)
+            self.forecasts.over(resident.request)
             if not self._residents:
                 self._empty.set()
         resident.tell(delta)

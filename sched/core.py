@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from math import isfinite
 from typing import Any, Protocol
 
 from .errors import StepFailed
@@ -76,12 +77,14 @@ class Core:
             await asyncio.wait([step], timeout=left)
 
     async def _watch(self, step: Step) -> None:
-        """While a preemptible step can be stopped: at every event the policy is asked whether to."""
+        """While a preemptible step can be stopped: at every event, and when the policy wants it, ask whether to."""
         committed = self.executor.committed(step)
         while not committed.done():
             event = asyncio.ensure_future(self._wanted.wait())
             either: list[asyncio.Future[Any]] = [committed, event]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            left = self.scheduler.asks_again - self.executor.now()
+            timeout = max(0.0, left) if isfinite(left) else None
+            await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             event.cancel()
             self._wanted.clear()
             if not committed.done() and self.scheduler.interrupts(self.executor.now()):

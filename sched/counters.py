@@ -10,6 +10,7 @@ from .grant import Granted
 from .perf.model import Load
 
 SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens of a step, as vLLM counts them
+BLOCKING = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)  # seconds until a step stopped
 POSITIONS = 15  # of a draft, that acceptance is counted for
 
 
@@ -35,6 +36,9 @@ class Counters:
     demotions: int = 0  # requests that became best effort, on arrival or later
     suspended: int = 0  # steps stopped at a segment boundary
     resumed: int = 0
+    asked: int = 0  # steps asked to stop that came back since, stopped or done
+    blocking: float = 0.0  # seconds that these still ran
+    blocked: Sizes = field(default_factory=lambda: Sizes((0,) * (len(BLOCKING) + 1)))  # by BLOCKING
     tokens: int = 0  # computed in steps: of prompts, decoded, and drafted
     sizes: Sizes = field(default_factory=Sizes)
     drafts: int = 0  # verified
@@ -61,6 +65,12 @@ class Counters:
         self.prompt_tokens += load.prefill
         self.predicted_seconds += predicted
         self.measured_seconds += measured
+
+    def stopped(self, seconds: float) -> None:
+        """A step that was asked to stop came back after `seconds`, stopped or done."""
+        self.asked += 1
+        self.blocking += seconds
+        self.blocked[bisect_left(BLOCKING, seconds)] += 1
 
     def verified(self, drafted: int, right: int) -> None:
         self.drafts += 1

@@ -22,13 +22,14 @@ class Settled(NamedTuple):
 class Submitted:
     """A step whose result is not back. Writer: the Flight that holds it."""
 
-    __slots__ = ("load", "plan", "ran", "seconds")
+    __slots__ = ("asked", "load", "plan", "ran", "seconds")
 
     def __init__(self, plan: StepPlan, load: Load, seconds: float) -> None:
         self.plan = plan
         self.load = load
         self.seconds = seconds  # predicted for the whole of it
         self.ran = 0.0  # seconds computed before it was stopped
+        self.asked: float | None = None  # when it was asked to stop
 
     @property
     def left(self) -> float:
@@ -93,6 +94,7 @@ class Flight:
         return tuple(task(one, one.left, requests) for one in self._suspended.values())
 
 
-def task(submitted: Submitted, left: float, requests: Mapping[int, Request]) -> Task:
+def task(submitted: Submitted, left: float, requests: Mapping[int, Request], since: float = 0.0) -> Task:
     alive = (requests[span.request] for span in submitted.plan.spans)
-    return Task(submitted.plan.step, tuple(one for one in alive if one.state is not State.FINISHED), left)
+    requests_left = tuple(one for one in alive if one.state is not State.FINISHED)
+    return Task(submitted.plan.step, requests_left, left, submitted.seconds, since)

@@ -74,6 +74,17 @@ class Forecasts:
         if at < float("inf"):
             self._open[id] = ("decode" if role is Role.DECODE else "prefill", at)
 
+    def error(self, request: Request) -> float | None:
+        """|predicted - measured| / measured time to first token of a request that is about to be `over`.
+
+        None where nothing was predicted of it, no token came, or it became best effort.
+        """
+        path, at = self._open.get(request.id, ("", 0.0))
+        if not path or request.first_token_at is None or request.tier == BEST_EFFORT:
+            return None
+        measured = request.first_token_at - request.arrival
+        return abs((at - request.arrival) / measured - 1.0) if measured > 0 else None
+
     def over(self, request: Request) -> None:
         """A request has ended, for whatever reason."""
         path, at = self._open.pop(request.id, ("", 0.0))

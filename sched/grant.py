@@ -57,6 +57,8 @@ class Granter:
             if self._yields and request.tier == BEST_EFFORT:
                 continue
             start = request.computed
+            if decision.separate and spans and (prefill > 0) == (request.generated > 0 and request.remaining == 1):
+                continue  # the step is of the other kind
             if request.on_device and start < request.sent_pages * size and wanted == 0 < tokens:
                 decode += 1
                 context += start

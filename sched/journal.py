@@ -24,6 +24,7 @@ from .policy import Limits, Role
 from .request import Request
 from .scheduler import Scheduler
 from .slo import SLO
+from .thinking import ThinkingEnd
 
 REHEARSAL = "rehearsal"  # key of the requests that an engine serves itself before it is ready
 
@@ -82,8 +83,9 @@ def _request(request: Request) -> dict[str, Any]:
         "seed": request.seed,
         "priority": request.priority,
         "tier": request.tier,
+        "class_": request.class_,
         "eos": sorted(request.eos),
-        "end_thinking": sorted(request.end_thinking),
+        "thinking": request.thinking and [request.thinking.markers, request.thinking.seen],
         "limit": request.limit,
     }
 
@@ -127,6 +129,7 @@ class Step(NamedTuple):
     load: Load
     seconds: float  # measured
     ended: float
+    predicted: float  # seconds, when it was planned
 
 
 @dataclass
@@ -186,7 +189,8 @@ class _Replayer:
         elif kind == "settle":
             step, started, finished, tokens, failed = record["result"]
             if (oldest := scheduler.oldest) is not None:
-                self.outcome.steps.append(Step(at, oldest.load, oldest.ran + finished - started, finished))
+                took = oldest.ran + finished - started
+                self.outcome.steps.append(Step(at, oldest.load, took, finished, oldest.seconds))
             scheduler.settle(StepResult(step, started, finished, tuple(map(tuple, tokens)), dict(failed)))
         elif kind == "interrupts":
             scheduler.ends, scheduler.kv_waiting = record["ends"], record["kv_waiting"]
@@ -220,7 +224,7 @@ class _Replayer:
 
     def _made(self, fields: dict[str, Any]) -> Request:
         made = dict(fields)
-        params, slo = made.pop("params"), made.pop("slo")
+        params, slo, thinking = made.pop("params"), made.pop("slo"), made.pop("thinking")
         request = Request(
             made.pop("id"),
             range(made.pop("prompt_length")),
@@ -228,7 +232,7 @@ class _Replayer:
             SLO(**{name: _tupled(value) for name, value in slo.items()}),
             made.pop("arrival"),
             eos=frozenset(made.pop("eos")),
-            end_thinking=frozenset(made.pop("end_thinking")),
+            thinking=thinking and ThinkingEnd(*thinking),
             **made,
         )
         request.digests = list(self._digests.get(request.id, ()))

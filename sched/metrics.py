@@ -64,6 +64,8 @@ class Measured(NamedTuple):
     worst_attained: bool = False  # likewise with worst_tpot for the mean
     window_attained: bool = False  # likewise with window_tpot
     promised: bool = True  # anything at all
+    mean_attained: bool = True  # the mean time per token alone
+    tbt_attained: bool = True  # the largest gap alone; true where the SLO sets none
 
     @property
     def attained(self) -> bool:
@@ -105,6 +107,8 @@ def measure(request: Finished, class_: str = "", allowance: float | None = None)
         even and not worst > each,
         even and not window > each,
         min(slo.ttft, slo.tpot) < inf or slo.tbt is not None,
+        done and smooth,
+        even or slo.tbt is None,
     )
 
 

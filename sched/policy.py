@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -113,6 +114,7 @@ class Limits:
     prompts: int = 1 << 30  # prompts whose chunks may share a step; 1 is a chunk of one prompt
     preemptible: bool = False  # steps of prompt chunks alone can be stopped at a segment boundary
     suspended: int = 4  # steps stopped there at once: each keeps its activations
+    stopping: float = 0.0  # share of a preemptible step that may still run after it was asked to stop (boundary.py)
     draft: int = 0  # tokens that a row may draft and verify in a step
     history: bool = False  # the executor must know every request's tokens: it drafts from them
 
@@ -123,6 +125,8 @@ class Task(NamedTuple):
     step: int
     requests: tuple[RequestView, ...]  # those not over
     seconds: float  # predicted to be left
+    total: float = 0.0  # predicted seconds of the whole step
+    since: float = 0.0  # of the running step: when it began, or went on
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +147,7 @@ class View:
     running: Task | None = None  # set where the question is whether to stop the step under way
     acceptance: float = 0.0  # share of drafted tokens that were right, as measured lately
     drift: float = 1.0  # how much longer than predicted steps took lately; 1.0 where predictions are about right
+    decoded: bool = False  # the step planned last decodes rows
 
 
 class Grant(NamedTuple):
@@ -167,7 +172,9 @@ class Decision:
     does not name wait. `demote` makes requests best effort. `resume` goes on with a suspended step instead of the
     grants. `preempt` stops the running step at its next boundary; heeded only where the view shows one. `prompts`
     says how many prompts share the step, where that is fewer than the limits allow: the first granted that have
-    pages and a slot, or get them.
+    pages and a slot, or get them. `separate`: prompts and running decodes do not share the step; it is of the kind of
+    the first grant that gets in. `again`: when to ask the policy again whether to stop the step, should it be
+    preemptible and still run then; besides, it is asked at every arrival and completion.
     """
 
     grants: tuple[Grant, ...] = ()
@@ -175,6 +182,8 @@ class Decision:
     resume: int | None = None
     preempt: bool = False
     prompts: int = 1 << 30
+    separate: bool = False
+    again: float = inf
 
 
 def whole(rows: Rows, order: Order) -> tuple[Grant, ...]:

@@ -9,6 +9,7 @@ from typing import Protocol
 from .acceptance import Drafts
 from .params import SamplingParams
 from .slo import ANSWER, SLO, THINKING, deadline
+from .thinking import ThinkingEnd
 
 BEST_EFFORT = "best_effort"
 STANDARD = "standard"
@@ -69,12 +70,12 @@ class Request:
         "arrival",
         "budget",
         "cached",
+        "class_",
         "computed",
         "digests",
         "drafted",
         "drafting",
         "drops",
-        "end_thinking",
         "eos",
         "error",
         "failures",
@@ -106,6 +107,7 @@ class Request:
         "stays",
         "stops",
         "suspended",
+        "thinking",
         "tier",
         "token_times",
         "tpot",
@@ -123,11 +125,14 @@ class Request:
         priority: int = 0,
         tier: str = STANDARD,
         eos: frozenset[int] = frozenset(),
-        end_thinking: frozenset[int] = frozenset(),
+        thinking: ThinkingEnd | None = None,
         limit: int | None = None,
         key: str = "",
         salt: bytes = b"",
+        class_: str = "",
     ) -> None:
+        """`thinking` finds where the answer begins; None where the output begins with the answer. `class_`: what
+        metrics call requests like it, which a change of its tier leaves alone."""
         self.id = id
         self.key = key or f"req-{id}"
         self.prompt = prompt
@@ -138,12 +143,13 @@ class Request:
         self.seed = seed
         self.priority = priority
         self.tier = tier
+        self.class_ = class_
         self.eos = eos
         self.stops = frozenset(params.stop_token_ids) if params.ignore_eos else eos.union(params.stop_token_ids)
-        self.end_thinking = end_thinking
         self.salt = salt
         self.limit = params.max_tokens or (1 << 30) if limit is None else limit  # most tokens it may generate
-        self.stage = THINKING if slo.stages and end_thinking else ANSWER
+        self.thinking = thinking if slo.stages else None  # None from the end of thinking on
+        self.stage = ANSWER if self.thinking is None else THINKING
         self.tpot = slo.tpot_of(self.stage)  # seconds for a token of the stage that the next one belongs to
 
         self.state = State.WAITING
@@ -250,7 +256,8 @@ class Request:
         self.token_times.append(at)
         if self.first_token_at is None:
             self.first_token_at = at
-        if token in self.end_thinking:
+        if self.thinking is not None and self.thinking.feed(token):
+            self.thinking = None
             self.switch_stage(ANSWER)
         if token in self.stops and len(output) >= self.params.min_tokens:
             return "stop"

@@ -7,6 +7,7 @@ inputs to new Schedulers gives the same plans (see journal.py).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 from .acceptance import Acceptance
 from .blocks import BlockManager
@@ -57,6 +58,8 @@ class Scheduler(Moves):
         self._waits = False  # there were rows to decode then
         self._drift = Drift()
         self._step = 0
+        self._decoded = False  # the step planned last decodes rows
+        self._again = inf  # when to ask again whether to stop the running step
 
     def _new_memory(self) -> Memory:
         blocks = BlockManager(self.limits.pages, self.limits.page_size, prefix_caching=self._prefix_caching)
@@ -122,6 +125,11 @@ class Scheduler(Moves):
         newest = self._flight.newest
         return newest.left if newest is not None else 0.0
 
+    @property
+    def asks_again(self) -> float:
+        """When to call `interrupts` though nothing happened; inf where only events count."""
+        return self._again
+
     def cached_tokens(self, request: Request) -> int:
         """Prompt tokens of a request that this instance's prefix cache holds."""
         return len(self._memory.cached(request)) * self.limits.page_size
@@ -158,6 +166,7 @@ class Scheduler(Moves):
         self._log("plan", now=now, start=start, kv_waiting=self.kv_waiting)
         roster, flight = self._roster, self._flight
         decision = self.policy.decide(self.view(now, start))
+        self._again = decision.again
         for id in decision.demote:
             self.counters.demotions += roster.demote(id)
         if decision.resume is not None:
@@ -169,6 +178,7 @@ class Scheduler(Moves):
         if not granted.spans:  # what is suspended holds pages that others may be waiting for
             return self._resume(next(iter(flight.suspended))) if flight.suspended and not flight else None
         self._step += 1
+        self._decoded = granted.load.decode > 0
         preemptible = self.limits.preemptible and not granted.load.decode
         plan = StepPlan(self._step, granted.spans, preemptible and len(flight.suspended) < self.limits.suspended)
         flight.submit(plan, granted.load, self.perf.step_time(granted.load))
@@ -177,16 +187,30 @@ class Scheduler(Moves):
 
     def view(self, now: float, start: float, running: Task | None = None) -> View:
         """What a policy sees of this instance."""
-        tables, free = (self._roster.prefill, self._roster.decode), (self.blocks.available, self._memory.free_slots)
-        tasks, known = self._flight.tasks(self._roster.requests), self._drafts.all.acceptance
-        limits, waiting = self.limits, self.kv_waiting
-        drift, role = self._drift.ratio, self._roster.seen_as
-        return View(now, start, role, *tables, limits, *free, waiting, self.perf, tasks, running, known, drift)
+        roster = self._roster
+        return View(
+            now,
+            start,
+            roster.seen_as,
+            roster.prefill,
+            roster.decode,
+            self.limits,
+            self.blocks.available,
+            self._memory.free_slots,
+            self.kv_waiting,
+            self.perf,
+            self._flight.tasks(roster.requests),
+            running,
+            self._drafts.all.acceptance,
+            self._drift.ratio,
+            self._decoded,
+        )
 
     def _resume(self, step: int) -> StepPlan:
         if step not in self._flight.suspended:
             raise AssertionError(f"the policy resumes step {step}, which is not suspended")
         self._step += 1
+        self._decoded = False
         plan = self._flight.resume(step, self._step)
         for span in plan.spans:
             self._suspend(span.request, False)
@@ -200,18 +224,29 @@ class Scheduler(Moves):
         if oldest is None or not oldest.plan.preemptible:
             return False
         self._log("interrupts", now=now, ends=self.ends, kv_waiting=self.kv_waiting)
-        running = task(oldest, max(0.0, self.ends - now), self._roster.requests)
+        running = task(oldest, max(0.0, self.ends - now), self._roster.requests, self.ends - oldest.left)
         decision: Decision = self.policy.decide(self.view(now, now, running))
         for id in decision.demote:
             self.counters.demotions += self._roster.demote(id)
+        self._again = decision.again if decision.again > now else inf
+        if decision.preempt:
+            oldest.asked = now
         return decision.preempt
 
     def suspend(self, result: Suspended) -> None:
         """The running step stopped at a boundary: its requests wait for it to go on."""
         self._log("suspend", result=result)
         self.counters.suspended += 1
-        for span in self._flight.suspend(result).plan.spans:
+        submitted = self._flight.suspend(result)
+        self._came_back(submitted, result.at)
+        for span in submitted.plan.spans:
             self._suspend(span.request, True)
+
+    def _came_back(self, submitted: Submitted, at: float) -> None:
+        """Count how long a step that was asked to stop kept the devices."""
+        if submitted.asked is not None:
+            self.counters.stopped(max(0.0, at - submitted.asked))
+            submitted.asked = None
 
     def _suspend(self, id: int, suspended: bool) -> None:
         request = self._roster.requests[id]
@@ -223,6 +258,7 @@ class Scheduler(Moves):
         """Take in the result of the oldest submitted step."""
         self._log("settle", result=result)
         submitted = self._flight.land(result)
+        self._came_back(submitted, result.finished)
         seconds = submitted.ran + result.finished - result.started
         self.counters.step(submitted.load, submitted.seconds, seconds)
         self._drift.count(submitted.seconds, seconds)

@@ -147,6 +147,9 @@ def test_mesh_and_roles():
         ({"max_num_queued_reqs": 0}, "max_num_queued_reqs"),
         ({"ttft_slo": "never"}, None),
         ({"ttft_slo": 0}, "ttft"),
+        ({"thinking_tpot_slo": 0}, "thinking_tpot_slo"),
+        ({"answer_tpot_slo": "-5ms"}, "answer_tpot_slo"),
+        ({"answer_tpot_slo": "soon"}, "answer_tpot_slo"),
         ({"max_num_seqs": "many"}, None),
     ],
 )
@@ -175,6 +178,59 @@ def test_tiers(tmp_path):
     own.write_text("tiers: {gold: {ttft: 100ms, priority: -7}}")
     tier, slo = ServeConfig(slo_tiers=str(own)).tier("gold")
     assert (tier.priority, slo) == (-7, SLO(0.1))
+
+
+def test_stages_in_flags_and_tiers(tmp_path):
+    plain = ServeConfig.load(thinking_tpot_slo="20ms", answer_tpot_slo="60ms")
+    assert dict(plain.slo.stages) == {"thinking": 0.02, "answer": 0.06} and plain.slo.tpot == 0.05
+    assert plain.tier("standard")[1] == plain.slo
+    assert plain.tier("interactive")[1].stages == (), "its own TPOT stands for every stage"
+    path = tmp_path / "tiers.yaml"
+    path.write_text(
+        "tiers:\n"
+        "  quick: {ttft: 1s, stages: {thinking: {tpot: 10ms}}}\n"
+        "  agent: {tpot: 30ms, tbt: 90ms, stages: {answer: {tpot: 40ms}}}\n"
+    )
+    config = ServeConfig.load(slo_tiers=str(path), thinking_tpot_slo="20ms", answer_tpot_slo="60ms")
+    assert dict(config.tier("quick")[1].stages) == {"thinking": 0.01, "answer": 0.06}
+    assert config.tier("agent")[1] == SLO(8.0, 0.03, 0.09, (("answer", 0.04),))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("quick: {stages: {dreaming: {tpot: 1s}}}", "tiers.yaml:2: unknown key 'dreaming' in .*allowed: answer, think"),
+        ("quick: {stages: {thinking: {ttft: 1s}}}", "tiers.yaml:2: unknown key 'ttft' in .*; allowed: tpot"),
+        ("quick: {stages: {thinking: {}}}", "tiers.yaml:2: missing 'tpot'"),
+        ("quick: {stages: {thinking: {tpot: 0}}}", "tiers.yaml:2: tpot=0.0 must be a positive time"),
+        ("quick: {stages: {thinking: 20ms}}", "tiers.yaml:2: tiers.quick.stages.thinking must be a mapping"),
+        ("quick: {ttft: -1s}", "tiers.yaml:2: ttft=-1.0 must be a positive time"),
+        ("quick: {tbt: 0}", "tiers.yaml:2: tbt=0.0 must be a positive time"),
+        ("night: {best_effort: true, tpot: 1s}", "tiers.yaml:2: a tier with best_effort: true has no objectives"),
+    ],
+)
+def test_tiers_that_make_no_sense_are_refused_at_the_start(tmp_path, text, said):
+    path = tmp_path / "tiers.yaml"
+    path.write_text(f"tiers:\n  {text}\n")
+    with pytest.raises(InvalidValue, match=said):
+        ServeConfig(slo_tiers=str(path))
+
+
+def test_a_tiers_file_that_is_not_there_is_refused_at_the_start(tmp_path):
+    with pytest.raises(InvalidValue, match=r"slo_tiers='.*none.yaml' does not exist") as caught:
+        ServeConfig(slo_tiers=str(tmp_path / "none.yaml"))
+    assert caught.value.param == "slo_tiers"
+
+
+def test_classes_are_those_of_the_configuration(tmp_path):
+    path = tmp_path / "tiers.yaml"
+    path.write_text("tiers: {gold: {ttft: 1s}, night: {best_effort: true}}")
+    config = ServeConfig(slo_tiers=str(path))
+    classes = config.classes
+    assert classes.names == ("custom", "default", "gold", "best_effort")
+    assert classes.of("standard", config.slo) == "default" and classes.of("standard", SLO(1.0)) == "custom"
+    assert classes.of("gold", SLO(0.001)) == "gold" and classes.of("best_effort", NO_SLO) == "best_effort"
+    assert {classes.of(f"tier{n}", SLO(float(n))) for n in range(1, 100)} == {"custom"}
 
 
 def test_names():

@@ -1,27 +1,36 @@
-"""Load-aware prefill deflection on two prefill and two decode instances: P95 TTFT and attainment by placement.
+"""Load-aware prefill deflection on two prefill and two decode instances, in the simulator.
 
-TTFT counts to the arrival of the KV at the decode side, as in that paper. Under two minutes on two cores.
+TTFT counts to the arrival of the KV at the decode side, as in that paper. `python benchmarks/reproduce/deflection.py
+all` writes docs/reproduction and its JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import fmean
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # measure this checkout, installed or not
 
+import numpy as np
+import page
+from page import Table
+
 from jaxserve.config import load_yaml, preset
-from jaxserve.report.table import print_table
-from jaxserve.sched.sim import Latency, Options, simulate
+from jaxserve.sched.log import Log
+from jaxserve.sched.policy import Limits
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.sim import Latency, Options, Report, simulate
+from jaxserve.sched.sim.clock import VirtualLoop
+from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.sim.scenarios import NAMED
+from jaxserve.sched.sim.timeline import decodes, prompt_lengths
 
 LATENCY = load_yaml(preset("latency", "deepseek-v2-lite-a100"), Latency)
 RATES = (6.0, 10.0, 14.0, 18.0)
+REQUESTS, SEEDS = 400, 1
 SYSTEMS = (
     ("distserve", "round_robin"),
     ("distserve", "least_work"),
@@ -31,43 +40,174 @@ SYSTEMS = (
     ("unified", "least_work"),
     ("unified", "unified"),
 )
+TWO = ("deflect:faster", "deflect:slo")
 
 
-def row(system: tuple[str, str], count: int, seeds: int) -> list[str]:
-    policy, placement = system
-    cells = []
-    for rate in RATES:
-        reports = [
-            simulate(
-                NAMED["deflection"],
-                policy,
-                "4x1",
-                LATENCY,
-                seed,
-                qps=rate,
-                num_requests=count,
-                options=Options(placement=placement, first_token="decode"),
-            )
-            for seed in range(seeds)
-        ]
-        late = fmean(report.summary.ttft.p95 for report in reports)
-        attained = fmean(report.summary.attained for report in reports)
-        cells.append(f"{late:.2f} s, {100 * attained:.1f}")
-    return [f"{policy}, {placement}", *cells]
+class Case(NamedTuple):
+    """One simulation."""
+
+    policy: str
+    placement: str
+    rate: float
+    requests: int
+    seed: int = 0
+    tokens: int = 8192
+    perf: Any = "general"
+    noise: float | None = None
+
+    def run(self, recorder: Recorder | None = None) -> Report:
+        options = Options(
+            placement=self.placement, first_token="decode", tokens=self.tokens, perf=self.perf, noise=self.noise
+        )
+        return simulate(
+            NAMED["deflection"], self.policy, "4x1", LATENCY, self.seed,
+            qps=self.rate, num_requests=self.requests, options=options, recorder=recorder,
+        )  # fmt: skip
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-requests", type=int, default=1000, metavar="N", help="requests a run [1000]")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs a cell [1]")
-    args = parser.parse_args(argv)
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        count = len(SYSTEMS)
-        rows = list(pool.map(row, SYSTEMS, [args.num_requests] * count, [args.seeds] * count))
-    titles = ["policy, placement", *(f"{rate:g} req/s" for rate in RATES)]
-    print_table("P95 TTFT, and % attained (TTFT 2 s, TPOT and TBT 100 ms)", titles, rows)
-    return 0
+def placements(args: argparse.Namespace) -> Table:
+    """P95 TTFT and attainment by placement and rate."""
+    count, seeds = args.requests or REQUESTS, args.seeds or SEEDS
+    cases = [Case(*system, rate, count, seed) for system in SYSTEMS for rate in RATES for seed in range(seeds)]
+    found = dict(zip(cases, page.spread(args, _ends, cases), strict=True))
+
+    def mean(system: tuple[str, str], rate: float) -> tuple[float, float]:
+        every = [found[Case(*system, rate, count, seed)] for seed in range(seeds)]
+        return fmean(one[0] for one in every), 100 * fmean(one[1] for one in every)
+
+    rows: list[list[object]] = []
+    for system in SYSTEMS:
+        cells = [mean(system, rate) for rate in RATES]
+        shown = [f"{late:.1f} s, {share:.1f}" for late, share in cells]
+        before = [mean(SYSTEMS[0], rate) for rate in RATES]
+        less = [100 * (1 - one[0] / other[0]) for one, other in zip(cells, before, strict=True)]
+        more = [100 * (one[1] / other[1] - 1) for one, other in zip(cells, before, strict=True)]
+        gains = ["", ""] if system == SYSTEMS[0] else [between(less), between(more)]
+        rows.append([", ".join(f"`{one}`" for one in system), *shown, *gains])
+    titles = ["policy, placement", *(f"{rate:g} req/s" for rate in RATES), "P95 TTFT less by, %", "attained more by, %"]
+    return Table("P95 TTFT, and % attained (TTFT 2 s, TPOT and TBT 100 ms)", titles, rows)
+
+
+def between(values: list[float]) -> str:
+    return f"{min(values):.0f} to {max(values):.0f}"
+
+
+def _ends(case: Case) -> tuple[float, float]:
+    summary = case.run().summary
+    return summary.ttft.p95, summary.attained
+
+
+def breakdown(args: argparse.Namespace) -> Table:
+    """Of what the TTFT of requests around the 95th percentile consists: waiting, computing, moving KV."""
+    count = args.requests or REQUESTS
+    placements = ("round_robin", "least_work", "deflect:faster")
+    cases = [Case("distserve", one, rate, count) for one in placements for rate in (2.0, 4.0, *RATES)]
+    titles = ["placement", "req/s", "P95 TTFT, s", "waiting, %", "computing, %", "moving KV, %"]
+    return Table("Parts of the P95 TTFT", titles, page.spread(args, _parts, cases))
+
+
+def _parts(case: Case) -> list[object]:
+    recorder = Recorder()
+    report = case.run(recorder)
+    lengths = prompt_lengths(recorder)
+    computed = dict.fromkeys(lengths, 0.0)
+    ended = dict.fromkeys(lengths, 0.0)
+    for stretch in recorder.stretches:
+        for span in stretch.plan.spans:
+            if not decodes(span, lengths):
+                computed[span.request] += stretch.end - stretch.start
+                ended[span.request] = stretch.end
+    ordered = sorted((one for one in report.measured if np.isfinite(one.ttft)), key=lambda one: one.ttft)
+    near = ordered[int(0.93 * len(ordered)) : int(0.97 * len(ordered)) + 1]
+    moved = [max(0.0, one.arrival + one.ttft - ended[one.id]) / one.ttft for one in near]
+    busy = [computed[one.id] / one.ttft for one in near]
+    parts = 100 * np.array([1 - fmean(moved) - fmean(busy), fmean(busy), fmean(moved)])
+    return [f"`{case.placement}`", f"{case.rate:g}", report.summary.ttft.p95, *(f"{one:.1f}" for one in parts)]
+
+
+def chunk_sweep(args: argparse.Namespace) -> Table:
+    """What a mixed step on a decode instance may take of the TBT, and how many tokens a step may have."""
+    count = args.requests or REQUESTS
+    shares = [Case("distserve", f"{one}+share={share}", 6.0, count) for one in TWO for share in (0.25, 0.5, 0.75, 1.0)]
+    sizes = [
+        Case("distserve", one, 6.0, count, tokens=tokens) for one in TWO for tokens in (256, 512, 1024, 2048, 4096)
+    ]
+    titles = ["placement", "tokens a step", "P95 TTFT, s", "TTFT attained, %", "TPOT and TBT, %", "both, %"]
+    rows = page.spread(args, _sweep, [*shares, *sizes])
+    return Table("Chunks on decode instances, at 6 requests/s", [*titles, "P99 of largest gaps, ms", "deflected"], rows)
+
+
+def _sweep(case: Case) -> list[object]:
+    report = case.run()
+    summary = report.summary
+    shares = (summary.ttft_attained, summary.tpot_attained, summary.attained)
+    cells = [f"{100 * one:.1f}" for one in shares]
+    gap = 1e3 * summary.largest_gap.p99
+    return [f"`{case.placement}`", case.tokens, summary.ttft.p95, *cells, gap, report.deflections]
+
+
+class Errors(Recorder):
+    """How far off predicted steps of decode instances were. Writer: as of Recorder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shares: dict[str, list[float]] = {"decode": [], "mixed": []}
+        self._of: dict[str, Scheduler] = {}
+
+    def attach(self, name: str, scheduler: Scheduler) -> None:
+        super().attach(name, scheduler)
+        self._of[name] = scheduler
+
+    def instance(self, name: str, limits: Limits, loop: VirtualLoop, then: Log) -> Log:
+        usual = super().instance(name, limits, loop, then)
+        plans: dict[int, tuple[str, float]] = {}
+
+        def log(kind: str, **fields: Any) -> None:
+            usual(kind, **fields)
+            if kind == "planned" and name.startswith("decode"):
+                lengths = prompt_lengths(self)
+                rows = [decodes(span, lengths) for span in fields["plan"].spans]
+                if any(rows):
+                    kinds = "decode" if all(rows) else "mixed"
+                    plans[fields["plan"].step] = kinds, self._of[name].predicted
+            elif kind == "settle" and fields["result"].step in plans:
+                result = fields["result"]
+                found, predicted = plans.pop(result.step)
+                took = result.finished - result.started
+                self.shares[found].append(abs(predicted - took) / took)
+
+        return log
+
+
+def predictor(args: argparse.Namespace) -> Table:
+    """How far off steps of decode instances and first tokens are predicted, by step-time model."""
+    count = args.requests or REQUESTS
+    systems = [*(("distserve", one) for one in TWO), ("unified", "unified")]
+    cases = [
+        Case(*system, 6.0, count, perf=perf, noise=0.05)
+        for perf in ("general", "learned", "table")
+        for system in systems
+    ]
+    titles = [
+        "step-time model",
+        "policy, placement",
+        "decode steps",
+        "mixed steps",
+        "TTFT, prefill path",
+        "TTFT, decode path",
+    ]
+    rows = page.spread(args, _predicted, cases)
+    return Table("Mean absolute error of predictions, %, at 6 requests/s", [*titles, "both attained"], rows)
+
+
+def _predicted(case: Case) -> list[object]:
+    recorder = Errors()
+    report = case.run(recorder)
+    steps = [fmean(one) if one else float("nan") for one in recorder.shares.values()]
+    paths = [report.forecasts[path].mape for path in ("prefill", "decode")]
+    cells = [f"{100 * one:.1f}" for one in (*steps, *paths, report.summary.attained)]
+    return [f"`{case.perf}`", f"`{case.policy}`, `{case.placement}`", *cells]
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(page.run(__doc__, "deflection", (placements, breakdown, chunk_sweep, predictor)))

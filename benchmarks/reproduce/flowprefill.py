@@ -1,106 +1,33 @@
-"""FlowPrefill's tables in the simulator: goodput, SLO scale, orders, batching, blocking time, chunk sweep.
+"""FlowPrefill's figures in the simulator: goodput, SLO scale, orders, batching, chunks, models, motivation.
 
-Prompts alone, as the paper counts TTFT alone: every request ends with its first token. Each table takes one
-or two minutes on two cores; name those to see.
+Prompts alone, as the paper counts TTFT alone: every request ends with its first token. 800 requests and two seeds a
+cell unless the page says otherwise. `python benchmarks/reproduce/flowprefill.py all` writes docs/reproduction and its
+JSON. Figures 12 and 16, of stopped steps, are made by flowprefill_stops.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # measure this checkout, installed or not
+import flowprefill_models
+import flowprefill_motivation
+import page
+from flowprefill_systems import DEPLOYMENTS, LLAMA_8B, PUBLISHED, SYSTEMS, WHOLE, System, percent, sized, ttft
+from page import Table
 
-import choose
+from jaxserve.report import plot
 
-from jaxserve.config import load_yaml, preset
-from jaxserve.report.table import print_table
-from jaxserve.sched.metrics import GOAL, Summary
-from jaxserve.sched.sim import Arrival, Latency, Options, Report, goodput_search, simulate
-from jaxserve.sched.sim.scenarios import flowprefill
-
-MODEL = "llama3-8b"
-LATENCY = load_yaml(preset("latency", "llama3-8b-a800"), Latency)
-WHOLE = 65536  # tokens: no prompt of the mix is longer
-REQUESTS, SEEDS, TOLERANCE = 800, (0, 1), 0.04
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """The task mix, each request with one output token."""
-
-    scale: float = 1.0
-    name: str = "flowprefill, prompts alone"
-
-    def draw(self, count: int, rate: float, seed: int) -> list[Arrival]:
-        drawn = flowprefill(MODEL, self.scale).draw(count, rate, seed)
-        return [replace(arrival, output_tokens=1) for arrival in drawn]
-
-
-@dataclass(frozen=True)
-class System:
-    """A row of a table: a policy, and the instances it runs on."""
-
-    label: str
-    policy: str
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def settings(self) -> Options:
-        given = {"tokens": WHOLE, "boundary": "op", "suspended": 64, "perf": "poly", **self.options}
-        return Options(**given)
-
-    def run(self, rate: float, scale: float = 1.0, **more: Any) -> list[Report]:
-        return [
-            simulate(
-                Prompts(scale), self.policy, "2x1", LATENCY, seed, qps=rate, num_requests=REQUESTS,
-                options=self.settings(), **more,
-            )
-            for seed in SEEDS
-        ]  # fmt: skip
-
-    def attained(self, rate: float, scale: float = 1.0) -> float:
-        return fmean(ttft(report.summary) for report in self.run(rate, scale))
-
-    def goodput(self) -> float:
-        found = goodput_search(
-            Prompts(), [self.policy], "2x1", LATENCY, seeds=SEEDS, num_requests=REQUESTS, options=self.settings(),
-            value=ttft, tolerance=TOLERANCE, start=2.0,
-        )  # fmt: skip
-        return found[self.policy].rate
-
-    def tightest(self, rate: float) -> float:
-        """The least SLO scale at which the goal is reached."""
-        low, high = 0.125, 0.25
-        while self.attained(rate, high) < GOAL:
-            low, high = high, 2 * high
-        while high > low * (1 + TOLERANCE):
-            middle = (low * high) ** 0.5
-            low, high = (low, middle) if self.attained(rate, middle) >= GOAL else (middle, high)
-        return high
-
-
-def ttft(summary: Summary) -> float:
-    return summary.ttft_attained
-
-
-CHUNK = {"boundary": "chunk"}
-FLOW = System("FlowPrefill", "flowprefill")
-SYSTEMS = (
-    FLOW,
-    System("FlowPrefill, to the letter", "flowprefill:literal"),
-    System("DistServe", "distserve", {"prompts": 1, **CHUNK}),
-    System("DistServe-CP2K (EDF)", "edf", {"tokens": 2048, **CHUNK}),
-    System("DistServe-CP8K (EDF)", "edf", {"tokens": 8192, **CHUNK}),
-    System("EDF, 2K, one prompt a chunk", "edf:no-pack", {"tokens": 2048, **CHUNK}),
-    System("S-EDF, 2K, one prompt a chunk", "sedf:no-pack", {"tokens": 2048, **CHUNK}),
-)
-
+FEWER = 400  # requests of a simulation of the other models, and of the ablations
+SHARES = (0.17, 0.34, 0.68, 1.02)  # of what the instance can compute: 1, 2, 4 and 6 requests/s of Llama3-8B
+SCALE_SHARES = (0.34, 0.68)
+CURVE = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # the same, of the plot; one seed
+SCALES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.5)
 
 Row = Sequence[object]
 
@@ -111,52 +38,81 @@ def parallel(make: Callable[[Any], Row], of: Sequence[Any]) -> list[Row]:
         return list(pool.map(make, of))
 
 
-def goodput() -> None:
-    """Figure 9, first row: the highest rate at which 90 % attain their TTFT, and attainment at some rates."""
-    rows = parallel(_goodput, SYSTEMS)
-    best = float(str(rows[0][1]))
-    titles = ["system", "goodput, req/s", "1 req/s, %", "2", "4", "6", "FlowPrefill is x times"]
-    print_table("Goodput (Figure 9, first row)", titles, [[*row, f"{best / float(str(row[1])):.1f}"] for row in rows])
+def everywhere(args: argparse.Namespace) -> list[System]:
+    """Every system on Llama3-8B, and the published ones on the other models."""
+    own = [replace(system, where=LLAMA_8B) for system in SYSTEMS]
+    more = [replace(one, where=where, requests=FEWER) for where in DEPLOYMENTS[1:] for one in PUBLISHED]
+    return [sized(args, system) for system in (*own, *more)]
 
 
-def _goodput(system: System) -> Row:
-    return [system.label, f"{system.goodput():.2f}", *percent(system, 1, 2, 4, 6)]
+def goodput(args: argparse.Namespace) -> Table:
+    """Figures 9 (first row) and 17: the highest rate at which 90 % attain their TTFT, and attainment by load."""
+    made = page.spread(args, _goodput, everywhere(args))
+    best = {row[0]: float(row[2]) for row, _ in made if row[1] == SYSTEMS[0].label}
+    rows = [[*row, best[row[0]] / float(row[2])] for row, _ in made]
+    titles = ["model", "system", "goodput, req/s", *(f"at {share:.0%} load" for share in SHARES), "FlowPrefill is x"]
+    curves = {f"{row[0]} | {row[1]}": curve for row, curve in made}
+    draw("flowprefill-goodput.png", curves, "load: 1 is all that the instance can compute", CURVE)
+    return Table("Goodput (Figures 9 and 17, first row)", titles, rows, {"load": CURVE, "attained": curves})
 
 
-def percent(system: System, *rates: float) -> list[str]:
-    return [f"{100 * system.attained(rate):.1f}" for rate in rates]
+def _goodput(system: System) -> tuple[list[Any], list[float]]:
+    full = system.where.full
+    row = [system.where.label, system.label, system.goodput(), *percent(system, *(full * share for share in SHARES))]
+    return row, percent(replace(system, seeds=system.seeds[:1]), *(full * share for share in CURVE))
 
 
-def scale() -> None:
-    """Figure 9, second row: the tightest multiple of all TTFTs that 90 % attain, at 2 and at 4 requests/s."""
-    titles = ["system", "at 2 req/s", "at 4 req/s"]
-    print_table("Tightest SLO scale (Figure 9, second row)", titles, parallel(_scale, SYSTEMS))
+def scale(args: argparse.Namespace) -> Table:
+    """Figures 9 (second row) and 17: the tightest multiple of all TTFTs that 90 % attain; one load of other models."""
+    made = page.spread(args, _scale, [replace(one, seeds=one.seeds[:1]) for one in everywhere(args)])
+    titles = ["model", "system", *(f"tightest at {share:.0%} load" for share in SCALE_SHARES)]
+    curves = {f"{row[0]} | {row[1]}": curve for row, curve in made}
+    draw("flowprefill-scale.png", curves, f"multiple of the TTFTs, at {SCALE_SHARES[0]:.0%} load", SCALES)
+    rows = [row for row, _ in made]
+    return Table("SLO scale (Figures 9 and 17, second row)", titles, rows, {"scale": SCALES, "attained": curves})
 
 
-def _scale(system: System) -> Row:
-    return [system.label, *(f"{system.tightest(rate):.2f}" for rate in (2.0, 4.0))]
+def _scale(system: System) -> tuple[list[Any], list[float]]:
+    rates = [system.where.full * share for share in SCALE_SHARES]
+    tried = rates if system.where == LLAMA_8B else rates[:1]
+    found = [system.tightest(rate) for rate in tried] + [None] * (len(rates) - len(tried))
+    row = [system.where.label, system.label, *found]
+    return row, [100 * system.attained(rates[0], scale) for scale in SCALES]
 
 
-def orders() -> None:
+def draw(name: str, curves: dict[str, list[float]], xlabel: str, x: Sequence[float]) -> None:
+    """A panel for each model, a line for each published system."""
+    panels = []
+    for where in DEPLOYMENTS:
+        lines = {one.label: plot.Series(x, curves[f"{where.label} | {one.label}"]) for one in PUBLISHED}
+        panels.append(plot.Panel(where.label, xlabel, "TTFT attained, %", lines, (0, 102), 90.0))
+    page.picture(name, panels)
+
+
+def orders(args: argparse.Namespace) -> Table:
     """Figure 10: S-EDF, D-EDF and EDF as FlowPrefill's priority."""
     named = (("S-EDF", "sedf"), ("D-EDF", "deadline_edf"), ("EDF", "edf"))
     titles = ["order", "goodput, req/s", "SLO scale at 5 req/s", "5 req/s, %", "6", "7", "8"]
-    systems = [System(label, f"flowprefill:order={name}") for label, name in named]
-    print_table("Orders (Figure 10)", titles, parallel(_order, systems))
+    systems = [sized(args, System(label, f"flowprefill:order={name}", requests=FEWER)) for label, name in named]
+    return Table("Orders (Figure 10)", titles, page.spread(args, _order, systems))
 
 
 def _order(system: System) -> Row:
-    return [system.label, f"{system.goodput():.2f}", f"{system.tightest(5.0):.2f}", *percent(system, 5, 6, 7, 8)]
+    return [system.label, system.goodput(), system.tightest(5.0), *percent(system, 5, 6, 7, 8)]
 
 
-def batching() -> None:
+def batching(args: argparse.Namespace) -> Table:
     """Figure 11: attainment and throughput by batch token budget, up to far beyond what the instance can do."""
     systems = [System("no batching", "flowprefill:batch=0")]
     for budget in (512, 1024, 2048, 4096, 8192):
         systems.append(System(f"{budget}", f"flowprefill:batch={budget}"))
         systems.append(System(f"{budget}, to the letter", f"flowprefill:batch={budget}+literal"))
     titles = ["batch budget G", "goodput", "6 req/s: % / req/s", "8", "12"]
-    print_table("Batching (Figure 11)", titles, parallel(_batching, systems))
+    return Table(
+        "Batching (Figure 11)",
+        titles,
+        page.spread(args, _batching, [sized(args, replace(one, requests=FEWER)) for one in systems]),
+    )
 
 
 def _batching(system: System) -> Row:
@@ -165,60 +121,31 @@ def _batching(system: System) -> Row:
         reports = system.run(rate)
         share = 100 * fmean(ttft(report.summary) for report in reports)
         cells.append(f"{share:.1f} / {fmean(report.summary.request_throughput for report in reports):.2f}")
-    return [system.label, f"{system.goodput():.2f}", *cells]
+    return [system.label, system.goodput(), *cells]
 
 
-class Stopwatch:
-    """From asking a step to stop until it has. Writer: the log of an instance."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._asked = 0.0
-
-    def __call__(self, name: str, *_: object) -> Callable[..., None]:
-        def log(kind: str, **fields: Any) -> None:
-            if kind == "interrupts":
-                self._asked = fields["now"]
-            elif kind == "suspend":
-                self.seconds.append(fields["result"].at - self._asked)
-
-        return log
-
-
-def blocking() -> None:
-    """Figure 12: how long a step goes on that was asked to stop, and what that is worth."""
-    boundaries = ("op", "layer", "layers:4", "chunk")
-    systems = [
-        System(f"{boundary}{f', chunks of {tokens}' if tokens < WHOLE else ''}", "flowprefill",
-               {"boundary": boundary, "tokens": tokens})
-        for tokens in (WHOLE, 8192, 2048) for boundary in boundaries if tokens == WHOLE or boundary in ("op", "chunk")
-    ]  # fmt: skip
-    titles = ["boundary", "stops", "mean ms", "largest ms", "attained at 5 req/s, %", "goodput"]
-    print_table("Blocking time at 5 requests/s (Figure 12)", titles, parallel(_blocking, systems))
-
-
-def _blocking(system: System) -> Row:
-    watch = Stopwatch()
-    share = fmean(ttft(report.summary) for report in system.run(5.0, logs=watch))
-    ms = [1e3 * one for one in watch.seconds]
-    blocked = [f"{fmean(ms):.2f}", f"{max(ms):.2f}"] if ms else ["-", "-"]
-    return [system.label, len(ms), *blocked, f"{100 * share:.1f}", f"{system.goodput():.2f}"]
-
-
-def chunks() -> None:
+def chunks(args: argparse.Namespace) -> Table:
     """Figure 15: FlowPrefill with chunked prompts."""
     sizes = (1024, 2048, 4096, 8192, 16384, WHOLE)
     titles = ["chunk", "goodput, op", "6 req/s, op, %", "goodput, chunk", "6 req/s, chunk, %"]
-    print_table("Chunked prompts (Figure 15)", titles, parallel(_chunks, sizes))
+    pairs = [
+        [
+            sized(args, System("", "flowprefill", {"tokens": tokens, "boundary": one}, requests=FEWER))
+            for one in ("op", "chunk")
+        ]
+        for tokens in sizes
+    ]
+    made = page.spread(args, _chunks, pairs)
+    names = ["none" if tokens == WHOLE else tokens for tokens in sizes]
+    rows = [[name, *cells] for name, cells in zip(names, made, strict=True)]
+    return Table("Chunked prompts (Figure 15)", titles, rows)
 
 
-def _chunks(tokens: int) -> Row:
-    cells: list[object] = ["none" if tokens == WHOLE else tokens]
-    for boundary in ("op", "chunk"):
-        system = System("", "flowprefill", {"tokens": tokens, "boundary": boundary})
-        cells += [f"{system.goodput():.2f}", *percent(system, 6.0)]
-    return cells
+def _chunks(systems: Sequence[System]) -> Row:
+    return [cell for system in systems for cell in (system.goodput(), *percent(system, 6.0))]
 
+
+MAKERS = (goodput, scale, orders, batching, chunks, *flowprefill_motivation.MAKERS, *flowprefill_models.MAKERS)
 
 if __name__ == "__main__":
-    raise SystemExit(choose.run(__doc__, (goodput, scale, orders, batching, blocking, chunks)))
+    raise SystemExit(page.run(__doc__, "flowprefill", MAKERS))

@@ -108,14 +108,15 @@ def _add_objectives(group: Any) -> None:
         action="append",
         default=[],
         metavar="NAME=SHARE,ttft:MS,tpot:MS",
-        help="a share of the requests has these; again for each class",
+        help="a share of the requests has these; again for each class. Also tbt:MS, thinking:MS and answer:MS (TPOT of "
+        "a stage, judged by the server alone), tier:NAME (sent; judged here by what else the class or --goodput says)",
     )
     add(
         "--goodput",
         nargs="+",
         default=[],
         metavar="METRIC:MS",
-        help="ttft, tpot, e2el: what requests without an objective of their own are held to; not sent",
+        help="ttft, tpot, tbt, e2el: what requests without an objective of their own are held to; not sent",
     )
 
 

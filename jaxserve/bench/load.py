@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from jaxserve.errors import InvalidValue
 from jaxserve.sched.sim.traces import load_trace
 from jaxserve.sched.sim.workload import Arrival
-from jaxserve.sched.slo import NO_SLO
+from jaxserve.sched.slo import ANSWER, NO_SLO, THINKING
 
 Prompt = str | tuple[int, ...]
 
@@ -27,9 +27,19 @@ class Objective:
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
     name: str = ""  # of its class, in tables
+    tbt_slo_ms: float | None = None
+    service_tier: str | None = None
+    stages: tuple[tuple[str, float], ...] = ()  # (stage, milliseconds per token)
 
     def body(self) -> dict[str, Any]:
-        return {"ttft_slo_ms": self.ttft_slo_ms, "tpot_slo_ms": self.tpot_slo_ms}
+        """Fields of the request body; None are those to leave out."""
+        return {
+            "ttft_slo_ms": self.ttft_slo_ms,
+            "tpot_slo_ms": self.tpot_slo_ms,
+            "tbt_slo_ms": self.tbt_slo_ms,
+            "service_tier": self.service_tier,
+            "stage_slo": {stage: {"tpot_slo_ms": value} for stage, value in self.stages} or None,
+        }
 
 
 NONE = Objective()
@@ -174,20 +184,31 @@ class SloClass:
 
 
 def parse_slo_class(text: str) -> SloClass:
-    """`chat=0.7,ttft:500,tpot:50`: seven in ten requests ask for 500 ms and 50 ms a token."""
+    """`chat=0.7,ttft:500,tpot:50`: seven in ten requests ask for 500 ms and 50 ms a token.
+
+    Further: `tbt:MS`, `thinking:MS` and `answer:MS` (per token of that stage), `tier:NAME`.
+    """
     head, *limits = text.split(",")
     name, _, share = head.partition("=")
-    values: dict[str, float] = {}
+    times: dict[str, float] = {}
+    tier: str | None = None
     try:
         for limit in limits:
             metric, _, value = limit.partition(":")
-            if metric not in ("ttft", "tpot"):
-                raise ValueError(f"{metric!r} must be ttft or tpot")
-            values[f"{metric}_slo_ms"] = float(value)
-        made = SloClass(float(share), Objective(**values, name=name))
+            if metric not in ("ttft", "tpot", "tbt", THINKING, ANSWER, "tier"):
+                raise ValueError(f"{metric!r} must be ttft, tpot, tbt, {THINKING}, {ANSWER} or tier")
+            if metric == "tier":
+                tier = value
+            else:
+                times[metric] = float(value)
+        ttft, tpot, tbt = map(times.get, ("ttft", "tpot", "tbt"))
+        stages = tuple((stage, times[stage]) for stage in (THINKING, ANSWER) if stage in times)
+        made = SloClass(float(share), Objective(ttft, tpot, name, tbt, tier, stages))
     except ValueError as error:
         raise InvalidValue(f"slo_class={text!r} must read NAME=SHARE,ttft:MS,tpot:MS ({error})", "slo_class") from error
-    if not (name and made.share > 0 and all(value > 0 for value in values.values())):
+    if tier == "":
+        raise InvalidValue(f"slo_class={text!r}: tier must name a tier of the server", "slo_class")
+    if not (name and made.share > 0 and all(value > 0 for value in times.values())):
         raise InvalidValue(f"slo_class={text!r}: the name must not be empty, the numbers positive", "slo_class")
     return made
 

@@ -39,15 +39,21 @@ class Goals:
                 limits[metric] = float(value)
             except ValueError as error:
                 raise InvalidValue(f"goodput={text!r} must read METRIC:MILLISECONDS", "goodput") from error
-            if metric not in ("ttft", "tpot", "e2el") or not limits[metric] > 0:
-                raise InvalidValue(f"goodput={text!r} must name ttft, tpot or e2el and a positive number", "goodput")
+            if metric not in ("ttft", "tpot", "tbt", "e2el") or not limits[metric] > 0:
+                raise InvalidValue(
+                    f"goodput={text!r} must name ttft, tpot, tbt or e2el and a positive number", "goodput"
+                )
         return cls(limits)
 
     def of(self, outcome: Outcome) -> dict[str, float]:
-        """What one request is held to; its own objectives come first."""
+        """What one request is held to; its own objectives come first.
+
+        TPOT is not held against one with objectives of stages: only the server knows which token is of which.
+        """
         slo = outcome.call.slo
-        own = {"ttft": slo.ttft_slo_ms, "tpot": slo.tpot_slo_ms}
-        return {**self.limits, **{metric: value for metric, value in own.items() if value is not None}}
+        own = {"ttft": slo.ttft_slo_ms, "tpot": slo.tpot_slo_ms, "tbt": slo.tbt_slo_ms}
+        held = {**self.limits, **{metric: value for metric, value in own.items() if value is not None}}
+        return {metric: value for metric, value in held.items() if not (slo.stages and metric == "tpot")}
 
     def kept(self, outcome: Outcome) -> dict[str, bool]:
         """Which of them it kept; a request that failed kept none."""
@@ -55,7 +61,9 @@ class Goals:
 
 
 def milliseconds(outcome: Outcome, metric: str) -> float:
-    """ttft, tpot (0 where there is one output token), or e2el of a request."""
+    """ttft, tpot, tbt (the largest gap; both 0 where there is one output token), or e2el of a request."""
+    if metric == "tbt":
+        return max(outcome.itls, default=0.0) * 1e3
     seconds = {"ttft": outcome.ttft, "tpot": outcome.tpot, "e2el": outcome.latency}[metric]
     return seconds * 1e3
 
@@ -144,7 +152,7 @@ def measured(number: int, outcome: Outcome, kept: Mapping[str, bool]) -> Measure
         ended=outcome.start + outcome.latency if good else nan,
         reason="length" if good else "error",
         ttft_attained=good and kept.get("ttft", True) and kept.get("e2el", True),
-        tpot_attained=good and kept.get("tpot", True),
+        tpot_attained=good and kept.get("tpot", True) and kept.get("tbt", True),
     )
 
 
@@ -194,6 +202,8 @@ def detail(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "client_lags": [o.lag for o in outcomes],
         "ttft_slos_ms": [o.call.slo.ttft_slo_ms for o in outcomes],
         "tpot_slos_ms": [o.call.slo.tpot_slo_ms for o in outcomes],
+        "tbt_slos_ms": [o.call.slo.tbt_slo_ms for o in outcomes],
+        "tiers": [o.call.slo.service_tier for o in outcomes],
         "classes": [o.call.slo.name for o in outcomes],
         "errors": [o.error for o in outcomes],
     }

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -22,7 +22,7 @@ from jaxserve.engine.warmup import CompileCounter, Progress, compile_counter
 from jaxserve.errors import InvalidValue
 from jaxserve.models.hub import resolve_model
 from jaxserve.models.registry import load_spec
-from jaxserve.models.thinking import end_thinking
+from jaxserve.models.thinking import thinking_markers
 from jaxserve.sched import admission, placement, policies
 from jaxserve.sched.cluster import Cluster, Instance
 from jaxserve.sched.journal import Journal
@@ -37,6 +37,24 @@ from jaxserve.sched.sim.latency import Latency
 
 log = logging.getLogger(__name__)
 
+# Settings that no compiled program depends on: a machine can serve again with others.
+SCHEDULING = frozenset(
+    {
+        "policy",
+        "placement",
+        "admission",
+        "prefill",
+        "mode",
+        "first_token",
+        "enable_prefix_caching",
+        "journal",
+        "ttft_slo",
+        "tpot_slo",
+        "slo_tiers",
+        "max_num_queued_reqs",
+    }
+)
+
 
 class Machine:
     """Warm executors and what is needed to schedule them. Writer: the Engine that owns it."""
@@ -49,21 +67,25 @@ class Machine:
         limits: Limits,
         recipe: Recipe,
         info: EngineInfo,
+        *,
+        lent: bool = False,
     ) -> None:
+        """`lent`: the executors are another machine's, which closes them."""
         self.info = info
         self.executors = executors
         self.recipe = recipe  # of the step-time model that each new scheduler gets
         self.compiled: CompileCounter = compile_counter()
-        self._config = config
+        self.config = config
         self._mesh = mesh
         self._limits = limits
+        self._lent = lent
         self._file: IO[str] | None = None  # open for as long as the machine lives
         if config.journal is not None:
             self._file = Path(config.journal).open("w", encoding="utf-8")  # noqa: SIM115
 
     def cluster(self, finished: Callable[[Request], None]) -> Cluster:
         """A new cluster over the executors."""
-        config = self._config
+        config = self.config
         instances = []
         for executor, role in zip(self.executors, self._mesh.roles, strict=True):
             scheduler = Scheduler(
@@ -84,20 +106,35 @@ class Machine:
             return no_log
         return Journal(self._file).instance(
             name,
-            policy=self._config.decides,
+            policy=self.config.decides,
             limits=self._limits,
             role=role,
-            prefix_caching=self._config.enable_prefix_caching,
+            prefix_caching=self.config.enable_prefix_caching,
             perf=self.recipe.record(),
         )
 
     def now(self) -> float:
         return self.executors[0].now()
 
+    def serving(self, config: ServeConfig) -> Machine:
+        """The same executors under other settings of scheduling (SCHEDULING): nothing is compiled or measured again.
+
+        One of them serves at a time. This one stays the owner of the executors, and closes them. Raises InvalidValue
+        for a setting that the executors were built with.
+        """
+        for one in fields(config):
+            mine, given = getattr(self.config, one.name), getattr(config, one.name)
+            if mine != given and one.name not in SCHEDULING:
+                raise InvalidValue(f"{one.name}={given!r} must be {mine!r}, as these executors were built", one.name)
+        mesh = plan_of(config)
+        places = tuple(replace(one, role=role.value) for one, role in zip(self.info.instances, mesh.roles, strict=True))
+        info = replace(self.info, instances=places, policy=config.policy, placement=config.placement)
+        return Machine(config, mesh, self.executors, self._limits, self.recipe, info, lent=True)
+
     async def close(self) -> None:
         for executor in self.executors:
             with suppress(Exception):  # a device that is gone must not keep the others from being closed
-                await executor.close()
+                await (executor.rest() if self._lent else executor.close())
         if self._file is not None:
             self._file.close()
 
@@ -166,6 +203,7 @@ def build(config: ServeConfig, progress: Progress | None = None) -> Built:
         executors[0].pages,
         page_size,
         preemptible=executors[0].preemptible,
+        stopping=executors[0].stopping,
         draft=drafted,
         history=drafted > 0,
     )
@@ -251,7 +289,7 @@ def _info(config: ServeConfig, built: Built, seconds: float) -> EngineInfo:
         policy=config.policy,
         placement=config.placement,
         eos=frozenset(spec.eos),
-        end_thinking=end_thinking(built.path),
+        thinking=thinking_markers(built.path, spec.eos),
         startup_seconds=seconds,
         attention=executors[0].state.programs.attention,
     )

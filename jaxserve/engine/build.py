@@ -18,7 +18,7 @@ from jaxserve.engine.backends import Backends, resolve_backends
 from jaxserve.engine.calibrate import with_kv_scales
 from jaxserve.engine.draft_model import DraftModel, DraftPrograms
 from jaxserve.engine.drafters import Drafter, NGram
-from jaxserve.engine.executor import DEPTH, JaxExecutor
+from jaxserve.engine.executor import JaxExecutor
 from jaxserve.engine.inputs import Limits, SlotTable
 from jaxserve.engine.mesh import MeshPlan, sub_meshes
 from jaxserve.engine.sampling import ADJUSTED
@@ -29,7 +29,7 @@ from jaxserve.engine.warmup import Progress, idle_batch, use_persistent_cache, w
 from jaxserve.models import converted, manifest, registry, weights
 from jaxserve.models.layers import Info
 from jaxserve.models.spec import ModelSpec
-from jaxserve.sched.boundary import Boundary
+from jaxserve.sched.boundary import DEPTH, Boundary
 from jaxserve.sched.errors import InvalidValue
 from jaxserve.speculative import Speculative
 

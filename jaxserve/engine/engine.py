@@ -19,6 +19,7 @@ from typing import Any
 
 from jaxserve.config import ServeConfig
 from jaxserve.engine.assemble import Machine, assemble
+from jaxserve.engine.classes import Tallies
 from jaxserve.engine.hygiene import Hygiene, Stalls, least_slack, watched_loop
 from jaxserve.engine.info import EngineInfo, InstanceStats, Stats
 from jaxserve.engine.inputs import check_adjusted
@@ -28,7 +29,6 @@ from jaxserve.sched.counters import Counters
 from jaxserve.sched.errors import InvalidValue, JaxserveError, QueueFull
 from jaxserve.sched.forecasts import Forecasts
 from jaxserve.sched.journal import REHEARSAL
-from jaxserve.sched.metrics import measure, stage_allowance
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import Delta
 from jaxserve.sched.policy import Role
@@ -59,8 +59,8 @@ class Engine:
         self._over: OrderedDict[int, RequestMetrics] = OrderedDict()
         self._listeners: dict[int, Callable[[Delta], None]] = {}
         self._reasons: Counter[str] = Counter()
-        self._violations: Counter[str] = Counter()
-        self._attained = 0
+        self._classes = config.classes
+        self._tallies = Tallies(self._classes.names)
         self._stalls = Stalls()
         self._hygiene = Hygiene(self._slack)
         self._loop = watched_loop(self._stalls)
@@ -70,12 +70,17 @@ class Engine:
     @classmethod
     def start(cls, config: ServeConfig, *, progress: Progress | None = None) -> Engine:
         """Load the model, compile every program, and begin to serve. Blocks until ready; raises JaxserveError."""
-        engine = cls(config, assemble(config, progress))
+        return cls.on(assemble(config, progress))
+
+    @classmethod
+    def on(cls, machine: Machine) -> Engine:
+        """Begin to serve on a machine that is warm. Blocks until ready; raises JaxserveError."""
+        engine = cls(machine.config, machine)
         engine._thread.start()
         engine._rehearse()
         engine._hygiene.begin()
         engine._loop.call_soon_threadsafe(engine._stalls.clear)  # warm-up's are nobody's
-        engine._bound = config.max_num_queued_reqs
+        engine._bound = machine.config.max_num_queued_reqs
         return engine
 
     def _rehearse(self) -> None:
@@ -96,9 +101,9 @@ class Engine:
             raise JaxserveError(f"the engine failed at its first request: {max(errors)}")
         for core in self._cluster.cores:
             core.scheduler.counters = Counters()
-        for seen in (self._over, self._reasons, self._violations):
+        for seen in (self._over, self._reasons):
             seen.clear()
-        self._attained = 0
+        self._tallies = Tallies(self._classes.names)
         self._cluster.mover.transfers, self._cluster.mover.seconds = 0, 0.0
         self._cluster.forecasts, self._cluster.deflections = Forecasts(), 0
 
@@ -132,9 +137,10 @@ class Engine:
             priority=priority,
             tier=tier,
             eos=self.info.eos,
-            end_thinking=self.info.end_thinking,
+            thinking=self.info.thinking.after(prompt) if slo.stages else None,
             limit=min(params.max_tokens or self.info.max_model_len, self.info.max_model_len - len(prompt)),
             key=key,
+            class_=self._classes.of(tier, slo),
         )
         with self._lock:
             self._admit()
@@ -264,10 +270,7 @@ class Engine:
         self._reasons[request.finish_reason or "error"] += 1
         if request.finish_reason == "abort":
             return  # its client went away: neither kept nor broken
-        measured = measure(request, allowance=stage_allowance(request))
-        self._attained += measured.attained
-        self._violations["ttft"] += not measured.ttft_attained
-        self._violations["tpot"] += not measured.tpot_attained
+        self._tallies.add(request, self._cluster.forecasts.error(request))
 
     # the whole
 
@@ -299,8 +302,7 @@ class Engine:
             mover.transfers,
             mover.seconds,
             dict(self._reasons),
-            self._attained,
-            dict(self._violations),
+            self._tallies.stats(),
             compiled.compilations_total,
             compiled.after_warmup,
             compiled.cache_loads_total,

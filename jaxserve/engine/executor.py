@@ -22,6 +22,7 @@ from jaxserve.engine.job import Job
 from jaxserve.engine.results import read
 from jaxserve.engine.state import DeviceState, Drawn
 from jaxserve.engine.transfer import Parcel, cut, padded, piece_sizes
+from jaxserve.sched.boundary import DEPTH, stopping
 from jaxserve.sched.errors import InvalidValue, JaxserveError, StepFailed
 from jaxserve.sched.executor import Step
 from jaxserve.sched.plan import Span, StepPlan, StepResult, Suspended
@@ -29,7 +30,6 @@ from jaxserve.sched.plan import Span, StepPlan, StepResult, Suspended
 log = logging.getLogger(__name__)
 
 LEAST_LEAD, MOST_LEAD = 3e-3, 8e-3  # seconds; an event loop's timer wakes up to 1 ms late
-DEPTH = 2  # segments dispatched before those ahead of them are done
 
 
 class JaxExecutor:
@@ -75,6 +75,12 @@ class JaxExecutor:
     def preemptible(self) -> bool:
         """Whether steps of prompt chunks alone can be stopped before their end."""
         return self._state.segments is not None
+
+    @property
+    def stopping(self) -> float:
+        """The largest share of such a step that still runs after it was asked to stop; 0 where none can be."""
+        segments = self._state.segments
+        return 0.0 if segments is None else stopping(len(segments.links), self.depth)
 
     @property
     def lead(self) -> float:
@@ -309,9 +315,18 @@ class JaxExecutor:
             self._state.fill(padded(pages[at : at + count], piece[0].shape[2], self._limits.pages), piece)
             at += count
 
-    async def close(self) -> None:
+    async def rest(self) -> None:
+        """Wait for the steps under way and forget all requests, so that another scheduler can begin."""
+        await self._landed()
+        self._suspended.clear()
+        self.release(range(self._limits.slots))
+
+    async def _landed(self) -> None:
         while self._flying:
             await asyncio.wait(list(self._flying))
+
+    async def close(self) -> None:
+        await self._landed()
         if self._waiter.is_alive():
             self._submitted.put(None)
             await asyncio.get_running_loop().run_in_executor(self._movers, self._waiter.join)

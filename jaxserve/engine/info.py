@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from jaxserve.engine.classes import PHASES, ClassStats
 from jaxserve.sched.counters import Counters
 from jaxserve.sched.forecasts import Accuracy
+from jaxserve.sched.thinking import ThinkingMarkers
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class EngineInfo:
     policy: str
     placement: str
     eos: frozenset[int]
-    end_thinking: frozenset[int]
+    thinking: ThinkingMarkers
     startup_seconds: float
     attention: str = "xla"  # the attention backend that was resolved
 
@@ -59,8 +61,7 @@ class Stats:
     transfers: int
     transfer_seconds: float
     finished: dict[str, int] = field(default_factory=dict)  # by finish reason
-    attained: int = 0  # finished within their SLO
-    violations: dict[str, int] = field(default_factory=dict)  # by phase: ttft, tpot (and the largest gap)
+    classes: dict[str, ClassStats] = field(default_factory=dict)  # what was promised and kept, by class
     compilations: int = 0
     compilations_after_warmup: int = 0
     cache_loads: int = 0
@@ -71,6 +72,17 @@ class Stats:
     collection_seconds: float = 0.0
     deflections: int = 0  # prompts given to instances that decode
     forecasts: dict[str, Accuracy] = field(default_factory=dict)  # of first tokens, by path
+
+    @property
+    def attained(self) -> int:
+        """Requests that ended within everything they were promised."""
+        return sum(one.attained["all"] for one in self.classes.values())
+
+    @property
+    def violations(self) -> dict[str, int]:
+        """Requests that missed an objective, by phase; one that missed several counts for each."""
+        classes = self.classes.values()
+        return {phase: sum(one.ended[phase] - one.attained[phase] for one in classes) for phase in PHASES[:3]}
 
     @property
     def running(self) -> int:

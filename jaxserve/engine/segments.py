@@ -23,10 +23,11 @@ from jaxserve.models import registry
 from jaxserve.models.layers import Part
 from jaxserve.models.registry import Stream
 from jaxserve.models.spec import ModelSpec
-from jaxserve.sched.boundary import Boundary
+from jaxserve.sched.boundary import PARTS, SHORT, Boundary
 from pallas_kernels.dispatch import Attention, Pool
 
-SHORT = 512  # tokens: smaller steps are over sooner than the host can do much about, and run as a whole
+CUT = (Part.MIX, Part.FEED)  # the PARTS of a layer at `op`
+assert len(CUT) == PARTS
 Kind = tuple[tuple[int, ...], Part]  # kinds of the layers of a segment, and what it computes of each
 
 
@@ -39,7 +40,7 @@ class Link(NamedTuple):
 
 def links(spec: ModelSpec, boundary: Boundary) -> tuple[Link, ...]:
     """The segments of a model, in order. `boundary` must cut."""
-    parts = (Part.MIX, Part.FEED) if boundary.operators else (Part.WHOLE,)
+    parts = CUT if boundary.operators else (Part.WHOLE,)
     cuts = (slice(at, min(at + boundary.layers, spec.layers)) for at in range(0, spec.layers, boundary.layers))
     return tuple(Link(cut, (spec.kinds[cut], part)) for cut in cuts for part in parts)
 

@@ -16,10 +16,11 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from jaxserve.engine.classes import ERRORS, SLACK, ClassStats, Spread
 from jaxserve.engine.hygiene import EDGES
 from jaxserve.generation import Job, Piece
 from jaxserve.outputs import RequestMetrics
-from jaxserve.sched.counters import SIZES
+from jaxserve.sched.counters import BLOCKING, SIZES
 from jaxserve.sched.forecasts import RECENT, Accuracy
 
 Values = Iterable[tuple[Sequence[str], float]]  # (values of the labels, value)
@@ -35,7 +36,6 @@ _TTFT = (
 _TPOT = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _REQUEST = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _HELD = (0, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 20, 40)
-_SLACK = (-60, -30, -10, -5, -2, -1, -.5, -.2, -.1, -.05, 0, .05, .1, .2, .5, 1, 2, 5, 10, 30, 60)
 # fmt: on
 
 _TIMES: tuple[tuple[str, str, Sequence[float]], ...] = (
@@ -83,9 +83,6 @@ class Metrics:
                 ("request_generation_tokens", "Tokens of the output.", lengths),
             )
         }
-        text = "What was left of the objective at the first (ttft) and the last token (tpot)."
-        slack = self._make(Histogram, "request_slack_seconds", text, "phase", buckets=_SLACK)
-        self._slack = {phase: slack.labels(model_name, phase) for phase in ("ttft", "tpot")}
         text = "How long paced streams held back what was computed; every other time is of when it was computed."
         self._held = self._make(Histogram, "token_pacing_delay_seconds", text, buckets=_HELD).labels(model_name)
         self._prompt_tokens = self._make(Counter, "prompt_tokens", "Tokens of prompts.").labels(model_name)
@@ -127,10 +124,6 @@ class Metrics:
             see("inter_token_latency_seconds", after - before)
         if times.tpot is not None:
             see("request_time_per_output_token_seconds", times.tpot)
-        if job.slo.ttft < float("inf"):
-            self._slack["ttft"].observe(job.slo.ttft - times.ttft)
-        if job.slo.tpot < float("inf") and times.tpot is not None:
-            self._slack["tpot"].observe((job.slo.tpot - times.tpot) * (len(tokens) - 1))
 
     def _see(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
@@ -158,6 +151,7 @@ class EngineCollector(Collector):
         yield from self._levels(stats)
         yield from self._totals(stats)
         yield from self._sums(stats)
+        yield from self._classes(stats)
 
     def _family(self, kind: Any, name: str, text: str, values: Values, *labels: str) -> Any:
         family = kind(PREFIX + name, text, labels=["model_name", *labels])
@@ -194,6 +188,8 @@ class EngineCollector(Collector):
         counters = stats.counters
         for name, text, value in (
             ("num_preemptions", "Times a request's KV was dropped.", counters.preemptions),
+            ("preempted_steps", "Steps of prompts stopped at a boundary for more urgent work.", counters.suspended),
+            ("resumed_steps", "Stopped steps that went on.", counters.resumed),
             ("demotions", "Requests that became best effort, on arrival or later.", counters.demotions),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", counters.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found there.", counters.prefix_hits),
@@ -220,13 +216,12 @@ class EngineCollector(Collector):
         reasons = {**dict.fromkeys(("stop", "length", "abort", "error"), 0), **stats.finished}
         by_reason = [((reason,), float(count)) for reason, count in reasons.items()]
         yield self._family(CounterMetricFamily, "request_success", text, by_reason, "finished_reason")
-        phases = {**dict.fromkeys(("ttft", "tpot", "tbt"), 0), **stats.violations}
-        by_phase = [((phase,), float(count)) for phase, count in phases.items()]
+        by_phase = [((phase,), float(count)) for phase, count in stats.violations.items()]
         collections = {**dict.fromkeys(("idle", "slack", "memory"), 0), **stats.collections}
         by_why = [((why,), float(count)) for why, count in collections.items()]
         text = "Garbage collections by the engine, by what allowed them."
         yield self._family(CounterMetricFamily, "garbage_collections", text, by_why, "reason")
-        text = "Requests that missed an objective, by which."
+        text = "Requests that missed an objective, each once, by which: ttft, tpot (the mean), tbt (the largest gap)."
         yield self._family(CounterMetricFamily, "slo_violations", text, by_phase, "phase")
 
     def _sums(self, stats: Any) -> Iterator[Metric]:
@@ -258,14 +253,43 @@ class EngineCollector(Collector):
         yield self._family(GaugeMetricFamily, "ttft_prediction_median_error", text, medians, "path")
         text = "Times for which the engine's event loop was away, where more than 5 ms."
         sizes = stats.stall_sizes or (0,) * (len(EDGES) + 1)
-        yield self._histogram("event_loop_stall_seconds", text, EDGES, sizes, stats.stall_seconds)
-        yield self._histogram("iteration_tokens_total", "Tokens of a step.", SIZES, counters.sizes, counters.tokens)
+        yield self._histograms("event_loop_stall_seconds", text, EDGES, [((), Spread(sizes, stats.stall_seconds))])
+        text = "From asking a running step of prompts to stop until it had stopped, or was done."
+        blocked = Spread(tuple(counters.blocked), counters.blocking)
+        yield self._histograms("preemption_blocking_seconds", text, BLOCKING, [((), blocked)])
+        tokens = Spread(tuple(counters.sizes), counters.tokens)
+        yield self._histograms("iteration_tokens_total", "Tokens of a step.", SIZES, [((), tokens)])
 
-    def _histogram(self, name: str, text: str, edges: Sequence[float], sizes: Sequence[int], total: float) -> Metric:
-        """`sizes`: how many up to each edge and above the one before, then those above the last."""
-        family: Any = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
-        up_to = zip((*map(str, map(float, edges)), "+Inf"), accumulate(sizes), strict=True)
-        family.add_metric([self._model], list(up_to), total)
+    def _classes(self, stats: Any) -> Iterator[Metric]:
+        """By class of request: as many as the configuration has, whatever clients send."""
+        classes: dict[str, ClassStats] = stats.classes
+        ended = {key: one.ended for key, one in classes.items()}
+        attained = {key: one.attained for key, one in classes.items()}
+        for name, text, counted in (
+            ("slo_requests", "Requests that ended and had an objective, by which; all: everything promised.", ended),
+            ("slo_attained", "Of these, those that attained it.", attained),
+        ):
+            values = [((key, phase), float(n)) for key, phases in counted.items() for phase, n in phases.items()]
+            yield self._family(CounterMetricFamily, name, text, values, "slo_class", "phase")
+        slack = [((key, phase), seen) for key, one in classes.items() for phase, seen in one.slack.items()]
+        text = "Left of the objective at the first token (ttft), the last (tpot) and after the longest gap (tbt)."
+        yield self._histograms("request_slack_seconds", text, SLACK, slack, "slo_class", "phase")
+        errors = [((key,), one.errors) for key, one in classes.items()]
+        text = "|predicted - measured| / measured time to first token; as predicted when the prompt was placed."
+        yield self._histograms("ttft_prediction_error", text, ERRORS, errors, "slo_class")
+
+    def _histograms(
+        self, name: str, text: str, edges: Sequence[float], seen: Iterable[tuple[Sequence[str], Spread]], *labels: str
+    ) -> Metric:
+        """One family; of several label values only those that something was seen of."""
+        family: Any = HistogramMetricFamily(PREFIX + name, text, labels=["model_name", *labels])
+        for key, one in seen:
+            if one.count or not labels:
+                up_to = zip((*map(str, map(float, edges)), "+Inf"), accumulate(one.sizes), strict=True)
+                family.add_metric([self._model, *key], list(up_to), one.total)
+                if edges[0] < 0:  # left out then, for its sum may fall
+                    values = dict(zip(("model_name", *labels), (self._model, *key), strict=True))
+                    family.add_sample(f"{PREFIX}{name}_count", values, one.count)
         made: Metric = family
         return made
 

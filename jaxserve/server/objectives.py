@@ -11,6 +11,7 @@ from jaxserve.errors import InvalidValue
 from jaxserve.sched.request import BEST_EFFORT, STANDARD
 from jaxserve.sched.slo import SLO
 from jaxserve.server.openai import Sampled
+from jaxserve.tiers import PLAIN, stages_over
 
 # Names in the order of precedence; gateways send the first kind, load generators the second.
 TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
@@ -46,7 +47,7 @@ def objectives_of(body: Sampled, headers: Mapping[str, str], config: ServeConfig
             ttft=slo.ttft if ttft is None else ttft,
             tpot=slo.tpot if tpot is None else tpot,
             tbt=slo.tbt if tbt is None else tbt,
-            stages=stages,
+            stages=stages_over(slo.stages, tpot, stages),
         )
     except InvalidValue as error:
         raise InvalidValue(str(error), "stage_slo") from error
@@ -59,7 +60,7 @@ def _canonical(name: str, best_effort: bool) -> str:
     """One name per class for the scheduler and the metrics, whatever OpenAI's aliases are."""
     if best_effort:
         return BEST_EFFORT
-    return STANDARD if name in ("auto", "default", "scale") else name
+    return STANDARD if name in PLAIN else name
 
 
 def _first(field: tuple[str, float | None], names: tuple[str, ...], headers: Mapping[str, str]) -> float | None:

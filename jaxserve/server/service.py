@@ -144,13 +144,15 @@ class Service:
 
     def _paced(self, answer: Answer) -> AsyncGenerator[tuple[int, Piece], None]:
         """The same, counted as it comes and told at each job's pace. A server that ends waits for no pace."""
-        ends, paces = self.engine.info.end_thinking, dict[tuple[int, int], Pace]()
+        markers, paces = self.engine.info.thinking, dict[tuple[int, int], Pace]()
 
         def due(ready: float, news: tuple[int, Piece]) -> float:
             number, piece = news
             pace = paces.get((number, piece.choice))
             if pace is None:
-                pace = paces[number, piece.choice] = Pace(answer.jobs[number].slo, ends)
+                job = answer.jobs[number]
+                thinking = markers.after(job.prompt) if job.slo.stages else None
+                pace = paces[number, piece.choice] = Pace(job.slo, thinking)
             return pace.due(ready, piece.tokens)
 
         return paced(self.generate(answer), due, hurry=lambda: self.draining, held=self.metrics.held)

@@ -12,6 +12,7 @@ from ..perf.model import Array
 from ..policies.dp import admitted
 from ..policies.speculation import NEVER, Terms
 from ..policies.standing import (
+    ROUNDING,
     Prompts,
     Standing,
     blocks,
@@ -49,6 +50,9 @@ class ByDP:
         terms = replace(terms, idle=min(terms.idle, self._block * request.slo.ttft if self._block else own))
         cached = float(scheduler.cached_tokens(request))
         tokens, context = np.array([request.known - cached]), np.array([cached])
+        ends = view.start + view.perf.prefill_times(tokens, context, view.limits.tokens)
+        if ends[0] > request.deadline + ROUNDING:
+            return False  # nothing was promised that bounds its steps: late even if it is computed at once
         new = self._prompt(request, view, tokens, context)
         alone = partial(in_time, view, new.deadline, tokens, context, length, new.tpot)
         return bool(admitted(standing, new, terms, None, alone)[0])

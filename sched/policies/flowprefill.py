@@ -54,6 +54,11 @@ class FlowPrefill:
         self._ageing = checked_share(ageing)
         self._literal = literal
 
+    @property
+    def stops(self) -> bool:
+        """Whether it stops steps of prompts."""
+        return self._preempt
+
     def decide(self, view: View) -> Decision:
         if view.running is not None and not self._preempt:
             return Decision()

@@ -4,39 +4,62 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..feasibility import GRID, decode_load, largest_chunk, tightest_tpot
+from ..feasibility import GRID, decode_load, largest_chunk, load_of, mixed_bound, tightest_tpot
+from ..perf.model import Load
 from ..policy import Decision, Grant, Policy, Role, View, one_each
+from . import turns
 
-SHARE = 0.75  # of the tightest tpot: a request that joins waits for the running mixed step
+SHARE = 0.75  # of the tightest tpot and tbt: a request that joins waits for the running mixed step
 
 
 class Halves:
     """Prompts first on a prefill instance; on a mixed one decoding first and prompts in what the budget leaves.
 
-    On a decode instance prompts are guests (deflected, or computed again): they take what a step of `SHARE` of the
-    tightest tpot leaves beside all who decode, or the whole step where nobody does.
+    Beside running decodes prompts are cut to what the tightest tpot leaves. On a decode instance they are guests
+    (deflected, or computed again), or have the whole step where nothing decodes. Where the prompts' policy stops steps
+    and the instance can, prompts and running decodes take turns instead (turns.py).
     """
 
     def __init__(self, prefill: Policy, decode: Policy) -> None:
         self._prefill = prefill
         self._decode = decode
+        self._stops = bool(getattr(prefill, "stops", False))
 
     def decide(self, view: View) -> Decision:
         prompts = self._prefill.decide(view) if len(view.prefill) or view.suspended else Decision()
-        if view.running is not None or prompts.resume is not None:
+        alternate = self._stops and view.limits.preemptible and view.role is Role.MIXED and len(view.decode) > 0
+        if view.running is not None:
+            return turns.asked(view, view.running, prompts) if alternate else prompts
+        if prompts.resume is not None and not alternate:
             return prompts
         decode = self._decode.decide(view).grants if len(view.decode) else ()
         if view.role is Role.PREFILL:
             return replace(prompts, grants=prompts.grants + decode)
-        if view.role is Role.DECODE and decode and prompts.grants:
+        if not decode or not (prompts.grants or prompts.resume is not None):
+            return replace(prompts, grants=decode + prompts.grants)
+        if view.role is Role.DECODE:
             decode = one_each(view.decode)
-            return replace(prompts, grants=decode + guests(view, prompts.grants))
-        return replace(prompts, grants=decode + prompts.grants)
+            bound = SHARE * tightest_tpot(view.decode)
+            return replace(prompts, grants=decode + guests(view, prompts.grants, decode_load(view.decode), bound))
+        if alternate and not (view.decoded and turns.no_room(view, prompts)):
+            return turns.turn(view, prompts, decode)
+        return replace(prompts, grants=decode + beside(view, prompts.grants, decode))
 
 
-def guests(view: View, grants: tuple[Grant, ...], share: float = SHARE) -> tuple[Grant, ...]:
-    """Prompt chunks cut to what a step with every decoding row leaves of `share` of the tightest tpot."""
-    load, bound, cut = decode_load(view.decode), share * tightest_tpot(view.decode), []
+def beside(view: View, grants: tuple[Grant, ...], decode: tuple[Grant, ...]) -> tuple[Grant, ...]:
+    """Prompt chunks cut to what a step with the chosen decodes leaves of the tightest tpot and tbt; a few tokens of the
+    first where decoding leaves nothing, so that prompts go on."""
+    chosen = {grant.request for grant in decode}
+    context = view.decode.context
+    if len(chosen) < len(view.decode):
+        context = context[[row.id in chosen for row in view.decode]]
+    cut = guests(view, grants, load_of(context), mixed_bound(view, SHARE, gap=SHARE))
+    return cut or tuple(Grant(grant.request, min(grant.tokens, GRID)) for grant in grants[:1])
+
+
+def guests(view: View, grants: tuple[Grant, ...], load: Load, bound: float) -> tuple[Grant, ...]:
+    """Prompt chunks cut so that a step of `load` with them takes at most `bound` seconds."""
+    cut = []
     requests = {request.id: request for request in view.prefill}
     for grant in grants:
         request = requests[grant.request]

@@ -157,7 +157,8 @@ def _to_compute(rows: Rows, some: slice | Order) -> tuple[Array, Array]:
 
 def alone(view: View, new: Order) -> Mask:
     """Which rows of view.prefill are in time on this server if it serves nothing else: the prompt by its deadline, and
-    decode steps of that row alone within the tightest tpot of its stages. No margin is kept."""
+    decode steps of that row alone within the tightest tpot of its stages. The pool must hold the prompt and a token. No
+    margin is kept."""
     rows = view.prefill
     tpot = np.full(len(new), NEVER) if view.role is Role.PREFILL else rows.tightest[new]
     return in_time(view, rows.deadline[new], *_to_compute(rows, new), rows.length[new], tpot)
@@ -167,7 +168,8 @@ def in_time(view: View, deadline: Array, tokens: Array, context: Array, length: 
     """As `alone`, of prompts with so many tokens to compute after `context`, of `length` in all."""
     ends = view.start + view.perf.prefill_times(tokens, context, view.limits.tokens)
     each = view.perf.decode_times(np.ones(len(length)), length, length)
-    result: Mask = (ends <= deadline + ROUNDING) & (each <= tpot)
+    fits = blocks(length + 1, view) <= view.limits.pages
+    result: Mask = fits & (ends <= deadline + ROUNDING) & (each <= tpot)
     return result
 
 

@@ -41,21 +41,8 @@ def again(replayed: Replay, seed: int = 0) -> Again:
     if not done:
         raise InvalidValue("no request of the journal has finished", "journal")
     made = list(replayed.instances.values())
-    recipe = Recipe.of(made[0]["perf"])
-    fitted = fit(replayed.timed, recipe.p_moe, recipe.buckets)
-    truth = to_total(fitted.coefficients, replayed.timed, recipe.buckets)
-    spread = min(noise(replayed, Padded(truth, recipe.buckets)), 0.99)
+    latency, fitted = measured_latency(replayed)
     limits = made[0]["limits"]
-    latency = Latency(
-        name="measured",
-        kv_bytes_per_token=0,  # what a transfer takes is all in the latency
-        kv_tokens=limits["pages"] * limits["page_size"],
-        page_size=limits["page_size"],
-        coefficients=truth,
-        link_latency=min(replayed.moves, default=0.0),  # the others include waiting for the target's running step
-        noise=spread,
-        buckets=recipe.buckets,
-    )
     mesh = Mesh.parse(
         f"{len(made)}x1",
         prefill=sum(one["role"] == "prefill" for one in made) or None,
@@ -65,8 +52,29 @@ def again(replayed: Replay, seed: int = 0) -> Again:
     first = done[0].arrival
     arrivals = [_arrival(request, first, limits["page_size"]) for request in done]
     report = simulate(arrivals, made[0]["policy"], mesh, latency, seed, options=options)
-    served = summarize(tuple(measure(request, allowance=stage_allowance(request)) for request in done))
-    return Again(served, report, fitted, spread, _busy(replayed, first, max(one.token_times[-1] for one in done)))
+    served = summarize(tuple(measure(request, request.class_, stage_allowance(request)) for request in done))
+    busy = _busy(replayed, first, max(one.token_times[-1] for one in done))
+    return Again(served, report, fitted, latency.noise, busy)
+
+
+def measured_latency(replayed: Replay) -> tuple[Latency, Fit]:
+    """The instances of a served run, with step times and noise as they were measured, and how well these fit. Raises
+    InvalidValue without a step."""
+    made = next(iter(replayed.instances.values()))
+    recipe, limits = Recipe.of(made["perf"]), made["limits"]
+    fitted = fit(replayed.timed, recipe.p_moe, recipe.buckets)
+    truth = to_total(fitted.coefficients, replayed.timed, recipe.buckets)
+    latency = Latency(
+        name="measured",
+        kv_bytes_per_token=0,  # what a transfer takes is all in the latency
+        kv_tokens=limits["pages"] * limits["page_size"],
+        page_size=limits["page_size"],
+        coefficients=truth,
+        link_latency=min(replayed.moves, default=0.0),  # the others include waiting for the target's running step
+        noise=min(noise(replayed, Padded(truth, recipe.buckets)), 0.99),
+        buckets=recipe.buckets,
+    )
+    return latency, fitted
 
 
 def noise(replayed: Replay, truth: Form) -> float:
@@ -94,6 +102,7 @@ def _arrival(request: Request, first: float, page_size: int) -> Arrival:
         request.prompt_length,
         len(request.output),
         request.slo,
+        request.class_,
         hash_ids=tuple(int.from_bytes(digest[:4], "big") for digest in pages),
         block=page_size,
     )

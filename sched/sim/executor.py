@@ -32,11 +32,12 @@ class Device:
     """One simulated instance.
 
     bandwidth (bytes/s) and latency (s) are those of the link by which KV arrives, one parcel at a time. behind: KV
-    leaves only after the steps already submitted, as it does where the copy shares their stream; otherwise at once
-    (a Cluster exports what settled steps have written).
-    segments: equal pieces of a preemptible step, at whose ends it can stop; ahead: pieces already dispatched when
-    the host asks. noise: standard deviation of the step times' lognormal factor of mean 1. acceptance: chance that
-    a drafted token is right.
+    leaves only after what the device has been given already, as it does where the copy shares the stream of the steps:
+    the whole running step, or the dispatched pieces of one that is cut; otherwise at once (a Cluster exports what
+    settled steps have written).
+    segments: equal pieces of a preemptible step, at whose ends it can stop; ahead: pieces dispatched behind the
+    running one when the host asks; short: a step of so many tokens runs as a whole. noise: standard deviation of
+    the step times' lognormal factor of mean 1. acceptance: chance that a drafted token is right.
     """
 
     pages: int
@@ -46,6 +47,7 @@ class Device:
     latency: float = 1e-3
     segments: int = 1
     ahead: int = 0
+    short: int = 0
     noise: float = 0.0
     acceptance: float = 0.0
     behind: bool = False
@@ -58,6 +60,7 @@ class Device:
             ("latency", self.latency >= 0, "0 s or more"),
             ("segments", self.segments >= 1, "at least 1"),
             ("ahead", self.ahead >= 0, "0 or more"),
+            ("short", self.short >= 0, "0 tokens or more"),
             ("noise", 0 <= self.noise < 1, "between 0 and 1"),
             ("acceptance", 0 <= self.acceptance <= 1, "between 0 and 1"),
         ):
@@ -70,6 +73,7 @@ class Parcel(NamedTuple):
 
     pages: int
     after: Step | None
+    at: float = 0.0  # when the pieces ahead of it are done
 
 
 class _Job:
@@ -166,13 +170,20 @@ class SimExecutor:
             return
         if not job.plan.preemptible:
             raise InvalidValue(f"step {job.plan.step} is not preemptible", "preemptible")
-        segment = job.seconds / self._device.segments
-        computed = job.done + self._loop.now - job.began
-        boundary = max(ceil(computed / segment - 1e-9), round(job.done / segment) + 1) + self._device.ahead
-        if boundary < self._device.segments and job.timer is not None:
+        done = self._dispatched(job)
+        if done is not None and job.timer is not None:
             job.timer.cancel()
-            at = job.began + boundary * segment - job.done
-            job.timer = self._loop.at(at, EVENT, self._suspend, job, boundary * segment)
+            job.timer = self._loop.at(job.began + done - job.done, EVENT, self._suspend, job, done)
+
+    def _dispatched(self, job: _Job) -> float | None:
+        """Seconds of the running step that are computed when the pieces dispatched by now are; None for all of it."""
+        device = self._device
+        if not job.plan.preemptible or sum(span.length for span in job.plan.spans) <= device.short:
+            return None
+        segment = job.seconds / device.segments
+        computed = job.done + self._loop.now - job.began
+        boundary = max(ceil(computed / segment - 1e-9), round(job.done / segment) + 1) + device.ahead
+        return boundary * segment if boundary < device.segments else None
 
     def committed(self, step: Step) -> Step:
         return step
@@ -262,7 +273,13 @@ class SimExecutor:
             self._prompts.pop(slot, None)
 
     def export_kv(self, pages: Sequence[int]) -> KvParcel:
-        return Parcel(len(pages), self._last if self._device.behind else None)
+        if not self._device.behind:
+            return Parcel(len(pages), None)
+        running = self._running
+        done = None if running is None else self._dispatched(running)
+        if running is None or done is None:
+            return Parcel(len(pages), self._last)
+        return Parcel(len(pages), None, running.began + done - running.done)
 
     async def import_kv(self, parcel: KvParcel, pages: Sequence[int]) -> None:
         """Wait for the parcel's KV to be written, for the link to be free, and for the transfer."""
@@ -270,12 +287,17 @@ class SimExecutor:
             raise InvalidValue(f"a parcel of {parcel.pages} pages does not fit {len(pages)} pages", "pages")
         if parcel.after is not None and not parcel.after.done():
             await asyncio.wait([parcel.after])
+        if parcel.at > self._loop.now:
+            await self._until(parcel.at)
         device, now = self._device, self._loop.now
         size = parcel.pages * device.page_size * device.kv_bytes_per_token
         self._link_free = max(self._link_free, now) + device.latency + size / device.bandwidth
+        await self._until(self._link_free)
+
+    def _until(self, when: float) -> asyncio.Future[None]:
         arrived: asyncio.Future[None] = self._loop.create_future()
-        self._loop.at(self._link_free, EVENT, _arrive, arrived)
-        await arrived
+        self._loop.at(when, EVENT, _arrive, arrived)
+        return arrived
 
     async def close(self) -> None:
         """Let submitted steps end."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
-from ..boundary import Boundary
+from ..boundary import DEPTH, WHOLE, Boundary
 from ..errors import InvalidValue
 from ..perf.buckets import NONE, Buckets
 from ..perf.derive import Derived
@@ -67,7 +67,7 @@ class Latency:
     link_bandwidth: float = 450e9
     link_latency: float = 1e-3
     layers: int = 1
-    operators: int = 5  # of a layer: qkv, attention, output, gate-up, down
+    operators: int = 5  # of a layer, as FlowPrefill counts them; the engine cuts a layer less often (boundary.py)
     noise: float = 0.0
     buckets: Buckets = NONE
     measured_on: MeasuredOn = field(default_factory=MeasuredOn)
@@ -110,8 +110,16 @@ class Latency:
             return kept
         return replace(kept, points=(), assumed=Assumed(), derived=None, coefficients=replace(solved, **others))
 
-    def device(self, boundary: str = "layer", *, pages: int | None = None, page_size: int | None = None) -> Device:
-        """The simulated instance; `pages` and `page_size` instead of the preset's for experiments."""
+    def device(
+        self,
+        boundary: str = "layer",
+        *,
+        depth: int = DEPTH,
+        pages: int | None = None,
+        page_size: int | None = None,
+    ) -> Device:
+        """The simulated instance: steps are cut at `boundary` and dispatched `depth` segments deep, as the engine does.
+        `pages` and `page_size` instead of the preset's for experiments."""
         size = page_size or self.page_size
         return Device(
             pages=pages or self.kv_tokens // size,
@@ -120,11 +128,11 @@ class Latency:
             bandwidth=self.link_bandwidth,
             latency=self.link_latency,
             segments=self.segments(boundary),
+            ahead=depth - 1,
+            short=WHOLE,
             noise=self.noise,
         )
 
     def segments(self, boundary: str) -> int:
         """Equal pieces of a step at whose ends it may stop: `op`, `layer`, `layers:k` or `chunk`."""
-        cut = Boundary.parse(boundary)
-        pieces = -(-self.layers // cut.layers) if cut.layers else 1
-        return pieces * self.operators if cut.operators else pieces
+        return Boundary.parse(boundary).segments(self.layers)

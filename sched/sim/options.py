@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
 
+from ..boundary import DEPTH
 from ..errors import InvalidValue
 from ..perf import Perf
 from ..policy import Role
@@ -60,12 +61,14 @@ class Options:
     that it predicts is off by this share (0.2: a fifth too long), for good. noise: instead of the latency preset's.
     placement, admission: by name; the placement `auto` is what goes with the policy. tokens, rows, prompts,
     suspended, draft: see policy.Limits; prompts None is no limit. boundary: where a step of prompt chunks can be
-    stopped; at `chunk`, its end, nothing is. acceptance: chance that a drafted token is right. routing_delay: from
-    arrival to the instance. stale: age of what the placement knows of the instances. prefix_caching None: on where
-    the workload says which prefixes are shared. pages, page_size: instead of the preset's; kv_scale: times as many
-    pages. skip: requests at either end that are not counted. horizon: stop after so many seconds, unfinished
-    requests count as violated. turns: when roles change, and the roles of all
-    instances from then on. timer: a clock of the processor, read around each decision; what it says is only reported.
+    stopped; at `chunk`, its end, nothing is. depth: segments dispatched at a time. segments: equal pieces of a step
+    instead of those of the boundary, which are what the engine cuts. behind: see Device; the engine copies KV in
+    the stream of the steps, other systems beside it. acceptance: chance that a drafted token is right.
+    routing_delay: from arrival to the instance. stale: age of what the placement knows of the instances.
+    prefix_caching None: on where the workload says which prefixes are shared. pages, page_size: instead of the
+    preset's; kv_scale: times as many pages. skip: requests at either end that are not counted. horizon: stop after
+    so many seconds, unfinished requests count as violated. turns: when roles change, and the roles of all instances
+    from then on. timer: a clock of the processor, read around each decision; what it says is only reported.
     """
 
     perf: Perf = "general"
@@ -78,6 +81,9 @@ class Options:
     prompts: int | None = None
     first_token: str = "prefill"
     boundary: str = "layer"
+    depth: int = DEPTH
+    behind: bool = False
+    segments: int | None = None
     suspended: int = 4
     draft: int = 0
     acceptance: float = 0.7
@@ -99,6 +105,8 @@ class Options:
             ("rows", self.rows >= 1, "at least 1"),
             ("prompts", self.prompts is None or self.prompts >= 1, "at least 1"),
             ("suspended", self.suspended >= 0, "0 or more"),
+            ("depth", self.depth >= 1, "at least 1"),
+            ("segments", self.segments is None or self.segments >= 1, "at least 1"),
             ("draft", self.draft >= 0, "0 or more"),
             ("acceptance", 0 <= self.acceptance <= 1, "between 0 and 1"),
             ("routing_delay", 0 <= self.routing_delay < inf, "0 s or more"),
@@ -112,9 +120,11 @@ class Options:
 
     def device(self, latency: Latency) -> Device:
         """A simulated instance of a latency preset."""
-        device = latency.device(self.boundary, pages=self.pages, page_size=self.page_size)
+        device = latency.device(self.boundary, depth=self.depth, pages=self.pages, page_size=self.page_size)
         return replace(
             device,
+            segments=self.segments or device.segments,
+            behind=self.behind,
             pages=max(1, round(device.pages * self.kv_scale)),
             noise=device.noise if self.noise is None else self.noise,
             acceptance=self.acceptance if self.draft else 0.0,

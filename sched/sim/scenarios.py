@@ -17,9 +17,9 @@ from .workload import K32, K100, K128, POISSON, Arrivals, Lengths, Mix, Rounds, 
 # ---- FlowPrefill: four tasks, each with its own TTFT --------------------------------------------------------------
 # Published: prompt mean, 99th percentile, std and share (Table 1); TTFT per model (Table 2); TBT where prefill and
 # decode share a device, and TTFT three times as long there (§6.5). Assumed: Poisson arrivals (the paper replays
-# QwenTrace, whose times are not to be had); outputs as FairBatching's Table 2 gives them for QwenTrace, for every
-# task; as TPOT what the paper asks of TBT when colocated, since it counts TTFT alone and a decode side must be asked
-# something.
+# QwenTrace, which is public, but whose repository stores that file as a pointer that could not be resolved); outputs as
+# FairBatching's Table 2 gives them for QwenTrace, for every task; as TPOT what the paper asks of TBT when colocated,
+# since it counts TTFT alone and a decode side must be asked something.
 QWEN_OUTPUT = Lengths("lognormal", mean=377, std=324, high=8192)
 FLOWPREFILL_TTFT = {
     "llama3-8b": (0.25, 0.5, 4.0, 6.0),

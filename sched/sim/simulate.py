@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from .. import admission as admissions
 from .. import placement as placements
 from .. import policies
+from ..boundary import stopping
 from ..cluster import Cluster, Instance, check_roles
 from ..counters import Counters
 from ..errors import InvalidValue
@@ -21,6 +22,7 @@ from ..perf.buckets import Padded
 from ..policy import Decision, Limits, Policy, Role, View
 from ..request import Request
 from ..scheduler import Scheduler
+from ..thinking import ThinkingEnd
 from . import clock
 from .executor import END_THINKING, EOS, SimExecutor
 from .latency import Latency
@@ -241,6 +243,7 @@ class _Simulation:
             options.prompts or Limits().prompts,
             preemptible=options.boundary != "chunk",
             suspended=options.suspended,
+            stopping=stopping(self._device.segments, self._device.ahead + 1),
             draft=options.draft,
         )
         log: Log = no_log
@@ -309,7 +312,7 @@ class _Simulation:
             arrival.slo,
             time,
             eos=_EOS,
-            end_thinking=_END_THINKING if arrival.thinking_tokens else frozenset(),
+            thinking=ThinkingEnd(((END_THINKING,),)) if arrival.thinking_tokens else None,
             key=arrival.key,
             seed=id,
             tier=arrival.tier,
@@ -351,7 +354,7 @@ class _Simulation:
 
 
 _PARAMS = SamplingParams(max_tokens=None)
-_EOS, _END_THINKING = frozenset([EOS]), frozenset([END_THINKING])
+_EOS = frozenset([EOS])
 
 
 def _ignore(delta: object) -> None:

@@ -66,6 +66,9 @@ def test_random_prompts_have_the_length_they_say() -> None:
         (lambda: load.parse_slo_class("chat=1,e2el:5"), "slo_class"),
         (lambda: load.parse_slo_class("chat=1,ttft:-5"), "slo_class"),
         (lambda: load.parse_slo_class("=1,ttft:5"), "slo_class"),
+        (lambda: load.parse_slo_class("chat=1,thinking:0"), "slo_class"),
+        (lambda: load.parse_slo_class("chat=1,dreaming:5"), "slo_class"),
+        (lambda: load.parse_slo_class("chat=1,tier:"), "slo_class"),
     ],
 )
 def test_what_cannot_be_is_refused(action: object, param: str) -> None:
@@ -147,6 +150,21 @@ def test_classes_are_drawn_by_share_and_leave_a_requests_own_objective() -> None
     assert drawn[-1].slo == Objective(7.0)
     assert drawn == load.with_classes(calls, classes, 0)
     assert load.with_classes(calls, [], 0) == calls
+
+
+def test_a_class_may_have_gaps_stages_and_a_tier() -> None:
+    made = load.parse_slo_class("chat=0.5,ttft:500,tbt:100,thinking:20,answer:50,tier:interactive")
+    assert made == SloClass(
+        0.5, Objective(500.0, None, "chat", 100.0, "interactive", (("thinking", 20.0), ("answer", 50.0)))
+    )
+    body = {name: value for name, value in made.slo.body().items() if value is not None}
+    assert body == {
+        "ttft_slo_ms": 500.0,
+        "tbt_slo_ms": 100.0,
+        "service_tier": "interactive",
+        "stage_slo": {"thinking": {"tpot_slo_ms": 20.0}, "answer": {"tpot_slo_ms": 50.0}},
+    }
+    assert set(load.NONE.body().values()) == {None}
 
 
 def test_faster_keeps_order_and_burstiness() -> None:

@@ -64,6 +64,24 @@ def test_a_requests_own_objective_comes_before_the_runs() -> None:
     assert found["slo_attainment_by_class"] == {"batch": 1.0, "chat": 0.0}
 
 
+def test_the_largest_gap_is_held_against_its_objective() -> None:
+    tight = outcome(0.1, [0.01, 0.2, 0.01], Objective(500.0, 100.0, "tight", tbt_slo_ms=100.0))
+    loose = outcome(0.1, [0.01, 0.2, 0.01], Objective(500.0, 100.0, "loose", tbt_slo_ms=300.0))
+    found = result.summary([tight, loose], 1.0, goals=Goals())
+    assert found["slo_attainment_by_class"] == {"loose": 1.0, "tight": 0.0}
+    assert found["slo_attainment_by_metric"] == {"tbt": 0.5, "tpot": 1.0, "ttft": 1.0}
+    assert found["request_goodput"] == 1.0
+    assert Goals.parse(["tbt:150"]).kept(outcome(0.1, [0.2])) == {"tbt": False}
+    assert Goals.parse(["tbt:150"]).kept(outcome(0.1, [])) == {"tbt": True}
+
+
+def test_stages_are_left_to_the_server_to_judge() -> None:
+    staged = outcome(0.1, [0.9], Objective(500.0, 10.0, "reason", stages=(("thinking", 20.0),)))
+    assert Goals.parse(["tpot:50"]).of(staged) == {"ttft": 500.0}
+    tier = outcome(0.1, [0.9], Objective(service_tier="interactive", name="tier"))
+    assert Goals().of(tier) == {} and Goals.parse(["ttft:50"]).kept(tier) == {"ttft": False}
+
+
 def test_shares_by_length_of_prompt_show_who_was_sacrificed() -> None:
     long = outcome(9.0, [0.01])
     long.prompt_tokens = 20_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,11 @@ from typing import Any
 
 import pytest
 
+from jaxserve.report.table import markdown
+
 SCRIPTS = [
     "azure_replay",
+    "colocated",
     "compiles",
     "full_load",
     "host_gap",
@@ -24,6 +28,7 @@ SCRIPTS = [
     "quantisation",
     "scheduler_cost",
     "served_burst",
+    "served_policies",
     "simulation_cost",
     "soak",
     "speculation",
@@ -72,16 +77,54 @@ def test_simulation_cost(repo: Path, tmp_path: Path) -> None:
 
 
 def test_slos_serve_tables(repo: Path, tmp_path: Path) -> None:
-    """The page has a place for every table; a table printed only leaves page and results as they are."""
+    """The page shows the newest results, a table each; one that is printed only leaves both as they are."""
     page = repo / "docs" / "reproduction" / "slos_serve.md"
     before, path = page.read_text(), tmp_path / "found.json"
     helps = run(repo, "reproduce/slos_serve", "--help")
-    for line in before.splitlines():
-        if line.startswith("<!-- table: "):
-            assert line.removeprefix("<!-- table: ").removesuffix(" -->") in helps
+    newest = sorted((repo / "benchmarks" / "results").glob("slos_serve-*.json"))[-1]
+    made = json.loads(newest.read_text())["made"]
+    assert newest.name in before and sorted(made) == sorted(re.findall(r"<!-- table: (\w+) -->", before))
+    for name, one in made.items():
+        assert name in helps
+        assert f"<!-- table: {name} -->\n{markdown(one['columns'], one['rows'])}\n<!-- end -->" in before, name
     printed = run(repo, "reproduce/slos_serve", "traces", "--print-only", "--output", str(path))
     assert "conversation" in printed and "dispersion" in printed
     assert page.read_text() == before and not path.exists()
+
+
+@pytest.mark.slow
+def test_served_policies(repo: Path, tmp_path: Path) -> None:
+    """Two cases of it; a second run finds them, serves nothing, and writes the tables into the page."""
+    path, page = tmp_path / "served.json", tmp_path / "served.md"
+    page.write_text((repo / "docs" / "served.md").read_text())
+    flags = [
+        "--models",
+        "demo",
+        "--mixes",
+        "tasks",
+        "--requests",
+        "4",
+        "--mesh",
+        "1x1",
+        "--profile-time",
+        "2",
+        "--output",
+    ]
+    command = ["served_policies", *flags, str(path), "--policies", "sarathi unified"]
+    assert "demo tasks unified: " in run(repo, *command, timeout=600)
+    found = json.loads(path.read_text())
+    assert found["scales"]["demo"]["parameters"] > 1e6
+    for case in found["cases"]:
+        served, again = case["served"], case["simulated"]
+        assert served["failed"] == 0 < served["seconds"] and set(served["classes"]) == set(again["classes"])
+        assert set(served["classes"]) == {"batch", "chat", "code", "summary"}
+        assert 0 <= served["attained"] <= 1 and 0 <= again["attained"] <= 1
+        assert case["steps"]["decode"]["mape"] >= 0 and case["first_tokens"]["requests"] > 0
+        counts = case["counts"]
+        assert counts["steps"] > 20 and counts["compiled_while_serving"] == counts["replay_differences"] == 0
+    assert "demo tasks" not in run(repo, *command, "--page", str(page))
+    assert page.read_text().count("| unified | split | ") == 1 and page.read_text().count("| unified | ") == 2
+    assert json.loads(path.read_text())["cases"] == found["cases"]
 
 
 def dry_kernels(repo: Path, folder: Path, *flags: str) -> dict[str, Any]:

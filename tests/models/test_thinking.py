@@ -1,18 +1,130 @@
-"""Where a model's thinking ends is read from its tokenizer's files."""
+"""Where a model's thinking begins and ends is read from its tokenizer's files, and found in what they make of text."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
-from jaxserve.models.thinking import end_thinking
+import pytest
+from jinja2 import Template
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from jaxserve.models.thinking import thinking_markers
+from jaxserve.sched.thinking import ThinkingMarkers
+
+QWEN3 = """{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"""
+TEXT = [
+    "the final analysis of an assistant: think, then answer.",
+    "It depends. Therefore </think>\n\nthe answer is 7.\n</think>\n7",
+    "analysis final assistant user think thinking channel message start end",
+] * 20
+SAYINGS = ["", ".", "\n", "\n\n", " ", "so it is", "so it is.", ".\n", "a < b"]
+
+
+def make(folder: Path, specials: list[str], template: str = "") -> Tokenizer:
+    """A byte-level BPE as Qwen and gpt-oss have one, with special tokens, written to `folder`."""
+    made = Tokenizer(models.BPE())
+    splits = pre_tokenizers.Split(  # cl100k's, which joins punctuation with newlines after it
+        pattern=Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
+        behavior="isolated",
+    )
+    made.pre_tokenizer = pre_tokenizers.Sequence([splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
+    made.add_special_tokens(specials)
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return made
+
+
+def reader(tokens: Tokenizer, markers: ThinkingMarkers) -> Callable[[str, str], int | None]:
+    """(prompt, output) -> tokens of the output up to the end of thinking: 0 in the prompt, None never."""
+
+    def read(prompt: str, output: str) -> int | None:
+        end = markers.after(tokens.encode(prompt).ids)
+        if end is None:
+            return 0
+        for place, token in enumerate(tokens.encode(output).ids, 1):
+            if end.feed(token):
+                return place
+        return None
+
+    return read
 
 
 def test_either_file_may_name_the_end(tmp_path: Path) -> None:
-    assert end_thinking(tmp_path) == frozenset()
+    assert thinking_markers(tmp_path) == ThinkingMarkers()
     tokens = [{"id": 7, "content": "<think>"}, {"id": 8, "content": "</think>"}]
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
-    assert end_thinking(tmp_path) == {8}
+    assert thinking_markers(tmp_path, [3]) == ThinkingMarkers(((3,), (7,)), ((8,),))
     config = {"added_tokens_decoder": {"9": {"content": "[/THINK]"}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert end_thinking(tmp_path) == {8, 9}
+    assert thinking_markers(tmp_path) == ThinkingMarkers(((7,),), ((8,), (9,)))
+
+
+def test_a_prompt_of_qwen3_that_has_closed_its_thinking(tmp_path: Path) -> None:
+    tokens = make(tmp_path, ["<|im_start|>", "<|im_end|>", "<think>", "</think>"], QWEN3)
+    [eos] = tokens.encode("<|im_end|>").ids
+    markers = thinking_markers(tmp_path, [eos])
+    assert markers.closes == (tuple(tokens.encode("</think>").ids),) and len(markers.closes[0]) == 1
+    read = reader(tokens, markers)
+    talk = [{"role": "user", "content": "How much is 3 + 4?"}]
+    off = Template(QWEN3).render(messages=talk, enable_thinking=False)
+    assert off.endswith("<think>\n\n</think>\n\n")
+    assert read(off, "7") == 0 and read(off + "The answer", " is 7") == 0
+    on = Template(QWEN3).render(messages=talk)
+    output = "<think>\n3 + 4 = 7.\n</think>\n\n7"
+    assert read(on, output) == len(tokens.encode(output[: output.index("</think>") + 8]).ids)
+    assert read(on, "7") is None
+    more = [*talk, {"role": "assistant", "content": output}, {"role": "user", "content": "Is </think> a word?"}]
+    assert read(Template(QWEN3).render(messages=more), "No.</think>") == len(tokens.encode("No.</think>").ids)
+    assert read(Template(QWEN3).render(messages=more, enable_thinking=False), "No") == 0
+
+
+def test_a_marker_of_plain_text_whatever_stands_beside_it(tmp_path: Path) -> None:
+    """Punctuation and newlines beside it are joined with its first and last token."""
+    tokens = make(tmp_path, ["<|im_start|>", "<|im_end|>"], QWEN3)
+    [eos] = tokens.encode("<|im_end|>").ids
+    markers = thinking_markers(tmp_path, [eos])
+    assert len(markers.closes) > 1 and min(map(len, markers.closes)) > 1
+    read = reader(tokens, markers)
+    for said in SAYINGS:
+        for answer in ("", "\n", "\n\n", " ", "7", "\n\n7"):
+            output = f"<think>{said}</think>{answer}"
+            seen = read("<|im_start|>assistant\n", output)
+            assert seen is not None, output
+            assert tokens.decode(tokens.encode(output).ids[:seen]).rstrip("\r\n ").endswith("</think>"), output
+            assert read(f"<|im_start|>assistant\n{output}", "7") == 0, output
+            assert read(f"<|im_start|>assistant\n{output}<|im_end|>\n<|im_start|>assistant\n", "7") is None
+            assert read("<|im_start|>assistant\n", f"<think>{said}{answer}") is None
+
+
+def test_the_final_channel_of_gpt_oss(tmp_path: Path) -> None:
+    names = ["start", "end", "message", "channel", "return", "call", "constrain"]
+    tokens = make(tmp_path, [f"<|{name}|>" for name in names])
+    markers = thinking_markers(tmp_path, [tokens.token_to_id("<|return|>")])
+    assert markers.closes == (tuple(tokens.encode("<|channel|>final").ids),) and len(markers.closes[0]) > 1
+    read = reader(tokens, markers)
+    asked = "<|start|>user<|message|>Which final channel?<|end|><|start|>assistant"
+    thought = "<|channel|>analysis<|message|>The final analysis.<|end|><|start|>assistant"
+    final = "<|channel|>final"
+    for rest in ("<|message|>7<|return|>", " <|constrain|>json<|message|>{}<|return|>"):
+        assert read(asked, thought + final + rest) == len(tokens.encode(thought + final).ids)
+        assert read(asked, final + rest) == len(tokens.encode(final).ids), "it may answer at once"
+        assert read(asked + thought + final + rest.partition("<|return|>")[0], "more") == 0
+    assert read(asked, thought + "<|channel|>commentary to=f<|message|>{}<|call|>") is None
+    begun = len(tokens.encode("final").ids)
+    assert read(asked + "<|channel|>", "final<|message|>7") == begun, "the marker begins in the prompt"
+    earlier = "<|start|>assistant<|channel|>final<|message|>7<|end|>" + asked
+    assert read(earlier, thought) is None and read(earlier, thought + final) is not None
+
+
+@pytest.mark.parametrize("template", ["", "{{ messages }}"])
+def test_a_model_that_never_says_it_thinks(tmp_path: Path, template: str) -> None:
+    make(tmp_path, ["<|im_start|>", "<|im_end|>"], template)
+    assert thinking_markers(tmp_path, [1]) == ThinkingMarkers()

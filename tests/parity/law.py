@@ -92,6 +92,8 @@ class Ask:
 class Setup:
     """Executors of one shape; what runs on them varies."""
 
+    slo = SLO(1.0, 0.02)  # of every request
+
     def __init__(
         self, mesh: str, tokens: int, pages: int, mode: str = "auto", model: Model = TINY, **options: Any
     ) -> None:
@@ -134,7 +136,7 @@ class Setup:
         drafted = first.state.programs.limits.draft
         limits = Limits(
             self.tokens, ROWS, first.pages, PAGE,
-            preemptible=first.preemptible, draft=drafted, history=drafted > 0,
+            preemptible=first.preemptible, stopping=first.stopping, draft=drafted, history=drafted > 0,
         )  # fmt: skip
         instances = []
         for executor, role in zip(self.executors, self.roles, strict=True):
@@ -184,7 +186,7 @@ class Setup:
         for id, ask in enumerate(asks):
             await asyncio.sleep(ask.after)
             request = Request(
-                id, ask.prompt, ask.params, SLO(1.0, 0.02), self.executors[0].now(), seed=ask.params.seed or 0,
+                id, ask.prompt, ask.params, self.slo, self.executors[0].now(), seed=ask.params.seed or 0,
                 tier=ask.tier, eos=frozenset(self.spec.eos),
                 limit=min(ask.params.max_tokens or LENGTH, LENGTH - len(ask.prompt)),
             )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import random
 from collections.abc import Iterator, Sequence
@@ -13,11 +14,14 @@ import pytest
 
 from jaxserve.engine.executor import JaxExecutor
 from jaxserve.engine.job import Job
+from jaxserve.replay import perf_of
 from jaxserve.sched import policies
 from jaxserve.sched.cluster import Cluster
 from jaxserve.sched.core import Core
+from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.policy import Decision, Policy, View
 from jaxserve.sched.request import Request
+from jaxserve.sched.slo import SLO
 
 from .law import LENGTH, PAGE, SPEC, Ask, Model, Setup, compare
 from .test_families import model
@@ -117,6 +121,26 @@ def test_stopping_steps_does_not_change_the_tokens(case: tuple[str, str, int, st
 @pytest.mark.parametrize("case", [case for case in CASES if case not in BARE], ids=str)
 def test_stopping_steps_does_not_change_the_tokens_anywhere(case: tuple[str, str, int, str]) -> None:
     check(case)
+
+
+class Hurried(Setup):
+    """Whose running decodes are always late, so that prompts beside them have no more than their least share."""
+
+    slo = SLO(1.0, 1e-3)
+
+
+@pytest.mark.parametrize("boundary", ["op", "layer"])
+def test_stopping_prompts_for_running_decodes_does_not_change_the_tokens(boundary: str) -> None:
+    """A mixed instance under `flowprefill` as it is served: nothing but TPOT asks its steps to stop here."""
+    engine = Hurried("1x1", 64, ROOMY, model=DEEP, preempt_boundary=boundary, preempt_depth=1)
+    file = io.StringIO()
+    served, cluster = engine.run(asks(1), "flowprefill", journal=Journal(file))
+    counters = cluster.cores[0].scheduler.counters
+    assert counters.suspended == counters.resumed > 0
+    assert counters.asked == sum(counters.blocked) >= counters.suspended and counters.blocking > 0
+    assert all(request.finish_reason in ("stop", "length") for request in served)
+    assert compare(asks(1), served, alone(1), DEEP) <= 1
+    assert replay(file.getvalue().splitlines(), perf_of).differences == []
 
 
 def test_cancelling_what_is_stopped_leaks_nothing() -> None:

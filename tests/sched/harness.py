@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from jaxserve.sched import admission, placement, policies
+from jaxserve.sched.boundary import stopping
 from jaxserve.sched.cluster import Cluster, Instance
 from jaxserve.sched.counters import Counters
 from jaxserve.sched.errors import InvalidValue
@@ -168,6 +169,7 @@ def _instances(
             shape.prompts,
             preemptible=shape.preemptible,
             suspended=shape.suspended,
+            stopping=stopping(shape.segments, 1),
             draft=shape.draft,
         )
         scheduler = shape.scheduler(

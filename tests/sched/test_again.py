@@ -43,7 +43,7 @@ def test_steps_to_which_a_fit_gives_no_time_do_not_count() -> None:
     """A few steps on a busy machine, whose times fell while they grew, have coefficients of 0."""
     found = Replay()
     taken = [(Load(decode=1), 0.003), (Load(prefill=4), 0.002), (Load(prefill=8), 0.004)]
-    found.steps += [Step("one", load, seconds, ended=0.1) for load, seconds in taken]
+    found.steps += [Step("one", load, seconds, ended=0.1, predicted=seconds) for load, seconds in taken]
     told = Coefficients(fixed=0, prefill=0.0005, decode=0, quadratic=0, longest=0, context=0)
     assert noise(found, told) == pytest.approx(0)
     assert noise(Replay(), told) == 0

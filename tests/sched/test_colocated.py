@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from jaxserve.sched import policies
 from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.perf.buckets import Buckets
+from jaxserve.sched.perf.learned import LearnedModel
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.plan import StepResult
 from jaxserve.sched.policy import Limits, Role, View
@@ -151,6 +153,15 @@ def test_sarathis_own_budget_is_what_the_tightest_tpot_allows() -> None:
     assert step("sarathi:share=1.0", view([prompt(0, 3000)], [])) == [(0, 400)]
     assert step("sarathi", view([prompt(0, 3000)], [])) == [(0, 350)]
     assert step("sarathi", view([prompt(0, 9000)], [], role=Role.PREFILL)) == [(0, 8192)]
+
+
+def test_where_no_step_is_fast_enough_a_budget_fills_a_padded_one() -> None:
+    """64 tokens cost what one does, more than 9/10 of a tpot of 10 ms: a budget of one would prefill for ever."""
+    slow = LearnedModel(buckets=Buckets((1, 8), (64, 256)), coefficients=EXACT)
+    hurried = prompt(0, 300)
+    hurried.slo = SLO(ttft=8.0, tpot=0.010)
+    for name in ("sarathi", "fairbatching:budget=fixed"):
+        assert step(name, view([hurried], [], perf=slow)) == [(0, 64)], name
 
 
 def test_vllm_puts_whole_prompts_first_and_nobody_decodes() -> None:

@@ -27,6 +27,7 @@ from jaxserve.sched.policy import Limits, Role
 from jaxserve.sched.request import BEST_EFFORT, Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo import SLO, THINKING
+from jaxserve.sched.thinking import ThinkingEnd
 
 from .harness import Job, simulate
 
@@ -260,9 +261,9 @@ def test_the_tightest_stage_bounds_demand() -> None:
     server.add(request(0, 1, 60.0, tpot=0.2))
     assert asked(server, request(1, 1, 60.0, tpot=2.0))
     assert not asked(server, request(1, 1, 60.0, tpot=0.2))
-    thinks = request(1, 1, 60.0, tpot=2.0, stages=((THINKING, 0.2),), end_thinking=frozenset([7]))
+    thinks = request(1, 1, 60.0, tpot=2.0, stages=((THINKING, 0.2),), thinking=ThinkingEnd([(7,)]))
     assert not asked(server, thinks)
-    assert not asked(server, request(1, 1, 60.0, tpot=0.2, stages=((THINKING, 2.0),), end_thinking=frozenset([7])))
+    assert not asked(server, request(1, 1, 60.0, tpot=0.2, stages=((THINKING, 2.0),), thinking=ThinkingEnd([(7,)])))
 
 
 def test_nobody_decodes_on_a_prefill_instance() -> None:

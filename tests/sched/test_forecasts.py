@@ -29,7 +29,9 @@ def test_errors_are_shares_of_what_was_measured() -> None:
     assert isnan(forecasts.accuracy["decode"].mape)
     forecasts.note(3, Role.PREFILL, 10.5)
     forecasts.note(3, Role.DECODE, 11.0)  # moved: the last one counts
+    assert forecasts.error(request(12.0)) == 0.5 and forecasts.error(request(10.5)) == 1.0
     forecasts.over(request(12.0))
+    assert forecasts.error(request(12.0)) is None
     forecasts.over(request(12.0))  # nobody said anything of this one
     assert forecasts.accuracy["prefill"].median is None
     forecasts.note(3, Role.MIXED, 14.0)
@@ -45,6 +47,7 @@ def test_errors_are_shares_of_what_was_measured() -> None:
 def test_what_tells_nothing_is_not_counted(first: float | None, tier: str, at: float) -> None:
     forecasts = Forecasts()
     forecasts.note(3, Role.DECODE, at)
+    assert forecasts.error(request(first, tier)) is None
     forecasts.over(request(first, tier))
     assert not any(one.count for one in forecasts.accuracy.values())
 

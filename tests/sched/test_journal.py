@@ -60,6 +60,13 @@ def test_replay_reproduces_every_plan(jobs: list[Job], roles: str, policy: str, 
     assert outcome.plans == text.count('"kind":"planned"')
 
 
+def test_steps_know_what_was_predicted_of_them() -> None:
+    """The schedulers' model is the devices' own."""
+    outcome = replay(recorded([Job(range(30), 6), Job(range(50, 59), 3)], "1x1", "distserve").splitlines(), perf)
+    assert len(outcome.steps) > 5
+    assert [step.predicted for step in outcome.steps] == pytest.approx([step.seconds for step in outcome.steps])
+
+
 def test_a_changed_plan_shows_as_a_difference() -> None:
     jobs = [Job(range(100 * i, 100 * i + 12), 6) for i in range(6)]
     lines = recorded(jobs, "1x1", "distserve").splitlines()

@@ -86,6 +86,23 @@ def test_attained(done: Done, attained: bool) -> None:
     assert measure(done).attained is attained
 
 
+@pytest.mark.parametrize(
+    ("done", "mean", "gap"),
+    [
+        (Done([1.0, 1.0, 1.2], slo=SLO(2.0, 0.1)), True, True),
+        (Done([1.0, 1.0, 1.2], slo=SLO(2.0, 0.1, tbt=0.15)), True, False),
+        (Done([1.0, 1.1, 1.2], slo=SLO(2.0, 0.05, tbt=0.15)), False, True),
+        (Done([1.0], slo=SLO(2.0, 0.1, tbt=0.15)), True, True),
+        (Done([1.0, 1.1], slo=SLO(2.0, 0.1, tbt=0.15), finish_reason="error"), False, False),
+        (Done([], slo=SLO(2.0, 0.1), finish_reason="refused"), False, True),
+    ],
+)
+def test_the_mean_and_the_largest_gap_apart(done: Done, mean: bool, gap: bool) -> None:
+    one = measure(done)
+    assert (one.mean_attained, one.tbt_attained) == (mean, gap)
+    assert one.tpot_attained == (mean and gap)
+
+
 def test_stages_have_an_allowance_of_their_own() -> None:
     assert measure(Done([1.0, 1.5, 2.0]), allowance=1.0).tpot_attained
     assert not measure(Done([1.0, 1.5, 2.0]), allowance=0.9).tpot_attained

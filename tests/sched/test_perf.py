@@ -76,7 +76,7 @@ def test_an_unknown_key_is_named_with_those_allowed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("boundary", "segments"), [("chunk", 1), ("layer", 62), ("op", 372), ("layers:4", 16), ("layers:62", 1)]
+    ("boundary", "segments"), [("chunk", 1), ("layer", 62), ("op", 124), ("layers:4", 16), ("layers:62", 1)]
 )
 def test_boundaries(boundary: str, segments: int) -> None:
     preset = load_yaml(CONFIGS / "minimax-m2.5-h200-tp4.yaml", Latency)

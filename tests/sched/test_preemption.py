@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.sched.boundary import stopping
+from jaxserve.sched.counters import BLOCKING
 from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.log import Log
 from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load
@@ -48,6 +51,8 @@ def test_one_preempted_step_is_resumed_and_costs_nobody_anything() -> None:
     assert firsts(outcome) == pytest.approx([T_LONG + T_SHORT, 2 * SEGMENT + T_SHORT], rel=1e-12)
     counters = outcome.counters["mixed0"]
     assert (counters.suspended, counters.resumed, counters.steps) == (1, 1, 2)
+    assert counters.asked == sum(counters.blocked) == 1
+    assert counters.blocking == pytest.approx(0.6 * SEGMENT, rel=1e-9)
     assert counters.measured_seconds == pytest.approx(T_LONG + T_SHORT, rel=1e-12)
 
 
@@ -65,6 +70,14 @@ def test_a_step_stops_at_its_next_boundary(segments: int) -> None:
     boundary = -(-at // (T_LONG / segments)) * T_LONG / segments
     outcome = preempting([job(LONG), job(SHORT, arrival=at, ttft=0.06)], segments=segments)
     assert firsts(outcome)[1] == pytest.approx(boundary + T_SHORT, rel=1e-12)
+
+
+def test_a_step_asked_to_stop_in_its_last_segment_ends_and_counts_as_blocking() -> None:
+    outcome = preempting([job(LONG), job(SHORT, arrival=9.75 * SEGMENT, ttft=0.02)])
+    counters = outcome.counters["mixed0"]
+    assert (counters.suspended, counters.asked) == (0, 1)
+    assert counters.blocking == pytest.approx(0.25 * SEGMENT, rel=1e-9)
+    assert counters.blocked[bisect_left(BLOCKING, counters.blocking)] == 1
 
 
 def test_as_many_steps_are_suspended_as_the_limit_says() -> None:
@@ -246,7 +259,7 @@ def perf(record: Mapping[str, Any]) -> GeneralModel:
 def test_a_journal_with_preemption_gives_the_same_plans(jobs, roles, every) -> None:  # type: ignore[no-untyped-def]
     file, count = io.StringIO(), [0]
     journal = Journal(file)
-    limits = Limits(9, 4, 14, 4, preemptible=True, suspended=3)
+    limits = Limits(9, 4, 14, 4, preemptible=True, suspended=3, stopping=stopping(8, 1))
 
     def log(name: str) -> Log:
         role = Role(name.rstrip("0123456789"))
@@ -259,7 +272,8 @@ def test_a_journal_with_preemption_gives_the_same_plans(jobs, roles, every) -> N
         count[0] += 1
         return count[0] % every == 0 and count[0] < 40
 
-    preempting(jobs, roles=ROLES[roles], pages=14, rows=4, tokens=9, suspended=3, log=log, fails=fails)
+    shape = {"pages": 14, "rows": 4, "tokens": 9, "suspended": 3, "segments": 8}
+    preempting(jobs, roles=ROLES[roles], log=log, fails=fails, **shape)
     text = file.getvalue()
     outcome = replay(text.splitlines(), perf)
     assert outcome.differences == []

@@ -12,6 +12,7 @@ from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.policy import Decision, Grant, View
 from jaxserve.sched.request import BEST_EFFORT
 from jaxserve.sched.sim import NAMED, Arrival, Options, simulate
+from jaxserve.sched.sim.executor import END_THINKING
 from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.slo import SLO, THINKING
 
@@ -65,7 +66,7 @@ def test_thinking_ends_at_its_token_and_the_answer_has_its_own_objective(
     request = recorder.requests[0]
     assert (report.counters.drafted > 0) == (draft > 0 and thought + answer > 1)
     assert len(request.output) == thought + answer and report.summary.reasons == {"stop": 1}
-    ends = [place for place, token in enumerate(request.output, 1) if token in request.end_thinking]
+    ends = [place for place, token in enumerate(request.output, 1) if token == END_THINKING]
     assert ends == ([thought] if answer else [])
     assert request.stage == ("answer" if answer else THINKING)
 

@@ -192,3 +192,21 @@ def test_faults_can_be_injected() -> None:
         assert isinstance(await good, StepResult)
 
     clock.run(main())
+
+
+@pytest.mark.parametrize(
+    ("preemptible", "ahead", "pieces"), [(False, 0, 10), (True, 0, 4), (True, 1, 5), (True, 9, 10)]
+)
+def test_kv_leaves_behind_what_is_dispatched_of_the_running_step(preemptible: bool, ahead: int, pieces: int) -> None:
+    """Asked in the fourth of ten pieces: behind that and those ahead, or behind all of a step that is not cut."""
+
+    async def scenario() -> None:
+        executor = make({1: 1}, Device(10, 4, segments=10, ahead=ahead, behind=True, latency=0.0))
+        plan = StepPlan(1, (prefill(1, 0, 0, 80, 100, False),), preemptible=preemptible)
+        whole = MODEL.step_time(executor._look(plan)[0])
+        executor.submit(plan)
+        await asyncio.sleep(0.37 * whole)
+        await executor.import_kv(executor.export_kv([1]), [2])
+        assert executor.now() == pytest.approx(pieces * whole / 10, rel=1e-9)
+
+    clock.run(scenario())

@@ -8,6 +8,7 @@ from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.request import Request
 from jaxserve.sched.slo import ANSWER, SLO, THINKING, deadline
+from jaxserve.sched.thinking import ThinkingEnd
 
 THINK_END = 9
 
@@ -20,7 +21,7 @@ def test_the_envelope_holds_until_the_first_token_is_out() -> None:
 
 
 def request(slo: SLO) -> Request:
-    return Request(1, [1, 2, 3], SamplingParams(), slo, 0.0, end_thinking=frozenset([THINK_END]))
+    return Request(1, [1, 2, 3], SamplingParams(), slo, 0.0, thinking=ThinkingEnd([(THINK_END,)]))
 
 
 def sampled(one: Request) -> None:
@@ -34,8 +35,6 @@ def test_each_token_counts_by_its_own_stage() -> None:
     for step, token in enumerate([5, 5, THINK_END, 5]):
         sampled(one)
         one.gain(token, 1.0 + step)
-        if token == THINK_END:
-            one.switch_stage(ANSWER)
     # tokens 1 and 2 (thinking), 3 and the next one (answer) after the first at 1.0
     assert one.deadline == pytest.approx(1.0 + 2 * 0.02 + 2 * 0.05)
 
@@ -45,7 +44,7 @@ def test_a_stage_switch_counts_tokens_still_on_the_device() -> None:
     sampled(one)
     sampled(one)
     one.gain(THINK_END, 1.0)
-    one.switch_stage(ANSWER)
+    assert one.stage == ANSWER
     one.gain(5, 2.0)
     assert one.deadline == pytest.approx(1.0 + 2 * 0.05)
 

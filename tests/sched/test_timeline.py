@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.sched.boundary import DEPTH
 from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.policy import Decision, Grant, View
 from jaxserve.sched.sim import Arrival, Options, Report, simulate
@@ -154,7 +155,7 @@ def test_a_life_that_was_stopped_at_a_boundary() -> None:
     report = simulate(arrivals, Stops, "1x1", device, recorder=recorder)
     assert report.policy == "Stops" and report.summary.reasons == {"stop": 2}
     stopped = [one for one in recorder.stretches if one.stopped]
-    assert len(stopped) == 1 and 0.1 <= stopped[0].end <= 0.1 + 0.35 / 20
+    assert len(stopped) == 1 and 0.1 <= stopped[0].end <= 0.1 + DEPTH * 0.35 / 20
     told = life(recorder, 0)
     assert "computed part of tokens 0 to 3,000" in told and "stopped at a segment boundary, waited" in told
     names = [one["name"] for one in of(trace(recorder)["traceEvents"], "X")]

@@ -16,6 +16,7 @@ from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import Delta, TokenLogprobs
 from jaxserve.sched.request import STANDARD, Request
 from jaxserve.sched.slo import SLO
+from jaxserve.sched.thinking import ThinkingMarkers
 
 
 class Double:
@@ -33,7 +34,7 @@ class Double:
             policy="fcfs",
             placement="least_work",
             eos=none,
-            end_thinking=none,
+            thinking=ThinkingMarkers(),
             startup_seconds=0.0,
         )
         self.delay = delay

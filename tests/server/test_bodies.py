@@ -161,6 +161,17 @@ def test_objectives():
     assert dict(objectives_of(staged, {}, config).slo.stages) == {"thinking": 0.02, "answer": 0.05}
 
 
+def test_stages_of_a_request_over_those_of_the_server():
+    config = ServeConfig(thinking_tpot_slo=0.02, answer_tpot_slo=0.06)
+    assert objectives_of(completion(), {}, config).slo == config.slo
+    own = objectives_of(completion(stage_slo={"answer": {"tpot_slo_ms": 40}}), {}, config).slo
+    assert dict(own.stages) == {"thinking": 0.02, "answer": 0.04} and own.tpot == 0.05
+    assert objectives_of(completion(tpot_slo_ms=100), {}, config).slo == SLO(tpot=0.1), "it stands for every stage"
+    assert objectives_of(completion(), {"x-slo-tpot-ms": "100"}, config).slo == SLO(tpot=0.1)
+    both = completion(tpot_slo_ms=100, stage_slo={"answer": {"tpot_slo_ms": 40}})
+    assert objectives_of(both, {}, config).slo == SLO(tpot=0.1, stages=(("answer", 0.04),))
+
+
 @pytest.mark.parametrize(
     ("fields", "headers", "param"),
     [

@@ -32,6 +32,9 @@ NAMES = [
     "attention_backend_info",
     "slo_attainment",
     "slo_violations_total",
+    "slo_requests_total",
+    "slo_attained_total",
+    "ttft_prediction_error",
     "request_slack_seconds",
     "predicted_step_seconds",
     "measured_step_seconds",
@@ -44,6 +47,9 @@ NAMES = [
     "garbage_collections_total",
     "garbage_collection_seconds",
     "iteration_tokens_total",
+    "preempted_steps_total",
+    "resumed_steps_total",
+    "preemption_blocking_seconds",
     "spec_decode_num_drafts_total",
     "spec_decode_num_draft_tokens_total",
     "spec_decode_num_accepted_tokens_total",
@@ -90,6 +96,7 @@ def test_metrics_add_up(live):
 
 
 def test_names_are_vllms(live):
+    assert live.http.post("/v1/completions", json={"prompt": "def", "max_tokens": 2}).status_code == 200
     names = {name.removeprefix("jaxserve:") for name in scrape(live)}
     missing = [name for name in NAMES if not {name, f"{name}_count"} & names]
     assert not missing

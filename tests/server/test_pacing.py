@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import inf
 from typing import Any
@@ -18,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxserve.pacing import Pace, paced
 from jaxserve.sched.sim.clock import VirtualLoop
 from jaxserve.sched.slo import SLO
+from jaxserve.sched.thinking import ThinkingEnd, ThinkingMarkers
 
 BODY = {"prompt": "def main(", "max_tokens": 12, "ignore_eos": True, "temperature": 0.0}
 TPOT = 0.08  # seconds: far more than the demo model needs
@@ -43,7 +45,7 @@ def test_a_token_waits_for_its_turn_and_no_longer(gaps, tpot, tbt):
 def test_each_stage_has_its_pace(gaps, ends, thinking, answer):
     ready = list(accumulate(gaps))
     tokens = [END if k == ends else 1 for k in range(len(ready))]
-    pace = Pace(SLO(tpot=1.0, stages=(("thinking", thinking), ("answer", answer))), frozenset({END}))
+    pace = Pace(SLO(tpot=1.0, stages=(("thinking", thinking), ("answer", answer))), ThinkingEnd([(END,)]))
     told = [pace.due(at, (token,)) for at, token in zip(ready, tokens, strict=True)]
     due = [ready[0] + min(k, ends) * thinking + max(0, k - ends) * answer for k in range(len(ready))]
     assert told == pytest.approx([max(pair) for pair in zip(ready, due, strict=True)])
@@ -214,6 +216,22 @@ def test_a_whole_answer_is_not_held(live):
     begin = time.monotonic()
     made = live.http.post("/v1/completions", json={**BODY, "tpot_slo_ms": 5000, "pace_tokens": True}).json()
     assert made["usage"]["completion_tokens"] == BODY["max_tokens"] and time.monotonic() - begin < 50
+
+
+def test_the_pace_begins_in_the_stage_that_the_prompt_ends_in(fake):
+    """This engine says the prompt again: the first two tokens of the open prompt are thought, the third ends that."""
+    live = fake()
+    live.engine.info = replace(live.engine.info, thinking=ThinkingMarkers(((5,),), ((6, END),)))
+    slow, quick = {"tpot_slo_ms": 300}, {"tpot_slo_ms": 1}
+    for prompt, thinking, answer, seconds in (
+        ([6, END, 9], quick, slow, 0.9),  # closed
+        ([6, END, 9], slow, quick, 0.0),
+        ([6, END, 5], slow, quick, 0.3),  # open again: the pause before the second token, with which it ends
+        ([9, 9, 9], slow, quick, 0.9),  # no end at all
+    ):
+        stages = {"thinking": thinking, "answer": answer}
+        times, _, _ = stream(live, prompt=prompt, max_tokens=4, stage_slo=stages, pace_tokens=True)
+        assert 0.9 * seconds <= times[-1] - times[0] < seconds + 0.25, (prompt, thinking)
 
 
 def test_a_server_that_ends_does_not_wait_for_the_pace(fake):

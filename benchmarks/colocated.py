@@ -1,0 +1,208 @@
+"""Long prompts and short ones beside running decodes on one mixed instance, served: who waits how long.
+
+    python benchmarks/colocated.py            # the demo model on --mesh 1x1: a table and JSON
+
+FlowPrefill's colocated setting (section 6.5) at the size of the demo model. A few requests decode all the time; long
+prompts come one after the other, each promised its first token in `--long-slo` times what it takes alone; short
+prompts come, Poisson, promised theirs in half of that time. Tokens are promised in a quarter of the time that a long
+prompt takes, so a step of a whole prompt breaks every promise of the decodes. Systems run in turn, `--rounds` times,
+step times and the time of a long prompt measured before each.
+
+Wait: from the arrival of a short prompt to the start of its first step. Blocking: from asking a step to stop until it
+had stopped. Gap: between two tokens of a running decode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import numpy as np
+from common import add_output, save
+
+from jaxserve.config import ServeConfig
+from jaxserve.engine import profile
+from jaxserve.engine.assemble import Machine, assemble
+from jaxserve.report.table import print_table
+from jaxserve.sched.counters import Counters
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.plan import Delta
+from jaxserve.sched.request import Request
+from jaxserve.sched.sim import Arrival
+from jaxserve.sched.slo import NO_SLO, SLO
+
+LENGTH, CHUNK, ROWS = 2048, 2048, 16
+TALK, SHORT, LONG = (32, 1800), (48, 4), (1800, 2)  # tokens of prompt and output
+
+
+@dataclass(frozen=True)
+class System:
+    """A policy, and where its steps can be stopped."""
+
+    policy: str
+    boundary: str = "chunk"
+
+
+SYSTEMS = {
+    "flowprefill, op": System("flowprefill", "op"),
+    "flowprefill, layer": System("flowprefill", "layer"),
+    "flowprefill, no stops": System("flowprefill:no-preempt"),
+    "chunks of 512": System("sarathi:tokens=512"),
+    "chunks of 2,048": System("sarathi:tokens=2048"),
+}
+
+
+@dataclass
+class Run:
+    """One served run."""
+
+    requests: list[Request]
+    classes: list[str]
+    counters: Counters
+
+    def of(self, name: str) -> list[Request]:
+        return [one for one in self.requests if self.classes[one.id] == name]
+
+
+def machines(systems: Sequence[System]) -> dict[str, Machine]:
+    """Warm executors by boundary; those of `chunk` are any others that do not stop."""
+    made: dict[str, Machine] = {}
+    for boundary in dict.fromkeys(one.boundary for one in systems):
+        config = ServeConfig(
+            mesh="1x1", max_model_len=LENGTH, max_num_seqs=ROWS, max_num_batched_tokens=CHUNK,
+            preempt_boundary=boundary, enable_prefix_caching=False,
+        )  # fmt: skip
+        made[boundary] = assemble(config, lambda *told: None)
+    return made
+
+
+def profile_anew(base: Machine) -> None:
+    """Measure step times now: the machine may have been busy with something else before."""
+    buckets, seconds = base.recipe.buckets, profile.default_seconds("cpu")
+    points = profile.measured(base.executors[0], base._limits, base.info.max_model_len, buckets, seconds)
+    base.recipe = replace(base.recipe, points=tuple(points))
+
+
+def serve(base: Machine, system: System, arrivals: Sequence[Arrival]) -> Run:
+    """Every arrival at its time."""
+    config = replace(base._config, policy=system.policy)
+    machine = Machine(config, base._mesh, base.executors, base._limits, base.recipe, base.info)
+    return asyncio.run(_serve(machine, arrivals))
+
+
+async def _serve(machine: Machine, arrivals: Sequence[Arrival]) -> Run:
+    over: list[Request] = []
+    cluster = machine.cluster(over.append)
+    running = asyncio.ensure_future(cluster.run())
+    await asyncio.sleep(0)
+    draw, began = random.Random(0), machine.now()
+    for id, one in enumerate(arrivals):
+        await asyncio.sleep(max(0.0, began + one.time - machine.now()))
+        prompt = tuple(draw.randrange(8, 4000) for _ in range(one.prompt_tokens))
+        params = SamplingParams(max_tokens=one.output_tokens, ignore_eos=True, temperature=0.0)
+        cluster.submit(Request(id, prompt, params, one.slo, began + one.time, seed=id), _nothing)
+    while any(arrivals[id].class_ != "talk" for id in set(range(len(arrivals))) - {one.id for one in over}):
+        await asyncio.sleep(0.02)
+    for id in set(range(len(arrivals))) - {one.id for one in over}:
+        cluster.cancel(id)  # what decodes was only company
+    await asyncio.wait([asyncio.ensure_future(cluster.drained()), running], return_when=asyncio.FIRST_COMPLETED)
+    if running.done():
+        running.result()
+    while any(core.scheduler.in_flight for core in cluster.cores):
+        await asyncio.sleep(0.01)
+    cluster.check()
+    running.cancel()
+    await asyncio.wait([running])
+    over.sort(key=lambda one: one.id)
+    return Run(over, [one.class_ for one in arrivals], cluster.cores[0].scheduler.counters)
+
+
+def _nothing(delta: Delta) -> None:
+    """Tokens are read from the finished request."""
+
+
+def alone(base: Machine) -> float:
+    """Seconds that a long prompt takes with nothing beside it: the shortest of a few, as the machine may be busy."""
+    arrivals = [Arrival(0.0, *LONG, NO_SLO, "long") for _ in range(5)]
+    found = serve(base, System("distserve"), arrivals)
+    times = [0.0, *(one.token_times[0] - one.arrival for one in found.requests)]
+    return min(after - before for before, after in pairwise(sorted(times)))
+
+
+def mix(taken: float, args: argparse.Namespace, seed: int) -> list[Arrival]:
+    """Running decodes, long prompts at the pace of `--load`, and short ones all the time."""
+    draw, end = np.random.default_rng(seed), args.prompts * taken / args.load
+    talk, short, long = (SLO(ttft, taken / 4, taken / 4) for ttft in (10 * taken, taken / 2, args.long_slo * taken))
+    made = [Arrival(0.01 * n, *TALK, talk, "talk") for n in range(args.decodes)]
+    made += [Arrival((n + 0.5) * taken / args.load, *LONG, long, "long") for n in range(args.prompts)]
+    at = 0.0
+    while (at := at + draw.exponential(taken / args.short)) < end:
+        made.append(Arrival(at, *SHORT, short, "short"))
+    return sorted(made, key=lambda one: one.time)
+
+
+def row(taken: float, run: Run) -> dict[str, Any]:
+    """Times in shares of `taken`, the time of a long prompt alone."""
+    shorts, longs, talks = (run.of(name) for name in ("short", "long", "talk"))
+    waits = [(one.scheduled_at or one.token_times[0]) - one.arrival for one in shorts]
+    gaps = [after - before for one in talks for before, after in pairwise(one.token_times)]
+    counters = run.counters
+
+    def attained(requests: Sequence[Request]) -> float:
+        return float(np.mean([one.token_times[0] - one.arrival <= one.slo.ttft for one in requests]))
+
+    return {
+        "alone_ms": 1e3 * taken,
+        "stops": counters.suspended,
+        "blocking": counters.blocking / counters.asked / taken if counters.asked else None,
+        "wait_p50": float(np.quantile(waits, 0.5)) / taken,
+        "wait_p99": float(np.quantile(waits, 0.99)) / taken,
+        "short_ttft": attained(shorts),
+        "long_ttft": attained(longs),
+        "gap_p99": float(np.quantile(gaps, 0.99)) / taken,
+        "gap_max": max(gaps) / taken,
+        "gaps_kept": float(np.mean([gap <= taken / 4 for gap in gaps])),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--decodes", type=int, default=2, help="requests that decode all the time [%(default)s]")
+    parser.add_argument("--prompts", type=int, default=12, help="long ones in a run [%(default)s]")
+    parser.add_argument("--load", type=float, default=0.4, help="of long prompts, share of the time [%(default)s]")
+    parser.add_argument("--short", type=float, default=1.5, help="in the time of a long one [%(default)s]")
+    parser.add_argument("--long-slo", type=float, default=6.0, help="TTFT, in that time [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--systems", default=";".join(SYSTEMS), help="some of the systems, split by ;")
+    add_output(parser, "colocated")
+    args = parser.parse_args()
+    names = args.systems.split(";")
+    by_boundary = machines([SYSTEMS[name] for name in names])
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for number in range(args.rounds):
+        for name in names:
+            base = by_boundary[SYSTEMS[name].boundary]
+            profile_anew(base)
+            taken = alone(base)
+            rows[name].append(row(taken, serve(base, SYSTEMS[name], mix(taken, args, number))))
+            print(number, name, rows[name][-1], flush=True)
+    columns = [column for column in rows[names[0]][0] if column != "alone_ms"]
+    table = [[name, *(_median([one[column] for one in rows[name]]) for column in columns)] for name in names]
+    print_table("medians of rounds; times in shares of a long prompt's", ["system", *columns], table)
+    save(args, {"rows": rows})
+    return 0
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return median(found) if found else None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

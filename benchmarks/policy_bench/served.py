@@ -1,0 +1,174 @@
+"""A model that is compiled once and served by one policy after another, over HTTP, with what its journal says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from common import DEMO
+
+from jaxserve.bench.drive import Run
+from jaxserve.bench.load import Call
+from jaxserve.config import ServeConfig
+from jaxserve.engine import profile
+from jaxserve.engine.assemble import assemble
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.info import Stats
+from jaxserve.replay import perf_of
+from jaxserve.sched.forecasts import Forecasts
+from jaxserve.sched.journal import Replay, replay
+from jaxserve.sched.request import BEST_EFFORT, Request
+from jaxserve.server.main import Ending, listen_on, serve
+from jaxserve.server.service import Service
+from jaxserve.tokenizer import Tokenizer
+
+from .client import send
+from .mixes import Scale
+from .systems import MODELS, System
+
+LONGEST = 600.0  # seconds of a case: a server that does not answer is an error, not a figure
+
+
+class Recorded(Forecasts):
+    """Keeps each first token as last predicted and as it came, in seconds, best effort aside. Writer: the engine's
+    thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._predicted: dict[int, float] = {}
+        self.pairs: list[tuple[float, float]] = []
+
+    def note(self, id: int, role: Any, at: float) -> None:
+        self._predicted[id] = at
+        super().note(id, role, at)
+
+    def over(self, request: Request) -> None:
+        at = self._predicted.pop(request.id, float("inf"))
+        if at < float("inf") and request.first_token_at is not None and request.tier != BEST_EFFORT:
+            self.pairs.append((at - request.arrival, request.first_token_at - request.arrival))
+        super().over(request)
+
+
+@dataclass
+class Served:
+    """One policy's answer to a mix."""
+
+    run: Run
+    journal: Replay
+    stats: Stats
+    first_tokens: list[tuple[float, float]] = field(default_factory=list)  # predicted, measured
+
+
+class Host:
+    """Warm executors of one model. One policy serves at a time."""
+
+    def __init__(self, name: str, mesh: str, folder: Path, **settings: Any) -> None:
+        """`folder` is for what a run writes. settings: of a ServeConfig."""
+        self.model, self._folder = MODELS[name], folder
+        source = None if self.model.config is None else str(_written(folder / name, self.model.config))
+        self.config = ServeConfig(
+            model=source, load_format="auto" if source is None else "dummy", served_model_name=(name,), mesh=mesh,
+            max_model_len=self.model.length, max_num_seqs=self.model.rows, max_num_batched_tokens=self.model.chunk,
+            kv_cache_memory=1 << 30, disable_log_stats=True, log_level="warning", **settings,
+        )  # fmt: skip
+        self.machine = assemble(self.config, lambda *told: None)
+        self._tokenizer = Tokenizer.load(self.config.model_source)
+        weights = self.machine.executors[0].state.weights
+        self.layers = len(weights["layers"])
+        self.parameters = _parameters(weights)
+
+    def profile(self) -> None:
+        """Measure steps anew: what is kept may be of a busier or an idler machine."""
+        one = self.machine
+        buckets, seconds = one.recipe.buckets, self.config.profile_time or profile.default_seconds("cpu")
+        points = profile.measured(one.executors[0], one._limits, one.info.max_model_len, buckets, seconds)
+        one.recipe = replace(one.recipe, points=tuple(points))
+
+    def serve(self, system: System, calls: Sequence[Call], tiers: Scale | None, clients: Executor) -> Served:
+        """Every call at its time. Raises RuntimeError where requests are left after LONGEST."""
+        journal = self._folder / "journal.jsonl"
+        mine = replace(self.config, policy=system.policy, mode=system.mode, journal=str(journal))  # type: ignore[arg-type]
+        if tiers is not None:
+            mine = replace(mine, slo_tiers=str(_tiers(self._folder / "tiers.yaml", tiers)))
+        engine = Engine.on(self.machine.serving(mine))
+        recorded = engine._cluster.forecasts = Recorded()
+        try:
+            with _listening(Service(engine, self._tokenizer, mine)) as url:
+                sent = clients.submit(send, url, mine.names[0], calls, tiers is not None)
+                try:
+                    run = sent.result(LONGEST)
+                except TimeoutError:
+                    raise RuntimeError(f"{system}: requests are left after {LONGEST:.0f} s: {engine.stats()}") from None
+            stats = _at_rest(engine)
+            engine.check()
+        finally:
+            engine.close()
+        with journal.open(encoding="utf-8") as lines:
+            replayed = replay(lines, perf_of)
+        return Served(run, replayed, stats, recorded.pairs)
+
+
+def _at_rest(engine: Engine) -> Stats:
+    """What it says once nothing runs any more: rows that were planned ahead, and KV under way."""
+    end = time.monotonic() + 30.0
+    while (stats := engine.stats()).running or stats.waiting or stats.handovers:
+        if time.monotonic() > end:
+            raise RuntimeError(f"something still runs: {stats}")
+        time.sleep(0.02)
+    return stats
+
+
+@contextmanager
+def _listening(service: Service) -> Iterator[str]:
+    """A server in a thread of this process, at the URL."""
+    sock, ready, kept = listen_on("127.0.0.1", 0), threading.Event(), list[tuple[Ending, Any]]()
+
+    def started(ending: Ending) -> None:
+        kept.append((ending, asyncio.get_running_loop()))
+        ready.set()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve(service, sock, started)), daemon=True)
+    thread.start()
+    if not ready.wait(30):
+        raise RuntimeError("the server did not come up in 30 s")
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        (ending, loop) = kept[0]
+        loop.call_soon_threadsafe(ending.now)
+        thread.join(30)
+        sock.close()
+        service.close()
+
+
+def _written(folder: Path, changes: dict[str, Any]) -> Path:
+    """A model's folder without weights: the demo model's tokenizer, and its configuration with changes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in DEMO.iterdir():
+        if path.suffix in (".json", ".jinja"):
+            shutil.copy(path, folder / path.name)
+    config = json.loads((DEMO / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
+    return folder
+
+
+def _tiers(path: Path, scale: Scale) -> Path:
+    tiers = {one.name: {"ttft": f"{one.ttft}s", "tpot": f"{one.tpot}s"} for one in scale.shapes}
+    path.write_text(yaml.safe_dump({"tiers": tiers}), encoding="utf-8")
+    return path
+
+
+def _parameters(weights: Any) -> int:
+    import jax
+
+    return sum(leaf.size for leaf in jax.tree.leaves(weights))

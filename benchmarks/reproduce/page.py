@@ -1,0 +1,191 @@
+"""The tables of a reproduction page: made by a script, kept as JSON, and written between the markers of the page.
+
+A script gives `run` its makers, functions that return a Table. `SCRIPT all` makes every table, writes
+benchmarks/results/PAGE-DATE.json and puts each table into docs/reproduction/PAGE.md, between the lines
+`<!-- table: NAME -->` and `<!-- end -->`; prose around them is written by hand. A table made with other than its own
+number of requests or seeds is printed only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from math import isfinite, log10
+from pathlib import Path
+from typing import Any, TypeVar
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import common
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from PIL import Image
+
+from jaxserve.report.plot import COLOURS, MARKERS, Panel
+from jaxserve.report.table import markdown, print_table
+
+PAGES = common.ROOT / "docs" / "reproduction"
+PLOTS = PAGES / "plots"
+DIGITS = 3  # significant, of a figure on a page; a curve in the JSON has one more
+SUMMARY = "results"  # the marker of the line that says how the tables were made
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table: its columns and rows. data: what else the JSON keeps of it, such as the points of a curve."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+Maker = Callable[[argparse.Namespace], Table | None]  # None: printed already, and not kept
+One, Made = TypeVar("One"), TypeVar("Made")
+
+
+def run(
+    about: str | None,
+    page: str,
+    makers: Sequence[Maker],
+    parser: argparse.ArgumentParser | None = None,
+    also: Sequence[Maker] = (),
+) -> int:
+    """Make the tables that the command line names, or all, each called what its maker is.
+
+    Makers get the parsed arguments: `requests` and `seeds`, None unless given, `jobs`, and what `parser` adds. also:
+    those that `all` leaves out.
+    """
+    tables = {maker.__name__: maker for maker in (*makers, *also)}
+    parser = parser or argparse.ArgumentParser()
+    parser.description, parser.formatter_class = about, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"all, or {', '.join(tables)} [all]")
+    parser.add_argument("--requests", type=int, metavar="N", help="of a simulation; printed only [each table's own]")
+    parser.add_argument("--seeds", type=int, metavar="N", help="of a cell; printed only [each table's own]")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes [all cores]")
+    parser.add_argument("--print-only", action="store_true", help="leave the page and its JSON as they are")
+    args = parser.parse_args()
+    unknown = [name for name in args.tables if name not in (*tables, "all")]
+    if unknown:
+        parser.error(f"unknown table {unknown[0]!r}; choose of all, {', '.join(tables)}")
+    chosen = [one.__name__ for one in makers] if not args.tables or "all" in args.tables else args.tables
+    keep = not (args.print_only or args.requests or args.seeds)
+    for name in chosen:
+        began = processor_seconds()
+        made = tables[name](args)
+        if made is None:
+            continue
+        print_table(made.title, made.columns, made.rows)
+        if keep:
+            save(page, name, made, processor_seconds() - began)
+    return 0
+
+
+def processor_seconds() -> float:
+    """Of this process and those it has waited for."""
+    return sum(os.times()[:4])
+
+
+def spread(args: argparse.Namespace, make: Callable[[One], Made], of: Iterable[One]) -> list[Made]:
+    """`make` of each, by as many processes as the command line allows."""
+    if args.jobs == 1:
+        return [make(one) for one in of]
+    with ProcessPoolExecutor(args.jobs) as pool:
+        return list(pool.map(make, of))
+
+
+def save(page: str, name: str, made: Table, seconds: float) -> None:
+    """Keep a table in today's JSON of the page, beside those that the newest one has, and write it into the page."""
+    kept = newest(page)
+    document = json.loads(kept.read_text(encoding="utf-8")) if kept else {"tables": {}}
+    origin = common.origin()
+    document["tables"][name] = {
+        "title": made.title,
+        "columns": list(made.columns),
+        "rows": [[_plain(value) for value in row] for row in made.rows],
+        "seconds": round(seconds, 1),
+        **{key: origin[key] for key in ("commit", "uncommitted_changes", "date")},
+        **({"data": _plain(made.data, DIGITS + 1)} if made.data else {}),
+    }
+    script = Path(sys.argv[0]).resolve().relative_to(common.ROOT)
+    document = {"page": page, "command": f"python {script} all", "origin": origin, "tables": document["tables"]}
+    path = common.RESULTS / f"{page}-{time.strftime('%Y-%m-%d')}.json"
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write(PAGES / f"{page}.md", path, document)
+
+
+def newest(page: str) -> Path | None:
+    """The last JSON of a page, by the date in its name."""
+    return max(common.RESULTS.glob(f"{page}-[0-9]*-[0-9]*-[0-9][0-9].json"), default=None)
+
+
+def write(page: Path, path: Path, document: Mapping[str, Any]) -> None:
+    """Put all tables of a document between their markers. Raises ValueError where the page lacks one."""
+    text = page.read_text(encoding="utf-8")
+    for name, content in blocks(path, document).items():
+        found = marked(name).search(text)
+        if found is None:
+            raise ValueError(f"{page} has no lines '<!-- table: {name} -->' and '<!-- end -->'")
+        text = text[: found.start(1)] + content + "\n" + text[found.end(1) :]
+    page.write_text(text, encoding="utf-8")
+
+
+def blocks(path: Path, document: Mapping[str, Any]) -> dict[str, str]:
+    """What belongs between the markers of a page, by their names."""
+    tables = document["tables"]
+    minutes = sum(table["seconds"] for table in tables.values()) / 60
+    link = f"[`{path.name}`](../../benchmarks/results/{path.name})"
+    says = f"`{document['command']}` made the tables below and {link} in {minutes:.0f} minutes of processor time."
+    return {SUMMARY: says} | {name: markdown(table["columns"], table["rows"]) for name, table in tables.items()}
+
+
+def marked(name: str) -> re.Pattern[str]:
+    """Finds a table's block in a page; group 1 is what lies between its markers."""
+    return re.compile(rf"<!-- table: {re.escape(name)} -->\n(.*?)<!-- end -->", re.DOTALL)
+
+
+def picture(name: str, panels: Sequence[Panel], columns: int = 2) -> None:
+    """Draw panels with one legend into docs/reproduction/plots, small: at most some tens of KB."""
+    PLOTS.mkdir(exist_ok=True)
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(3.3 * columns, 2.3 * rows + 0.5), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    for axes, panel in zip(figure.subplots(rows, columns, squeeze=False).flat, panels, strict=True):
+        for index, (label, line) in enumerate(panel.series.items()):
+            style = {"color": COLOURS[index], "marker": MARKERS[index] if len(line.x) < 30 else None, "markersize": 3}
+            axes.plot(line.x, line.y, linewidth=1.2, label=label, **style)
+        if panel.level is not None:
+            axes.axhline(panel.level, color="grey", linestyle=":", linewidth=1)
+        if panel.ylim is not None:
+            axes.set_ylim(*panel.ylim)
+        axes.set_title(panel.title, fontsize=9)
+        axes.set_xlabel(panel.xlabel, fontsize=8)
+        axes.set_ylabel(panel.ylabel, fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.grid(alpha=0.3)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
+    figure.set_dpi(90)
+    canvas.draw()
+    drawn = Image.frombytes("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba())).convert("RGB")
+    drawn.quantize(48).save(PLOTS / name, optimize=True)
+
+
+def _plain(value: Any, digits: int = DIGITS) -> Any:
+    """Values for JSON, floats with as many significant digits."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, digits) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, digits) for item in value]
+    if isinstance(value, str | bool | int) or value is None:
+        return value
+    number = float(value)
+    if not isfinite(number):
+        return None
+    return round(number, digits - 1 - int(log10(abs(number)) // 1)) if number else 0.0

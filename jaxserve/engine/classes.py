@@ -1,0 +1,121 @@
+"""What was promised and kept, by class of request: totals that a scrape reads. Nothing is done per token."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from math import inf, isfinite
+
+from jaxserve.sched.metrics import FINISHED, Measured, measure, stage_allowance
+from jaxserve.sched.request import Request
+
+PHASES = ("ttft", "tpot", "tbt", "all")  # all: everything that the request was promised
+
+# Upper edges of histograms.
+SLACK = (-60, -30, -10, -5, -2, -1, -.5, -.2, -.1, -.05, 0, .05, .1, .2, .5, 1, 2, 5, 10, 30, 60)  # fmt: skip
+ERRORS = (.01, .02, .05, .1, .15, .2, .3, .5, .75, 1, 2, 5, 10)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A histogram at one moment: how many up to each edge and above the one before, then those above the last."""
+
+    sizes: tuple[int, ...]
+    total: float  # sum of all values
+
+    @property
+    def count(self) -> int:
+        return sum(self.sizes)
+
+
+class Histogram:
+    """Values by size. Writer: one thread."""
+
+    __slots__ = ("_edges", "_sizes", "_total")
+
+    def __init__(self, edges: Sequence[float]) -> None:
+        self._edges, self._sizes, self._total = edges, [0] * (len(edges) + 1), 0.0
+
+    def add(self, value: float) -> None:
+        self._sizes[bisect_left(self._edges, value)] += 1
+        self._total += value
+
+    def spread(self) -> Spread:
+        return Spread(tuple(self._sizes), self._total)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassStats:
+    """One class at one moment. Mappings are by phase."""
+
+    ended: Mapping[str, int]  # requests that ended and had an objective for the phase
+    attained: Mapping[str, int]  # of these, those that kept it
+    slack: Mapping[str, Spread]  # seconds left at the first token, at the last one, and after the longest gap
+    errors: Spread  # |predicted - measured| / measured time to first token
+
+
+def _none() -> dict[str, int]:
+    return dict.fromkeys(PHASES, 0)
+
+
+@dataclass(slots=True)
+class _Tally:
+    ended: dict[str, int] = field(default_factory=_none)
+    attained: dict[str, int] = field(default_factory=_none)
+    slack: dict[str, Histogram] = field(default_factory=lambda: {phase: Histogram(SLACK) for phase in PHASES[:3]})
+    errors: Histogram = field(default_factory=lambda: Histogram(ERRORS))
+
+    def count(self, phase: str, kept: bool) -> None:
+        self.ended[phase] += 1
+        self.attained[phase] += kept
+
+
+class Tallies:
+    """Totals by class, for a set of classes that does not change. Writer: the engine's thread."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._tallies = {name: _Tally() for name in names}
+
+    def add(self, request: Request, error: float | None) -> None:
+        """Count a request that has ended, other than by its caller's wish. `error`: of its predicted TTFT, if any."""
+        tally, slo = self._tallies[request.class_], request.slo
+        staged = stage_allowance(request)
+        measured = measure(request, allowance=staged)
+        if slo.ttft < inf:
+            tally.count("ttft", measured.ttft_attained)
+        if min(chain([slo.tpot], (tpot for _, tpot in slo.stages))) < inf:
+            tally.count("tpot", measured.mean_attained)
+        if slo.tbt is not None:
+            tally.count("tbt", measured.tbt_attained)
+        tally.count("all", measured.attained)
+        if measured.reason in FINISHED:
+            allowed = slo.tpot * (measured.output - 1) if staged is None else staged
+            for phase, seconds in _slack(request, measured, allowed).items():
+                if isfinite(seconds):
+                    tally.slack[phase].add(seconds)
+        if error is not None:
+            tally.errors.add(error)
+
+    def stats(self) -> dict[str, ClassStats]:
+        """A snapshot; any thread may ask."""
+        return {
+            name: ClassStats(
+                dict(one.ended),
+                dict(one.attained),
+                {phase: histogram.spread() for phase, histogram in one.slack.items()},
+                one.errors.spread(),
+            )
+            for name, one in self._tallies.items()
+        }
+
+
+def _slack(request: Request, measured: Measured, allowed: float) -> dict[str, float]:
+    """Seconds left of each objective; inf or NaN without one. `allowed`: for all tokens after the first."""
+    tbt = inf if request.slo.tbt is None else request.slo.tbt
+    return {
+        "ttft": request.slo.ttft - measured.ttft,
+        "tpot": allowed - measured.tpot * (measured.output - 1),
+        "tbt": tbt - measured.largest_gap,
+    }

@@ -1,0 +1,114 @@
+"""Service classes that a request can pick, from a YAML file, and the few classes that metrics tell apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxserve.errors import InvalidValue
+from jaxserve.sched.request import BEST_EFFORT, STANDARD
+from jaxserve.sched.slo import ANSWER, NO_SLO, SLO, THINKING
+from jaxserve.yamlio import load_yaml
+
+Stages = tuple[tuple[str, float], ...]  # (stage, tpot in seconds)
+
+PLAIN = ("auto", "default", "scale", STANDARD)  # the server's own SLO, under OpenAI's names and ours
+FREE = (BEST_EFFORT, "flex")  # no SLO
+DEFAULT, CUSTOM = "default", "custom"  # classes of requests without a tier: the server's SLO, or one of their own
+
+
+@dataclass(frozen=True, slots=True)
+class StageGoal:
+    """Objective of one stage, in seconds per token."""
+
+    tpot: float
+
+    def __post_init__(self) -> None:
+        _check_positive(tpot=self.tpot)
+
+
+@dataclass(frozen=True, slots=True)
+class StageGoals:
+    """Objectives of the stages of an output. None: as the tier's tpot."""
+
+    thinking: StageGoal | None = None
+    answer: StageGoal | None = None
+
+    @property
+    def pairs(self) -> Stages:
+        goals = ((THINKING, self.thinking), (ANSWER, self.answer))
+        return tuple((stage, goal.tpot) for stage, goal in goals if goal is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A named service class that a request picks with `service_tier`. None: as the server's own SLO. Seconds."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    tbt: float | None = None
+    stages: StageGoals = StageGoals()
+    priority: int = 0
+    best_effort: bool = False  # no deadline; may lose its KV, never its tokens
+
+    def __post_init__(self) -> None:
+        _check_positive(ttft=self.ttft, tpot=self.tpot, tbt=self.tbt)
+        if self.best_effort and ((self.ttft, self.tpot, self.tbt) != (None, None, None) or self.stages.pairs):
+            raise InvalidValue("a tier with best_effort: true has no objectives: leave the times out", "best_effort")
+
+    def slo(self, default: SLO) -> SLO:
+        """What it promises on a server whose own SLO is `default`."""
+        if self.best_effort:
+            return NO_SLO
+        return SLO(
+            default.ttft if self.ttft is None else self.ttft,
+            default.tpot if self.tpot is None else self.tpot,
+            default.tbt if self.tbt is None else self.tbt,
+            stages_over(default.stages, self.tpot, self.stages.pairs),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    tiers: Mapping[str, Tier]
+
+
+def load_tiers(path: Path) -> Mapping[str, Tier]:
+    """The tiers of a file, and those that are always there. Raises InvalidValue with file and line."""
+    if not path.is_file():
+        raise InvalidValue(f"slo_tiers={str(path)!r} does not exist: configs/slo/tiers.yaml is an example", "slo_tiers")
+    free = dict.fromkeys(FREE, Tier(best_effort=True))
+    return {**dict.fromkeys(PLAIN, Tier()), **load_yaml(path, _File).tiers, **free}
+
+
+def stages_over(below: Stages, tpot: float | None, own: Iterable[tuple[str, float]]) -> Stages:
+    """Merge the stages of one level (a request, a tier) over those of the level below.
+
+    `tpot`: the level's own for all stages, where it has one; it stands in place of every stage from below.
+    """
+    return tuple({**(dict(below) if tpot is None else {}), **dict(own)}.items())
+
+
+class Classes:
+    """The classes that metrics tell apart: each tier of the configuration, best effort, `default` and `custom`.
+
+    As many as the configuration says, whatever requests bring.
+    """
+
+    def __init__(self, tiers: Mapping[str, Tier], default: SLO) -> None:
+        self._named = frozenset(name for name, tier in tiers.items() if name not in PLAIN and not tier.best_effort)
+        self._default = frozenset(tier.slo(default) for name, tier in tiers.items() if name in PLAIN)
+        self.names = (*sorted(self._named | {DEFAULT, CUSTOM}), BEST_EFFORT)
+
+    def of(self, tier: str, slo: SLO) -> str:
+        """The class of a request as it comes in: its tier as the scheduler knows it, and its SLO."""
+        if tier in self._named or tier == BEST_EFFORT:
+            return tier
+        return DEFAULT if tier == STANDARD and slo in self._default else CUSTOM
+
+
+def _check_positive(**times: float | None) -> None:
+    for name, value in times.items():
+        if value is not None and not value > 0:
+            raise InvalidValue(f"{name}={value!r} must be a positive time, as in 50ms", name)

@@ -1,0 +1,111 @@
+"""Turns of prompts and running decodes on one instance, where steps of prompts can be stopped.
+
+FlowPrefill's colocated setting (section 6.5) runs a prefill and a decode instance side by side on the same devices. An
+engine here runs one step at a time, so they alternate: a step of prompts, stopped at a segment boundary when the next
+token of a running decode would be late otherwise; a step of all running decodes; the stopped step again.
+"""
+
+from __future__ import annotations
+
+from math import inf, isfinite
+
+import numpy as np
+
+from ..feasibility import BEHIND, GRID, decode_load, largest_chunk, promised
+from ..perf.model import Load
+from ..policy import Decision, Grant, Task, View
+
+LEAST = 0.25  # of the tightest time between tokens: what prompts get in each turn, also where a decode is late
+CUSHION = 0.15  # of the decode step: by how much longer than predicted it may take
+SLIP = 0.05  # of the tightest time between tokens: for the host to stop one step and start another
+COARSE = 0.25  # of the tightest time between tokens: the most that stopping a step of prompts may take
+TICK = 1e-4  # seconds: a timer may fire that much early
+
+
+def pace(view: View) -> float:
+    """Seconds between tokens that the most demanding running decode was promised, by tpot or tbt; inf without one."""
+    rows = view.decode
+    gaps = np.minimum(promised(rows, rows.tpot), promised(rows, rows.tbt))
+    return float(np.minimum.reduce(gaps, initial=inf))
+
+
+def latest_start(view: View, seconds: float) -> float:
+    """When a step of prompts that takes `seconds` must be asked to stop so that every running decode is on time.
+
+    A decode later than BEHIND tpot does not hurry the others: its next token is then due a tpot after its last.
+    """
+    rows, tightest = view.decode, pace(view)
+    if not isfinite(tightest):
+        return inf
+    count = rows.standard
+    last = np.nan_to_num(rows.last(np.arange(count)), nan=view.start)
+    tpot, due = rows.tpot[:count], rows.deadline[:count]
+    due = np.where(view.start - due > BEHIND * tpot, last + tpot, due)
+    due = np.minimum(due, last + rows.tbt[:count])
+    own = float(view.perf.step_time(decode_load(rows)))
+    reserve = (1.0 + CUSHION) * own + view.limits.stopping * seconds + SLIP * tightest
+    return float(np.minimum.reduce(due)) - reserve
+
+
+def stop_at(view: View, began: float, seconds: float) -> float:
+    """When to ask a step of prompts that began at `began` to stop: prompts get a least share of the time, or running
+    decodes that cannot be on time would keep them from ever going on."""
+    return max(latest_start(view, seconds), began + LEAST * pace(view))
+
+
+def asked(view: View, running: Task, prompts: Decision) -> Decision:
+    """Whether to stop the running step of prompts for the running decodes; `prompts`: what is said of it otherwise."""
+    if prompts.preempt:
+        return prompts
+    at = stop_at(view, running.since, running.total)
+    if at - view.now <= TICK:
+        return Decision(demote=prompts.demote, preempt=True)
+    return Decision(demote=prompts.demote, again=at)
+
+
+def no_room(view: View, prompts: Decision) -> bool:
+    """Whether a step of these prompts could not be stopped, as too many are suspended."""
+    return prompts.resume is None and len(view.suspended) >= view.limits.suspended
+
+
+def turn(view: View, prompts: Decision, decode: tuple[Grant, ...]) -> Decision:
+    """A step of prompts or of running decodes, as their promises allow. Decodes whose promises say nothing of time
+    take every other step."""
+    grants = prompts.grants if prompts.resume is not None else coarse(view, prompts)
+    seconds = _seconds(view, prompts.resume, grants, prompts.prompts)
+    late = latest_start(view, seconds)
+    tight = pace(view)
+    spare = isfinite(late) and late - view.start >= LEAST * tight and not no_room(view, prompts)
+    if view.decoded or spare:
+        again = stop_at(view, view.start, seconds)
+        if prompts.resume is not None:
+            return Decision(demote=prompts.demote, resume=prompts.resume, again=again)
+        return Decision(grants + decode, prompts.demote, prompts=prompts.prompts, separate=True, again=again)
+    return Decision(decode + grants, prompts.demote, prompts=prompts.prompts, separate=True)
+
+
+def coarse(view: View, prompts: Decision) -> tuple[Grant, ...]:
+    """The grants of prompts, the first one cut so that its step can be stopped within COARSE of the running decodes'
+    time between tokens; to a few tokens where nothing can."""
+    bound = COARSE * pace(view) / view.limits.stopping if view.limits.stopping else inf
+    if not prompts.grants or not isfinite(bound):
+        return prompts.grants
+    first, others = prompts.grants[0], prompts.grants[1:]
+    request = next(one for one in view.prefill if one.id == first.request)
+    left = min(first.tokens, request.remaining)
+    tokens = largest_chunk(view.perf.step_time, Load(), request.context, left, bound) or min(left, GRID)
+    return (Grant(first.request, tokens), *others)
+
+
+def _seconds(view: View, resume: int | None, grants: tuple[Grant, ...], prompts: int) -> float:
+    """Predicted seconds of a suspended step as a whole, or of a new one of these prompts."""
+    if resume is not None:
+        return next(task.total for task in view.suspended if task.step == resume)
+    load, left = Load(), view.limits.tokens
+    requests = {request.id: request for request in view.prefill}
+    for grant in grants[:prompts]:
+        request = requests[grant.request]
+        tokens = min(grant.tokens, request.remaining, left)
+        if tokens > 0:
+            load, left = load.add_chunk(tokens, request.context), left - tokens
+    return float(view.perf.step_time(load))

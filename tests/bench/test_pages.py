@@ -1,0 +1,74 @@
+"""Reproduction pages and the JSON that their tables come from say the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+PAPERS = ("deflection", "fairbatching", "flowprefill", "kairos")
+
+
+@pytest.fixture(scope="module")
+def page(repo: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("page", repo / "benchmarks" / "reproduce" / "page.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["page"] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_a_page_shows_its_newest_results(page: ModuleType, repo: Path, paper: str) -> None:
+    path = page.newest(paper)
+    assert path is not None
+    text = (repo / "docs" / "reproduction" / f"{paper}.md").read_text()
+    blocks = page.blocks(path, json.loads(path.read_text()))
+    marked = re.findall(r"<!-- table: (\S+) -->", text)
+    assert sorted(marked) == sorted(blocks), "a marker without results, or results without a marker"
+    for name, content in blocks.items():
+        assert page.marked(name).search(text)[1] == content + "\n", name
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_pictures_of_a_page_are_there_and_small(repo: Path, paper: str) -> None:
+    folder = repo / "docs" / "reproduction"
+    for name in re.findall(r"!\[[^]]*\]\(([^)]+)\)", (folder / f"{paper}.md").read_text()):
+        assert (folder / name).is_file(), name
+        if name.startswith("plots/"):
+            assert (folder / name).stat().st_size < 60_000
+
+
+def test_a_table_is_written_between_its_markers(page: ModuleType, tmp_path: Path) -> None:
+    text = "before\n<!-- table: results -->\nold\n<!-- end -->\nwords\n<!-- table: one -->\n<!-- end -->\nafter\n"
+    written = tmp_path / "page.md"
+    written.write_text(text)
+    table = {"title": "One", "columns": ["a", "b"], "rows": [["x", 1.25], ["y", None]], "seconds": 90.0}
+    page.write(written, Path("one-2026-11-23.json"), {"command": "python one.py all", "tables": {"one": table}})
+    assert written.read_text() == (
+        "before\n<!-- table: results -->\n`python one.py all` made the tables below and "
+        "[`one-2026-11-23.json`](../../benchmarks/results/one-2026-11-23.json) in 2 minutes of processor time.\n"
+        "<!-- end -->\nwords\n<!-- table: one -->\n| a | b |\n| --- | --- |\n| x | 1.25 |\n| y | – |\n"
+        "<!-- end -->\nafter\n"
+    )
+    with pytest.raises(ValueError, match=r"no lines '<!-- table: two -->'"):
+        page.write(written, Path("x.json"), {"command": "", "tables": {"two": table}})
+
+
+def test_other_counts_are_printed_and_not_kept(repo: Path, page: ModuleType) -> None:
+    before = {path: path.read_bytes() for path in page.PAGES.glob("*.md")}
+    command = [sys.executable, "benchmarks/reproduce/flowprefill.py", "tasks", "--requests", "500"]
+    done = subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and "search" in done.stdout, done.stderr
+    assert before == {path: path.read_bytes() for path in page.PAGES.glob("*.md")}
+    done = subprocess.run(
+        [*command[:2], "figure99"], cwd=repo, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 2 and "unknown table 'figure99'; choose of all, goodput" in done.stderr

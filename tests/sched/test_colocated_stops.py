@@ -1,0 +1,208 @@
+"""Prompts beside running decodes: steps of prompts are stopped for the next token, or bounded by the tightest TPOT."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from itertools import pairwise
+from math import inf
+from typing import Any
+
+import pytest
+
+from jaxserve.config import load_yaml, preset
+from jaxserve.sched import policies
+from jaxserve.sched.boundary import stopping
+from jaxserve.sched.journal import Journal, replay
+from jaxserve.sched.log import Log
+from jaxserve.sched.perf.model import Load
+from jaxserve.sched.policies import turns
+from jaxserve.sched.policy import Decision, Limits, Role, Task, View
+from jaxserve.sched.request import BEST_EFFORT, Request
+from jaxserve.sched.sim import NAMED, Latency, Options
+from jaxserve.sched.sim import simulate as simulated
+from jaxserve.sched.slo import SLO
+
+from .harness import COEFFICIENTS, Job, Outcome, simulate
+from .test_policies import PERF, decoding, prompt, view
+from .test_preemption import perf
+
+LONG = 1600  # tokens, 94 ms
+T_LONG = COEFFICIENTS.step_time(Load().add_chunk(LONG, 0))
+TPOT = 0.01
+T_DECODE = COEFFICIENTS.step_time(Load(0, 1, 0, 60, 60))
+SHAPE: dict[str, Any] = {
+    "policy": "flowprefill", "preemptible": True, "segments": 40, "pages": 2000, "tokens": 2000,
+}  # fmt: skip
+HALVES = ("deadline_edf", "distserve", "edf", "flowprefill:no-preempt", "kairos", "sedf", "sjf")
+
+
+def talk(output: int = 60, tpot: float = TPOT, arrival: float = 0.0) -> Job:
+    """A short prompt with a long answer, of which no token may come later than that after the one before."""
+    return Job(range(90_000, 90_020), output, arrival, SLO(ttft=8.0, tpot=tpot, tbt=tpot))
+
+
+def document(arrival: float, at: int = 0, ttft: float = 8.0) -> Job:
+    return Job(range(at, at + LONG), 2, arrival, SLO(ttft=ttft, tpot=TPOT))
+
+
+def gaps(request: Request) -> list[float]:
+    return [after - before for before, after in pairwise(request.token_times)]
+
+
+def kinds(outcome: Outcome) -> set[str]:
+    """What steps with prompts were of, while a row decoded too: `prompts` alone, or `mixed`."""
+    return {
+        "mixed" if any(span.length == 1 for span in plan.spans) else "prompts"
+        for _, plan in outcome.plans
+        if any(span.length > 1 for span in plan.spans)
+    }
+
+
+def test_a_long_prompt_is_stopped_for_the_next_token_of_a_running_decode() -> None:
+    outcome = simulate([talk(), document(0.02)], **SHAPE)
+    first, second = outcome.requests
+    counters = outcome.counters["mixed0"]
+    assert counters.suspended == counters.resumed > 5
+    assert kinds(outcome) == {"prompts"}
+    assert all(gap <= TPOT + 1e-9 for gap in gaps(first)), "a token was late"
+    assert [len(one.output) for one in outcome.requests] == [60, 2]
+    taken = second.token_times[0] - second.arrival
+    assert T_LONG < taken < 2 * T_LONG, "the prompt had most of the time"
+
+
+def test_without_running_decodes_a_prompt_is_not_stopped() -> None:
+    outcome = simulate([document(0.0)], **SHAPE)
+    assert outcome.counters["mixed0"].suspended == 0
+    assert outcome.requests[0].token_times[0] == pytest.approx(T_LONG, rel=1e-9)
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_every_composed_policy_bounds_mixed_steps_by_the_tightest_tpot(policy: str) -> None:
+    """With the true step times known, each step that decodes beside a prompt takes at most the tightest TPOT."""
+    jobs = [talk(200), talk(200, tpot=0.02, arrival=0.01), document(0.05), document(0.06, at=5000)]
+    outcome = simulate(jobs, **{**SHAPE, "policy": policy})
+    assert outcome.counters["mixed0"].suspended == 0
+    assert "mixed" in kinds(outcome)
+    assert all(gap <= TPOT + 1e-9 for gap in gaps(outcome.requests[0]))
+    assert [len(one.output) for one in outcome.requests] == [200, 200, 2, 2]
+
+
+def test_mixed_steps_are_bounded_where_no_more_steps_can_be_suspended() -> None:
+    """The second prompt stops the first; the third has no step to stop, so it shares steps with the row."""
+    jobs = [talk(200), document(0.05), document(0.06, at=5000, ttft=0.4), document(0.07, at=9000, ttft=0.25)]
+    outcome = simulate(jobs, **{**SHAPE, "suspended": 1})
+    assert "mixed" in kinds(outcome) and outcome.counters["mixed0"].suspended > 0
+    assert all(gap <= TPOT + 1e-9 for gap in gaps(outcome.requests[0]))
+
+
+def test_prompts_go_on_beside_decodes_that_cannot_be_on_time() -> None:
+    """Their TPOT is less than a decode step takes: prompts have their least share all the same."""
+    outcome = simulate([talk(4000, tpot=T_DECODE / 2), document(0.05)], **SHAPE)
+    assert outcome.requests[1].token_times[0] < outcome.requests[0].token_times[-1]
+
+
+def test_decodes_without_a_promise_take_every_other_step() -> None:
+    jobs = [Job(range(90_000, 90_020), 60, 0.0, SLO(ttft=inf, tpot=inf)), document(0.01), document(0.01, at=5000)]
+    outcome = simulate(jobs, **SHAPE)
+    spans = [max(span.length for span in plan.spans) for _, plan in outcome.plans]
+    long = [place for place, most in enumerate(spans) if most > 100]
+    assert len(long) == 2 and long[1] == long[0] + 2, "a step of the row lies between them"
+
+
+def test_best_effort_stops_nothing() -> None:
+    outcome = simulate([Job(range(90_000, 90_020), 60, 0.0, SLO(inf, inf), tier=BEST_EFFORT), document(0.01)], **SHAPE)
+    assert outcome.counters["mixed0"].suspended == 0
+
+
+def test_a_journal_of_stops_for_decodes_gives_the_same_plans() -> None:
+    file = io.StringIO()
+    journal = Journal(file)
+    described = {"coefficients": {name: getattr(COEFFICIENTS, name) for name in COEFFICIENTS.__slots__}}
+    limits = Limits(2000, 8, 2000, 4, preemptible=True, stopping=stopping(SHAPE["segments"], 1))
+
+    def log(name: str) -> Log:
+        return journal.instance(
+            name, policy="flowprefill", limits=limits, role=Role.MIXED, prefix_caching=True, perf=described
+        )
+
+    outcome = simulate([talk(), document(0.02), document(0.03, at=5000, ttft=0.3)], log=log, **SHAPE)
+    assert outcome.counters["mixed0"].suspended > 5
+    found = replay(file.getvalue().splitlines(), perf)
+    assert found.differences == [] and found.plans == len(file.getvalue().split('"kind":"planned"')) - 1
+
+
+# the decisions themselves
+
+
+def colocated(prefill: list[Request], decode: list[Request], **more: object) -> View:
+    limits = Limits(8192, 256, 1000, 16, preemptible=True, stopping=0.05)
+    return view(prefill, decode, **{"role": Role.MIXED, "limits": limits, **more})
+
+
+def decide(at: View) -> Decision:
+    return policies.make("flowprefill").decide(at)
+
+
+def test_the_policy_says_when_it_wants_to_be_asked_again() -> None:
+    """Due at 0.3 s; the step of the row takes 10.1 ms, and stopping 5 % of 210 ms."""
+    decision = decide(colocated([prompt(0, 200)], [decoding(1, 100, due=0.3, last=-0.01)]))
+    assert [grant.request for grant in decision.grants] == [0, 1] and decision.separate
+    seconds = PERF.step_time(Load().add_chunk(200, 0))
+    own = PERF.step_time(Load(0, 1, 0, 99, 99))
+    expected = 0.3 - (1 + turns.CUSHION) * own - 0.05 * seconds - turns.SLIP * 0.05
+    assert decision.again == pytest.approx(expected, rel=1e-9)
+
+
+def test_decodes_have_the_step_when_their_token_is_due_soon_unless_they_had_the_last() -> None:
+    requests = [prompt(0, 300)], [decoding(1, 100, due=0.03)]
+    decision = decide(colocated(*requests))
+    assert [grant.request for grant in decision.grants] == [1, 0] and decision.separate and decision.again == inf
+    decision = decide(colocated(*requests, decoded=True))
+    assert [grant.request for grant in decision.grants] == [0, 1]
+    assert decision.again == pytest.approx(turns.LEAST * 0.05), "their least share"
+
+
+def test_the_first_prompt_is_cut_so_that_its_step_can_be_stopped_soon() -> None:
+    """A tenth of the step must pass in a quarter of 50 ms: 125 ms, of which 10 are fixed."""
+    limits = Limits(8192, 256, 1000, 16, preemptible=True, stopping=0.1)
+    decision = decide(colocated([prompt(0, 5000)], [decoding(1, 100, due=0.3)], limits=limits))
+    assert decision.grants[0].request == 0 and 64 <= decision.grants[0].tokens <= 115
+
+
+def test_a_running_step_is_stopped_when_the_decodes_must_run() -> None:
+    one = prompt(0, 5000)
+    row = decoding(1, 100, due=0.3, last=0.25)
+
+    def asked(now: float) -> Decision:
+        running = Task(3, (one,), 4.0, total=0.5, since=0.0)
+        return decide(colocated([], [row], now=now, start=now, running=running))
+
+    assert not asked(0.02).preempt and 0.02 < asked(0.02).again < 0.3
+    assert asked(0.28).preempt
+    late = decoding(1, 100, due=-9.0, last=0.25)
+    running = Task(3, (one,), 4.0, total=0.0, since=0.2)
+    at = replace(colocated([], [late], now=0.26, start=0.26), running=running)
+    decision = decide(at)
+    assert not decision.preempt and decision.again == pytest.approx(
+        0.3 - (1 + turns.CUSHION) * PERF.step_time(Load(0, 1, 0, 99, 99)) - turns.SLIP * 0.05
+    ), "a row that is hopelessly late is due a tpot after its last token"
+
+
+# FlowPrefill, Figure 16
+
+
+def test_colocated_flowprefill_is_ahead_of_chunks_in_ttft_and_tbt() -> None:
+    """The paper's colocated setting (section 6.5), a short run at a rate where both are loaded."""
+    latency = load_yaml(preset("latency", "llama3-8b-a800"), Latency)
+    workload = NAMED["flowprefill-llama3-8b-colocated"]
+    found = {}
+    for policy, options in (
+        ("flowprefill", Options(boundary="op", perf="poly")),
+        ("sarathi:tokens=2048", Options(boundary="chunk", perf="poly")),
+    ):
+        report = simulated(workload, policy, "1x1", latency, 0, qps=4.0, num_requests=80, options=options)
+        found[policy] = report.summary.ttft_attained, report.summary.tpot_attained, report.counters.suspended
+    (ttft, tbt, stops), (ttft_chunks, tbt_chunks, _) = found["flowprefill"], found["sarathi:tokens=2048"]
+    assert stops > 20
+    assert ttft > ttft_chunks and tbt > 1.6 * tbt_chunks and tbt > 0.9

@@ -1,0 +1,154 @@
+"""Whether a prompt is past its thinking, and where an output is."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.sched.journal import Journal, replay
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.perf.model import Coefficients
+from jaxserve.sched.perf.recipe import Recipe
+from jaxserve.sched.policy import Limits, Role
+from jaxserve.sched.request import Request
+from jaxserve.sched.slo import ANSWER, SLO, THINKING
+from jaxserve.sched.thinking import STRETCH, ThinkingEnd, ThinkingMarkers
+
+tokens = st.lists(st.integers(0, 3), max_size=30)
+markers = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple), min_size=1, max_size=4)
+
+OPEN, CLOSE, TURN = 1, 2, 3  # one token each, as in Qwen3
+QWEN = ThinkingMarkers(((OPEN,), (TURN,)), ((CLOSE,),))
+START, CHANNEL, ANALYSIS, FINAL = 11, 12, 13, 14  # as in gpt-oss
+HARMONY = ThinkingMarkers(((START,), (CHANNEL, ANALYSIS)), ((CHANNEL, FINAL),))
+
+
+def ended(seen: list[int], closes: list[tuple[int, ...]]) -> bool:
+    """Whether a marker ends at the last of these tokens, the slow way."""
+    return any(tuple(seen[-len(one) :]) == one for one in closes)
+
+
+@given(tokens, markers)
+def test_a_marker_is_found_where_its_last_token_comes(output: list[int], closes: list[tuple[int, ...]]) -> None:
+    end = ThinkingEnd(closes)
+    for place, token in enumerate(output, 1):
+        assert end.feed(token) == ended(output[:place], closes)
+        again = ThinkingEnd(end.markers, end.seen)  # as a journal keeps it
+        assert len(end.seen) < max(map(len, closes)) and again.seen == end.seen
+
+
+@given(tokens, tokens, markers, markers)
+def test_the_last_marker_of_a_prompt_decides(
+    prompt: list[int], output: list[int], opens: list[tuple[int, ...]], closes: list[tuple[int, ...]]
+) -> None:
+    end = ThinkingMarkers(tuple(opens), tuple(closes)).after(prompt)
+    answers = False
+    for place in range(1, len(prompt) + 1):
+        here = [one for one in (*opens, *closes) if ended(prompt[:place], [one])]
+        if here:
+            answers = max(here, key=len) in closes
+    assert (end is None) == answers
+    if end is not None:
+        for place, token in enumerate(output, 1):
+            assert end.feed(token) == ended([*prompt, *output[:place]], closes)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "stage"),
+    [
+        ([], THINKING),
+        ([TURN, 7, 8], THINKING),  # the model writes <think> itself
+        ([TURN, 7, OPEN], THINKING),
+        ([TURN, 7, OPEN, 9, CLOSE, 9], ANSWER),  # enable_thinking=false
+        ([TURN, 7, OPEN, 9, CLOSE, 9, 9, 9], ANSWER),  # an answer that is continued
+        ([TURN, OPEN, 9, CLOSE, 8, TURN, 7], THINKING),  # that was an earlier turn
+        ([TURN, OPEN, 9, CLOSE, 8, TURN, 7, OPEN, CLOSE], ANSWER),
+    ],
+)
+def test_markers_of_one_token(prompt: list[int], stage: str) -> None:
+    assert (THINKING if QWEN.after(prompt) else ANSWER) == stage
+
+
+@pytest.mark.parametrize(
+    ("prompt", "stage"),
+    [
+        ([START, 7, START, 8], THINKING),
+        ([START, 7, START, 8, CHANNEL], THINKING),
+        ([START, 7, START, 8, CHANNEL, ANALYSIS, 9], THINKING),
+        ([START, 7, START, 8, CHANNEL, FINAL, 9], ANSWER),
+        ([START, 8, CHANNEL, FINAL, 9, START, 7, START, 8], THINKING),
+        ([START, 7, FINAL, START, 8], THINKING),
+    ],
+)
+def test_markers_of_several_tokens(prompt: list[int], stage: str) -> None:
+    assert (THINKING if HARMONY.after(prompt) else ANSWER) == stage
+
+
+@pytest.mark.parametrize("after", [0, 1, STRETCH - 2, STRETCH - 1, STRETCH, 3 * STRETCH + 1])
+def test_a_marker_far_from_the_end_of_a_prompt(after: int) -> None:
+    assert HARMONY.after([START, 8, CHANNEL, FINAL, *[9] * after]) is None
+    assert HARMONY.after([START, 8, CHANNEL, FINAL, 9, START, *[9] * after]) is not None
+    assert QWEN.after([7, *[9] * after]) is not None
+
+
+def test_a_model_without_an_end_does_not_think_aloud() -> None:
+    assert ThinkingMarkers(((OPEN,),)).after([OPEN]) is None
+
+
+def made(prompt: list[int], slo: SLO) -> Request:
+    return Request(0, prompt, SamplingParams(max_tokens=20), slo, 0.0, thinking=HARMONY.after(prompt))
+
+
+STAGED = SLO(ttft=1.0, tpot=0.1, stages=((THINKING, 0.02), (ANSWER, 0.05)))
+
+
+def test_each_token_of_an_output_counts_by_its_own_stage() -> None:
+    output = [CHANNEL, ANALYSIS, 9, FINAL, START, 8, CHANNEL, FINAL, 7, CHANNEL, ANALYSIS, 7]
+    one = made([START, 7, START, 8], STAGED)
+    for at, token in enumerate(output):
+        one.pending += 1
+        one.budget += one.tpot
+        one.gain(token, float(at))
+        assert one.stage == (THINKING if at < output.index(FINAL, 4) else ANSWER), at
+    # thinking up to the marker's end, which the first token begins; then the others and the next one
+    assert one.budget == pytest.approx(7 * 0.02 + 5 * 0.05)
+
+
+def test_a_marker_may_begin_in_the_prompt() -> None:
+    one = made([START, 7, START, 8, CHANNEL], STAGED)
+    assert one.stage == THINKING
+    one.pending += 1
+    one.gain(FINAL, 1.0)
+    assert one.stage == ANSWER
+
+
+def test_without_stages_nothing_is_looked_for() -> None:
+    one = made([START], SLO())
+    assert one.thinking is None and one.stage == ANSWER
+
+
+@pytest.mark.parametrize("prompt", [[START, 8], [START, 8, CHANNEL], [START, 8, CHANNEL, FINAL]])
+def test_a_journal_holds_the_stage_and_no_prompt(prompt: list[int]) -> None:
+    file = io.StringIO()
+    recipe = Recipe("general", coefficients=Coefficients(0.01, 1e-4, 0.0, 0.0, 0.0, 0.0)).record()
+    limits = Limits(16, 4, 14, 4)
+    log = Journal(file).instance(
+        "i0", policy="sarathi", limits=limits, role=Role.MIXED, prefix_caching=False, perf=recipe
+    )
+    one = made(prompt, STAGED)
+    log("add", request=one)
+    [_, record] = map(json.loads, file.getvalue().splitlines())
+    assert record["request"]["thinking"] == (
+        None if FINAL in prompt else [[[CHANNEL, FINAL]], [CHANNEL] if CHANNEL in prompt else []]
+    )
+    again = replay(file.getvalue().splitlines(), lambda record: Recipe.of(record).make()).requests[0]
+    for token in (FINAL, CHANNEL, FINAL):
+        for each in (one, again):
+            each.pending += 1
+            each.gain(token, 1.0)
+        assert again.stage == one.stage and again.tpot == one.tpot
+    assert one.stage == ANSWER

@@ -1,0 +1,192 @@
+"""Attainment, slack and prediction error by class of request: worked out by hand, and over HTTP on a real engine."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import inf
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxserve.config import ServeConfig
+from jaxserve.engine.classes import ERRORS, PHASES, SLACK, Tallies
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.plan import Delta
+from jaxserve.sched.request import Request
+from jaxserve.sched.slo import ANSWER, NO_SLO, SLO, THINKING
+from jaxserve.sched.thinking import ThinkingEnd
+
+Series = dict[tuple[str, str, str], float]  # (name, class, phase or upper edge) -> value
+BODY = {"prompt": "def main(args):", "max_tokens": 6, "ignore_eos": True}
+LONG = 600_000  # ms: more than any test takes
+
+
+def done(slo: SLO, times: list[float], reason: str = "length", thinks: int = 0) -> Request:
+    """A request of class `a` that arrived at 0 and thought for its first tokens."""
+    end = ThinkingEnd([(7,)]) if thinks else None
+    made = Request(0, [1], SamplingParams(), slo, 0.0, thinking=end, class_="a")
+    for number, at in enumerate(times, 1):
+        made.pending = 1
+        made.budget += made.tpot  # of the token after it
+        made.gain(7 if number == thinks else 1, at)
+    made.finish_reason = reason
+    return made
+
+
+def tallied(*requests: Request, error: float | None = None) -> Any:
+    tallies = Tallies(["a", "b"])
+    for one in requests:
+        tallies.add(one, error)
+    assert set(tallies.stats()["b"].ended.values()) == {0}
+    return tallies.stats()["a"]
+
+
+@pytest.mark.parametrize(
+    ("slo", "times", "ended", "attained"),
+    [
+        (SLO(2.0, 0.1), [1.0, 1.1], "ttft tpot all", "ttft tpot all"),
+        (SLO(2.0, 0.1), [2.5, 2.6], "ttft tpot all", "tpot"),
+        (SLO(2.0, 0.1), [1.0, 1.2], "ttft tpot all", "ttft"),
+        (SLO(2.0, 0.1, tbt=0.15), [1.0, 1.0, 1.2], "ttft tpot tbt all", "ttft tpot"),
+        (SLO(2.0, 0.1, tbt=0.15), [1.0, 1.1, 1.2], "ttft tpot tbt all", "ttft tpot tbt all"),
+        (SLO(2.0, 0.01, tbt=0.15), [1.0, 1.1, 1.2], "ttft tpot tbt all", "ttft tbt"),
+        (SLO(2.0, 0.1, tbt=0.15), [1.0], "ttft tpot tbt all", "ttft tpot tbt all"),
+        (SLO(inf, 0.1), [9.0, 9.1], "tpot all", "tpot all"),
+        (NO_SLO, [9.0, 99.0], "all", "all"),
+    ],
+)
+def test_what_was_promised_is_counted_and_whether_it_was_kept(
+    slo: SLO, times: list[float], ended: str, attained: str
+) -> None:
+    seen = tallied(done(slo, times))
+    assert seen.ended == {phase: int(phase in ended.split()) for phase in PHASES}
+    assert seen.attained == {phase: int(phase in attained.split()) for phase in PHASES}
+
+
+def test_what_did_not_end_well_attains_nothing() -> None:
+    for reason in ("error", "refused"):
+        seen = tallied(done(SLO(2.0, 0.1, tbt=0.5), [1.0, 1.1], reason))
+        assert seen.ended == dict.fromkeys(PHASES, 1) and seen.attained == dict.fromkeys(PHASES, 0)
+        assert not any(slack.count for slack in seen.slack.values()), "it has no last token"
+
+
+def test_slack_is_what_is_left_of_each_objective() -> None:
+    seen = tallied(done(SLO(2.0, 0.1, tbt=0.15), [1.4, 1.5, 1.7]))
+    left = {phase: spread.total for phase, spread in seen.slack.items()}
+    assert left == pytest.approx({"ttft": 0.6, "tpot": 2 * 0.1 - 0.3, "tbt": 0.15 - 0.2})
+    for spread in seen.slack.values():
+        [place] = [at for at, size in enumerate(spread.sizes) if size]
+        assert SLACK[place - 1] < spread.total <= SLACK[place]
+    staged = SLO(2.0, 9.0, stages=((THINKING, 0.1), (ANSWER, 0.5)))
+    seen = tallied(done(staged, [1.0, 1.1, 1.2, 1.7], thinks=3))
+    assert seen.slack["tpot"].total == pytest.approx(2 * 0.1 + 0.5 - 0.7)
+    assert not seen.slack["tbt"].count and not tallied(done(NO_SLO, [1.0, 2.0])).slack["ttft"].count
+    assert not tallied(done(SLO(2.0), [1.0])).slack["tpot"].count, "one token has no time per token"
+
+
+def test_errors_of_predictions() -> None:
+    assert not tallied(done(SLO(), [1.0])).errors.count
+    seen = tallied(done(SLO(), [1.0]), done(SLO(), [2.0]), error=0.5)
+    assert seen.errors.total == 1.0 and seen.errors.sizes[ERRORS.index(0.5)] == 2
+
+
+def scrape(live: Any) -> Series:
+    """The series that have a class."""
+    made: Series = defaultdict(float)
+    for family in text_string_to_metric_families(live.http.get("/metrics").text):
+        for sample in family.samples:
+            if "slo_class" in sample.labels or family.name == "jaxserve:slo_violations":
+                other = sample.labels.get("phase", "") + sample.labels.get("le", "")
+                made[sample.name.removeprefix("jaxserve:"), sample.labels.get("slo_class", ""), other] += sample.value
+    return made
+
+
+def gained(live: Any, *bodies: dict[str, Any], status: int = 200) -> Series:
+    """What the series gain by these requests."""
+    live.quiet()
+    before = scrape(live)
+    for body in bodies:
+        answer = live.http.post("/v1/completions", json={**BODY, **body})
+        assert answer.status_code == status, answer.text
+    live.quiet()
+    return {key: value - before[key] for key, value in scrape(live).items() if value != before[key]}
+
+
+def test_requests_are_counted_in_their_class(live):
+    loose = {"ttft_slo_ms": LONG, "tpot_slo_ms": LONG}
+    got = gained(
+        live,
+        {**loose, "service_tier": "interactive"},
+        {**loose, "service_tier": "batch", "n": 2},
+        loose,
+        {**loose, "tpot_slo_ms": 0.001},
+        {"service_tier": "best_effort"},
+    )
+    counts = {key[1:]: value for key, value in got.items() if key[0] == "slo_requests_total"}
+    want = {"interactive": 1, "batch": 2, "custom": 2}
+    assert counts == {
+        **{(name, phase): count for name, count in want.items() for phase in ("ttft", "tpot", "all")},
+        ("best_effort", "all"): 1,
+    }
+    kept = {key[1:]: value for key, value in got.items() if key[0] == "slo_attained_total"}
+    assert kept == {**counts, ("custom", "tpot"): 1, ("custom", "all"): 1}
+    assert got["request_slack_seconds_count", "interactive", "ttft"] == 1
+    assert ("request_slack_seconds_bucket", "interactive", "ttft60.0") not in got, "minutes are left"
+    assert got["request_slack_seconds_bucket", "interactive", "ttft+Inf"] == 1
+    assert got["request_slack_seconds_bucket", "custom", "tpot0.0"] == 1, "the one that was late"
+    assert not any(name == "best_effort" for kind, name, _ in got if kind.startswith("request_slack"))
+    predicted = {key[1]: value for key, value in got.items() if key[0] == "ttft_prediction_error_count"}
+    assert predicted == want, "the first token of every request that was promised something"
+
+
+def test_errors_of_predicted_first_tokens(live, monkeypatch):
+    monkeypatch.setattr(live.engine._cluster._placement, "forecast", lambda request: request.arrival + 1e6)
+    got = gained(live, {}, {"service_tier": "batch", "n": 2}, {"service_tier": "best_effort"})
+    counts = {key[1]: value for key, value in got.items() if key[0] == "ttft_prediction_error_count"}
+    assert counts == {"default": 1, "batch": 2}, "best effort waits for what others leave: nothing is predicted of it"
+    total = got["ttft_prediction_error_sum", "batch", ""]
+    assert total > 1e6 / 60, "1e6 s instead of what it took"
+    assert got["ttft_prediction_error_bucket", "batch", "+Inf"] == 2
+    assert ("ttft_prediction_error_bucket", "batch", f"{float(ERRORS[-1])}") not in got
+
+
+def test_a_request_without_an_objective_of_its_own_is_default(live):
+    assert gained(live, {})["slo_requests_total", "default", "all"] == 1
+    assert gained(live, {"service_tier": "auto"})["slo_requests_total", "default", "all"] == 1
+    assert gained(live, {"service_tier": "auto", "ttft_slo_ms": LONG})["slo_requests_total", "custom", "all"] == 1
+
+
+def test_a_gap_that_is_too_long_is_one_violation_of_a_request(live):
+    loose = {"ttft_slo_ms": LONG, "tpot_slo_ms": LONG}
+    tight = {**loose, "tbt_slo_ms": 0.0001}
+    got = gained(live, tight, {**tight, "n": 2}, loose)
+    assert {key[2]: value for key, value in got.items() if key[0] == "slo_violations_total"} == {"tbt": 3}
+    assert got["slo_requests_total", "custom", "tbt"] == 3 and ("slo_attained_total", "custom", "tbt") not in got
+    assert got["slo_attained_total", "custom", "all"] == 1 and got["slo_attained_total", "custom", "tpot"] == 4
+    got = gained(live, {**loose, "tbt_slo_ms": LONG}, {**loose, "tpot_slo_ms": 0.001, "tbt_slo_ms": LONG})
+    assert {key[2]: value for key, value in got.items() if key[0] == "slo_violations_total"} == {"tpot": 1}
+    assert got["slo_attained_total", "custom", "tbt"] == 2
+
+
+def test_clients_cannot_make_classes(live):
+    names = ServeConfig().classes.names
+    assert set(names) == {"interactive", "priority", "agent", "batch", "best_effort", "default", "custom"}
+    gained(live, *({"service_tier": f"mine-{n}"} for n in range(5)), status=400)
+    gained(live, *({"ttft_slo_ms": 100.5 + n, "user": f"u{n}", "metadata": {"class": str(n)}} for n in range(5)))
+    ended: list[Delta] = []
+    for n in range(5):  # as a program may, which passes by what the server checks
+        live.engine.submit(
+            [5, 6, 7],
+            SamplingParams(max_tokens=1),
+            slo=SLO(1.0 + n),
+            tier=f"theirs-{n}",
+            key=f"k{n}",
+            on_delta=ended.append,
+        )
+    live.quiet()
+    seen = scrape(live)
+    assert {name for kind, name, _ in seen if kind == "slo_requests_total"} == set(names)
+    assert {name for _, name, _ in seen} <= {*names, ""} and len(ended) == 5
+    most = len(names) * (2 * len(PHASES) + 3 * (len(SLACK) + 3) + len(ERRORS) + 3)
+    assert sum(name != "" for _, name, _ in seen) <= most

@@ -1,0 +1,237 @@
+"""Every name that can be served is served: policies, placements and admissions of the registries, on a real engine.
+
+Each case serves the same requests over HTTP on `2x1`, on executors that are compiled once. The tokens are those of a
+1x1 engine with the policy `vllm` that has one request at a time; no page and no request is lost; `/metrics` agrees with
+what was sent. Names come from the registries: a new one is served without a change here. The bare run takes a seeded
+sample in which every two names of the kinds in PAIRED meet; `-m full` serves the whole matrix.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+from conftest import MODEL, SMALL, Live
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxserve.config import ServeConfig
+from jaxserve.errors import InvalidValue
+from jaxserve.sched import admission, placement, policies
+from jaxserve.server.service import Service
+from jaxserve.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.slow
+
+
+class Case(NamedTuple):
+    """What a server is started with."""
+
+    policy: str
+    placement: str
+    admission: str
+    mode: str
+
+
+def halves() -> list[str]:
+    """Policies by their halves, where no whole name has them."""
+    prefill, decode = (set(names) for names in zip(*policies.HALVES.values(), strict=True))
+    return [
+        *(f"prefill={name},decode=continuous" for name in policies.PREFILL if name not in prefill),
+        *(f"prefill=fcfs,decode={name}" for name in policies.DECODE if name not in decode),
+    ]
+
+
+def refusing() -> Iterator[str]:
+    """Admissions that can refuse."""
+    for name in sorted(admission.ADMISSIONS):
+        try:
+            admission.make(f"{name}:refuse")
+        except InvalidValue:
+            continue
+        yield f"{name}:refuse"
+
+
+COLUMNS = (
+    [*policies.names(), *halves()],
+    sorted(placement.PLACEMENTS),
+    [*sorted(admission.ADMISSIONS), *refusing()],
+    ["disaggregated", "colocated"],
+)
+PAIRED = ((0, 3), (1, 3), (2, 3), (1, 2))  # columns; policies meet all placements and admissions in the whole matrix
+MATRIX = [Case(*names) for names in itertools.product(*COLUMNS)]
+
+
+def sample(seed: int = 0) -> list[Case]:
+    """Few cases of the matrix in which every pair of names of two PAIRED columns occurs: greedily, by draw."""
+    draw, picked = random.Random(seed), list[Case]()
+    left = {(a, b, x, y) for a, b in PAIRED for x in COLUMNS[a] for y in COLUMNS[b]}
+    while left:
+        tried = draw.sample(MATRIX, min(60, len(MATRIX)))
+        tried.append(_having(min(left), draw))
+        picked.append(max(tried, key=lambda case: len(left & _pairs(case))))
+        left -= _pairs(picked[-1])
+    return picked
+
+
+def _having(pair: tuple[int, int, str, str], draw: random.Random) -> Case:
+    a, b, x, y = pair
+    return Case(*(x if n == a else y if n == b else draw.choice(names) for n, names in enumerate(COLUMNS)))
+
+
+def _pairs(case: Case) -> set[tuple[int, int, str, str]]:
+    return {(a, b, case[a], case[b]) for a, b in PAIRED}
+
+
+def bodies() -> list[dict[str, Any]]:
+    """Requests of all kinds: greedy and seeded, longer than a chunk, with shared prefixes, promises that nothing can
+    keep, best effort, and one that may end by itself."""
+    draw = random.Random(3)
+
+    def ids(count: int) -> list[int]:
+        return [draw.randrange(8, 4000) for _ in range(count)]
+
+    shared = ids(48)
+    greedy = {"temperature": 0.0, "ignore_eos": True}
+    kinds: list[tuple[list[int], dict[str, Any]]] = [
+        (ids(5), greedy),
+        (ids(17), {"temperature": 1.0, "seed": 11, "top_k": 40}),
+        ([*shared, *ids(9)], greedy),
+        ([*shared, *ids(30)], {"temperature": 0.8, "seed": 12, "ignore_eos": True}),
+        (ids(150), greedy),
+        (ids(190), {"temperature": 1.0, "seed": 13, "top_p": 0.9, "ignore_eos": True}),
+        (ids(40), {**greedy, "ttft_slo_ms": 1, "tpot_slo_ms": 1}),
+        (ids(33), {**greedy, "service_tier": "best_effort"}),
+        (ids(64), {**greedy, "service_tier": "interactive", "repetition_penalty": 1.2}),
+    ]
+    return [
+        {"model": MODEL, "prompt": prompt, "max_tokens": 6 + 2 * number, **more}
+        for number, (prompt, more) in enumerate(kinds)
+    ]
+
+
+BODIES = bodies()
+
+
+@contextmanager
+def serving(machine: Any, config: ServeConfig, tokenizer: Tokenizer) -> Iterator[Live]:
+    """A server on warm executors."""
+    from jaxserve.engine.engine import Engine
+
+    engine = Engine.on(machine.serving(config))
+    live = Live(Service(engine, tokenizer, config))
+    try:
+        yield live
+    finally:
+        live.stop()
+        engine.close()
+
+
+def assembled(mesh: str) -> Any:
+    from jaxserve.engine.assemble import assemble
+
+    return assemble(ServeConfig.load(mesh=mesh, **SMALL))
+
+
+@pytest.fixture(scope="module")
+def machine() -> Any:
+    return assembled("2x1")
+
+
+def answer(live: Live, body: dict[str, Any]) -> dict[str, Any]:
+    """What came back: the text, its length and why it ended; or the status of a refusal."""
+    said = live.http.post("/v1/completions", json=body)
+    if said.status_code != 200:
+        return {"status": said.status_code}
+    found = said.json()
+    choice, usage = found["choices"][0], found["usage"]
+    return {"text": choice["text"], "tokens": usage["completion_tokens"], "reason": choice["finish_reason"]}
+
+
+@pytest.fixture(scope="module")
+def reference(tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Each request by itself on 1x1."""
+    alone = assembled("1x1")
+    with serving(alone, replace(alone.config, policy="vllm"), tokenizer) as live:
+        return [answer(live, body) for body in BODIES]
+
+
+def scrape(live: Live) -> dict[str, float]:
+    """Name -> sum over all labels; `name reason` for the reasons of request_success."""
+    made: Counter[str] = Counter()
+    for family in text_string_to_metric_families(live.http.get("/metrics").text):
+        for sample in family.samples:
+            name = sample.name.removeprefix("jaxserve:")
+            made[name] += sample.value
+            if reason := sample.labels.get("finished_reason"):
+                made[f"{name} {reason}"] += sample.value
+    return made
+
+
+def check(case: Case, machine: Any, tokenizer: Tokenizer, reference: Sequence[dict[str, Any]]) -> None:
+    config = replace(machine.config, **case._asdict())
+    with serving(machine, config, tokenizer) as live:
+        with ThreadPoolExecutor(len(BODIES)) as threads:
+            answers = list(threads.map(lambda body: answer(live, body), BODIES))
+        live.quiet()
+        live.engine.check()
+        assert all(one.pages_held == 0 for one in live.engine.stats().instances), "pages are held by no request"
+        for body, mine, alone in zip(BODIES, answers, reference, strict=True):
+            if mine.get("status") == 429 and case.admission.endswith(":refuse"):
+                continue
+            assert mine == alone, body
+        check_metrics(case, scrape(live), [one for one in answers if "text" in one])
+
+
+def check_metrics(case: Case, told: dict[str, float], done: Sequence[dict[str, Any]]) -> None:
+    """`done`: the answers that are not refusals."""
+    assert told["prompt_tokens_total"] == sum(len(body["prompt"]) for body in BODIES)
+    assert told["generation_tokens_total"] == sum(one["tokens"] for one in done)
+    assert told["request_success_total"] == len(BODIES)
+    for reason in ("stop", "length"):
+        assert told[f"request_success_total {reason}"] == sum(one["reason"] == reason for one in done)
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
+        assert told[f"{name}_count"] == len(done)
+    assert told["inter_token_latency_seconds_count"] == sum(one["tokens"] - 1 for one in done)
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefill_backlog_tokens"):
+        assert told[name] == 0, name
+    assert told["compilations_after_warmup_total"] == told["pool_rebuilds_total"] == 0
+    assert told["steps_total"] == told["measured_step_seconds_count"] == told["iteration_tokens_total_count"] > 0
+    assert told["predicted_step_seconds_sum"] > 0 < told["measured_step_seconds_sum"]
+    assert 0 <= told["slo_attainment"] <= 1 and told["slo_violations_total"] >= 1, "nothing can keep 1 ms"
+    assert told["computed_prompt_tokens_total"] + told["prefix_cache_hits_total"] >= sum(
+        len(body["prompt"]) for body in BODIES
+    ) or case.admission.endswith(":refuse")
+    moved, deflected = told["kv_transfer_seconds_count"], told["deflections_total"]
+    if case.mode == "colocated":
+        assert moved == deflected == 0, "nothing has a reason to move"
+    else:
+        assert moved + deflected > 0
+    assert told["demotions_total"] < len(BODIES)
+
+
+SAMPLE = sample()
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=",".join)
+def test_every_name_is_served(case: Case, machine: Any, tokenizer: Tokenizer, reference: list[dict[str, Any]]) -> None:
+    check(case, machine, tokenizer, reference)
+
+
+def test_what_executors_were_built_with_stays(machine: Any) -> None:
+    with pytest.raises(InvalidValue, match="max_num_seqs=9 must be 8, as these executors were built"):
+        machine.serving(replace(machine.config, policy="vllm", max_num_seqs=9))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [case for case in MATRIX if case not in SAMPLE], ids=",".join)
+def test_every_name_is_served_with_every_other(
+    case: Case, machine: Any, tokenizer: Tokenizer, reference: list[dict[str, Any]]
+) -> None:
+    check(case, machine, tokenizer, reference)
