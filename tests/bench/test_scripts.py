@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from jaxserve.report.table import markdown
 
 SCRIPTS = [
     "azure_replay",
@@ -74,13 +77,16 @@ def test_simulation_cost(repo: Path, tmp_path: Path) -> None:
 
 
 def test_slos_serve_tables(repo: Path, tmp_path: Path) -> None:
-    """The page has a place for every table; a table printed only leaves page and results as they are."""
+    """The page shows the newest results, a table each; one that is printed only leaves both as they are."""
     page = repo / "docs" / "reproduction" / "slos_serve.md"
     before, path = page.read_text(), tmp_path / "found.json"
     helps = run(repo, "reproduce/slos_serve", "--help")
-    for line in before.splitlines():
-        if line.startswith("<!-- table: "):
-            assert line.removeprefix("<!-- table: ").removesuffix(" -->") in helps
+    newest = sorted((repo / "benchmarks" / "results").glob("slos_serve-*.json"))[-1]
+    made = json.loads(newest.read_text())["made"]
+    assert newest.name in before and sorted(made) == sorted(re.findall(r"<!-- table: (\w+) -->", before))
+    for name, one in made.items():
+        assert name in helps
+        assert f"<!-- table: {name} -->\n{markdown(one['columns'], one['rows'])}\n<!-- end -->" in before, name
     printed = run(repo, "reproduce/slos_serve", "traces", "--print-only", "--output", str(path))
     assert "conversation" in printed and "dispersion" in printed
     assert page.read_text() == before and not path.exists()
