@@ -18,7 +18,7 @@ from typing import Any
 import flowprefill_models
 import flowprefill_motivation
 import page
-from flowprefill_systems import DEPLOYMENTS, LLAMA_8B, PUBLISHED, SYSTEMS, WHOLE, System, percent, sized, ttft
+from flowprefill_systems import DEPLOYMENTS, LLAMA_8B, PUBLISHED, SEEDS, SYSTEMS, WHOLE, System, percent, sized, ttft
 from page import Table
 
 from jaxserve.report import plot
@@ -27,7 +27,6 @@ FEWER = 400  # requests of a simulation of the other models, and of the ablation
 SHARES = (0.17, 0.34, 0.68, 1.02)  # of what the instance can compute: 1, 2, 4 and 6 requests/s of Llama3-8B
 SCALE_SHARES = (0.34, 0.68)
 CURVE = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # the same, of the plot; one seed
-SCALES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.5)
 
 Row = Sequence[object]
 
@@ -64,20 +63,16 @@ def _goodput(system: System) -> tuple[list[Any], list[float]]:
 
 def scale(args: argparse.Namespace) -> Table:
     """Figures 9 (second row) and 17: the tightest multiple of all TTFTs that 90 % attain; one load of other models."""
-    made = page.spread(args, _scale, [replace(one, seeds=one.seeds[:1]) for one in everywhere(args)])
+    systems = [sized(args, replace(one, requests=FEWER, seeds=SEEDS[:1])) for one in everywhere(args)]
     titles = ["model", "system", *(f"tightest at {share:.0%} load" for share in SCALE_SHARES)]
-    curves = {f"{row[0]} | {row[1]}": curve for row, curve in made}
-    draw("flowprefill-scale.png", curves, f"multiple of the TTFTs, at {SCALE_SHARES[0]:.0%} load", SCALES)
-    rows = [row for row, _ in made]
-    return Table("SLO scale (Figures 9 and 17, second row)", titles, rows, {"scale": SCALES, "attained": curves})
+    return Table("SLO scale (Figures 9 and 17, second row)", titles, page.spread(args, _scale, systems))
 
 
-def _scale(system: System) -> tuple[list[Any], list[float]]:
+def _scale(system: System) -> Row:
     rates = [system.where.full * share for share in SCALE_SHARES]
     tried = rates if system.where == LLAMA_8B else rates[:1]
-    found = [system.tightest(rate) for rate in tried] + [None] * (len(rates) - len(tried))
-    row = [system.where.label, system.label, *found]
-    return row, [100 * system.attained(rates[0], scale) for scale in SCALES]
+    found = [system.tightest(rate) for rate in tried]
+    return [system.where.label, system.label, *found, *[None] * (len(rates) - len(tried))]
 
 
 def draw(name: str, curves: dict[str, list[float]], xlabel: str, x: Sequence[float]) -> None:

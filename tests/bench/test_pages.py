@@ -32,9 +32,10 @@ def test_a_page_shows_its_newest_results(page: ModuleType, repo: Path, paper: st
     text = (repo / "docs" / "reproduction" / f"{paper}.md").read_text()
     blocks = page.blocks(path, json.loads(path.read_text()))
     marked = re.findall(r"<!-- table: (\S+) -->", text)
-    assert sorted(marked) == sorted(blocks), "a marker without results, or results without a marker"
-    for name, content in blocks.items():
-        assert page.marked(name).search(text)[1] == content + "\n", name
+    assert len(marked) == len(set(marked)) and set(marked) >= set(blocks), "results without a marker"
+    for name in marked:
+        found = page.marked(name).search(text)[1]
+        assert found == blocks[name] + "\n" if name in blocks else found.startswith("Of 20"), name
 
 
 @pytest.mark.parametrize("paper", PAPERS)
