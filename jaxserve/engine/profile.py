@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 SECONDS = {"cpu": 10.0}  # that a profile takes at most, by platform
 ACCELERATOR = 5.0
+CHECK = 0.5  # seconds for a look at whether a kept profile still holds
+FAR = 3.0  # times as fast or slow as then: it does not
 FOLDER = "profiles"  # in that of compiled programs
 
 
@@ -132,6 +134,22 @@ def measured(
 
     with ThreadPoolExecutor(1, thread_name_prefix="jaxserve-profile") as thread:
         return thread.submit(asyncio.run, measuring()).result()
+
+
+def holds(
+    points: list[Point],
+    executor: Executor,
+    limits: Limits,
+    max_model_len: int,
+    buckets: Buckets,
+    seconds: float = CHECK,
+) -> bool:
+    """Whether a kept profile is of the machine as it is now: of a few steps, run again, one at least takes about as long
+    as it did. Where all are FAR times faster, or all slower, other work slowed the machine then, or does now."""
+    known = dict(points)
+    again = measured(executor, limits, max_model_len, buckets, seconds, runs=2)
+    ratios = [took / known[load] for load, took in again if load in known]
+    return not ratios or (min(ratios) < FAR and max(ratios) > 1 / FAR)
 
 
 def check_measured_on(name: str, known: Mapping[str, str], here: Mapping[str, str]) -> None:

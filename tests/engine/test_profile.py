@@ -17,6 +17,7 @@ from jaxserve.engine.assemble import Machine
 from jaxserve.errors import InvalidValue
 from jaxserve.sched.perf.fit import kind
 from jaxserve.sched.perf.model import Load
+from jaxserve.sched.perf.profile import Point
 
 SMALL: dict[str, Any] = {
     "max_model_len": 128,
@@ -50,13 +51,24 @@ def test_a_start_measures_and_the_next_one_does_not(
     model = first.recipe.make()
     assert all(0.3 < model.step_time(load) / seconds < 3 for load, seconds in first.recipe.points)
 
-    def measured(*_: object, **__: object) -> None:
-        raise AssertionError("measured again")
+    measured = profile.measured
+
+    def looked(*given: Any, **options: Any) -> list[Point]:
+        assert given[4] == profile.CHECK, "measured again"
+        return measured(*given, **options)
 
     with monkeypatch.context() as only, caplog.at_level(logging.INFO, "jaxserve"):
-        only.setattr(profile, "measured", measured)
+        only.setattr(profile, "measured", looked)
         again = started()
     assert again.recipe == first.recipe and "measured at an earlier start" in caplog.text
+
+    kept = json.loads(path.read_text())  # as a start on a busy machine leaves it
+    path.write_text(json.dumps(kept | {"points": [(load, 100 * seconds) for load, seconds in kept["points"]]}))
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "jaxserve"):
+        again = started()
+    assert caplog.text.count("measured again") == 1
+    assert max(seconds for _, seconds in again.recipe.points) < 50 * max(seconds for _, seconds in kept["points"])
 
     path.write_text(path.read_text()[:200])  # as a full disk leaves it
     caplog.clear()
