@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import add_output, save
-from flowprefill import LATENCY, MODEL, WHOLE, System, ttft
+from flowprefill_systems import LLAMA_8B, WHOLE, System, ttft
 
 from jaxserve.report.table import print_table
 from jaxserve.sched.sim import Options, Report, simulate
@@ -28,7 +28,8 @@ from jaxserve.sched.sim.scenarios import flowprefill
 
 RATE = 5.0  # requests/s of Figure 12
 RATES = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)  # of Figure 16
-COLOCATED = flowprefill(MODEL, colocated=True)
+LATENCY = LLAMA_8B.latency
+COLOCATED = flowprefill(LLAMA_8B.model, colocated=True)
 VARIED, NOISE = 4.0, (0.05, 0.15)  # requests/s; standard deviation of a step's factor
 REQUESTS, SEEDS = 300, (0, 1)
 
@@ -161,10 +162,11 @@ def main() -> int:
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"{', '.join(TABLES)} [all]")
     add_output(parser, "flowprefill_stops")
     args = parser.parse_args()
-    unknown = [name for name in args.tables if name not in TABLES]
+    unknown = [name for name in args.tables if name not in (*TABLES, "all")]
     if unknown:
         parser.error(f"unknown table {unknown[0]!r}; choose of {', '.join(TABLES)}")
-    save(args, {name: TABLES[name]() for name in args.tables or TABLES})
+    chosen = TABLES if not args.tables or "all" in args.tables else args.tables
+    save(args, {name: TABLES[name]() for name in chosen})
     return 0
 
 

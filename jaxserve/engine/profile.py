@@ -136,18 +136,11 @@ def measured(
         return thread.submit(asyncio.run, measuring()).result()
 
 
-def holds(
-    points: list[Point],
-    executor: Executor,
-    limits: Limits,
-    max_model_len: int,
-    buckets: Buckets,
-    seconds: float = CHECK,
-) -> bool:
-    """Whether a kept profile is of the machine as it is now: of a few steps, run again, one at least takes about as long
-    as it did. Where all are FAR times faster, or all slower, other work slowed the machine then, or does now."""
+def holds(points: list[Point], executor: Executor, limits: Limits, max_model_len: int, buckets: Buckets) -> bool:
+    """Whether a kept profile is of the machine as it is now: of a few steps, run again, one at least takes about as
+    long as it did. Where all are FAR times faster, or all slower, other work slowed the machine then, or does now."""
     known = dict(points)
-    again = measured(executor, limits, max_model_len, buckets, seconds, runs=2)
+    again = measured(executor, limits, max_model_len, buckets, CHECK, runs=2)
     ratios = [took / known[load] for load, took in again if load in known]
     return not ratios or (min(ratios) < FAR and max(ratios) > 1 / FAR)
 
