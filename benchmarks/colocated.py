@@ -1,4 +1,4 @@
-"""Long prompts and short ones beside running decodes on one mixed instance, served: who waits how long.
+"""Long prompts and short ones beside running decodes on one mixed instance, served: how long each waits.
 
     python benchmarks/colocated.py            # the demo model on --mesh 1x1: a table and JSON
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -24,15 +23,12 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from common import add_output, save
+from common import add_output, save, submit
 
 from jaxserve.config import ServeConfig
-from jaxserve.engine import profile
 from jaxserve.engine.assemble import Machine, assemble
 from jaxserve.report.table import print_table
 from jaxserve.sched.counters import Counters
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import Delta
 from jaxserve.sched.request import Request
 from jaxserve.sched.sim import Arrival
 from jaxserve.sched.slo import NO_SLO, SLO
@@ -82,18 +78,9 @@ def machines(systems: Sequence[System]) -> dict[str, Machine]:
     return made
 
 
-def profile_anew(base: Machine) -> None:
-    """Measure step times now: the machine may have been busy with something else before."""
-    buckets, seconds = base.recipe.buckets, profile.default_seconds("cpu")
-    points = profile.measured(base.executors[0], base._limits, base.info.max_model_len, buckets, seconds)
-    base.recipe = replace(base.recipe, points=tuple(points))
-
-
 def serve(base: Machine, system: System, arrivals: Sequence[Arrival]) -> Run:
     """Every arrival at its time."""
-    config = replace(base._config, policy=system.policy)
-    machine = Machine(config, base._mesh, base.executors, base._limits, base.recipe, base.info)
-    return asyncio.run(_serve(machine, arrivals))
+    return asyncio.run(_serve(base.serving(replace(base.config, policy=system.policy)), arrivals))
 
 
 async def _serve(machine: Machine, arrivals: Sequence[Arrival]) -> Run:
@@ -101,12 +88,7 @@ async def _serve(machine: Machine, arrivals: Sequence[Arrival]) -> Run:
     cluster = machine.cluster(over.append)
     running = asyncio.ensure_future(cluster.run())
     await asyncio.sleep(0)
-    draw, began = random.Random(0), machine.now()
-    for id, one in enumerate(arrivals):
-        await asyncio.sleep(max(0.0, began + one.time - machine.now()))
-        prompt = tuple(draw.randrange(8, 4000) for _ in range(one.prompt_tokens))
-        params = SamplingParams(max_tokens=one.output_tokens, ignore_eos=True, temperature=0.0)
-        cluster.submit(Request(id, prompt, params, one.slo, began + one.time, seed=id), _nothing)
+    await submit(cluster, machine.now, arrivals)
     while any(arrivals[id].class_ != "talk" for id in set(range(len(arrivals))) - {one.id for one in over}):
         await asyncio.sleep(0.02)
     for id in set(range(len(arrivals))) - {one.id for one in over}:
@@ -121,10 +103,6 @@ async def _serve(machine: Machine, arrivals: Sequence[Arrival]) -> Run:
     await asyncio.wait([running])
     over.sort(key=lambda one: one.id)
     return Run(over, [one.class_ for one in arrivals], cluster.cores[0].scheduler.counters)
-
-
-def _nothing(delta: Delta) -> None:
-    """Tokens are read from the finished request."""
 
 
 def alone(base: Machine) -> float:
@@ -188,7 +166,7 @@ def main() -> int:
     for number in range(args.rounds):
         for name in names:
             base = by_boundary[SYSTEMS[name].boundary]
-            profile_anew(base)
+            base.measure()  # the machine may have been busy with something else before
             taken = alone(base)
             rows[name].append(row(taken, serve(base, SYSTEMS[name], mix(taken, args, number))))
             print(number, name, rows[name][-1], flush=True)

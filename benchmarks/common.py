@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import platform
+import random
 import socket
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -143,3 +145,16 @@ def bench(url: str, flags: Sequence[str]) -> dict[str, Any]:
         found = json.loads((Path(folder) / "found.json").read_text(encoding="utf-8"))
         assert isinstance(found, dict)
         return found
+
+
+async def submit(cluster: Any, now: Callable[[], float], arrivals: Sequence[Any]) -> None:
+    """Every arrival at its time, to a cluster that runs: random tokens, greedy, an output of just its length."""
+    from jaxserve.sched.params import SamplingParams
+    from jaxserve.sched.request import Request
+
+    draw, began = random.Random(0), now()
+    for id, one in enumerate(arrivals):
+        await asyncio.sleep(max(0.0, began + one.time - now()))
+        prompt = tuple(draw.randrange(8, 4000) for _ in range(one.prompt_tokens))
+        params = SamplingParams(max_tokens=one.output_tokens, ignore_eos=True, temperature=0.0)
+        cluster.submit(Request(id, prompt, params, one.slo, began + one.time, seed=id), lambda delta: None)

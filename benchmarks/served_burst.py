@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import random
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,19 +26,16 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from common import add_output, save
+from common import add_output, save, submit
 
 from jaxserve.config import ServeConfig
-from jaxserve.engine import profile
 from jaxserve.engine.assemble import Machine, assemble
 from jaxserve.replay import perf_of
 from jaxserve.report.table import print_table
 from jaxserve.sched.journal import replay
 from jaxserve.sched.metrics import Measured, measure, stage_allowance, summarize
-from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.fit import fit
 from jaxserve.sched.perf.model import Coefficients, Load
-from jaxserve.sched.plan import Delta
 from jaxserve.sched.request import Request
 from jaxserve.sched.sim import Arrival, Mesh, Options, simulate
 from jaxserve.sched.sim.latency import Latency
@@ -98,14 +94,11 @@ class Bench:
 
     @property
     def pages(self) -> int:
-        return self._machine._limits.pages
+        return self._machine.limits.pages
 
     def profile(self) -> None:
         """Measure steps anew: the machine may have been busy with something else before."""
-        one = self._machine
-        buckets, seconds = one.recipe.buckets, profile.default_seconds("cpu")
-        points = profile.measured(one.executors[0], one._limits, one.info.max_model_len, buckets, seconds)
-        one.recipe = replace(one.recipe, points=tuple(points))
+        self._machine.measure()
 
     def serve(self, system: System, arrivals: Sequence[Arrival]) -> Run:
         """Every arrival at its time."""
@@ -116,7 +109,7 @@ class Bench:
                 preempt_boundary="layer" if system.preempts else "chunk",
             )  # fmt: skip
             one = self._machine
-            limits = replace(one._limits, preemptible=system.preempts and one._limits.preemptible)
+            limits = replace(one.limits, preemptible=system.preempts and one.limits.preemptible)
             machine = Machine(config, one._mesh, one.executors, limits, one.recipe, one.info)
             found = asyncio.run(_serve(machine, arrivals))
             assert machine._file is not None
@@ -131,12 +124,7 @@ async def _serve(machine: Machine, arrivals: Sequence[Arrival]) -> Run:
     cluster = machine.cluster(over.append)
     running = asyncio.ensure_future(cluster.run())
     await asyncio.sleep(0)
-    draw, began = random.Random(0), machine.now()
-    for id, one in enumerate(arrivals):
-        await asyncio.sleep(max(0.0, began + one.time - machine.now()))
-        prompt = tuple(draw.randrange(8, 4000) for _ in range(one.prompt_tokens))
-        params = SamplingParams(max_tokens=one.output_tokens, ignore_eos=True, temperature=0.0)
-        cluster.submit(Request(id, prompt, params, one.slo, began + one.time, seed=id), _nothing)
+    await submit(cluster, machine.now, arrivals)
     drained = asyncio.ensure_future(cluster.drained())
     await asyncio.wait([drained, running], return_when=asyncio.FIRST_COMPLETED)
     if running.done():
@@ -154,10 +142,6 @@ async def _serve(machine: Machine, arrivals: Sequence[Arrival]) -> Run:
         cluster.deflections,
         {path: one.mape for path, one in cluster.forecasts.accuracy.items() if one.count},
     )
-
-
-def _nothing(delta: Delta) -> None:
-    """Tokens are read from the finished request."""
 
 
 def pile(count: int, shape: tuple[int, int], name: str) -> list[Arrival]:

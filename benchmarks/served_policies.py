@@ -123,7 +123,7 @@ def _model(name: str, args: argparse.Namespace, found: dict[str, Any], clients: 
 
     settings = {"perf": args.perf, "placement": args.placement, "profile_time": args.profile_time}
     host = Host(name, args.mesh, folder, **settings)
-    host.profile()
+    host.machine.measure()  # what is kept may be of a busier or an idler machine
     instances = len(host.machine.executors)
     if name not in found["scales"]:
         step_time = host.machine.recipe.make().step_time

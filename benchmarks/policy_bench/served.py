@@ -20,7 +20,6 @@ from common import DEMO
 from jaxserve.bench.drive import Run
 from jaxserve.bench.load import Call
 from jaxserve.config import ServeConfig
-from jaxserve.engine import profile
 from jaxserve.engine.assemble import assemble
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.info import Stats
@@ -86,13 +85,6 @@ class Host:
         weights = self.machine.executors[0].state.weights
         self.layers = len(weights["layers"])
         self.parameters = _parameters(weights)
-
-    def profile(self) -> None:
-        """Measure steps anew: what is kept may be of a busier or an idler machine."""
-        one = self.machine
-        buckets, seconds = one.recipe.buckets, self.config.profile_time or profile.default_seconds("cpu")
-        points = profile.measured(one.executors[0], one._limits, one.info.max_model_len, buckets, seconds)
-        one.recipe = replace(one.recipe, points=tuple(points))
 
     def serve(self, system: System, calls: Sequence[Call], tiers: Scale | None, clients: Executor) -> Served:
         """Every call at its time. Raises RuntimeError where requests are left after LONGEST."""

@@ -77,7 +77,7 @@ class Machine:
         self.compiled: CompileCounter = compile_counter()
         self.config = config
         self._mesh = mesh
-        self._limits = limits
+        self.limits = limits
         self._lent = lent
         self._file: IO[str] | None = None  # open for as long as the machine lives
         if config.journal is not None:
@@ -91,7 +91,7 @@ class Machine:
             scheduler = Scheduler(
                 policies.make(config.decides),
                 self.recipe.make(),
-                self._limits,
+                self.limits,
                 role,
                 prefix_caching=config.enable_prefix_caching,
                 log=self._log(executor.name, role),
@@ -107,7 +107,7 @@ class Machine:
         return Journal(self._file).instance(
             name,
             policy=self.config.decides,
-            limits=self._limits,
+            limits=self.limits,
             role=role,
             prefix_caching=self.config.enable_prefix_caching,
             perf=self.recipe.record(),
@@ -115,6 +115,12 @@ class Machine:
 
     def now(self) -> float:
         return self.executors[0].now()
+
+    def measure(self) -> None:
+        """Measure step times now; schedulers made from now on start from these. Nothing else may run."""
+        seconds = self.config.profile_time or profile.default_seconds(jax.default_backend())
+        points = profile.measured(self.executors[0], self.limits, self.info.max_model_len, self.recipe.buckets, seconds)
+        self.recipe = replace(self.recipe, points=tuple(points))
 
     def serving(self, config: ServeConfig) -> Machine:
         """The same executors under other settings of scheduling (SCHEDULING): nothing is compiled or measured again.
@@ -129,7 +135,7 @@ class Machine:
         mesh = plan_of(config)
         places = tuple(replace(one, role=role.value) for one, role in zip(self.info.instances, mesh.roles, strict=True))
         info = replace(self.info, instances=places, policy=config.policy, placement=config.placement)
-        return Machine(config, mesh, self.executors, self._limits, self.recipe, info, lent=True)
+        return Machine(config, mesh, self.executors, self.limits, self.recipe, info, lent=True)
 
     async def close(self) -> None:
         for executor in self.executors:

@@ -87,7 +87,7 @@ def demand(perf: PerfModel, tokens: Array, context: Array, chunk: int) -> Array:
 
 
 def idle_of(view: View, block: float) -> float:
-    """The most seconds of a step in which nobody decodes: so long may a newcomer have to wait.
+    """The most seconds of a step without running decodes: so long may a new request have to wait.
 
     block 0: the least `quantum` of what was promised here. Otherwise that share of the median ttft, as given by hand.
     """
