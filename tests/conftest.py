@@ -7,7 +7,7 @@ import itertools
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -56,9 +56,22 @@ def _few_mappings() -> Iterator[None]:
     """Every program that XLA compiles for a CPU keeps some memory mapped. A process may have 65,530 mappings: whole
     matrices of kernels need more, and the process dies. What is compiled is let go of before that."""
     yield
+    if next(_tests) % OFTEN == 0:
+        let_go(40_000)
+
+
+def let_go(most: int) -> None:
+    """Forget what jax has compiled where that maps more than `most` pieces of memory. An engine that lives on compiles
+    its programs again, and counts that."""
     jax = sys.modules.get("jax")
-    if next(_tests) % OFTEN == 0 and jax is not None and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 40_000:
+    if jax is not None and MAPS.exists() and MAPS.read_bytes().count(b"\n") > most:
         jax.clear_caches()
+
+
+@pytest.fixture(scope="session")
+def compiled_is_let_go() -> Callable[[int], None]:
+    """`let_go`, for folders that do it at a time of their own."""
+    return let_go
 
 
 @pytest.fixture(scope="session")

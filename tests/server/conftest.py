@@ -75,6 +75,12 @@ class Live:
         self.service.close()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _few_mappings(compiled_is_let_go: Callable[[int], None]) -> None:
+    """Before the first engine only: those here live on, and say how often they compile."""
+    compiled_is_let_go(10_000)
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     return Tokenizer.load(jaxserve.demo.model_path())
