@@ -121,7 +121,8 @@ class Cluster:
         """Keep what was predicted of its first token, to be compared with when it comes."""
         later = self.mover.fleet().transfer(request.prompt_length) if self._hold_first else 0.0
         role = core.scheduler.role
-        self.forecasts.note(request.id, role, at if role is Role.DECODE else at + later)
+        queued = core.scheduler.prefill_backlog > 0
+        self.forecasts.note(request.id, role, at if role is Role.DECODE else at + later, queued=queued)
 
     def _refuse(self, request: Request, tell: Tell) -> None:
         request.state, request.finish_reason = State.FINISHED, "refused"

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
+from typing import NamedTuple
 
 from .policy import Role
 from .request import BEST_EFFORT, Request
 
 RECENT = 512  # forecasts of a path that its median error is of
+PROMPT = 64  # latest first tokens with no prompt before theirs, whose delays the host's is the median of
 PATHS = ("prefill", "decode")
 
 
@@ -52,44 +54,66 @@ class _Path:
         return Accuracy(self.count, self.predicted, self.measured, self.errors, middle)
 
 
+class Forecast(NamedTuple):
+    """Of one first token: its path, when it comes, the host's delay in that, and whether prompts waited before it."""
+
+    path: str
+    at: float
+    delay: float
+    queued: bool
+
+
 class Forecasts:
     """What was predicted of requests under way, and how right it was for those that are over. Writer: the Cluster.
 
     A path is `prefill` where the prompt was computed by an instance that prefills (or does both), and `decode` where
     it was deflected to one that decodes. A request that is moved is judged by its last forecast, one that becomes best
     effort by none: it waits for what others leave.
+
+    What the host adds to a first token, no step-time model sees: it is measured where no prompt waited before.
     """
 
     def __init__(self) -> None:
-        self._open: dict[int, tuple[str, float]] = {}
+        self._open: dict[int, Forecast] = {}
         self._paths = {path: _Path() for path in PATHS}
+        self._delays: deque[float] = deque(maxlen=PROMPT)
+
+    @property
+    def delay(self) -> float:
+        """Seconds that the host adds to a first token; 0 before one was measured."""
+        return max(0.0, median(self._delays)) if self._delays else 0.0
 
     @property
     def accuracy(self) -> dict[str, Accuracy]:
         """Of the forecasts so far, by path."""
         return {path: one.accuracy() for path, one in self._paths.items()}
 
-    def note(self, id: int, role: Role, at: float) -> None:
-        """Its first token is predicted to come out at `at`, by the executors' clock, on an instance of this role."""
+    def note(self, id: int, role: Role, at: float, *, queued: bool = True) -> None:
+        """By its steps its first token comes out at `at`, by the executors' clock, on an instance of this role. queued:
+        prompts wait before it."""
         if at < float("inf"):
-            self._open[id] = ("decode" if role is Role.DECODE else "prefill", at)
+            delay = self.delay
+            self._open[id] = Forecast("decode" if role is Role.DECODE else "prefill", at + delay, delay, queued)
+
+    def of(self, request: Request) -> tuple[float, float] | None:
+        """Predicted and measured seconds to its first token. None where nothing was predicted of it, no token came, or
+        it became best effort."""
+        made, first = self._open.get(request.id), request.first_token_at
+        if made is None or first is None or request.tier == BEST_EFFORT or first <= request.arrival:
+            return None
+        return made.at - request.arrival, first - request.arrival
 
     def error(self, request: Request) -> float | None:
-        """|predicted - measured| / measured time to first token of a request that is about to be `over`.
-
-        None where nothing was predicted of it, no token came, or it became best effort.
-        """
-        path, at = self._open.get(request.id, ("", 0.0))
-        if not path or request.first_token_at is None or request.tier == BEST_EFFORT:
-            return None
-        measured = request.first_token_at - request.arrival
-        return abs((at - request.arrival) / measured - 1.0) if measured > 0 else None
+        """|predicted - measured| / measured of a request that is about to be `over`; None as for `of`."""
+        pair = self.of(request)
+        return None if pair is None else abs(pair[0] / pair[1] - 1.0)
 
     def over(self, request: Request) -> None:
         """A request has ended, for whatever reason."""
-        path, at = self._open.pop(request.id, ("", 0.0))
-        if not path or request.first_token_at is None or request.tier == BEST_EFFORT:
+        pair, made = self.of(request), self._open.pop(request.id, None)
+        if pair is None or made is None:
             return
-        predicted, measured = at - request.arrival, request.first_token_at - request.arrival
-        if measured > 0:
-            self._paths[path].add(predicted, measured)
+        predicted, measured = pair
+        self._paths[made.path].add(predicted, measured)
+        if not made.queued:
+            self._delays.append(measured - (predicted - made.delay))

@@ -26,7 +26,7 @@ from jaxserve.engine.info import Stats
 from jaxserve.replay import perf_of
 from jaxserve.sched.forecasts import Forecasts
 from jaxserve.sched.journal import Replay, replay
-from jaxserve.sched.request import BEST_EFFORT, Request
+from jaxserve.sched.request import Request
 from jaxserve.server.main import Ending, listen_on, serve
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
@@ -44,17 +44,12 @@ class Recorded(Forecasts):
 
     def __init__(self) -> None:
         super().__init__()
-        self._predicted: dict[int, float] = {}
         self.pairs: list[tuple[float, float]] = []
 
-    def note(self, id: int, role: Any, at: float) -> None:
-        self._predicted[id] = at
-        super().note(id, role, at)
-
     def over(self, request: Request) -> None:
-        at = self._predicted.pop(request.id, float("inf"))
-        if at < float("inf") and request.first_token_at is not None and request.tier != BEST_EFFORT:
-            self.pairs.append((at - request.arrival, request.first_token_at - request.arrival))
+        pair = self.of(request)
+        if pair is not None:
+            self.pairs.append(pair)
         super().over(request)
 
 

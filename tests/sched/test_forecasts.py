@@ -41,6 +41,22 @@ def test_errors_are_shares_of_what_was_measured() -> None:
     assert forecasts.accuracy["prefill"].mape == 1.0 and forecasts.accuracy["prefill"].predicted == 4.0
 
 
+def test_what_the_host_adds_is_learned_where_nothing_waited() -> None:
+    forecasts = Forecasts()
+    for _ in range(3):
+        forecasts.note(3, Role.PREFILL, 12.0, queued=False)
+        forecasts.over(request(12.5))
+    assert forecasts.delay == 0.5 and forecasts.accuracy["prefill"].errors == pytest.approx(0.2)  # only the first
+    forecasts.note(3, Role.PREFILL, 12.0)
+    assert forecasts.error(request(12.5)) == 0.0
+    forecasts.over(request(19.0))
+    assert forecasts.delay == 0.5, "a queue is not the host's"
+    forecasts = Forecasts()
+    forecasts.note(3, Role.PREFILL, 12.0, queued=False)
+    forecasts.over(request(11.0))
+    assert forecasts.delay == 0.0, "steps that end early are the step-time model's affair"
+
+
 @pytest.mark.parametrize(
     ("first", "tier", "at"), [(None, "standard", 11.0), (12.0, BEST_EFFORT, 11.0), (12.0, "standard", inf)]
 )
