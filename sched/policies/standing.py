@@ -14,6 +14,7 @@ from ..perf.model import Array, Load, PerfModel
 from ..policy import Order, Role, Rows, View
 from .speculation import NEVER, Terms
 
+STAIR = 0.5  # of the price of a token from the first to the last: what the second half costs at least without stairs
 ROUNDING = 1e-9  # seconds: sums of floats may not decide
 
 
@@ -71,13 +72,15 @@ def demand(perf: PerfModel, tokens: Array, context: Array, chunk: int) -> Array:
     """Prompt tokens in a step's currency: those to compute, and as many as their attention to what comes before and
     to each other takes in time."""
     size = min(chunk, 2048)
-    probes = np.concatenate(([size / 2, size], tokens)), np.concatenate(([0.0, 0.0], context))
+    probes = np.concatenate(([1.0, size / 2, size], tokens)), np.concatenate(([0.0, 0.0, 0.0], context))
     seconds = perf.prefill_times(*probes, chunk)
-    half, whole = seconds[:2].tolist()
-    each = (whole - half) / (size / 2)
+    one, half, whole = seconds[:3].tolist()
+    each, overall = (whole - half) / (size / 2), (whole - one) / size
+    if each < STAIR * overall:  # steps are padded, and both sizes to the same: the stairs all in all tell the price
+        each = overall
     if not each > 0:
         return tokens
-    fixed, seconds = max(0.0, whole - size * each), seconds[2:]
+    fixed, seconds = max(0.0, whole - size * each), seconds[3:]
     extra = (seconds - np.ceil(tokens / chunk) * fixed) / each - tokens
     result: Array = tokens + np.maximum(0.0, extra)
     return result
