@@ -19,11 +19,9 @@ from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.memory import Memory
 from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.perf.buckets import Buckets, Padded
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.plan import StepPlan
 from jaxserve.sched.policies.slos_serve import SlosServe
-from jaxserve.sched.policies.standing import demand
 from jaxserve.sched.policy import Decision, Limits, Role, View
 from jaxserve.sched.prefix_hits import PrefixHits
 from jaxserve.sched.request import BEST_EFFORT, STANDARD, Request, State
@@ -92,18 +90,6 @@ def test_a_step_lasts_as_long_as_the_tightest_tpot_allows() -> None:
     for tpot, expected in ((0.05, 320), (0.1, 832)):
         decision = SlosServe().decide(view([decoding(0, 10, tpot), waiting(1, 5000, 30.0)]))
         assert granted(decision) == {0: 1, 1: expected}
-
-
-@pytest.mark.parametrize("chunk", [512, 2048, 8192])
-def test_prompts_cost_about_as_much_where_steps_are_padded(chunk: int) -> None:
-    """Two sizes that are padded to the same one do not make tokens cheap, nor attention dear beside them."""
-    truth = replace(DEVICE, quadratic=3e-10)
-    tokens, context = np.array([100.0, 700.0, 3000.0, 8000.0]), np.array([0.0, 4000.0, 0.0, 60_000.0])
-    smooth = demand(GeneralModel(truth, correct=False), tokens, context, chunk)
-    sizes = (64, 128, 512, 2048, 8192)
-    stairs = demand(GeneralModel(Padded(truth, Buckets((), sizes)), correct=False), tokens, context, chunk)
-    padded = np.ceil(tokens / chunk) * chunk
-    assert (tokens <= stairs).all() and (stairs <= 1.5 * smooth + padded).all()
 
 
 def test_prompts_by_deadline_and_declined_ones_last() -> None:

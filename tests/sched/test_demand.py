@@ -1,0 +1,22 @@
+"""What a prompt costs in the currency of SLOs-Serve's dynamic programme."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxserve.sched.perf.buckets import Buckets, Padded
+from jaxserve.sched.perf.model import Coefficients, GeneralModel
+from jaxserve.sched.policies.standing import demand
+
+
+@pytest.mark.parametrize("chunk", [512, 2048, 8192])
+def test_prompts_cost_about_as_much_where_steps_are_padded(chunk: int) -> None:
+    """Two sizes that are padded to the same one do not make tokens cheap, nor attention dear beside them."""
+    truth = Coefficients(fixed=10e-3, prefill=1e-4, decode=5e-5, quadratic=3e-10, longest=0, context=0)
+    tokens, context = np.array([100.0, 700.0, 3000.0, 8000.0]), np.array([0.0, 4000.0, 0.0, 60_000.0])
+    smooth = demand(GeneralModel(truth, correct=False), tokens, context, chunk)
+    sizes = (64, 128, 512, 2048, 8192)
+    stairs = demand(GeneralModel(Padded(truth, Buckets((), sizes)), correct=False), tokens, context, chunk)
+    padded = np.ceil(tokens / chunk) * chunk
+    assert (tokens <= stairs).all() and (stairs <= 1.5 * smooth + padded).all()
