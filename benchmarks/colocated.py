@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from common import add_output, save, submit
+from common import add_output, clustered, save, submit
 
 from jaxserve.config import ServeConfig
 from jaxserve.engine.assemble import Machine, assemble
@@ -85,23 +85,12 @@ def serve(base: Machine, system: System, arrivals: Sequence[Arrival]) -> Run:
 
 async def _serve(machine: Machine, arrivals: Sequence[Arrival]) -> Run:
     over: list[Request] = []
-    cluster = machine.cluster(over.append)
-    running = asyncio.ensure_future(cluster.run())
-    await asyncio.sleep(0)
-    await submit(cluster, machine.now, arrivals)
-    while any(arrivals[id].class_ != "talk" for id in set(range(len(arrivals))) - {one.id for one in over}):
-        await asyncio.sleep(0.02)
-    for id in set(range(len(arrivals))) - {one.id for one in over}:
-        cluster.cancel(id)  # what decodes was only company
-    await asyncio.wait([asyncio.ensure_future(cluster.drained()), running], return_when=asyncio.FIRST_COMPLETED)
-    if running.done():
-        running.result()
-    while any(core.scheduler.in_flight for core in cluster.cores):
-        await asyncio.sleep(0.01)
-    cluster.check()
-    running.cancel()
-    await asyncio.wait([running])
-    over.sort(key=lambda one: one.id)
+    async with clustered(machine, over) as cluster:
+        await submit(cluster, machine.now, arrivals)
+        while any(arrivals[id].class_ != "talk" for id in set(range(len(arrivals))) - {one.id for one in over}):
+            await asyncio.sleep(0.02)
+        for id in set(range(len(arrivals))) - {one.id for one in over}:
+            cluster.cancel(id)  # what decodes was only company
     return Run(over, [one.class_ for one in arrivals], cluster.cores[0].scheduler.counters)
 
 

@@ -15,8 +15,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -145,6 +145,25 @@ def bench(url: str, flags: Sequence[str]) -> dict[str, Any]:
         found = json.loads((Path(folder) / "found.json").read_text(encoding="utf-8"))
         assert isinstance(found, dict)
         return found
+
+
+@asynccontextmanager
+async def clustered(machine: Any, over: list[Any]) -> AsyncIterator[Any]:
+    """A cluster that runs on a machine. At the end all it was given has ended and is in `over`, by id, nothing is lost,
+    and the machine is free for another."""
+    cluster = machine.cluster(over.append)
+    running = asyncio.ensure_future(cluster.run())
+    await asyncio.sleep(0)
+    yield cluster
+    await asyncio.wait([asyncio.ensure_future(cluster.drained()), running], return_when=asyncio.FIRST_COMPLETED)
+    if running.done():
+        running.result()
+    while len(cluster.mover) or any(core.scheduler.in_flight for core in cluster.cores):
+        await asyncio.sleep(0.01)
+    cluster.check()
+    running.cancel()
+    await asyncio.wait([running])
+    over.sort(key=lambda one: one.id)
 
 
 async def submit(cluster: Any, now: Callable[[], float], arrivals: Sequence[Any]) -> None:

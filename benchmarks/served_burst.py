@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from common import add_output, save, submit
+from common import add_output, clustered, save, submit
 
 from jaxserve.config import ServeConfig
 from jaxserve.engine.assemble import Machine, assemble
@@ -121,20 +121,8 @@ class Bench:
 
 async def _serve(machine: Machine, arrivals: Sequence[Arrival]) -> Run:
     over: list[Request] = []
-    cluster = machine.cluster(over.append)
-    running = asyncio.ensure_future(cluster.run())
-    await asyncio.sleep(0)
-    await submit(cluster, machine.now, arrivals)
-    drained = asyncio.ensure_future(cluster.drained())
-    await asyncio.wait([drained, running], return_when=asyncio.FIRST_COMPLETED)
-    if running.done():
-        running.result()
-    while len(cluster.mover) or any(core.scheduler.in_flight for core in cluster.cores):
-        await asyncio.sleep(0.01)
-    cluster.check()
-    running.cancel()
-    await asyncio.wait([running])
-    over.sort(key=lambda one: one.id)
+    async with clustered(machine, over) as cluster:
+        await submit(cluster, machine.now, arrivals)
     return Run(
         [measure(one, arrivals[one.id].class_, stage_allowance(one)) for one in over],
         [],

@@ -11,7 +11,7 @@ from .policy import Role
 from .request import BEST_EFFORT, Request
 
 RECENT = 512  # forecasts of a path that its median error is of
-PROMPT = 64  # latest first tokens with no prompt before theirs, whose delays the host's is the median of
+DELAYS = 64  # latest first tokens with no prompt before theirs, whose delays the host's is the median of
 PATHS = ("prefill", "decode")
 
 
@@ -76,7 +76,7 @@ class Forecasts:
     def __init__(self) -> None:
         self._open: dict[int, Forecast] = {}
         self._paths = {path: _Path() for path in PATHS}
-        self._delays: deque[float] = deque(maxlen=PROMPT)
+        self._delays: deque[float] = deque(maxlen=DELAYS)
 
     @property
     def delay(self) -> float:
