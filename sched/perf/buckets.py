@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -47,37 +47,36 @@ class Buckets:
 
     def placed(self, load: Load) -> tuple[int, Load]:
         """The program of a step, and the load with its padding."""
-        prefill, decode, *rest = load
+        prefill, decode, quadratic, longest, context, prefix, drafts = load
         if not prefill:
             at = bisect_left(self.decode, decode)
             if at == len(self.decode) or self.decode[at] == decode:
                 return at, load
-            return at, tuple.__new__(Load, (prefill, self.decode[at], *rest))
+            decode = self.decode[at]
+            return at, tuple.__new__(Load, (prefill, decode, quadratic, longest, context, prefix, drafts))
         at = bisect_left(self.mixed, prefill + decode)
         program = len(self.decode) + 1 + at + (len(self.mixed) + 1 if decode else 0)
         if at == len(self.mixed):
             return program, load
-        return program, tuple.__new__(Load, (self.mixed[at] - decode, decode, *rest))
+        prefill = self.mixed[at] - decode
+        return program, tuple.__new__(Load, (prefill, decode, quadratic, longest, context, prefix, drafts))
 
     def decoding(self, rows: Array) -> tuple[Order, Array]:
         """Programs and padded rows of steps that decode so many rows, elementwise."""
-        return _padded(self._axes[0], rows)
-
-    def prefilling(self, tokens: Array) -> tuple[Order, Array]:
-        """Programs and padded tokens of steps of so many prompt tokens alone, elementwise."""
-        programs, padded = _padded(self._axes[1], tokens)
-        return programs + len(self.decode) + 1, padded
+        axis = self._rows
+        at = axis.searchsorted(rows)
+        if not len(axis):
+            return at, rows
+        return at, np.where(at < len(axis), axis[np.minimum(at, len(axis) - 1)], rows)
 
     @cached_property
-    def _axes(self) -> tuple[Array, Array]:
-        return np.array(self.decode, dtype=float), np.array(self.mixed, dtype=float)
+    def _rows(self) -> Array:
+        return np.array(self.decode, dtype=float)
 
-
-def _padded(axis: Array, sizes: Array) -> tuple[Order, Array]:
-    at = np.searchsorted(axis, sizes)
-    if not len(axis):
-        return at, sizes
-    return at, np.where(at < len(axis), axis[np.minimum(at, len(axis) - 1)], sizes)
+    @cached_property
+    def alone(self) -> Array:
+        """0 and the sizes of steps of prompt tokens."""
+        return np.array((0.0, *self.mixed))
 
 
 NONE = Buckets()
@@ -102,30 +101,50 @@ class Padded:
     def decode_times(self, rows: Array, longest: Array, context: Array) -> Array:
         programs, padded = self.buckets.decoding(np.asarray(rows, dtype=float))
         times = self.coefficients.decode_times(padded, np.asarray(longest, float), np.asarray(context, float))
-        return self._factors(programs) * times
+        return times if self.factors is None else self._speeds[programs] * times
 
     def prefill_times(self, tokens: Array, context: Array, chunk: int) -> Array:
         """As Form's: whole chunks run in one program, the shorter last one in another."""
-        one = self.coefficients
+        quadratic = self.coefficients.quadratic
         full, last = whole_steps(np.asarray(tokens, dtype=float), chunk)
-        whole = full * chunk
-        before = one.quadratic * whole * (context + 0.5 * whole)
-        after = one.quadratic * last * (context + whole + 0.5 * last)
-        program, padded = self.buckets.prefilling(np.array([float(chunk)]))
-        programs, ends = self.buckets.prefilling(last)
-        times = self._factors(program)[0] * (full * self._alone(padded)[0] + before)
-        result: Array = times + np.where(last > 0, self._factors(programs) * (self._alone(ends) + after), 0.0)
-        return result
+        ends, speeds = self._alone(last, chunk)
+        if not np.logical_or.reduce(full):  # most prompts are shorter than a chunk
+            result: Array = speeds * (ends + quadratic * last * (context + 0.5 * last))
+            return result
+        whole, one = full * chunk, Load().add_chunk(chunk, 0)
+        program, padded = self.buckets.placed(one)
+        each = self.coefficients.step_time(padded) - quadratic * padded.quadratic
+        speed = 1.0 if self.factors is None else self.factors[program]
+        before = quadratic * whole * (context + 0.5 * whole)
+        after = quadratic * last * (context + whole + 0.5 * last)
+        return speed * (full * each + before) + speeds * (ends + after)
 
-    def _alone(self, tokens: Array) -> Array:
-        """Seconds of steps of so many padded prompt tokens, attention left out."""
+    def _alone(self, tokens: Array, chunk: int) -> tuple[Array, Array]:
+        """Seconds by the coefficients, without attention, of steps of so many prompt tokens alone, fewer than `chunk`,
+        and their programs' factors; 0 seconds of none."""
+        sizes, seconds, factors = self._prices
+        at = sizes.searchsorted(tokens)
+        if chunk <= sizes[-1]:
+            return seconds[at], factors[at]
+        inside = np.minimum(at, len(sizes) - 1)
+        larger = np.where(at < len(sizes), seconds[inside], self._unpadded(tokens))
+        return larger, factors[at]
+
+    @cached_property
+    def _prices(self) -> tuple[Array, Array, Array]:
+        """0 and the sizes of prompt tokens, what `_alone` says of each, and the factor of each and of larger ones."""
+        sizes, first = self.buckets.alone, len(self.buckets.decode)
+        seconds = self._unpadded(sizes)
+        seconds[0] = 0.0
+        return sizes, seconds, self._speeds[first : first + len(sizes) + 1]  # nothing is no program: any factor will do
+
+    def _unpadded(self, tokens: Array) -> Array:
         one = self.coefficients
         result: Array = one.fixed + one.prefill * tokens
         if one.w_moe:
             result = result + one.w_moe * (1.0 - (1.0 - one.p_moe) ** tokens)
         return result
 
-    def _factors(self, programs: Order) -> Array:
-        if self.factors is None:
-            return np.ones(len(programs))
-        return cast(Array, np.array(self.factors)[programs])
+    @cached_property
+    def _speeds(self) -> Array:
+        return np.ones(self.buckets.programs) if self.factors is None else np.array(self.factors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -13,10 +13,10 @@ from .model import Array, Coefficients, Load
 from .online import BOUND, STEP, running_rate
 from .recursive import Recursive
 
-FORGETTING = 0.98  # a step counts half after 34 others
+FORGETTING = 0.99  # a step counts half after 69 others
 ANCHOR = 10.0  # steps that the whole profile counts as, for good
 EVERY = 4  # steps from one solution of the coefficients to the next: factors are corrected at each
-WEIGHT = 0.2  # of one step in the factor of its program
+LEAST = 0.05  # weight of one step in the factor of its program, where many have been seen
 OUTLIER = 3.0  # times the usual error that a step's may be, to count in full
 SURE = 0.05  # errors up to that count in full
 USUAL = 0.05  # of one step in the usual error
@@ -31,10 +31,13 @@ class LearnedModel:
 
     The coefficients are fitted to `points` and corrected by recursive least squares with forgetting, from steps of
     every kind; the points stay in with the weight of ANCHOR steps, so that what serving does not show is kept. The
-    factor of a program is a moving average of measured/fitted: programs of one form may differ in speed. A step that is
-    far longer or shorter than predicted counts as less far off (see `_clipped`): a pause is no trend. After STREAK such
-    steps in a row all that is known, the profile too, is scaled by each further one: the machine is another than it was
-    when it was measured. Writer: the Scheduler that observes steps.
+    factor of a program is a moving average of measured/fitted: programs of one form may differ in speed. In the profile
+    it counts as far as programs differ by more than their steps do (see `_shrunk`): a program that is taken for slower
+    than it is may never run again, and nobody would find out.
+
+    A step that is far longer or shorter than predicted counts as less far off (see `_clipped`): a pause is no trend.
+    After STREAK such steps in a row all that is known, the profile too, is scaled by each further one: the machine is
+    another than it was when it was measured. Writer: the Scheduler that observes steps.
 
     points: measured (load, seconds). p_moe: share of the experts that a token uses. coefficients: fitted before;
     where they are given and points are not, SAMPLED loads by them are the anchor. Raises InvalidValue without either.
@@ -62,13 +65,15 @@ class LearnedModel:
         else:
             weights = np.array([getattr(coefficients, name) for name in LINEAR]) * SCALE
         self._learning = Recursive(weights, FORGETTING, table / seconds[:, None], ANCHOR, EVERY)
-        self._factors = [1.0] * buckets.programs
+        ratios = [
+            (program, time / max(float(np.dot(self._row(load), weights)), TINY))
+            for (program, load), time in zip(placed, seconds.tolist(), strict=True)
+        ]
+        self._factors, self._seen = _shrunk(ratios, buckets.programs)
         self._usual = STEP - 1.0  # error of a step, as a share: a moving average
         self._streak = 0  # steps in a row that were far too slow; less than 0: too fast
         self._before = self._learning.state(), list(self._factors)  # when the streak began
         self.version = 0
-        for (program, load), time in zip(placed, seconds.tolist(), strict=True):
-            self._correct(program, time / max(float(np.dot(self._row(load), weights)), TINY), 0.5)
         self._form = self._formed()
         first = self.step_time(Load().add_chunk(chunk, 0))
         self._prefill_rate = chunk / first if first > 0 else float("inf")
@@ -110,7 +115,7 @@ class LearnedModel:
         self._learning.update(terms / scale, seconds / predicted)
         fitted = float(terms @ self._learning.weights)
         if fitted > 0:
-            self._correct(program, seconds / fitted, WEIGHT)
+            self._correct(program, seconds / fitted)
         self._form = self._formed()
 
     def _another(self, ratio: float) -> bool:
@@ -139,11 +144,34 @@ class LearnedModel:
         terms: Array = np.array(row(load, self._p_moe)) / SCALE
         return terms
 
-    def _correct(self, program: int, seen: float, weight: float) -> None:
-        moved = self._factors[program] + weight * (seen - self._factors[program])
+    def _correct(self, program: int, ratio: float) -> None:
+        """The mean of all that was seen of a program, then a moving average."""
+        seen = self._seen[program] = self._seen[program] + 1
+        moved = self._factors[program] + max(LEAST, 1.0 / (1 + seen)) * (ratio - self._factors[program])
         self._factors[program] = min(max(moved, 1 / BOUND), BOUND)
 
     def _formed(self) -> Padded:
         values = (self._learning.weights / SCALE).tolist()
         made = Coefficients(**dict(zip(LINEAR, values, strict=True)), p_moe=self._p_moe)
         return Padded(made, self._buckets, tuple(self._factors))
+
+
+def _shrunk(ratios: Sequence[tuple[int, float]], programs: int) -> tuple[list[float], list[int]]:
+    """Factors of programs from (program, measured/fitted), and how many steps each is of. A program's mean counts by
+    the share of its variance that is not explained by the steps' own (James and Stein): with few and noisy steps, and
+    programs much alike, all factors stay near 1."""
+    factors, seen = [1.0] * programs, [0] * programs
+    if not ratios:
+        return factors, seen
+    which, ratio = np.array([one for one, _ in ratios]), np.array([one for _, one in ratios])
+    counts = np.bincount(which, minlength=programs)
+    there = np.flatnonzero(counts)
+    means = np.bincount(which, ratio, programs)[there] / counts[there]
+    spare = len(ratios) - len(there)
+    within = float(((ratio - means[there.searchsorted(which)]) ** 2).sum()) / spare if spare else 0.0
+    own = within / counts[there]
+    between = max(0.0, float(((means - 1.0) ** 2 - own).mean()))
+    share = between / np.maximum(between + own, TINY)
+    for program, factor in zip(there.tolist(), (1.0 + share * (means - 1.0)).tolist(), strict=True):
+        factors[program], seen[program] = min(max(factor, 1 / BOUND), BOUND), int(counts[program])
+    return factors, seen

@@ -114,10 +114,9 @@ class Coefficients:
         )
 
     def decode_times(self, rows: Array, longest: Array, context: Array) -> Array:
-        moe = self.w_moe * (1.0 - (1.0 - self.p_moe) ** rows)
-        result: Array = (
-            self.fixed + moe + self.decode * rows + self.longest * longest + self.context * (context - longest)
-        )
+        result: Array = self.fixed + self.decode * rows + self.longest * longest + self.context * (context - longest)
+        if self.w_moe:
+            result = result + self.w_moe * (1.0 - (1.0 - self.p_moe) ** rows)
         return result
 
     def prefill_times(self, tokens: Array, context: Array, chunk: int) -> Array:
