@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heappushpop
 from itertools import count, repeat
 from math import inf, isfinite
 from typing import Any, cast
@@ -70,8 +70,13 @@ def on_time_set(start: float, deadline: Array, work: Array, kept: Mask | None = 
     limits = due[first:].tolist()
     for one, limit, stay in zip(ranks[first:], limits, stays[first:] or repeat(False), strict=False):
         at += weights[one]
-        if not stay:
-            heappush(heap, one)
+        if at <= limit:
+            if not stay:
+                heappush(heap, one)
+            continue
+        leaves = heappop(heap) if stay and heap else heappushpop(heap, one)
+        at -= weights[leaves]
+        dropped.append(leaves)
         while at > limit:
             leaves = heappop(heap) if heap else one
             at -= weights[leaves]
@@ -223,12 +228,11 @@ def joiners_bound(view: View, alone: float, young: int = 3, ahead: int = 3) -> f
     fresh = np.flatnonzero(joined_lately & np.isfinite(promised(rows, rows.tpot)))
     if not len(fresh):
         return inf
-    slack, tpot = rows.deadline[fresh] - view.start, rows.tpot[fresh]
-    bound = np.full(len(fresh), inf)
-    for more in reversed(range(ahead)):  # the token after `more` others is due that many tpot later
-        each = JOIN * (slack + more * tpot) / (more + 1)
-        bound = np.where(each >= alone, each, bound)
-    return float(np.minimum.reduce(bound))
+    slack, tpot, more = rows.deadline[fresh] - view.start, rows.tpot[fresh], np.arange(ahead)[:, None]
+    each = JOIN * (slack + more * tpot) / (more + 1)  # [ahead, fresh]: the token after `more` others is that much later
+    able = each >= alone
+    first = each[able.argmax(axis=0), np.arange(len(fresh))]
+    return float(np.minimum.reduce(first, initial=inf, where=np.logical_or.reduce(able, axis=0)))
 
 
 def late_joiners(view: View, share: float = 0.1, lately: int = 20) -> Order:
