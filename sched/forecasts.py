@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
@@ -31,27 +31,23 @@ class Accuracy:
         return self.errors / self.count if self.count else float("nan")
 
 
-@dataclass(slots=True)
 class _Path:
-    """Sums and the latest errors of one path. Writer: Forecasts."""
+    """What is known of one path. Writer: Forecasts."""
 
-    count: int = 0
-    predicted: float = 0.0
-    measured: float = 0.0
-    errors: float = 0.0
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    def __init__(self) -> None:
+        self.accuracy = Accuracy()
+        self._recent: deque[float] = deque(maxlen=RECENT)
 
     def add(self, predicted: float, measured: float) -> None:
-        error = abs(predicted - measured) / measured
-        self.count += 1
-        self.predicted += predicted
-        self.measured += measured
-        self.errors += error
-        self.recent.append(error)
-
-    def accuracy(self) -> Accuracy:
-        middle = median(self.recent) if self.recent else None
-        return Accuracy(self.count, self.predicted, self.measured, self.errors, middle)
+        error, past = abs(predicted - measured) / measured, self.accuracy
+        self._recent.append(error)
+        self.accuracy = Accuracy(
+            past.count + 1,
+            past.predicted + predicted,
+            past.measured + measured,
+            past.errors + error,
+            median(self._recent),
+        )
 
 
 class Forecast(NamedTuple):
@@ -86,7 +82,7 @@ class Forecasts:
     @property
     def accuracy(self) -> dict[str, Accuracy]:
         """Of the forecasts so far, by path."""
-        return {path: one.accuracy() for path, one in self._paths.items()}
+        return {path: one.accuracy for path, one in self._paths.items()}
 
     def note(self, id: int, role: Role, at: float, *, queued: bool = True) -> None:
         """By its steps its first token comes out at `at`, by the executors' clock, on an instance of this role. queued:

@@ -10,7 +10,7 @@ had shows only in digests, which is all that prefix sharing needs. Kinds of reco
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any, NamedTuple
 
@@ -140,6 +140,7 @@ class Replay:
     differences: list[Difference] = field(default_factory=list)
     instances: dict[str, dict[str, Any]] = field(default_factory=dict)  # as recorded
     requests: dict[int, Request] = field(default_factory=dict)  # as they ended, with the times of their tokens
+    thoughts: dict[int, int] = field(default_factory=dict)  # tokens of thinking of those that began with it
     steps: list[Step] = field(default_factory=list)
     moves: list[float] = field(default_factory=list)  # seconds from a first token to the target's next plan
 
@@ -158,6 +159,7 @@ class _Replayer:
         self._schedulers: dict[str, Scheduler] = {}
         self._last: dict[str, StepPlan | None] = {}
         self._moved: dict[str, list[Request]] = {}  # adopted since the instance last planned
+        self._thinking: dict[int, list[Any]] = {}  # as recorded, of requests that begin with it
         self.outcome = Replay()
 
     def feed(self, line: int, record: dict[str, Any]) -> None:
@@ -237,7 +239,15 @@ class _Replayer:
         )
         request.digests = list(self._digests.get(request.id, ()))
         self.outcome.requests[request.id] = request
+        if thinking:
+            self._thinking[request.id] = thinking
         return request
+
+    def ended(self) -> Replay:
+        """What came of it, after the last record."""
+        for id, thinking in self._thinking.items():
+            self.outcome.thoughts[id] = _thoughts(ThinkingEnd(*thinking), self.outcome.requests[id].output)
+        return self.outcome
 
     def _compare(self, line: int, at: str, recorded: Any) -> None:
         plan = self._last.pop(at)
@@ -245,6 +255,11 @@ class _Replayer:
         self.outcome.plans += 1
         if replayed != recorded:
             self.outcome.differences.append(Difference(line, at, recorded, replayed))
+
+
+def _thoughts(end: ThinkingEnd, output: Sequence[int]) -> int:
+    """Tokens up to the end of thinking, all of them where it does not end."""
+    return next((count for count, token in enumerate(output, 1) if end.feed(token)), len(output))
 
 
 def _tupled(value: Any) -> Any:
@@ -269,4 +284,4 @@ def replay(lines: Iterable[str], perf: Callable[[Mapping[str, Any]], PerfModel])
     replayer = _Replayer(perf, digests)
     for number, record in records:
         replayer.feed(number, record)
-    return replayer.outcome
+    return replayer.ended()

@@ -50,7 +50,7 @@ def again(replayed: Replay, seed: int = 0) -> Again:
     )
     options = Options(tokens=limits["tokens"], rows=limits["rows"], prefix_caching=made[0]["prefix_caching"])
     first = done[0].arrival
-    arrivals = [_arrival(request, first, limits["page_size"]) for request in done]
+    arrivals = [_arrival(request, first, limits["page_size"], replayed.thoughts.get(request.id, 0)) for request in done]
     report = simulate(arrivals, made[0]["policy"], mesh, latency, seed, options=options)
     served = summarize(tuple(measure(request, request.class_, stage_allowance(request)) for request in done))
     busy = _busy(replayed, first, max(one.token_times[-1] for one in done))
@@ -94,7 +94,7 @@ def _busy(replayed: Replay, first: float, last: float) -> tuple[float, ...]:
     return tuple(seconds / (last - first) for seconds in spent.values())
 
 
-def _arrival(request: Request, first: float, page_size: int) -> Arrival:
+def _arrival(request: Request, first: float, page_size: int, thoughts: int) -> Arrival:
     """Its pages keep their names, so that prefixes are shared as they were."""
     pages = request.digests[: request.prompt_length // page_size]
     return Arrival(
@@ -105,6 +105,7 @@ def _arrival(request: Request, first: float, page_size: int) -> Arrival:
         request.class_,
         hash_ids=tuple(int.from_bytes(digest[:4], "big") for digest in pages),
         block=page_size,
+        thinking_tokens=thoughts if request.slo.stages else 0,
     )
 
 

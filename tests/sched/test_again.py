@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import random
+from dataclasses import replace
 
 import pytest
 
 from jaxserve.sched.errors import InvalidValue
-from jaxserve.sched.journal import Replay, Step, replay
+from jaxserve.sched.journal import Journal, Replay, Step, replay
+from jaxserve.sched.log import Log
 from jaxserve.sched.perf.model import Coefficients, Load
+from jaxserve.sched.perf.recipe import Recipe
+from jaxserve.sched.policy import Limits, Role
+from jaxserve.sched.sim import Mesh, simulate
 from jaxserve.sched.sim.again import again, noise, rows
+from jaxserve.sched.sim.arrival import Arrival
+from jaxserve.sched.sim.latency import Latency
+from jaxserve.sched.slo import SLO, THINKING
 
-from .harness import Job
+from .harness import COEFFICIENTS, Job
 from .test_journal import perf, recorded
 
 
@@ -24,6 +33,32 @@ def test_a_simulated_run_comes_out_again(roles: str) -> None:
     for name, served, simulated in rows(outcome):
         assert simulated == pytest.approx(served, rel=0.02), name
     assert outcome.busy == pytest.approx(outcome.simulated.busy, rel=0.02)
+
+
+def test_thinking_comes_out_again_as_thinking() -> None:
+    """Half of each answer is thought, at a loose pace, and the rest at one that no step keeps."""
+    file = io.StringIO()
+    journal = Journal(file)
+
+    def log(name: str, policy: str, limits: Limits, role: Role, prefix_caching: bool) -> Log:
+        described = Recipe("general", coefficients=COEFFICIENTS).record()
+        return journal.instance(
+            name, policy=policy, limits=limits, role=role, prefix_caching=prefix_caching, perf=described
+        )
+
+    slo = SLO(ttft=8.0, tpot=1e-6, stages=((THINKING, 1.0),))
+    shares = {0: 0, 1: 20, 2: 12}  # of 20 tokens
+    arrivals = [
+        Arrival(0.5 * i, 40, 20, replace(slo, stages=slo.stages if thought else ()), thinking_tokens=thought)
+        for i, thought in shares.items()
+    ]
+    latency = Latency("test", kv_bytes_per_token=1, kv_tokens=4096, coefficients=COEFFICIENTS)
+    simulate(arrivals, "distserve", Mesh.parse("1x1"), latency, logs=log)
+    found = replay(file.getvalue().splitlines(), perf)
+    assert found.differences == []
+    assert found.thoughts == {1: 20, 2: 12}
+    kept = [one.tpot_attained for one in again(found).simulated.measured]
+    assert kept == [False, True, True], "the third has its allowance from eleven thoughts"
 
 
 def test_what_an_instance_rehearsed_is_no_share_of_its_time() -> None:
