@@ -12,7 +12,7 @@ from .admission.none import Everybody
 from .core import Core
 from .errors import InvalidValue
 from .executor import Executor
-from .first_tokens import first_token_at
+from .first_tokens import Waits, waits
 from .flight import Settled
 from .forecasts import Forecasts
 from .handover import Mover
@@ -108,8 +108,7 @@ class Cluster:
             core.scheduler.counters.demotions += 1
         most = min(one.scheduler.limits.pages * one.scheduler.limits.page_size for one in self.cores)
         request.limit = min(request.limit, max(1, most - request.prompt_length))
-        at = self._placement.forecast(request)
-        self._forecast(request, core, first_token_at(request, core.scheduler, fleet.now) if at is None else at)
+        self._forecast(request, core, self._placement.forecast(request))
         core.scheduler.add(request)
         self.deflections += core.scheduler.role is Role.DECODE
         self._residents[request.id] = Resident(request, tell)
@@ -117,12 +116,13 @@ class Cluster:
         core.wake()
         self._redirect()
 
-    def _forecast(self, request: Request, core: Core, at: float) -> None:
-        """Keep what was predicted of its first token, to be compared with when it comes."""
-        later = self.mover.fleet().transfer(request.prompt_length) if self._hold_first else 0.0
-        role = core.scheduler.role
-        queued = core.scheduler.prefill_backlog > 0
-        self.forecasts.note(request.id, role, at if role is Role.DECODE else at + later, queued=queued)
+    def _forecast(self, request: Request, core: Core, at: float | None) -> None:
+        """Keep what is predicted of its first token, to be compared with when it comes. at: by the placement's own
+        prediction, where it made one."""
+        fleet, role = self.mover.fleet(), core.scheduler.role
+        later = fleet.transfer(request.prompt_length) if self._hold_first and role is not Role.DECODE else 0.0
+        found = waits(request, core.scheduler, fleet.now) if at is None else Waits(own=at - fleet.now)
+        self.forecasts.note(request, role, fleet.now, found, later)
 
     def _refuse(self, request: Request, tell: Tell) -> None:
         request.state, request.finish_reason = State.FINISHED, "refused"
@@ -140,8 +140,6 @@ class Cluster:
 
     def _move(self, id: int, source: Core, target: Core, ends: float | None = None) -> None:
         request = source.scheduler.disown(id)
-        if ends is None:
-            ends = first_token_at(request, target.scheduler, self.mover.fleet().now)
         self._forecast(request, target, ends)
         target.scheduler.add(request)
         self.deflections += target.scheduler.role is Role.DECODE is not source.scheduler.role
@@ -230,6 +228,7 @@ class Cluster:
 
     def _tell(self, delta: Delta) -> None:
         resident = self._residents[delta.request]
+        self.forecasts.came(resident.request)
         if delta.finish_reason is not None:
             for held in self._held.pop(delta.request, ()):
                 resident.tell(held)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from math import inf, log2
 from statistics import median
 from typing import NamedTuple
 
+from .first_tokens import Shares, Waits
 from .policy import Role
 from .request import BEST_EFFORT, Request
 
 RECENT = 512  # forecasts of a path that its median error is of
-DELAYS = 64  # latest first tokens with no prompt before theirs, whose delays the host's is the median of
 PATHS = ("prefill", "decode")
+SHORTEST, LONGEST = 2.0**-6, 2.0**10  # seconds of ttft: who is in more of a hurry, or in less, is like these
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +53,13 @@ class _Path:
 
 
 class Forecast(NamedTuple):
-    """Of one first token: its path, when it comes, the host's delay in that, and whether prompts waited before it."""
+    """Of one first token: its path, when it was made and of what, and when the token comes."""
 
     path: str
+    now: float
+    waits: Waits
+    later: float
     at: float
-    delay: float
-    queued: bool
 
 
 class Forecasts:
@@ -66,30 +69,34 @@ class Forecasts:
     it was deflected to one that decodes. A request that is moved is judged by its last forecast, one that becomes best
     effort by none: it waits for what others leave.
 
-    What the host adds to a first token, no step-time model sees: it is measured where no prompt waited before.
+    How much of its waits a request waits is learned for each path, and for requests with about the same ttft: most
+    policies let those that are in a hurry pass.
     """
 
     def __init__(self) -> None:
         self._open: dict[int, Forecast] = {}
+        self._awaited: set[int] = set()  # those whose first token has not come
         self._paths = {path: _Path() for path in PATHS}
-        self._delays: deque[float] = deque(maxlen=DELAYS)
-
-    @property
-    def delay(self) -> float:
-        """Seconds that the host adds to a first token; 0 before one was measured."""
-        return max(0.0, median(self._delays)) if self._delays else 0.0
+        self._shares: dict[tuple[str, int], Shares] = {}  # by path, and octave of the ttft
 
     @property
     def accuracy(self) -> dict[str, Accuracy]:
         """Of the forecasts so far, by path."""
         return {path: one.accuracy for path, one in self._paths.items()}
 
-    def note(self, id: int, role: Role, at: float, *, queued: bool = True) -> None:
-        """By its steps its first token comes out at `at`, by the executors' clock, on an instance of this role. queued:
-        prompts wait before it."""
-        if at < float("inf"):
-            delay = self.delay
-            self._open[id] = Forecast("decode" if role is Role.DECODE else "prefill", at + delay, delay, queued)
+    def note(self, request: Request, role: Role, now: float, waits: Waits, later: float = 0.0) -> None:
+        """What a request that is placed now, on an instance of this role, may have to wait for. later: seconds from its
+        first token to when it is told."""
+        if not sum(waits) < inf:
+            return
+        path = "decode" if role is Role.DECODE else "prefill"
+        at = now + self._of(path, request).seconds(waits) + later
+        self._open[request.id] = Forecast(path, now, waits, later, at)
+        self._awaited.add(request.id)
+
+    def _of(self, path: str, request: Request) -> Shares:
+        octave = round(log2(min(max(request.slo.ttft, SHORTEST), LONGEST)))
+        return self._shares.setdefault((path, octave), Shares())
 
     def of(self, request: Request) -> tuple[float, float] | None:
         """Predicted and measured seconds to its first token. None where nothing was predicted of it, no token came, or
@@ -104,12 +111,18 @@ class Forecasts:
         pair = self.of(request)
         return None if pair is None else abs(pair[0] / pair[1] - 1.0)
 
+    def came(self, request: Request) -> None:
+        """A token of a request has come; the first says how much of its waits it waited."""
+        if request.id not in self._awaited:
+            return
+        self._awaited.discard(request.id)
+        made, first = self._open[request.id], request.first_token_at
+        if first is not None and first > made.now + made.later and request.tier != BEST_EFFORT:
+            self._of(made.path, request).learn(made.waits, first - made.now - made.later)
+
     def over(self, request: Request) -> None:
         """A request has ended, for whatever reason."""
+        self.came(request)
         pair, made = self.of(request), self._open.pop(request.id, None)
-        if pair is None or made is None:
-            return
-        predicted, measured = pair
-        self._paths[made.path].add(predicted, measured)
-        if not made.queued:
-            self._delays.append(measured - (predicted - made.delay))
+        if pair is not None and made is not None:
+            self._paths[made.path].add(*pair)

@@ -12,6 +12,7 @@ from jaxserve.sched.perf.buckets import NONE, Buckets
 from jaxserve.sched.perf.fit import kind
 from jaxserve.sched.perf.model import Coefficients, Load
 from jaxserve.sched.perf.profile import FIRST, Point, measure, probes, spans
+from jaxserve.sched.plan import StepPlan, StepResult, Suspended
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.sim import clock
 from jaxserve.sched.sim.executor import Device, SimExecutor
@@ -83,6 +84,25 @@ def test_a_device_whose_chunk_takes_long_still_gets_decode_and_mixed_points(chun
     assert took <= 10.0 + 2 * first
     if chunk == 0.5:
         assert len(points) > 15 and any(load.prefill == 512 for load, _ in points)
+
+
+def test_the_very_first_step_which_finds_everything_cold_is_no_point() -> None:
+    truth = Coefficients(0.05, 1e-3, 1e-3, 0.0, 0.0, 0.0)
+
+    class Cold(SimExecutor):
+        cold = True
+
+        async def submit(self, plan: StepPlan) -> StepResult | Suspended:
+            result = await super().submit(plan)
+            assert isinstance(result, StepResult)
+            late, self.cold = 10.0 * self.cold, False
+            return result._replace(finished=result.finished + late)
+
+    async def run() -> list[Point]:
+        executor = Cold(truth, Device(LIMITS.pages, LIMITS.page_size), defaultdict(lambda: 1 << 30), clock.loop())
+        return await measure(executor, LIMITS, 2048, ENGINE, 10.0)
+
+    assert all(seconds == pytest.approx(truth.step_time(load)) for load, seconds in clock.run(run()))
 
 
 def test_drafting_steps_are_measured_where_rows_may_draft() -> None:
