@@ -14,6 +14,7 @@ from jaxserve.sched import policies
 from jaxserve.sched.journal import Replay, Step
 from jaxserve.sched.metrics import summarize
 from jaxserve.sched.perf.fit import kind
+from jaxserve.sched.perf.recipe import Recipe
 from jaxserve.sched.sim import Mesh, Options, simulate
 from jaxserve.sched.sim.again import measured_latency
 
@@ -21,6 +22,7 @@ from .mixes import arrivals
 
 LEARNED = 200  # steps of a run after which its predictions count
 KINDS = ("decode", "prefill", "mixed")
+OTHER = "table"  # Kairos's form
 
 
 def attained(run: Run) -> dict[str, Any]:
@@ -72,10 +74,24 @@ def simulated(
 
 def steps(journal: Replay) -> dict[str, Any]:
     """Errors of predicted step times by kind of step, after LEARNED steps of all instances, or after half of them
-    where there are fewer than twice as many."""
+    where there are fewer than twice as many; beside them those of OTHER, from the same profile and the same steps."""
     ordered = sorted(journal.steps, key=lambda step: step.ended)
     after = min(LEARNED, len(ordered) // 2)
-    return {"after": after, **_errors(ordered[after:])}
+    return {"after": after, **_errors(ordered[after:]), OTHER: _errors(_told(journal, ordered)[after:])}
+
+
+def _told(journal: Replay, ordered: Sequence[Step]) -> list[Step]:
+    """The steps as OTHER would have predicted them, each before it learned from it."""
+    models = {
+        name: replace(Recipe.of(made["perf"]), kind=OTHER, coefficients=None).make()
+        for name, made in journal.instances.items()
+    }
+    told = []
+    for step in ordered:
+        model = models[step.instance]
+        told.append(step._replace(predicted=model.step_time(step.load)))
+        model.observe(step.load, step.seconds)
+    return told
 
 
 def _errors(some: Sequence[Step]) -> dict[str, Any]:
@@ -90,9 +106,15 @@ def _errors(some: Sequence[Step]) -> dict[str, Any]:
 
 
 def first_tokens(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Median absolute error of first tokens as predicted at admission, as a share of when they came."""
+    """Median absolute error of first tokens as predicted at admission, as a share of when they came: of all requests,
+    and of the later half to end."""
     errors = [abs(predicted - measured) / measured for predicted, measured in pairs if measured > 0]
-    return {"requests": len(errors), "median_error": median(errors) if errors else None}
+    later = errors[len(errors) // 2 :]
+    return {
+        "requests": len(errors),
+        "median_error": median(errors) if errors else None,
+        "later": median(later) if later else None,
+    }
 
 
 def busy(journal: Replay, run: Run) -> dict[str, float]:

@@ -106,22 +106,36 @@ def _predicted(model: str, cases: Sequence[Case], policies: Sequence[str]) -> Ta
     rows = []
     for policy in policies:
         mine = [one for one in cases if one["policy"] == policy]
-        errors = [_pooled([one["steps"] for one in mine], kind) for kind in KINDS]
+        found = [one["steps"] for one in mine]
+        other = [one["table"] for one in found if "table" in one]
+        errors = [_beside(_pooled(found, kind), _pooled(other, kind)) for kind in KINDS]
         half, full = (_first([one for one in mine if one["mix"] == mix]) for mix in ("half", "chat"))
         rows.append([policy, *errors, half, full])
-    title = f"{model}: errors of predictions, %: mean of step times once learned (steps), median of first tokens (of)"
+    title = (
+        f"{model}: errors of predictions, %: mean of step times once learned, and by the form `table` (steps); median "
+        "of first tokens, and of the later half (of)"
+    )
     return Table(f"{model} predicted", title, ["policy", *KINDS, "first token, half load", "full load"], rows)
 
 
-def _pooled(found: Sequence[Mapping[str, Any]], kind: str) -> str:
+def _pooled(found: Sequence[Mapping[str, Any]], kind: str) -> tuple[float, int]:
+    """Mean error and number of steps."""
     some = [one[kind] for one in found if kind in one]
     count = sum(one["steps"] for one in some)
-    return f"{100 * sum(one['mape'] * one['steps'] for one in some) / count:.1f} ({count})" if count else "–"
+    return (sum(one["mape"] * one["steps"] for one in some) / count if count else 0.0), count
+
+
+def _beside(mine: tuple[float, int], other: tuple[float, int]) -> str:
+    if not mine[1]:
+        return "–"
+    beside = f" / {100 * other[0]:.1f}" if other[1] else ""
+    return f"{100 * mine[0]:.1f}{beside} ({mine[1]})"
 
 
 def _first(cases: Sequence[Case]) -> str:
     some = [one["first_tokens"] for one in cases if one["first_tokens"]["requests"]]
     if not some:
         return "–"
-    error = sum(one["median_error"] for one in some) / len(some)
-    return f"{100 * error:.1f} ({sum(one['requests'] for one in some)})"
+    error, later = (sum(one.get(name, 0.0) for one in some) / len(some) for name in ("median_error", "later"))
+    beside = f" / {100 * later:.1f}" if later else ""
+    return f"{100 * error:.1f}{beside} ({sum(one['requests'] for one in some)})"
