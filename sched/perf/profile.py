@@ -20,6 +20,7 @@ Point = tuple[Load, float]  # and its seconds
 Progress = Callable[[float], None]  # share that is done
 RUNS = 3  # most of each step, where time allows
 LONG = 1 / 500  # of the time there is: the first run of a step that takes longer counts, and it is not run twice
+TOO_LONG = 1 / 20  # likewise, where it is also the first run of its program, which finds everything cold
 SIZES = 5  # decode and mixed sizes that are measured where nothing is padded
 FIRST = 4  # probes that are measured however long they take: a step of each kind, the smallest of its kind
 
@@ -145,11 +146,13 @@ async def measure(
     todo = probes(limits, max_model_len, buckets)
     times: dict[int, list[float]] = {}
     rates: dict[str, float] = {}  # largest seconds per padded token so far, by kind of step
+    warm: set[int] = set()  # programs that ran
     began, step = executor.now(), 0
     for turn in range(runs):
         for index, probe in enumerate(todo):
             spent, load = executor.now() - began, probe.load
-            padded = buckets.placed(load)[1].tokens
+            program, placed = buckets.placed(load)
+            padded = placed.tokens
             if progress is not None:
                 progress(max(min(spent / seconds, 1.0), (turn * len(todo) + index) / (runs * len(todo))))
             must = turn == 0 and index < FIRST
@@ -160,9 +163,10 @@ async def measure(
                 result = await executor.submit(StepPlan(step, spans(probe, limits)))
                 assert isinstance(result, StepResult)
                 took = result.finished - result.started
-                if counted or (took > seconds * LONG and step < -1):  # the very first finds everything cold
+                if counted or took > seconds * (LONG if program in warm else TOO_LONG):
                     times.setdefault(index, []).append(took)
                     break
+                warm.add(program)
             rates[kind(load)] = max(rates.get(kind(load), 0.0), took / padded)
     executor.release(sorted({slot for probe in todo for slot in range(len(probe.rows))}))
     return [(todo[index].load, median(found)) for index, found in sorted(times.items())]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -86,16 +87,20 @@ def test_a_device_whose_chunk_takes_long_still_gets_decode_and_mixed_points(chun
         assert len(points) > 15 and any(load.prefill == 512 for load, _ in points)
 
 
-def test_the_very_first_step_which_finds_everything_cold_is_no_point() -> None:
-    truth = Coefficients(0.05, 1e-3, 1e-3, 0.0, 0.0, 0.0)
+def test_the_first_step_of_a_program_which_finds_everything_cold_is_no_point() -> None:
+    truth = Coefficients(0.02, 1e-4, 1e-3, 0.0, 0.0, 0.0)
 
     class Cold(SimExecutor):
-        cold = True
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.warm: set[tuple[bool, int]] = set()
 
         async def submit(self, plan: StepPlan) -> StepResult | Suspended:
             result = await super().submit(plan)
             assert isinstance(result, StepResult)
-            late, self.cold = 10.0 * self.cold, False
+            program = any(span.length > 1 for span in plan.spans), sum(span.length for span in plan.spans)
+            late = 0.2 * (program not in self.warm)
+            self.warm.add(program)
             return result._replace(finished=result.finished + late)
 
     async def run() -> list[Point]:
