@@ -14,7 +14,7 @@ from .request import BEST_EFFORT, Request
 
 RECENT = 512  # forecasts of a path that its median error is of
 PATHS = ("prefill", "decode")
-SHORTEST, LONGEST = 2.0**-6, 2.0**10  # seconds of ttft: who is in more of a hurry, or in less, is like these
+SHORTEST, LONGEST = 2.0**-6, 2.0**10  # seconds of ttft: shorter and longer ones are taken as these
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Forecasts:
     effort by none: it waits for what others leave.
 
     How much of its waits a request waits is learned for each path, and for requests with about the same ttft: most
-    policies let those that are in a hurry pass.
+    policies let tighter deadlines pass.
     """
 
     def __init__(self) -> None:

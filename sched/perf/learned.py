@@ -33,7 +33,7 @@ class LearnedModel:
     every kind; the points stay in with the weight of ANCHOR steps, so that what serving does not show is kept. The
     factor of a program is a moving average of measured/fitted: programs of one form may differ in speed. In the profile
     it counts as far as programs differ by more than their steps do (see `_shrunk`): a program that is taken for slower
-    than it is may never run again, and nobody would find out.
+    than it is may never run again, and the error would stay.
 
     A step that is far longer or shorter than predicted counts as less far off (see `_clipped`): a pause is no trend.
     After STREAK such steps in a row all that is known, the profile too, is scaled by each further one: the machine is
