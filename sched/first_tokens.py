@@ -83,11 +83,6 @@ class Shares:
         self._learning = Recursive(np.array(BEFOREHAND), FORGETTING)
         self._learning.know(np.sqrt(SURE) * np.eye(len(BEFOREHAND)))
 
-    @property
-    def host(self) -> float:
-        """Seconds that the host adds."""
-        return float(self._learning.weights[-1])
-
     def seconds(self, waits: Waits) -> float:
         """Predicted until the first token."""
         return float(self._learning.weights @ np.array((*waits, 1.0)))

@@ -44,11 +44,13 @@ class Journal:
         role: Role,
         prefix_caching: bool,
         perf: Mapping[str, Any],
+        options: Mapping[str, Any] | None = None,
     ) -> Log:
         """The log of one instance, after a record of how to make it again. `perf` is what `replay` will be given
-        back to make its step-time model."""
+        back to make its step-time model; `options` are those of a simulation (sim.Options) that is set up like the
+        server, where they are not the usual ones."""
         made = {"policy": policy, "limits": asdict(limits), "role": role.value, "prefix_caching": prefix_caching}
-        self._write(name, "instance", {**made, "perf": perf})
+        self._write(name, "instance", {**made, "perf": perf, "options": options or {}})
 
         def log(kind: str, **fields: Any) -> None:
             self._write(name, kind, {key: _plain(value) for key, value in fields.items()})

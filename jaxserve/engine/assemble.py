@@ -111,7 +111,19 @@ class Machine:
             role=role,
             prefix_caching=self.config.enable_prefix_caching,
             perf=self.recipe.record(),
+            options=self._options(),
         )
+
+    def _options(self) -> dict[str, Any]:
+        """Of a simulation of this server (sched.sim.Options)."""
+        return {
+            "placement": policies.placement(self.config.policy, self.config.placement),
+            "admission": self.config.admission,
+            "first_token": self.config.first_token,
+            "boundary": self.config.preempt_boundary,
+            "segments": self.executors[0].pieces,
+            "depth": self.config.preempt_depth,
+        }
 
     def now(self) -> float:
         return self.executors[0].now()

@@ -77,10 +77,15 @@ class JaxExecutor:
         return self._state.segments is not None
 
     @property
+    def pieces(self) -> int:
+        """Segments of such a step; 1 where none can be stopped."""
+        segments = self._state.segments
+        return 1 if segments is None else len(segments.links)
+
+    @property
     def stopping(self) -> float:
         """The largest share of such a step that still runs after it was asked to stop; 0 where none can be."""
-        segments = self._state.segments
-        return 0.0 if segments is None else stopping(len(segments.links), self.depth)
+        return stopping(self.pieces, self.depth) if self.preemptible else 0.0
 
     @property
     def lead(self) -> float:

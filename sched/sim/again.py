@@ -48,7 +48,15 @@ def again(replayed: Replay, seed: int = 0) -> Again:
         prefill=sum(one["role"] == "prefill" for one in made) or None,
         colocated=any(one["role"] == "mixed" for one in made),
     )
-    options = Options(tokens=limits["tokens"], rows=limits["rows"], prefix_caching=made[0]["prefix_caching"])
+    options = Options(
+        perf=made[0]["perf"]["kind"],
+        tokens=limits["tokens"],
+        rows=limits["rows"],
+        prompts=limits["prompts"],
+        suspended=limits["suspended"],
+        prefix_caching=made[0]["prefix_caching"],
+        **made[0]["options"],
+    )
     first = done[0].arrival
     arrivals = [_arrival(request, first, limits["page_size"], replayed.thoughts.get(request.id, 0)) for request in done]
     report = simulate(arrivals, made[0]["policy"], mesh, latency, seed, options=options)

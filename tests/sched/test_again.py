@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import random
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import IO
 
 import pytest
 
@@ -14,14 +16,34 @@ from jaxserve.sched.log import Log
 from jaxserve.sched.perf.model import Coefficients, Load
 from jaxserve.sched.perf.recipe import Recipe
 from jaxserve.sched.policy import Limits, Role
-from jaxserve.sched.sim import Mesh, simulate
+from jaxserve.sched.sim import simulate
 from jaxserve.sched.sim.again import again, noise, rows
 from jaxserve.sched.sim.arrival import Arrival
 from jaxserve.sched.sim.latency import Latency
+from jaxserve.sched.sim.options import Options
+from jaxserve.sched.sim.simulate import Logs
 from jaxserve.sched.slo import SLO, THINKING
 
 from .harness import COEFFICIENTS, Job
 from .test_journal import perf, recorded
+
+
+def journalled(file: IO[str], recipe: Recipe, options: Mapping[str, object] | None = None) -> Logs:
+    """Logs of a simulation as a server's are."""
+    journal = Journal(file)
+
+    def logs(name: str, policy: str, limits: Limits, role: Role, prefix_caching: bool) -> Log:
+        return journal.instance(
+            name,
+            policy=policy,
+            limits=limits,
+            role=role,
+            prefix_caching=prefix_caching,
+            perf=recipe.record(),
+            options=options,
+        )
+
+    return logs
 
 
 @pytest.mark.parametrize("roles", ["1x1", "2x1", "4x1"])
@@ -38,14 +60,6 @@ def test_a_simulated_run_comes_out_again(roles: str) -> None:
 def test_thinking_comes_out_again_as_thinking() -> None:
     """Half of each answer is thought, at a loose pace, and the rest at one that no step keeps."""
     file = io.StringIO()
-    journal = Journal(file)
-
-    def log(name: str, policy: str, limits: Limits, role: Role, prefix_caching: bool) -> Log:
-        described = Recipe("general", coefficients=COEFFICIENTS).record()
-        return journal.instance(
-            name, policy=policy, limits=limits, role=role, prefix_caching=prefix_caching, perf=described
-        )
-
     slo = SLO(ttft=8.0, tpot=1e-6, stages=((THINKING, 1.0),))
     shares = {0: 0, 1: 20, 2: 12}  # of 20 tokens
     arrivals = [
@@ -53,12 +67,35 @@ def test_thinking_comes_out_again_as_thinking() -> None:
         for i, thought in shares.items()
     ]
     latency = Latency("test", kv_bytes_per_token=1, kv_tokens=4096, coefficients=COEFFICIENTS)
-    simulate(arrivals, "distserve", Mesh.parse("1x1"), latency, logs=log)
+    recipe = Recipe("general", coefficients=COEFFICIENTS)
+    simulate(arrivals, "distserve", "1x1", latency, logs=journalled(file, recipe))
     found = replay(file.getvalue().splitlines(), perf)
     assert found.differences == []
     assert found.thoughts == {1: 20, 2: 12}
     kept = [one.tpot_attained for one in again(found).simulated.measured]
     assert kept == [False, True, True], "the third has its allowance from eleven thoughts"
+
+
+def test_steps_stop_again_where_the_served_ones_could() -> None:
+    """Long prompts that short ones stop: in eight segments, of which one or all are with the devices at a time."""
+    coefficients = replace(COEFFICIENTS, prefill=5e-5)
+    latency = Latency("test", kv_bytes_per_token=1, kv_tokens=65536, coefficients=coefficients, layers=8)
+    recipe = Recipe("exact", coefficients=coefficients)
+    long, short = SLO(ttft=3.0, tpot=1.0), SLO(ttft=0.1, tpot=1.0)
+    pairs = [(Arrival(0.5 * i, 6000, 2, long), Arrival(0.5 * i + 0.1, 600, 2, short)) for i in range(8)]
+    arrivals = [one for pair in pairs for one in pair]
+    stops = {}
+    for depth in (1, 8):
+        file, options = io.StringIO(), Options(perf="exact", depth=depth)
+        logs = journalled(file, recipe, {"segments": 8, "depth": depth})
+        first = simulate(arrivals, "flowprefill", "1x1", latency, options=options, logs=logs)
+        found = replay(file.getvalue().splitlines(), lambda record: Recipe.of(record).make())
+        second = again(found).simulated
+        assert found.differences == [] and second.counters.suspended == first.counters.suspended
+        assert second.summary.ttft.p50 == pytest.approx(first.summary.ttft.p50, rel=0.02)
+        stops[depth] = second.counters.suspended
+    assert stops[1] > 0, "what the journal says of segments is what was simulated"
+    assert stops[8] != stops[1]
 
 
 def test_what_an_instance_rehearsed_is_no_share_of_its_time() -> None:
