@@ -94,7 +94,8 @@ def _study(args: argparse.Namespace) -> Study:
         placement.make(policies.placement(name, args.placement), admission.make(args.admission))
     if args.seeds < 1:
         raise InvalidValue(f"seeds={args.seeds} must be at least 1", "seeds")
-    mesh = Mesh.parse(args.mesh, args.prefill, colocated=args.mode == "colocated")
+    latency = _latency(args)
+    mesh = Mesh.parse(args.mesh or f"2x{latency.tensor_parallel}", args.prefill, colocated=args.mode == "colocated")
     options = Options(
         perf=args.perf,
         prediction_error=args.prediction_error,
@@ -121,7 +122,6 @@ def _study(args: argparse.Namespace) -> Study:
         horizon=args.horizon,
         timer=time.process_time,
     )
-    latency = _latency(args)
     options.device(latency)
     rates: list[float | None] = [*parse_rates(args.qps)] if args.qps else [None]
     seeds = range(args.seed, args.seed + args.seeds)

@@ -96,7 +96,9 @@ def _what(group: Any) -> None:
 
 
 def _cluster(group: Any) -> None:
-    group.add_argument("--mesh", default="2x4", help="RxT: R instances of T devices; from two on, half prefill [2x4]")
+    group.add_argument(
+        "--mesh", help="RxT: R instances of T devices; from two on, half prefill [2xT, T of the latency preset]"
+    )
     group.add_argument("--prefill", type=int, metavar="N", help="how many instances prefill")
     group.add_argument("--mode", choices=("auto", "colocated"), default="auto", help="colocated: all do both [auto]")
     group.add_argument(

@@ -149,7 +149,7 @@ def test_the_command_writes_what_serve_simulate_and_fit_read(
     }
     assert latency.buckets.mixed == (64,) and latency.kv_bytes_per_token > 0
     assert cli.dispatch("fit", [str(steps)]) == 0
-    served = ["--latency", str(preset), "--mesh", "1x1", "--policy", "unified", "--perf", "learned"]
+    served = ["--latency", str(preset), "--policy", "unified", "--perf", "learned"]
     load = ["--workload", "deflection", "--num-requests", "20", "--qps", "1", "--out", str(tmp_path / "out")]
     assert cli.dispatch("simulate", [*served, *load]) == 0
     assert "unified" in capsys.readouterr().out

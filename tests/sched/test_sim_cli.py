@@ -197,6 +197,15 @@ def test_goodput_can_ask_for_other_shares(attain: str, share: str, tmp_path: Pat
     assert document["goodput"]["kairos"] == max(rates, default=None)
 
 
+@pytest.mark.usefixtures("no_plots")
+def test_the_mesh_is_of_as_many_devices_as_the_latency_preset_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--latency", "qwen3-32b-h20-tp2", "--policy", "kairos", "--qps", "1", "--num-requests", "5"]
+    assert main(["simulate", "--jobs", "1", *words, "--out", str(tmp_path)]) == 0
+    assert "K128 on 2x2 of qwen3-32b-h20-tp2" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
