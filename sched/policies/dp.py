@@ -72,7 +72,7 @@ def largest_set(
     base[1:][stays, tier[order[stays]]] = 1.0
     base = np.add.accumulate(base, axis=0)
     speed = rate(base[:-1, None, :] + decoding[None, :, :])  # [prompts, cells]
-    due = deadline[order]
+    due = np.maximum(deadline[order], start)  # no time is left before a deadline that has passed
     gaps = due - np.concatenate(([start], due[:-1]))
     speed[:, 1:][speed[:, 1:] < 0] = -np.inf  # these rows alone are too many
     left = np.full((len(taken), room + 1), -np.inf)
