@@ -43,7 +43,7 @@ class Granter:
         budget, most = self._limits.tokens, self._limits.rows
         prompts = min(self._limits.prompts, decision.prompts)
         requests, runnable, size = self._roster.requests, self._roster.runnable, self._memory.blocks.page_size
-        decision = self._best_effort_last(decision)
+        decision, kept = self._best_effort_last(decision)
         spans: list[Span] = []
         prefill = quadratic = prefix = decode = longest = context = drafts = 0
         for position, (id, tokens, wanted) in enumerate(decision.grants):
@@ -76,7 +76,8 @@ class Granter:
                 continue
             start = request.computed
             draft = self._draft(request, wanted, budget) if decodes else 0
-            length = min(tokens, request.remaining, budget - draft) + draft
+            room = budget - draft if decodes or request.tier == BEST_EFFORT else max(1, budget - kept)
+            length = min(tokens, request.remaining, room) + draft
             if length <= draft or not self._room(request, start + length, decision, position):
                 continue
             if decodes:
@@ -97,15 +98,18 @@ class Granter:
         load = Load(prefill, decode, quadratic / 2, longest, context, prefix, drafts)
         return Granted(tuple(spans), load, tuple(self._admitted), tuple(self._dropped))
 
-    def _best_effort_last(self, decision: Decision) -> Decision:
-        """Whatever the policy says: who has a span in this step can no longer give way to those named after it."""
+    def _best_effort_last(self, decision: Decision) -> tuple[Decision, int]:
+        """Whatever the policy says: who has a span in this step can no longer give way to those named after it. And how
+        many tokens prompts must leave to the rows among them that decode, which would starve behind long prompts."""
         tables = (self._roster.prefill, self._roster.decode)
         if not any(len(table) and table[-1].tier == BEST_EFFORT for table in tables):
-            return decision  # they are the last of each table
+            return decision, 0  # they are the last of each table
         filed, requests = self._roster.runnable, self._roster.requests
         last = [filed(grant.request) and requests[grant.request].tier == BEST_EFFORT for grant in decision.grants]
         order = sorted(range(len(last)), key=last.__getitem__)
-        return replace(decision, grants=tuple(decision.grants[index] for index in order))
+        behind = [requests[grant.request] for grant, late in zip(decision.grants, last, strict=True) if late]
+        kept = 0 if decision.separate else sum(one.generated > 0 and one.remaining == 1 for one in behind)
+        return replace(decision, grants=tuple(decision.grants[index] for index in order)), kept
 
     def _draft(self, request: Request, wanted: int, budget: int) -> int:
         """Tokens to draft: a guess, so it takes no page that a row may need, and never costs a row its own token."""
