@@ -24,6 +24,10 @@ STAIR = 4  # times that a token costs more on average than the next one does, wh
 JOIN = 0.97  # of the time until a token is due, for steps that a row which joined late can make up in
 BEHIND = 8.0  # tpot: a row later than that does not hurry the others any more
 NOBODY: Order = np.arange(0)
+CATCH_UP = 100.0  # tokens: a row that needs more to be on time again is taken to end before
+ROUNDING = 1e-9  # share of a step: sums of floats may not decide
+PATIENCE = 4.0  # tpot or steps, whichever is longer: after that a row that was left out joins a step
+JOINING = 4  # one in so many of the rows that waited that long joins each step
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 Cost = Callable[[Load], float]  # of a step: predicted seconds, or tokens
 
@@ -256,6 +260,52 @@ def late_joiners(view: View, share: float = 0.1, lately: int = 20) -> Order:
     on_time = (slack >= every) & (slack < alone + every)
     on_time[late] = False
     return NOBODY if on_time.any() else late
+
+
+def keeps(rows: Rows, start: float, seconds: float) -> bool:
+    """Whether some row here can keep its objectives in steps of `seconds`: its first token was in time, and it is on
+    time with such a step, or is back on time after some. Where none can, leaving rows out of a step, or cutting its
+    prompts short, gains nothing: a policy does neither. Best effort and rows without objectives have none to keep."""
+    count = rows.standard
+    seconds *= 1.0 - ROUNDING
+    tpot, tbt = rows.tpot[:count], rows.tbt[:count]
+    pace = np.minimum(tpot, tbt)
+    if not count or not seconds <= tbt.max() or not isfinite(float(pace.min())):
+        return False
+    slack = rows.deadline[:count] - start
+    ahead = (slack >= seconds) & (seconds <= tbt)
+    with np.errstate(invalid="ignore"):
+        behind = (slack > -BEHIND * tpot) & (seconds - slack <= CATCH_UP * (pace - seconds)) & (seconds <= pace)
+    able = np.flatnonzero((ahead | behind) & np.isfinite(pace))
+    return any(_began_in_time(rows[row]) for row in able.tolist())
+
+
+def _began_in_time(request: RequestView) -> bool:
+    first = request.first_token_at
+    return first is None or first <= request.arrival + request.slo.ttft
+
+
+def hopeful(view: View, seconds: float) -> bool:
+    """Whether steps of `seconds` are short enough for a row that decodes here, or, where none does, for one to come."""
+    if len(view.decode):
+        return keeps(view.decode, view.start, seconds)
+    tpot = promised(view.prefill, view.prefill.tpot)
+    return bool((np.isfinite(tpot) & (seconds * (1.0 - ROUNDING) <= tpot)).any())
+
+
+def starved(view: View, left: Order, seconds: float) -> Order:
+    """Of the rows left out of a step of `seconds`, those that have waited for so long that they join it, the longest
+    wait first. Only some join each step, so that it stays short: no row waits for more than PATIENCE + JOINING of its
+    tpot, or of the longest step."""
+    if not len(left):
+        return left
+    rows = view.decode
+    tpot = rows.tpot[left]
+    waited = view.start - rows.last(left)
+    most = PATIENCE * np.maximum(np.where(np.isfinite(tpot), tpot, 0.0), seconds)
+    late = np.flatnonzero(~(waited < most))
+    late = late[np.argsort(-waited[late], kind="stable")]
+    return left[late[: -(-len(left) // JOINING)]]
 
 
 def spare_time(view: View) -> float:

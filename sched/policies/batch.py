@@ -9,8 +9,6 @@ from ..perf.model import Array, Load
 from ..policy import Decision, Grant, Order, View, one_each
 from ..request import State
 
-HARDLY = 1.1  # times as long: no difference
-
 
 def admissible(view: View, order: Order) -> tuple[Order, Order]:
     """Prompts of `order` that can be computed now, and those that wait for pages or a slot.
@@ -40,12 +38,10 @@ def first_come(view: View) -> Order:
 
 def stall_free_tokens(view: View, share: float = 1.0) -> int:
     """The token budget that a profile of the model would set: the largest step of prompt tokens alone that takes no
-    longer than `share` of the tightest tpot of all requests here; limits.tokens where none has one. Where not even one
-    token is that fast, as many as take hardly longer: a padded step costs the same however few there are."""
-    time = view.perf.step_time
+    longer than `share` of the tightest tpot of all requests here; limits.tokens where none has one, or where not even
+    one token is that fast, so that no budget keeps it."""
     bound = share * min(tightest_tpot(view.decode), tightest_tpot(view.prefill))
-    bound = max(bound, HARDLY * time(Load().add_chunk(1, 0)))
-    return max(1, largest_chunk(time, Load(), 0, view.limits.tokens, bound, grid=1))
+    return largest_chunk(view.perf.step_time, Load(), 0, view.limits.tokens, bound, grid=1) or view.limits.tokens
 
 
 class Batch:

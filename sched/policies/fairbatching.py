@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
+from math import inf, isfinite
 from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import InvalidValue
-from ..feasibility import Cost, deadlines, decode_load, guest_speed, on_time_set, remaining_work, tightest_tpot
+from ..feasibility import (
+    Cost,
+    deadlines,
+    decode_load,
+    guest_speed,
+    hopeful,
+    on_time_set,
+    remaining_work,
+    starved,
+    tightest_tpot,
+)
 from ..perf.model import Array, Load
 from ..policy import Decision, Order, Role, View
 from .batch import Batch, admissible, stall_free_tokens
@@ -23,6 +33,7 @@ class Budget(NamedTuple):
     cost: Cost
     bound: float
     seconds: float  # that such a step takes: decodes which cannot wait for its end go first
+    time: Cost  # seconds of a step, as far as the budget sees them
 
 
 class FairBatching:
@@ -56,19 +67,35 @@ class FairBatching:
         slack, tpot = self._slack(view), tightest_tpot(view.decode)
         least = float(slack.min()) if len(slack) else inf
         budget = self._budget(view, max(least, tpot) if least < inf else inf)
-        batch = Batch(view, budget.cost, budget.bound)
         by_slack = np.argsort(slack, kind="stable")
-        urgent = int(np.count_nonzero(slack < budget.seconds + tpot))
-        served = view.decode.standard
+        prompts = admissible(view, self._order(view))
+        batch = self._batch(view, budget, by_slack, int(np.count_nonzero(slack < budget.seconds + tpot)), prompts)
+        if self._anchored and self._lost(view, budget, batch):
+            batch = self._batch(view, Budget(_free, inf, inf, _free), by_slack, len(by_slack), prompts)
+        return batch.decision(by_slack)
+
+    @staticmethod
+    def _lost(view: View, budget: Budget, batch: Batch) -> bool:
+        """Whether the step is too long for every row in any case, so that nothing is gained by its budget."""
+        return isfinite(budget.bound) and not hopeful(view, budget.time(batch.load))
+
+    def _batch(self, view: View, budget: Budget, by_slack: Order, urgent: int, prompts: tuple[Order, Order]) -> Batch:
+        """The step: the first `urgent` rows that decode for sure, and those others that have waited too long."""
+        batch, served = Batch(view, budget.cost, budget.bound), view.decode.standard
         batch.decode(by_slack[:urgent], always=True)
-        ready, later = admissible(view, self._order(view))
+        others = by_slack[urgent:]
+        if self._anchored and len(others):
+            joining = starved(view, others, view.perf.step_time(decode_load(view.decode)))
+            batch.decode(joining, always=True)
+            others = others[~np.isin(others, joining)]
+        (ready, later), best = prompts, others >= served
         last = ready >= view.prefill.standard
         batch.prompts(ready[~last])
-        batch.decode(by_slack[urgent:served])
-        batch.decode(by_slack[max(urgent, served) :])
+        batch.decode(others[~best])
+        batch.decode(others[best])
         batch.prompts(ready[last])
         batch.prompts(later)
-        return batch.decision(by_slack)
+        return batch
 
     def _slack(self, view: View) -> Array:
         """Seconds that each decoding row can wait; best effort for ever."""
@@ -101,9 +128,9 @@ def _budget(text: str, margin: float) -> Callable[[View, float], Budget]:
     """What makes the budget of a view whose decodes leave so many seconds."""
     name, colon, count = text.partition(":")
     if text == "slo":
-        return lambda view, seconds: Budget(view.perf.step_time, margin * seconds, seconds)
+        return lambda view, seconds: Budget(view.perf.step_time, margin * seconds, seconds, view.perf.step_time)
     if text == "tokens":
-        return lambda view, seconds: Budget(lambda load: view.perf.step_time(_blind(load)), margin * seconds, seconds)
+        return lambda view, seconds: _by_tokens(view, margin * seconds, seconds)
     if name == "fixed" and (not colon or (count.isdecimal() and int(count) > 0)):
         return lambda view, seconds: _fixed(view, int(count or 0) or stall_free_tokens(view, margin))
     raise InvalidValue(f"fairbatching budget={text!r} must be slo, tokens, fixed or fixed:N with N tokens", "budget")
@@ -111,7 +138,18 @@ def _budget(text: str, margin: float) -> Callable[[View, float], Budget]:
 
 def _fixed(view: View, tokens: int) -> Budget:
     seconds = view.perf.step_time(decode_load(view.decode).add_chunk(max(0, tokens - len(view.decode)), 0))
-    return Budget(lambda load: load.tokens, tokens, seconds)
+    return Budget(lambda load: load.tokens, tokens, seconds, view.perf.step_time)
+
+
+def _by_tokens(view: View, bound: float, seconds: float) -> Budget:
+    def time(load: Load) -> float:
+        return view.perf.step_time(_blind(load))
+
+    return Budget(time, bound, seconds, time)
+
+
+def _free(load: Load) -> float:
+    return 0.0
 
 
 def _blind(load: Load) -> Load:

@@ -27,7 +27,8 @@ class FlowPrefill:
     latest deadline first among the late. The predicted time of a started step is what is left of it; else a nearly
     finished one would look hopeless and be stopped. Nobody is stopped for one that will be late anyway, nor for one
     that cannot get pages. Short prompts join the first one (Algorithm 1) while the batch stays below `batch` tokens,
-    everybody in it is on time, and nobody else who can be on time loses that. A prompt longer than limits.tokens is
+    everybody in it is on time, and nobody else who can be on time loses that; where no prompt can be on time, late ones
+    share a batch likewise. A prompt longer than limits.tokens is
     several steps.
 
     batch: tokens of the batch (G in the paper), 0 for one prompt a step. order: `sedf`, or for comparison
@@ -160,7 +161,7 @@ class FlowPrefill:
         if tokens >= self._batch or rows.best_effort[head]:
             return [head]
         load = Load().add_chunk(tokens, int(context[head]))
-        due = float(rows.deadline[head])
+        due, hopeless = float(rows.deadline[head]), bool(late[head]) and not self._literal
         chosen, seconds, guard = [head], view.perf.step_time(load), _Guard(view, work, late, head)
         for row in self._candidates(rows, order, late, size < self._batch - tokens):
             left = int(size[row])
@@ -168,6 +169,9 @@ class FlowPrefill:
                 continue
             joint = load.add_chunk(left, int(context[row]))
             longer = view.perf.step_time(joint)
+            if hopeless:
+                chosen, load, tokens = [*chosen, row], joint, tokens + left
+                continue
             first = due if self._literal else min(due, float(rows.deadline[row]))
             if view.start + longer >= first or not (self._literal or guard.allows(row, seconds, longer)):
                 continue
@@ -179,7 +183,7 @@ class FlowPrefill:
     def _candidates(self, rows: Rows, order: Order, late: Mask, short: Mask) -> list[int]:
         others = order[1:]
         if not self._literal:
-            short = short & ~late & (rows.best_effort == 0)
+            short = short & (late == late[order[0]]) & (rows.best_effort == 0)
         chosen: list[int] = others[short[others]][:CANDIDATES].tolist()
         return chosen
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf, isfinite
 
-from ..feasibility import GRID, decode_load, largest_chunk, load_of, mixed_bound, tightest_tpot
+from ..feasibility import GRID, decode_load, keeps, largest_chunk, load_of, mixed_bound, tightest_tpot
 from ..perf.model import Load
 from ..policy import Decision, Grant, Policy, Role, View, one_each
 from . import turns
@@ -38,9 +39,11 @@ class Halves:
         if not decode or not (prompts.grants or prompts.resume is not None):
             return replace(prompts, grants=decode + prompts.grants)
         if view.role is Role.DECODE:
-            decode = one_each(view.decode)
-            bound = SHARE * tightest_tpot(view.decode)
-            return replace(prompts, grants=decode + guests(view, prompts.grants, decode_load(view.decode), bound))
+            load, bound = decode_load(view.decode), SHARE * tightest_tpot(view.decode)
+            cut, joint = guests(view, prompts.grants, load, bound)
+            if isfinite(bound) and not keeps(view.decode, view.start, view.perf.step_time(joint)):
+                cut = prompts.grants
+            return replace(prompts, grants=one_each(view.decode) + cut)
         if alternate and not (view.decoded and turns.no_room(view, prompts)):
             return turns.turn(view, prompts, decode)
         return replace(prompts, grants=decode + beside(view, prompts.grants, decode))
@@ -48,17 +51,23 @@ class Halves:
 
 def beside(view: View, grants: tuple[Grant, ...], decode: tuple[Grant, ...]) -> tuple[Grant, ...]:
     """Prompt chunks cut to what a step with the chosen decodes leaves of the tightest tpot and tbt; a few tokens of the
-    first where decoding leaves nothing, so that prompts go on."""
+    first where decoding leaves nothing, so that prompts go on; as much as a step holds where that is too long for every
+    row that decodes, as nothing is gained by cutting."""
     chosen = {grant.request for grant in decode}
     context = view.decode.context
     if len(chosen) < len(view.decode):
         context = context[[row.id in chosen for row in view.decode]]
-    cut = guests(view, grants, load_of(context), mixed_bound(view, SHARE, gap=SHARE))
-    return cut or tuple(Grant(grant.request, min(grant.tokens, GRID)) for grant in grants[:1])
+    load, bound = load_of(context), mixed_bound(view, SHARE, gap=SHARE)
+    cut, joint = guests(view, grants, load, bound)
+    if not cut:
+        cut, joint = guests(
+            view, tuple(Grant(grant.request, min(grant.tokens, GRID)) for grant in grants[:1]), load, inf
+        )
+    return cut if not isfinite(bound) or keeps(view.decode, view.start, view.perf.step_time(joint)) else grants
 
 
-def guests(view: View, grants: tuple[Grant, ...], load: Load, bound: float) -> tuple[Grant, ...]:
-    """Prompt chunks cut so that a step of `load` with them takes at most `bound` seconds."""
+def guests(view: View, grants: tuple[Grant, ...], load: Load, bound: float) -> tuple[tuple[Grant, ...], Load]:
+    """Prompt chunks cut so that a step of `load` with them takes at most `bound` seconds, and that step."""
     cut = []
     requests = {request.id: request for request in view.prefill}
     for grant in grants:
@@ -71,4 +80,4 @@ def guests(view: View, grants: tuple[Grant, ...], load: Load, bound: float) -> t
             break
         cut.append(Grant(grant.request, tokens))
         load = load.add_chunk(tokens, request.context)
-    return tuple(cut)
+    return tuple(cut), load

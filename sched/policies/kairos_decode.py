@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..feasibility import decode_load, keeps, starved
 from ..perf.model import Array
 from ..policy import Decision, Grant, Order, View
 
@@ -14,8 +15,9 @@ class KairosDecode:
     Repairs: the slack of a row counts the step that would serve everybody, not a step of its own (line 5); only
     rows that such a step still serves in time can forbid it (line 7), but a late row waits at most `patience` of
     its tpot; of all prefixes that fit, the one with the most tokens per second is taken, not the first local maximum
-    (line 13), which noise in a measured table makes of any batch; nobody is left out while requests wait for KV,
-    since that delays the release of KV. Best effort comes behind everybody, and forbids nothing.
+    (line 13), which noise in a measured table makes of any batch; nobody is left out while requests wait for KV or a
+    slot, since that delays the release of both. Best effort comes behind everybody, and forbids nothing. Where no row
+    has an objective none is left out, and none for longer than feasibility.starved says.
 
     patience: in tpot. pressure: share of pages in use above which everything is decoded. margin: share by which every
     predicted step is taken to be longer. greedy: the first local maximum. literal: Algorithm 3 as written; verbatim
@@ -40,14 +42,20 @@ class KairosDecode:
     def decide(self, view: View) -> Decision:
         rows = view.decode
         order: Order = np.lexsort((rows.context, rows.best_effort))
-        count = len(order) if self._short_of_kv(view) else self._prefix(view, order)
+        count = len(order) if self._short_of_room(view) else self._prefix(view, order)
         if count == len(order):
             return Decision(tuple(Grant(request.id, 1) for request in rows))
-        return Decision(tuple(Grant(rows[row].id, 1) for row in order[:count].tolist()))
+        chosen, left = order[:count], order[count:]
+        if not self._literal:
+            chosen = np.concatenate([chosen, starved(view, left, view.perf.step_time(decode_load(rows)))])
+        return Decision(tuple(Grant(rows[row].id, 1) for row in chosen.tolist()))
 
-    def _short_of_kv(self, view: View) -> bool:
+    def _short_of_room(self, view: View) -> bool:
+        """Whether rows left out, which give up their KV and their slots later, keep others waiting."""
         if self._literal:
             return False
+        if view.free_slots <= 0 and (view.prefill.running == 0).any():
+            return True
         return view.kv_waiting > 0 or view.free_pages < (1.0 - self._pressure) * view.limits.pages
 
     def _prefix(self, view: View, order: Order) -> int:
@@ -65,7 +73,8 @@ class KairosDecode:
         if self._greedy:  # lines 11 to 18: the rows are by length, so who comes after one left out is left out too
             falls = np.flatnonzero(rate[1:] <= rate[:-1])
             best = int(falls[0]) if len(falls) else len(rate) - 1
-        return best + 1 if rate[best] > 0 else len(order)
+        gains = self._literal or keeps(view.decode, view.start, float(seconds[best]))
+        return best + 1 if rate[best] > 0 and gains else len(order)
 
     def _allowed(self, view: View, everybody: float) -> float | None:
         """Seconds that a step may take which leaves rows out; None where no row may be left out."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..errors import InvalidValue
+from ..feasibility import hopeful
 from ..perf.model import Load
 from ..policy import Decision, Role, View
 from .batch import Batch, admissible, first_come, stall_free_tokens
@@ -13,6 +14,8 @@ from .batch import Batch, admissible, first_come, stall_free_tokens
 class Sarathi:
     """Decode-prioritised (FairBatching, arXiv 2510.14392, section 2.3): every row decodes in every step, and prompts,
     first come first served, get chunks of what is left of `tokens`.
+
+    Where the step of such a budget is too long for every row that decodes, it is that of the limits instead.
 
     tokens: budget of a step; 0, the default, is what a profile of the model would set: the most prompt tokens whose
     step alone takes `share` of the tightest tpot; the rest is for the contexts of those who decode, which a budget in
@@ -33,7 +36,14 @@ class Sarathi:
     def decide(self, view: View) -> Decision:
         if view.running is not None:
             return Decision()
-        batch = Batch(view, _tokens, self._budget(view))
+        budget = self._budget(view)
+        batch = self._batch(view, budget)
+        if budget < view.limits.tokens and not self._tokens and not hopeful(view, view.perf.step_time(batch.load)):
+            batch = self._batch(view, view.limits.tokens)  # too long for every row in any case
+        return batch.decision(np.arange(len(view.decode)))
+
+    def _batch(self, view: View, budget: int) -> Batch:
+        batch = Batch(view, _tokens, budget)
         decode, prompts = view.decode, view.prefill
         best = decode.best_effort > 0
         batch.decode(np.flatnonzero(~best), always=True)
@@ -43,7 +53,7 @@ class Sarathi:
         batch.decode(np.flatnonzero(best), always=True)
         batch.prompts(ready[last])
         batch.prompts(later)
-        return batch.decision(np.arange(len(decode)))
+        return batch
 
     def _budget(self, view: View) -> int:
         if view.role is Role.PREFILL:

@@ -29,8 +29,10 @@ from ..feasibility import (
     fitting,
     held_by_best_effort,
     joined,
+    keeps,
     largest_chunk,
     remaining_work,
+    starved,
     tightest_tpot,
 )
 from ..perf.model import Load
@@ -82,7 +84,12 @@ class SlosServe:
             return Decision()
         terms = self._terms(view)
         mine, declined = self._promise(view, terms)
-        return _Step(view, self._pace(view, terms), terms).decision(mine, declined)
+        pace = self._pace(view, terms)
+        step = _Step(view, pace, terms)
+        decision = step.decision(mine, declined)
+        if view.decode.standard and view.role is not Role.PREFILL and not step.keeps():
+            return _Step(view, pace._replace(seconds=inf), terms).decision(mine, declined)
+        return decision
 
     def _terms(self, view: View) -> Terms:
         fixed, there = None, (view.prefill, view.prefill.members, view.decode, view.decode.members)
@@ -189,14 +196,14 @@ class _Step:
         self._view = view
         self._pace = pace
         self._grants: list[Grant] = []
-        self._load = Load()
+        self.load = Load()
         self._cautious = terms.caution > 0
         self._certain = False  # somebody is granted who cannot fail to run
         rows = view.decode
         self._count = rows.standard
         self._lengths = self._drafts(rows)
         self._gain = np.array([0.0, *terms.gains()])[self._lengths] - 1.0 if len(self._lengths) else self._lengths
-        self._bound = self._hurry(rows, terms.margin)
+        self._bound = pace.seconds if pace.seconds == inf else self._hurry(rows, terms.margin)
         self._room: float = view.free_pages - len(rows)  # pages: one a row stays for its growth
         self._slots = view.free_slots
         self._full = False  # somebody waits for pages
@@ -205,18 +212,29 @@ class _Step:
         """mine: promised prompts in order. declined: those that are best effort from now on."""
         view, rows = self._view, self._view.decode
         now = self._now(rows)
+        others = np.flatnonzero(~now)
+        best = np.arange(self._count, len(rows))
+        waited = starved(view, np.concatenate([others, best]), view.perf.step_time(decode_load(rows)))
+        others, best = others[~np.isin(others, waited)], best[~np.isin(best, waited)]
         self._decode(np.flatnonzero(now))
+        self._decode(waited)
         pages, slots = held_by_best_effort(view, np.ceil)
         self._room, self._slots = self._room + pages, self._slots + slots
         self._prompts(mine)
         self._room, self._slots = self._room - pages, self._slots - slots
-        self._decode_some(np.flatnonzero(~now))
-        self._decode_some(np.arange(self._count, len(rows)))
+        self._decode_some(others)
+        self._decode_some(best)
         best = np.arange(view.prefill.standard, len(view.prefill))
         self._prompts(np.concatenate([best, declined]))
         if not self._certain:
             self._fall_back(np.concatenate([mine, best, declined]))
         return Decision(tuple(self._grants), tuple(view.prefill[row].id for row in declined.tolist()))
+
+    def keeps(self) -> bool:
+        """Whether some row keeps its objective with such steps, by what it gains in each."""
+        seconds = self._view.perf.step_time(self.load)
+        gain = 1.0 + float(self._gain.max()) if len(self._gain) else 1.0
+        return keeps(self._view.decode, self._view.start, seconds / gain)
 
     def _drafts(self, rows: Rows) -> Order:
         """Tokens that each row verifies; nothing where none drafts."""
@@ -267,8 +285,8 @@ class _Step:
             self._grants += [Grant(one.id, 1, length - 1) for one, length in zip(named, lengths, strict=True)]
         else:
             self._grants += one_each(named)
-        load = joined(self._load, rows.context[order], tokens)
-        self._load = load if drafts <= load.drafts else load._replace(drafts=drafts)
+        load = joined(self.load, rows.context[order], tokens)
+        self.load = load if drafts <= load.drafts else load._replace(drafts=drafts)
         self._certain = True
 
     def _decode_some(self, order: Order) -> None:
@@ -276,7 +294,7 @@ class _Step:
         if len(order) and self._certain:
             tokens = np.add.accumulate(self._lengths[order]).tolist() if len(self._lengths) else None
             context = self._view.decode.context[order]
-            order = order[: fitting(self._view.perf.step_time, self._load, context, self._bound, tokens)]
+            order = order[: fitting(self._view.perf.step_time, self.load, context, self._bound, tokens)]
         self._decode(order)
 
     def _fall_back(self, order: Order) -> None:
@@ -295,8 +313,8 @@ class _Step:
         for at, row in enumerate(map(int, order), 1):  # the first few of maybe thousands
             request = rows[row]
             waits = request.state is State.WAITING
-            left = min(request.remaining, view.limits.tokens - self._load.tokens)
-            tokens = largest_chunk(view.perf.step_time, self._load, request.context, left, self._bound)
+            left = min(request.remaining, view.limits.tokens - self.load.tokens)
+            tokens = largest_chunk(view.perf.step_time, self.load, request.context, left, self._bound)
             if not tokens and not self._grants:
                 tokens = min(left, GRID)
             if not tokens:
@@ -310,7 +328,7 @@ class _Step:
                     self._prompts(order[at:])
                     return
             self._certain = self._certain or not waits
-            self._load = self._load.add_chunk(tokens, request.context)
+            self.load = self.load.add_chunk(tokens, request.context)
             slack = request.deadline - view.start
-            if tokens == request.remaining and view.perf.step_time(self._load) <= slack:
+            if tokens == request.remaining and view.perf.step_time(self.load) <= slack:
                 self._bound = min(self._bound, slack)

@@ -11,7 +11,7 @@ from math import inf, isfinite
 
 import numpy as np
 
-from ..feasibility import BEHIND, GRID, decode_load, largest_chunk, promised
+from ..feasibility import BEHIND, GRID, decode_load, keeps, largest_chunk, promised
 from ..perf.model import Load
 from ..policy import Decision, Grant, Task, View
 
@@ -23,10 +23,14 @@ TICK = 1e-4  # seconds: a timer may fire that much early
 
 
 def pace(view: View) -> float:
-    """Seconds between tokens that the most demanding running decode was promised, by tpot or tbt; inf without one."""
+    """Seconds between tokens that the most demanding running decode was promised, by tpot or tbt; inf without one, or
+    where turns of the least length are too long for every decode: to stop prompts for them gains nothing."""
     rows = view.decode
     gaps = np.minimum(promised(rows, rows.tpot), promised(rows, rows.tbt))
-    return float(np.minimum.reduce(gaps, initial=inf))
+    tightest = float(np.minimum.reduce(gaps, initial=inf))
+    if isfinite(tightest) and not keeps(rows, view.start, view.perf.step_time(decode_load(rows)) + LEAST * tightest):
+        return inf
+    return tightest
 
 
 def latest_start(view: View, seconds: float) -> float:

@@ -28,6 +28,7 @@ from ..feasibility import (
     fitting,
     guest_speed,
     joiners_bound,
+    keeps,
     largest_chunk,
     late_joiners,
     left_behind,
@@ -89,10 +90,11 @@ class Unified:
             view = replace(view, perf=Scaled(view.perf, view.drift))
         if view.running is not None:
             return Decision(preempt=self._preempt and self._stops(view, view.running))
-        late = late_joiners(view) if view.role is Role.DECODE else NOBODY
+        hope = self._hope(view)
+        late = late_joiners(view) if hope and view.role is Role.DECODE else NOBODY
         if len(late):
             return Decision(one_each(view.decode[row] for row in late.tolist()))
-        longest = self._longest(view)
+        longest = self._longest(view, hope)
         queue = self._queue(view, longest)
         if view.role is Role.PREFILL or not len(view.decode):
             decision = self._prompts(view, queue)
@@ -101,7 +103,7 @@ class Unified:
         elif len(queue.on_time):
             decision = Decision(self._mixed(view, queue.on_time, longest))
         else:
-            decode = self._shed(view, longest.brief)
+            decode = self._shed(view, longest.brief) if hope else one_each(view.decode)
             guests = self._guests(view, decode_load(view.decode), queue.others(), longest.mixed)
             decision = Decision(decode + guests.grants)
         return replace(decision, demote=queue.hopeless) if queue.hopeless else decision
@@ -213,7 +215,7 @@ class Unified:
             return False
         job = _job(view, running)
         if view.now + job.seconds > job.due:
-            return len(self._queue(view, self._longest(view)).on_time) > 0
+            return len(self._queue(view, self._longest(view, self._hope(view))).on_time) > 0
         rows = view.prefill
         if not len(rows):
             return False
@@ -223,6 +225,20 @@ class Unified:
         return bool(stopped[-1]) and int(stopped.sum()) > int(on_time_set(view.now + job.seconds, *queue).sum()) + 1
 
     # decoding
+
+    def _hope(self, view: View) -> bool:
+        """Whether any row that decodes can keep its objectives: be it in steps of the shortest row alone, of which one
+        in so many is of all rows, since none is left out for longer than `patience`."""
+        rows = view.decode
+        tpot = tightest_tpot(rows)
+        if not isfinite(tpot):
+            return True
+        every = view.perf.step_time(decode_load(rows))
+        if every <= self._margin * tpot:
+            return True
+        alone = view.perf.step_time(load_of(rows.context[[rows.context.argmin()]]))
+        among = self._patience * tpot / alone
+        return keeps(rows, view.start, (among * alone + every) / (among + 1.0))
 
     def _shed(self, view: View, brief: float) -> tuple[Grant, ...]:
         """Everybody, or all but the longest where the joint step would not keep the tightest tpot."""
@@ -251,15 +267,17 @@ class Unified:
         tpot = _finite_tpot(rows)
         due = np.where(_waited(view, np.arange(len(rows)), self._patience * tpot, brief), -inf, rows.deadline)
         order = np.argsort(due, kind="stable")
-        count = max(1, fitting(view.perf.step_time, Load(), rows.context[order], brief))
+        count = fitting(view.perf.step_time, Load(), rows.context[order], brief)
         others = order[count:]
-        if (due[others] - view.start < brief + (1.0 + self._cushion) * tpot[others]).any():
+        if not count or (due[others] - view.start < brief + (1.0 + self._cushion) * tpot[others]).any():
             return None
         return np.sort(order[:count])
 
     def _mixed(self, view: View, order: Order, longest: _Longest) -> tuple[Grant, ...]:
         """Prompts that can be on time are here: only rows that cannot skip the step decode for sure."""
         rows, bound = view.decode, longest.mixed
+        if not isfinite(bound):
+            return one_each(rows) + self._guests(view, decode_load(rows), order, bound).grants
         tpot = _finite_tpot(rows)
         slack = rows.deadline - view.start
         urgent = (slack < bound + (1.0 + self._cushion) * tpot) & (slack > -BEHIND * tpot)
@@ -277,9 +295,12 @@ class Unified:
             chosen = np.arange(1)  # they may get no pages
         return one_each(rows[row] for row in chosen.tolist()) + guests.grants
 
-    def _longest(self, view: View) -> _Longest:
+    def _longest(self, view: View, hope: bool) -> _Longest:
         """A step of prompts is shorter for rows that joined late, until they are on time. Where prompts are no guests
-        (mixed instances) decoding that is too slow by itself must not shut them out."""
+        (mixed instances) decoding that is too slow by itself must not shut them out. Without `hope` for any row no step
+        is cut short for them."""
+        if not hope:
+            return _Longest(inf if len(view.decode) and len(view.prefill) else 0.0, inf)
         spare = WAIT * spare_time(view) if view.role is Role.MIXED else inf
         return _Longest(self._bound(view), spare if spare > 0.0 else inf)
 

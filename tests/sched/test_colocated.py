@@ -75,9 +75,31 @@ def test_the_budget_is_the_least_slack_less_the_margin() -> None:
 
 
 def test_the_budget_is_never_less_than_the_tightest_tpot() -> None:
-    for due in (0.001, -2.0):
+    for due in (0.001, -0.1):
         at = view([prompt(0, 5000)], [decoding(1, due)])
-        assert step("fairbatching:margin=1.0", at) == [(1, 1), (0, 390)]
+        assert step("fairbatching", at) == [(1, 1), (0, 364)]
+
+
+def test_a_budget_that_keeps_no_row_in_time_does_not_hold() -> None:
+    """Too late to catch up, too many rows for their tpot, or a first token that was late: the step is cut for no row.
+    As published it is cut all the same."""
+    late_first = decoding(1, 1.55, first=1.5)
+    for rows in ([decoding(1, -2.0)], [decoding(id, 0.02) for id in range(1, 61)], [late_first]):
+        at = view([prompt(0, 5000)], rows, now=1.5 if rows == [late_first] else 0.0)
+        for name in ("fairbatching", "fairbatching:budget=fixed", "sarathi", "distserve"):
+            assert dict(step(name, at)) == {0: 5000} | {one.id: 1 for one in rows}, name
+    late = view([prompt(0, 5000)], [decoding(1, -2.0)])
+    assert step("fairbatching:anchor=arrival", late) == [(1, 1), (0, 364)]
+
+
+def test_rows_left_out_for_long_join_a_step() -> None:
+    """The second row can wait for ever, but decoded last a second ago: 4 tpot and steps are over."""
+    for name in ("fairbatching", "slos_serve"):
+        for waited in (0.1, 1.0):
+            rows = [decoding(1, 0.05), decoding(2, 9.0, tier=BEST_EFFORT)]
+            rows[1].token_times = [-waited]
+            ids = [id for id, _ in step(name, view([prompt(0, 5000, due=7.0)], rows))]
+            assert (ids[:3] == [1, 2, 0]) == (waited == 1.0), name
 
 
 def test_who_can_wait_for_a_step_more_comes_after_prompts() -> None:
@@ -94,8 +116,9 @@ def test_each_group_is_by_slack() -> None:
 
 
 def test_urgent_rows_decode_even_beyond_the_budget() -> None:
-    decode = [decoding(id, 0.02) for id in range(1, 61)]
-    assert step("fairbatching", view([prompt(0, 100)], decode)) == [(id, 1) for id in range(1, 61)]
+    decode = [decoding(id, 0.02) for id in range(1, 36)]
+    assert step("fairbatching", view([prompt(0, 100)], decode))[:35] == [(id, 1) for id in range(1, 36)]
+    assert step("fairbatching", view([prompt(0, 100)], decode))[35:] in ([], [(0, 25)])
 
 
 def test_the_others_decode_as_far_as_the_budget_goes() -> None:
@@ -155,13 +178,14 @@ def test_sarathis_own_budget_is_what_the_tightest_tpot_allows() -> None:
     assert step("sarathi", view([prompt(0, 9000)], [], role=Role.PREFILL)) == [(0, 8192)]
 
 
-def test_where_no_step_is_fast_enough_a_budget_fills_a_padded_one() -> None:
-    """64 tokens cost what one does, more than 9/10 of a tpot of 10 ms: a budget of one would prefill for ever."""
+def test_a_budget_fills_a_padded_step_and_none_holds_where_no_step_is_fast_enough() -> None:
+    """64 tokens cost what one does, 16.4 ms."""
     slow = LearnedModel(buckets=Buckets((1, 8), (64, 256)), coefficients=EXACT)
-    hurried = prompt(0, 300)
-    hurried.slo = SLO(ttft=8.0, tpot=0.010)
     for name in ("sarathi", "fairbatching:budget=fixed"):
-        assert step(name, view([hurried], [], perf=slow)) == [(0, 64)], name
+        for tpot, tokens in ((0.019, 64), (0.010, 300)):
+            hurried = prompt(0, 300)
+            hurried.slo = SLO(ttft=8.0, tpot=tpot)
+            assert step(name, view([hurried], [], perf=slow)) == [(0, tokens)], name
 
 
 def test_vllm_puts_whole_prompts_first_and_nobody_decodes() -> None:

@@ -183,6 +183,8 @@ def test_a_running_step_is_stopped_when_the_decodes_must_run() -> None:
     late = decoding(1, 100, due=-9.0, last=0.25)
     running = Task(3, (one,), 4.0, total=0.0, since=0.2)
     at = replace(colocated([], [late], now=0.26, start=0.26), running=running)
+    assert decide(at).again == inf, "no row is on time again, so prompts are stopped for none"
+    at = replace(colocated([], [late, decoding(2, 100, due=5.0, last=0.25)], now=0.26, start=0.26), running=running)
     decision = decide(at)
     assert not decision.preempt and decision.again == pytest.approx(
         0.3 - (1 + turns.CUSHION) * PERF.step_time(Load(0, 1, 0, 99, 99)) - turns.SLIP * 0.05
