@@ -41,7 +41,8 @@ class Halves:
         if view.role is Role.DECODE:
             load, bound = decode_load(view.decode), SHARE * tightest_tpot(view.decode)
             cut, joint = guests(view, prompts.grants, load, bound)
-            if isfinite(bound) and not keeps(view.decode, view.start, view.perf.step_time(joint)):
+            alone = view.perf.step_time(load)
+            if alone > bound and not keeps(view.decode, view.start, view.perf.step_time(joint)):
                 cut = prompts.grants
             return replace(prompts, grants=one_each(view.decode) + cut)
         if alternate and not (view.decoded and turns.no_room(view, prompts)):

@@ -228,14 +228,15 @@ class Unified:
 
     def _hope(self, view: View) -> bool:
         """Whether any row that decodes can keep its objectives: be it in steps of the shortest row alone, of which one
-        in so many is of all rows, since none is left out for longer than `patience`."""
+        in so many is of all rows, since none is left out for longer than `patience`. On a decode instance there are
+        rows to come as well."""
         rows = view.decode
         tpot = tightest_tpot(rows)
         if not isfinite(tpot):
             return True
         every = view.perf.step_time(decode_load(rows))
         if every <= self._margin * tpot:
-            return True
+            return view.role is Role.DECODE or keeps(rows, view.start, every)
         alone = view.perf.step_time(load_of(rows.context[[rows.context.argmin()]]))
         among = self._patience * tpot / alone
         return keeps(rows, view.start, (among * alone + every) / (among + 1.0))
