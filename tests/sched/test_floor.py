@@ -1,0 +1,165 @@
+"""The throughput floor: a policy leaves rows out, or cuts prompts for them, only where some row gains by it.
+
+The bare run takes a few of the cells of policy, latency preset and regime, so that each of them is met; `-m full` runs
+the whole matrix, and split instances.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.config import load_yaml, preset
+from jaxserve.sched import policies
+from jaxserve.sched.feasibility import JOINING, PATIENCE, keeps, starved
+from jaxserve.sched.policy import Role, View
+from jaxserve.sched.request import Request
+from jaxserve.sched.sim.floor import CPU, REGIMES, Floor, floor, kept, plain
+from jaxserve.sched.sim.latency import Latency
+from jaxserve.sched.slo import NO_SLO, SLO
+
+from .test_colocated import STEEP, decoding, prompt, view
+
+VARIANTS = [
+    "fairbatching:budget=fixed",
+    "fairbatching:budget=tokens",
+    "fairbatching:on_time_set",
+    "prefill=sedf,decode=kairos",
+    "slos_serve:no_admit",
+    "unified:keep=0.1",
+]
+POLICIES = [*policies.names(), *VARIANTS]
+PRESETS = [CPU.name, *sorted(file.stem for file in preset("latency", "llama3-8b-a800").parent.glob("*.yaml"))]
+CELLS = [
+    (policy, PRESETS[at % len(PRESETS)], REGIMES[at % len(REGIMES)])
+    for number, policy in enumerate(POLICIES)
+    for at in (number, number + 13)
+]
+MATRIX = [(policy, name, regime) for policy in POLICIES for name in PRESETS for regime in REGIMES]
+
+
+@cache
+def latency_of(name: str) -> Latency:
+    return CPU if name == CPU.name else load_yaml(preset("latency", name), Latency)
+
+
+@cache
+def base(name: str, regime: str, split: bool, seed: int = 0) -> Floor:
+    return floor(plain(split), latency_of(name), regime, split=split, seed=seed)
+
+
+def check(policy: str, name: str, regime: str, *, split: bool = False, seed: int = 0) -> None:
+    found, least = floor(policy, latency_of(name), regime, split=split, seed=seed), base(name, regime, split, seed)
+    assert kept(found, least), f"{found} beside {least}"
+    if policy != "vllm":  # prompts first: its rows wait for all of them
+        assert found.gap <= (PATIENCE + JOINING) * found.full, found
+
+
+def test_the_sample_meets_every_policy_preset_and_regime() -> None:
+    seen = [set(column) for column in zip(*CELLS, strict=True)]
+    assert seen == [set(POLICIES), set(PRESETS), set(REGIMES)]
+
+
+@pytest.mark.parametrize(("policy", "name", "regime"), CELLS)
+def test_no_policy_falls_below_the_floor(policy: str, name: str, regime: str) -> None:
+    check(policy, name, regime)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("policy", "name", "regime"), MATRIX)
+def test_no_policy_falls_below_the_floor_anywhere(policy: str, name: str, regime: str) -> None:
+    check(policy, name, regime)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [CPU.name, "llama3-8b-a800", "minimax-m2.5-h200-tp4"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_policy_falls_below_the_floor_on_split_instances(policy: str, name: str) -> None:
+    for regime in REGIMES:
+        check(policy, name, regime, split=True)
+
+
+def hopeless(id: int, why: str, late: float) -> Request:
+    """A row that cannot keep its objectives at 1.5 s: with steps of 11 ms and more, and a tpot of 50 ms."""
+    if why == "late first token":
+        return decoding(id, 1.5 + late, first=1.2)
+    if why == "far behind":
+        return decoding(id, 1.0 - late, first=0.1)
+    row = decoding(id, 1.5, first=0.1)
+    row.slo = NO_SLO if why == "none" else SLO(1.0, 0.005)
+    return row
+
+
+@given(
+    reasons=st.lists(
+        st.tuples(st.sampled_from(["late first token", "far behind", "none", "below"]), st.floats(0.0, 0.4)),
+        min_size=1,
+        max_size=60,
+    ),
+    prompts=st.lists(st.integers(1, 900), min_size=1, max_size=6),
+    due=st.sampled_from([1.0, 60.0]),
+)
+@settings(max_examples=60)
+def test_where_no_row_can_gain_everything_runs(
+    reasons: list[tuple[str, float]], prompts: list[int], due: float
+) -> None:
+    for name in POLICIES:
+        rows = [hopeless(id, *reason) for id, reason in enumerate(reasons)]
+        waiting = [prompt(100 + id, tokens, due) for id, tokens in enumerate(prompts)]
+        decision = policies.make(name).decide(view(waiting, rows, now=1.5, start=1.5))
+        granted = {grant.request: grant.tokens for grant in decision.grants}
+        whole = [granted.get(one.id) == one.remaining for one in waiting]
+        if name == "vllm":
+            assert all(whole)
+            continue
+        assert {row.id for row in rows} <= set(granted), name
+        assert any(whole) if "flowprefill" in name else all(whole), name  # it computes one prompt at a time
+
+
+def test_what_is_published_may_cut_prompts_and_leave_rows_out_for_nothing() -> None:
+    behind = view([prompt(0, 5000)], [decoding(1, -2.0)])
+    rows = [decoding(1, 9.0), decoding(2, 9.0, context=9000)]
+    for row in rows:
+        row.slo = NO_SLO
+    steep = view([], rows, role=Role.DECODE, perf=STEEP)
+
+    def named(name: str, at: View) -> list[tuple[int, int]]:
+        return sorted((grant.request, grant.tokens) for grant in policies.make(name).decide(at).grants)
+
+    assert named("fairbatching", behind) == [(0, 5000), (1, 1)]
+    assert named("fairbatching:anchor=arrival", behind) == [(0, 364), (1, 1)]
+    assert named("kairos", steep) == [(1, 1), (2, 1)]
+    assert named("kairos:literal", steep) == [(1, 1)]
+
+
+def test_a_row_keeps_its_objectives_where_it_is_on_time_or_catches_up() -> None:
+    def kept_in(row: Request, seconds: float, now: float = 0.0) -> bool:
+        return keeps(view([], [row]).decode, now, seconds)
+
+    assert kept_in(decoding(0, 0.05), 0.05) and not kept_in(decoding(0, 0.05), 0.06)
+    assert kept_in(decoding(0, 0.2), 0.1), "it is ahead"
+    assert kept_in(decoding(0, -0.1), 0.04) and not kept_in(decoding(0, -0.1), 0.0499), "100 tokens are too few"
+    assert not kept_in(decoding(0, -0.5), 0.001), "later than 8 tpot"
+    assert not kept_in(decoding(0, 9.0, tier="best_effort"), 0.01)
+    late = decoding(0, 2.0, first=1.5)
+    assert not kept_in(late, 0.01, 1.5) and kept_in(decoding(0, 2.0, first=0.9), 0.01, 1.5)
+    gaps = decoding(0, 9.0)
+    gaps.slo = SLO(1.0, 0.05, tbt=0.03)
+    assert kept_in(gaps, 0.03) and not kept_in(gaps, 0.04)
+    gaps.slo = NO_SLO
+    assert not kept_in(gaps, 0.0)
+
+
+def test_rows_left_out_join_by_how_long_they_waited_some_at_a_time() -> None:
+    rows = [decoding(id, 9.0) for id in range(9)]
+    for row in rows:
+        row.token_times = [-0.1 * row.id]
+    at = view([], rows, role=Role.DECODE)
+    left = at.decode.arrival.argsort(kind="stable")
+    assert starved(at, left, 0.01).tolist() == [8, 7, 6], "those of more than 4 tpot, a quarter of them"
+    assert starved(at, left, 0.15).tolist() == [8, 7, 6]
+    assert starved(at, left, 0.19).tolist() == [8] and not len(starved(at, left, inf))
