@@ -7,7 +7,7 @@ objective. Where it does not, a policy must serve as many tokens per second as p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import log
+from math import log, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -51,7 +51,7 @@ class Shape(NamedTuple):
     @property
     def prompt(self) -> float:
         """Of a typical request."""
-        return (self.prompts[0] * self.prompts[1]) ** 0.5
+        return sqrt(self.prompts[0] * self.prompts[1])
 
     @property
     def output(self) -> float:
