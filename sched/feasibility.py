@@ -267,17 +267,23 @@ def keeps(rows: Rows, start: float, seconds: float) -> bool:
     time with such a step, or is back on time after some. Where none can, leaving rows out of a step, or cutting its
     prompts short, gains nothing: a policy does neither. Best effort and rows without objectives have none to keep."""
     count = rows.standard
-    seconds *= 1.0 - ROUNDING
-    tpot, tbt = rows.tpot[:count], rows.tbt[:count]
-    pace = np.minimum(tpot, tbt)
-    if not count or not seconds <= tbt.max() or not isfinite(float(pace.min())):
+    if not count:
         return False
-    slack = rows.deadline[:count] - start
-    ahead = (slack >= seconds) & (seconds <= tbt)
-    with np.errstate(invalid="ignore"):
-        behind = (slack > -BEHIND * tpot) & (seconds - slack <= CATCH_UP * (pace - seconds)) & (seconds <= pace)
-    able = np.flatnonzero((ahead | behind) & np.isfinite(pace))
+    seconds *= 1.0 - ROUNDING
+    deadline, tpot, tbt = rows.deadline[:count], rows.tpot[:count], rows.tbt[:count]
+    youngest = float(deadline[-1]) - start, float(tpot[-1]), float(tbt[-1])  # it mostly can: a tenth of the time
+    if _able(*youngest, min(youngest[1:]), seconds) and _began_in_time(rows[count - 1]):
+        return True
+    able = np.flatnonzero(_able(deadline - start, tpot, tbt, np.minimum(tpot, tbt), seconds))
     return any(_began_in_time(rows[row]) for row in able.tolist())
+
+
+def _able(slack: Any, tpot: Any, tbt: Any, pace: Any, seconds: float) -> Any:
+    """Whether a row is on time in steps of `seconds`, now or after some; elementwise. pace: the lesser of tpot and tbt,
+    inf where nothing was promised."""
+    ahead = (slack >= seconds) & (seconds <= tbt)
+    behind = (slack > -BEHIND * tpot) & (seconds - slack <= CATCH_UP * (pace - seconds)) & (seconds <= pace)
+    return (ahead | behind) & (pace < inf)
 
 
 def _began_in_time(request: RequestView) -> bool:

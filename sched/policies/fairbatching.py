@@ -15,6 +15,7 @@ from ..feasibility import (
     decode_load,
     guest_speed,
     hopeful,
+    load_of,
     on_time_set,
     remaining_work,
     starved,
@@ -65,19 +66,23 @@ class FairBatching:
         if view.running is not None:
             return Decision()
         slack, tpot = self._slack(view), tightest_tpot(view.decode)
-        least = float(slack.min()) if len(slack) else inf
-        budget = self._budget(view, max(least, tpot) if least < inf else inf)
+        room = float(slack.min()) if len(slack) else inf
+        budget = self._budget(view, max(room, tpot) if room < inf else inf)
         by_slack = np.argsort(slack, kind="stable")
         prompts = admissible(view, self._order(view))
-        batch = self._batch(view, budget, by_slack, int(np.count_nonzero(slack < budget.seconds + tpot)), prompts)
-        if self._anchored and self._lost(view, budget, batch):
+        urgent = int(np.count_nonzero(slack < budget.seconds + tpot))
+        least = load_of(view.decode.context[by_slack[:urgent]])  # no step is shorter
+        lost = len(slack) > 0 and self._lost(view, budget, least)
+        if not lost:
+            batch = self._batch(view, budget, by_slack, urgent, prompts)
+            lost = self._lost(view, budget, batch.load)
+        if lost:  # too long for every row in any case
             batch = self._batch(view, Budget(_free, inf, inf, _free), by_slack, len(by_slack), prompts)
         return batch.decision(by_slack)
 
-    @staticmethod
-    def _lost(view: View, budget: Budget, batch: Batch) -> bool:
-        """Whether the step is too long for every row in any case, so that nothing is gained by its budget."""
-        return isfinite(budget.bound) and not hopeful(view, budget.time(batch.load))
+    def _lost(self, view: View, budget: Budget, load: Load) -> bool:
+        """Whether a step of `load` is too long for every row, so that nothing is gained by its budget."""
+        return self._anchored and isfinite(budget.bound) and not hopeful(view, budget.time(load))
 
     def _batch(self, view: View, budget: Budget, by_slack: Order, urgent: int, prompts: tuple[Order, Order]) -> Batch:
         """The step: the first `urgent` rows that decode for sure, and those others that have waited too long."""
