@@ -130,8 +130,12 @@ def build_executors(config: ExecutorConfig, progress: Progress | None = None) ->
     if config.persistent_cache:
         use_persistent_cache(config.cache_folder)
     meshes = sub_meshes(config.mesh, share_devices=config.share_devices)
-    spec = replace(config.spec.for_tp(config.mesh.tp), kv_scales=kv.scaled(config.kv_cache_dtype))
     platform = meshes[0].devices.flat[0].platform
+    spec = replace(
+        config.spec.for_tp(config.mesh.tp),
+        kv_scales=kv.scaled(config.kv_cache_dtype),
+        transposed=platform == "cpu",
+    )
     auto = "float32" if platform == "cpu" else "bfloat16"
     dtype = jnp.dtype(auto if config.dtype == "auto" else config.dtype)
     trees = config.load(spec, dtype, meshes)
@@ -179,6 +183,7 @@ def _drafters(config: ExecutorConfig, dtype: Any, meshes: Sequence[Mesh], limits
         return [None] * len(meshes)
     if draft is not None:
         assert config.load_draft is not None
+        draft = replace(draft, transposed=meshes[0].devices.flat[0].platform == "cpu")
         plain = replace(
             config, kv_cache_dtype="auto"
         )  # its pools are of its own type: nothing measures scales for them
@@ -202,6 +207,7 @@ def _limits(
         vocab=spec.vocab,
         draft=0 if config.speculative is None else config.speculative.num_speculative_tokens,
         scores=config.speculative is not None and config.speculative.rejection_sample_method == "probabilistic",
+        fine=meshes[0].devices.flat[0].platform == "cpu",
     )
     name, stored = "kv_cache_memory", kv.pool_dtype(config.kv_cache_dtype, dtype)
     if meshes[0].devices.flat[0].platform == "cpu" or config.kv_cache_memory is not None:

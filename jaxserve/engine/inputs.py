@@ -73,6 +73,7 @@ class Limits:
     vocab: int  # V
     draft: int = 0  # most tokens that a row drafts in a step
     scores: bool = False  # a draft's logits are kept, see `speculate.probabilistic`
+    fine: bool = False  # steps of prompts are padded by less than a third: where arithmetic costs more than compiling
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -99,7 +100,7 @@ class Limits:
         rows = (1, *_ladder(4, self.slots, 2)) if self.slots > 4 else _ladder(1, self.slots, 2)
         decode = [Bucket(n, n, self.width(n), True) for n in rows]
         most = max(self.tokens, self.slots)
-        mixed = sorted({n for n in (64, *_ladder(128, most, 4)) if n <= most})  # short prompts are the ones that wait
+        mixed = sorted({n for n in (64, *self._mixed(most)) if n <= most})  # short prompts are the ones that wait
         verify = [
             Bucket(n * (1 + depth), n, self.width(n), False, True)
             for depth in self.depths
@@ -107,6 +108,11 @@ class Limits:
             if n * (1 + depth) <= most
         ]
         return *decode, *verify, *(Bucket(n, min(n, self.slots), self.width(min(n, self.slots)), False) for n in mixed)
+
+    def _mixed(self, most: int) -> tuple[int, ...]:
+        if not self.fine:
+            return _ladder(128, most, 4)
+        return tuple(sorted({*_ladder(96, most, 2), *_ladder(128, most, 2)}))
 
     def width(self, rows: int) -> int:
         return next(width for width in self.widths if width >= rows)

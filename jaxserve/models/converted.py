@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
@@ -21,6 +22,7 @@ from jaxserve.models.manifest import FOLDER, NAME, Manifest, find
 from jaxserve.models.quantised import Quantised
 from jaxserve.models.registry import abstract_weights
 from jaxserve.models.spec import ModelSpec
+from jaxserve.models.transposed import Transposed
 from jaxserve.models.weights import Progress, WeightsError, reader
 from jaxserve.sched.errors import InvalidValue
 
@@ -68,6 +70,8 @@ def load(
             f"--model {path} --out DIR`, or leave --load-format out",
             "load_format",
         )
+    kept = parts_of(abstract_weights(spec, dtype))  # as it is to lie here; saved is [in, out]
+    spec = replace(spec, transposed=False)
     parts = parts_of(abstract_weights(spec, dtype))
     saved = parts_of(abstract_weights(replace(spec, kv_scales=False), dtype))
     measured = {part: set(_named(tree)) - set(_named(saved[part])) for part, tree in parts.items()}  # never saved
@@ -78,7 +82,8 @@ def load(
     with _orbax().PyTreeCheckpointer() as checkpointer:
         for i, mesh in enumerate(distinct):
             for done, (part, tree) in enumerate(parts.items(), start=1 + i * len(parts)):
-                made[mesh][part] = _restored(checkpointer, path / FOLDER / part, tree, mesh, measured[part])
+                restored = _restored(checkpointer, path / FOLDER / part, tree, mesh, measured[part])
+                made[mesh][part] = _laid(restored, kept[part], mesh)
                 if progress is not None:
                     progress(done, total)
     return [_whole(made[mesh]) for mesh in meshes]
@@ -124,6 +129,18 @@ def _restored(checkpointer: Any, path: Path, tree: Tree, mesh: Mesh, measured: s
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_info)
     assert len(leaves) == len(named)
     return jax.tree.unflatten(structure, [arrays[name] for name in named])
+
+
+def _laid(tree: Tree, wanted: Tree, mesh: Mesh) -> Tree:
+    """With those weights transposed that `wanted` has so."""
+
+    def laid(param: Any, held: Any) -> Any:
+        if not isinstance(param, Transposed):
+            return held
+        sharding = NamedSharding(mesh, param.values.partition(mesh.shape["tp"]))
+        return Transposed(jax.device_put(jnp.moveaxis(held, 0, -1), sharding))
+
+    return jax.tree.map(laid, wanted, tree, is_leaf=lambda x: isinstance(x, Transposed))
 
 
 def _check(

@@ -11,7 +11,7 @@ G = H / K the query heads that share one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 
 from jaxserve.models.quantised import einsum
 from jaxserve.models.spec import ModelSpec, Rope
+from jaxserve.models.transposed import product
 from jaxserve.sched.errors import InvalidValue
 from pallas_kernels.dispatch import Attention as Kernel
 from pallas_kernels.dispatch import Pool
@@ -74,6 +75,15 @@ class Info:
         """Split over `tp`; what does not divide is kept whole on each device (see `ModelSpec.for_tp`)."""
         named = zip(self.axes, self.shape, strict=True)
         return PartitionSpec(*("tp" if axis in SHARDED and size % tp == 0 else None for axis, size in named))
+
+    def inputs_last(self) -> Info:
+        """Of the same weight with its first axis, `contract`, in the last place."""
+        (inputs, *outputs), (axis, *axes) = self.shape, self.axes
+
+        def build(*tensors: Array) -> Array:
+            return np.moveaxis(self.build(*tensors), 0, -1)
+
+        return replace(self, shape=(*outputs, inputs), axes=(*axes, axis), build=build, contract=len(outputs))
 
 
 def same(x: Array) -> Array:
@@ -368,6 +378,10 @@ class Decoder(nnx.Module):
     def logits(self, weights: Tree, hidden: jax.Array) -> jax.Array:
         """hidden [S, E] -> [S, V] float32."""
         table = weights["embed" if self.spec.tied else "head"]
-        out = jnp.einsum("se,ve->sv", hidden, table, preferred_element_type=jnp.float32)[:, : self.spec.vocab]
+        if self.spec.transposed:
+            out = product(hidden, table, jnp.float32)
+        else:
+            out = jnp.einsum("se,ve->sv", hidden, table, preferred_element_type=jnp.float32)
+        out = out[:, : self.spec.vocab]
         cap = self.spec.logit_softcap
         return cap * jnp.tanh(out / cap) if cap else out

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxserve.models.transposed import Transposed, product
 from pallas_kernels.experts import Experts
 from pallas_kernels.plan.experts import Groups
 from pallas_kernels.products import Products
@@ -58,21 +59,23 @@ class Quantised:
         return einsum("...i,io->...o", x, self)
 
 
-Weight = jax.Array | Quantised
+Weight = jax.Array | Quantised | Transposed
 
 
 def einsum(subscripts: str, x: jax.Array, weight: Weight) -> jax.Array:
-    """`jnp.einsum` of x and a weight that may be quantised; the result's last axes are the weight's, without I."""
+    """`jnp.einsum` of x and a weight in any form; the result's last axes are the weight's, without I."""
+    if isinstance(weight, Transposed):
+        return product(x, weight.values)
     if not isinstance(weight, Quantised):
         out: jax.Array = jnp.einsum(subscripts, x, weight)
         return out
-    if (product := _by_kernel(x, weight)) is not None:
-        return product
+    if (done := _by_kernel(x, weight)) is not None:
+        return done
     if not weight.per_channel:
         return einsum(subscripts, x, weight.widened(x.dtype))
-    out = jnp.einsum(subscripts, x, weight.values.astype(x.dtype))
+    wide = jnp.einsum(subscripts, x, weight.values.astype(x.dtype))
     scale = jnp.squeeze(weight.scale, weight.axis)
-    return _times(out, scale.reshape((1,) * (out.ndim - scale.ndim) + scale.shape))
+    return _times(wide, scale.reshape((1,) * (wide.ndim - scale.ndim) + scale.shape))
 
 
 def _by_kernel(x: jax.Array, weight: Quantised) -> jax.Array | None:
@@ -103,6 +106,7 @@ def multiplied(
     out_dtype: Any = None,
 ) -> jax.Array:
     """Rows with the weights of their own experts, which may be quantised, [R, O]."""
+    assert not isinstance(weight, Transposed), "weights of experts are never transposed"
     if not isinstance(weight, Quantised):
         return kernel(x, weight, work, out_dtype=out_dtype)
     return kernel(x, weight.values, work, scale=weight.scale, out_dtype=out_dtype)

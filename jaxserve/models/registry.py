@@ -21,6 +21,7 @@ from jaxserve.models.layers import Decoder, Info, Part, Tree, Turns, tree_of
 from jaxserve.models.narrow import narrowed
 from jaxserve.models.quantised import Quantised, multiplied_by
 from jaxserve.models.spec import Config, ModelSpec, architecture
+from jaxserve.models.transposed import Transposed
 from jaxserve.sched.errors import InvalidValue
 from pallas_kernels.dispatch import Attention, Pool
 from pallas_kernels.layout import Ragged
@@ -98,11 +99,14 @@ def decoder(spec: ModelSpec) -> Decoder:
 
 
 def abstract_weights(spec: ModelSpec, dtype: Any) -> Tree:
-    """The weight tree with an `Info` in each place, or two of them in a `Quantised`: {"embed", "layers": [...], "norm",
-    "head" unless tied}."""
+    """The weight tree with an `Info` in each place, or two of them in a `Quantised`, or one in a `Transposed`:
+    {"embed", "layers": [...], "norm", "head" unless tied}."""
 
-    def typed(info: Info) -> Info | Quantised:
-        return narrowed(replace(info, dtype=jnp.dtype(dtype)) if info.dtype is None else info, spec.quantised)
+    def typed(info: Info) -> Info | Quantised | Transposed:
+        made = narrowed(replace(info, dtype=jnp.dtype(dtype)) if info.dtype is None else info, spec.quantised)
+        if spec.transposed and isinstance(made, Info) and made.contract == 0:
+            return Transposed(made.inputs_last())
+        return made
 
     return jax.tree.map(typed, tree_of(decoder(spec)), is_leaf=lambda x: isinstance(x, Info))
 

@@ -27,11 +27,12 @@ from jaxserve.models.quantised import Quantised
 from jaxserve.models.registry import abstract_weights
 from jaxserve.models.spec import ModelSpec
 from jaxserve.models.tensor_file import TensorFile
+from jaxserve.models.transposed import Transposed
 from jaxserve.sched.errors import JaxserveError
 
 Progress = Callable[[int, int], None]
 Array = npt.NDArray[Any]
-Param = Info | Quantised  # of two Infos
+Param = Info | Quantised | Transposed  # of Infos
 Tensors = dict[str, tuple[Path, Any]]  # by name: the file it is in, and that file, open
 
 FLOATS = ("F32", "F16", "BF16")
@@ -90,6 +91,8 @@ def reader(path: Path, spec: ModelSpec, dtype: Any) -> Iterator[tuple[Tree, Call
         def build(param: Param) -> Any:
             if isinstance(param, Info):
                 return _built(param, map(read, param.sources))
+            if isinstance(param, Transposed):
+                return Transposed(build(param.values))
             if param.scale.sources:
                 parts = [list(map(read, info.sources)) for info in (param.values, param.scale)]
             else:
@@ -110,6 +113,8 @@ def random_weights(
     """
 
     def build(param: Param) -> Any:
+        if isinstance(param, Transposed):
+            return Transposed(build(param.values))
         info = param if isinstance(param, Info) else param.values
         values = _built(info, (_draw(info, source, seed) for source in info.sources))
         if isinstance(param, Info):
@@ -163,7 +168,7 @@ def _place(
     distinct = list(dict.fromkeys(meshes))
     for mesh in distinct:
         _check_tp(spec, mesh.shape["tp"])
-    params, structure = jax.tree.flatten(abstract, is_leaf=lambda x: isinstance(x, (Info, Quantised)))
+    params, structure = jax.tree.flatten(abstract, is_leaf=lambda x: isinstance(x, (Info, Quantised, Transposed)))
     placed: dict[Mesh, list[Any]] = {mesh: [] for mesh in distinct}
     for done, param in enumerate(params, start=1):
         built = build(param)

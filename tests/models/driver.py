@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,8 @@ class Driver:
 
     @classmethod
     def of(cls, path: Path, tp: int = 1) -> Driver:
-        spec, where = registry.load_spec(path).for_tp(tp), mesh(tp)
+        # Whole weights lie as an engine on a CPU has them, shards as one on an accelerator.
+        spec, where = replace(registry.load_spec(path).for_tp(tp), transposed=tp == 1), mesh(tp)
         return cls(spec, load_weights(path, spec, "float32", [where])[0], where)
 
     def _program(self, decode: bool, weights: Any, pools: Any, tokens: jax.Array, ragged: Ragged) -> Any:

@@ -50,8 +50,9 @@ def test_what_is_restored_is_what_is_loaded(tmp_path: Path, case: str, name: str
     want = registry.load_spec(source).quantised_as(name)
     assert registry.load_spec(out) == want and registry.load_spec(out).quantised_as(name) == want
     for tp in (1, 2):
-        spec, where = want.for_tp(tp), [mesh(tp)]
-        for dtype in ("float32", "bfloat16"):
+        where = [mesh(tp)]
+        for dtype, transposed in (("float32", True), ("bfloat16", False)):
+            spec = replace(want.for_tp(tp), transposed=transposed)
             same(converted.load(out, spec, dtype, where), load_weights(source, spec, dtype, where))
 
 
