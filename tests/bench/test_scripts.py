@@ -17,6 +17,7 @@ from jaxserve.report.table import markdown
 SCRIPTS = [
     "azure_replay",
     "colocated",
+    "compare",
     "compiles",
     "full_load",
     "host_gap",
@@ -33,7 +34,6 @@ SCRIPTS = [
     "soak",
     "speculation",
     "startup",
-    "throughput",
     "unified",
     "vs_sglang_jax",
 ]
@@ -134,6 +134,21 @@ def test_served_policies(repo: Path, tmp_path: Path) -> None:
     assert changed == {"demo tasks load", "demo tasks", "demo predicted"} and written.keys() == kept.keys()
     assert written["demo tasks"].count("| unified | split | ") == written["demo predicted"].count("| unified | ") == 1
     assert json.loads(path.read_text())["cases"] == found["cases"]
+
+
+def test_compare(repo: Path, tmp_path: Path) -> None:
+    path = tmp_path / "compare.json"
+    flags = "--sides transformers continuous --models demo --requests 1 2 --prompt 16 --tokens 4 --prompts 16 24"
+    said = run(repo, "compare", *flags.split(), "--repeats", "1", "--output", str(path))
+    assert "transformers over continuous" in said and "different first tokens" not in said
+    (found,) = json.loads(path.read_text())["models"]
+    assert [(row["side"], row["requests"]) for row in found["decode"]] == [
+        (side, requests) for requests in (1, 2) for side in ("transformers", "continuous")
+    ]
+    for row in found["decode"]:
+        assert row["tokens_per_s"] == pytest.approx(row["requests"] * 4 / row["seconds"][0])
+    assert [row["prompt"] for row in found["prefill"]] == [16, 16, 24, 24]
+    assert min(found["memory"].values()) > 1e8
 
 
 def dry_kernels(repo: Path, folder: Path, *flags: str) -> dict[str, Any]:

@@ -1,0 +1,156 @@
+"""jaxserve beside other engines on this machine: the same weights and prompts, in turns, in one run.
+
+Greedy, float32, fixed lengths, every side on the same cores; a side that waits is stopped. Two models: the demo model,
+and a Llama of 185 M random parameters that is written for the run (hidden 1024, 16 layers, 16 heads of 64, 4 kv heads,
+feed-forward 2816, vocabulary 4096).
+
+    python benchmarks/compare.py --python vllm=/opt/vllm/bin/python        # jaxserve, transformers and vLLM
+    python benchmarks/compare.py --sides jaxserve transformers             # what the extra `test` has
+
+Sides: `jaxserve`; `vllm`, which wants a Python of its own (docs/compare.md says how to make one for CPUs);
+`transformers`, batched `generate`; `continuous`, its continuous batching. What is measured, medians of `--repeats`:
+
+    tokens/s   requests * tokens / seconds of the whole call
+    step, ms   (seconds of `tokens` - seconds of 1) / (tokens - 1): one token of each request
+    prompt, s  one prompt of a length, one token out
+    start, s   imports, weights, compiling or whatever a side does before it answers; `--warm` is how often before
+    memory     the most that the process has held, GB
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import common
+from compare_bench.models import llama
+from compare_bench.sides import Side
+from compare_bench.worker import SIDES
+
+from jaxserve.report.table import print_table
+
+
+def turns(sides: Sequence[Side], requests: int, prompt: int, tokens: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each side by its name, once more than `repeats`: the first time compiles and allocates."""
+    found: dict[str, list[float]] = {side.name: [] for side in sides}
+    for seed in range(repeats + 1):
+        firsts = set()
+        for side in sides:
+            answer = side.run(requests, prompt, tokens, seed)
+            found[side.name].append(answer["seconds"])
+            firsts.add(tuple(answer["first"]))
+        if len(firsts) > 1:
+            print(f"{requests} x {prompt}, seed {seed}: the sides chose {len(firsts)} different first tokens")
+    return {name: seconds[1:] for name, seconds in found.items()}
+
+
+def decoding(sides: Sequence[Side], requests: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    whole = turns(sides, requests, args.prompt, args.tokens, args.repeats)
+    first = turns(sides, requests, args.prompt, 1, args.repeats)
+    return [
+        {
+            "side": side.name,
+            "requests": requests,
+            "tokens_per_s": requests * args.tokens / median(whole[side.name]),
+            "step_ms": 1e3 * (median(whole[side.name]) - median(first[side.name])) / (args.tokens - 1),
+            "seconds": whole[side.name],
+            "seconds_first": first[side.name],
+        }
+        for side in sides
+    ]
+
+
+def prompting(sides: Sequence[Side], length: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    found = turns(sides, 1, length, 1, args.repeats)
+    return [
+        {"side": name, "prompt": length, "prompt_s": median(seconds), "seconds": seconds}
+        for name, seconds in found.items()
+    ]
+
+
+def compared(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """All figures of one model."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    longest = min(config["max_position_embeddings"], max(args.prompt + args.tokens, *args.prompts) + 2)
+    settings = {
+        "model": str(folder), "vocabulary": config["vocab_size"], "threads": args.threads,
+        "rows": max(args.requests), "length": longest, "options": {"policy": args.policy},
+    }  # fmt: skip
+    sides: list[Side] = []
+    try:
+        sides += [Side(side, args.python.get(side, ""), settings) for side in args.sides]
+        rows = [row for requests in args.requests for row in decoding(sides, requests, args)]
+        lengths = [length for length in args.prompts if length < longest]
+        prompts = [row for length in lengths for row in prompting(sides, length, args)]
+        ends = {side.name: side.run(1, 16, 1, 0)["memory"] for side in sides}
+        starts = {side.name: side.start for side in sides}
+    finally:
+        for side in sides:
+            side.close()
+    return {"model": name, "decode": rows, "prefill": prompts, "start_s": starts, "memory": ends}
+
+
+def show(found: dict[str, Any], sides: Sequence[str]) -> None:
+    """Tables with a column for each side, and what the first has over each other."""
+
+    def line(what: str, values: Sequence[float], less: bool) -> list[str]:
+        ratios = [value / values[0] if less else values[0] / value for value in values[1:]]
+        return [what, *(f"{value:.4g}" for value in values), *(f"{ratio:.2f}" for ratio in ratios)]
+
+    def of(rows: Sequence[dict[str, Any]], key: str, value: str, less: bool) -> list[list[str]]:
+        kinds = list(dict.fromkeys(row[key] for row in rows))
+        return [
+            line(
+                f"{value}, {kind} {key}",
+                [row[value] for side in sides for row in rows if row[key] == kind and row["side"] == side],
+                less,
+            )
+            for kind in kinds
+        ]
+
+    rows = of(found["decode"], "requests", "tokens_per_s", False) + of(found["decode"], "requests", "step_ms", True)
+    rows += of(found["prefill"], "prompt", "prompt_s", True)
+    rows.append(line("start_s", [found["start_s"][side] for side in sides], True))
+    rows.append(line("memory, GB", [found["memory"][side] / 1e9 for side in sides], True))
+    print_table(found["model"], ["", *sides, *(f"{sides[0]} over {side}" for side in sides[1:])], rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--sides", nargs="+", choices=list(SIDES), help="[jaxserve, those of --python, transformers]")
+    add("--python", nargs="+", default=[], metavar="SIDE=FILE", help="an interpreter that has the side's packages")
+    add("--models", nargs="+", default=["demo", "llama"], help="demo, llama, or a folder with safetensors [demo llama]")
+    add("--requests", nargs="+", type=int, default=[1, 8, 16, 32], metavar="N")
+    add("--prompt", type=int, default=128, metavar="TOKENS", help="of each request [128]")
+    add("--tokens", type=int, default=128, metavar="TOKENS", help="out of each request [128]")
+    add("--prompts", nargs="+", type=int, default=[128, 512, 2048], metavar="TOKENS", help="measured alone")
+    add("--policy", default="unified", help="of jaxserve [unified]")
+    add("--threads", type=int, default=2)
+    add("--repeats", type=int, default=3)
+    common.add_output(parser, "compare")
+    args = parser.parse_args(argv)
+    if args.tokens < 2:
+        parser.error(f"--tokens {args.tokens} must be at least 2: a step is what the tokens after the first take")
+    if unknown := [text for text in args.python if text.partition("=")[0] not in SIDES]:
+        parser.error(f"--python {unknown[0]!r} must be SIDE=FILE with a side of {', '.join(SIDES)}")
+    args.python = dict(text.split("=", 1) for text in args.python)
+    args.sides = args.sides or ["jaxserve", *args.python, "transformers"]
+    found = []
+    with tempfile.TemporaryDirectory() as room:
+        for name in args.models:
+            folder = common.DEMO if name == "demo" else llama(Path(room) / name) if name == "llama" else Path(name)
+            found.append(compared(name if name in ("demo", "llama") else folder.name, folder, args))
+            show(found[-1], args.sides)
+    args.python = sorted(args.python)  # where it lies on this machine is not part of the result
+    common.save(args, {"models": found})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
