@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.layout import MASKED, Ragged, Scales
-from pallas_kernels.xla.common import Rule
+from pallas_kernels.xla.common import Pages, Rule
 from pallas_kernels.xla.rows import many
 from pallas_kernels.xla.single import single
 from pallas_kernels.xla.write import rope_and_write_xla, write_kv
@@ -40,6 +40,7 @@ class Options(TypedDict, total=False):
     window: int | None
     softcap: float | None
     scales: Scales | None
+    heads_first: bool
 
 
 @overload
@@ -68,8 +69,8 @@ def paged_attention(
 
 def paged_attention(
     q: jax.Array,  # [T, H, D]
-    k_pool: jax.Array,  # [N, B, K, D]
-    v_pool: jax.Array,  # [N, B, K, D]
+    k_pool: jax.Array,  # [N, B, K, D], or [N, K, B, D] with heads first
+    v_pool: jax.Array,  # the same
     ragged: Ragged,
     *,
     scale: float,
@@ -78,6 +79,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     scales: Scales | None = None,
+    heads_first: bool = False,
     return_lse: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Causal attention of every token to its own row's pages; [T, H, D] in the dtype of `q`, and lse [T, H] float32.
@@ -85,26 +87,30 @@ def paged_attention(
     `decode=True` promises that token i is all of row i (T = S, lengths 0 or 1), and skips the general case.
     `queries` promises that no row has more tokens: verify rows of 4 tokens are four times as fast with it.
     """
-    _check(q, k_pool, v_pool, ragged, decode)
+    pages = Pages(k_pool, v_pool, heads_first)
+    _check(q, pages, ragged, decode)
     tokens, heads, dim = q.shape
-    kv_heads = k_pool.shape[2]
+    kv_heads = pages.heads
     factor = jnp.full((kv_heads,), scale, jnp.float32) if scales is None else scales.k * scale
     grouped = q.reshape(tokens, kv_heads, -1, dim).astype(jnp.float32) * factor[None, :, None, None]
     grouped = grouped.astype(q.dtype)  # [T, K, G, D]
     rule = Rule(window, softcap, None if scales is None else scales.v, return_lse)
     if decode:
-        parts = single(grouped, k_pool, v_pool, ragged.contexts, ragged.block_tables, rule)
+        parts = single(grouped, pages, ragged.contexts, ragged.block_tables, rule)
     else:
-        parts = many(grouped, k_pool, v_pool, ragged, rule, queries)
+        parts = many(grouped, pages, ragged, rule, queries)
     out = parts[0].reshape(q.shape)
     return (out, parts[1].reshape(tokens, heads)) if return_lse else out
 
 
-def _check(q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, ragged: Ragged, decode: bool) -> None:
-    if q.ndim != 3 or k_pool.ndim != 4 or k_pool.shape != v_pool.shape:
-        raise ValueError(f"q [T, H, D] is {q.shape}; pools [N, B, K, D] are {k_pool.shape} and {v_pool.shape}")
-    if q.shape[2] != k_pool.shape[3] or q.shape[1] % k_pool.shape[2]:
-        raise ValueError(f"{q.shape[1:]=} (H, D) must fit {k_pool.shape[2:]=} (K, D): equal D, H a multiple of K")
+def _check(q: jax.Array, pages: Pages, ragged: Ragged, decode: bool) -> None:
+    shape = pages.k.shape
+    if q.ndim != 3 or len(shape) != 4 or shape != pages.v.shape:
+        raise ValueError(f"q [T, H, D] is {q.shape}; pools {pages.letters} are {shape} and {pages.v.shape}")
+    if q.shape[2] != shape[3] or q.shape[1] % pages.heads:
+        raise ValueError(
+            f"q.shape={q.shape} [T, H, D] must fit pools {pages.letters} {shape}: equal D, H a multiple of K"
+        )
     rows = ragged.block_tables.shape[0]
     if decode and q.shape[0] != rows:
         raise ValueError(f"decode=True needs one token per row; there are {q.shape[0]} tokens and {rows} rows")

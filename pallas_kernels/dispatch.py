@@ -24,7 +24,7 @@ from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.products import Products, XlaProducts
 from pallas_kernels.rope import Turn
 
-__all__ = ["Attention", "Choice", "Pool", "Spec", "Unsupported", "attention", "pool_row", "resolve"]
+__all__ = ["Attention", "Choice", "Pool", "Spec", "Unsupported", "attention", "heads_first", "pool_row", "resolve"]
 
 BACKENDS: Mapping[str, Backend] = {"mosaic_gpu": mosaic_gpu, "tpu": tpu, "xla": xla}
 
@@ -38,6 +38,11 @@ def pool_row(choice: Choice | None, head_dim: int) -> tuple[int, int]:
     """How many kv heads lie side by side in a row of the pools, and its width, as the kernels of `choice` want it: each
     pool is [N, B, K / heads, width]."""
     return tpu.row(choice.spec) if choice is not None and choice.backend == "tpu" else (1, head_dim)
+
+
+def heads_first(choice: Choice | None) -> bool:
+    """Whether pools are [N, K, B, D] for the kernels of `choice`."""
+    return choice is not None and choice.backend == "xla" and xla.heads_first(choice.spec)
 
 
 class Attention(Local, Protocol):
@@ -72,7 +77,8 @@ def attention(
     `few`: no row has more than 16.
     """
     local = xla.make(None, decode) if choice is None else BACKENDS[choice.backend].make(choice.spec, decode, few)
-    return _Sharded(local, mesh, experts or XlaExperts(), products or XlaProducts())
+    pages = P(None, "tp") if heads_first(choice) else P(None, None, "tp")
+    return _Sharded(local, mesh, pages, experts or XlaExperts(), products or XlaProducts())
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,7 @@ class _Sharded:
 
     local: Local
     mesh: Mesh | AbstractMesh | None
+    pages: P  # of a pool's array
     experts: Experts
     products: Products
 
@@ -106,7 +113,7 @@ class _Sharded:
             return self.local(
                 q, k, v, turn, pool, work, scale=scale, window=window, softcap=softcap, sinks=sinks, scales=scales
             )
-        heads, pages = P(None, "tp"), P(None, None, "tp")
+        heads, pages = P(None, "tp"), self.pages
 
         def layer(
             q: jax.Array, k: jax.Array, v: jax.Array | None, turn: Turn | None, pool: Pool, work: Any, heads: Any

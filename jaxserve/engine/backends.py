@@ -46,7 +46,8 @@ class Backends(NamedTuple):
     def pooled(self, spec: ModelSpec) -> ModelSpec:
         """`spec` with pools as the attention wants them."""
         heads, width = dispatch.pool_row(self.attention, spec.head_dim)
-        return replace(spec, kv_row=heads, kv_width=width)
+        first = dispatch.heads_first(self.attention)
+        return replace(spec, kv_row=heads, kv_width=width, kv_heads_first=first)
 
     def borders(self, mesh: AbstractMesh) -> borders.Borders:
         """What finds the borders of what rows draw from."""

@@ -15,12 +15,13 @@ from jax.sharding import PartitionSpec
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """The form of a KV cache: per layer `parts` arrays, each [N, B, K, D]."""
+    """The form of a KV cache: per layer `parts` arrays, each [N, B, K, D], or [N, K, B, D] with heads first."""
 
     layers: int  # L
     parts: int  # 2: keys and values; 1: a latent, which is both
     heads: int  # K, a copy for each shard where there are fewer than shards
     dim: int  # D
+    heads_first: bool = False  # in a page, as attention in XLA on a CPU wants it
 
     @property
     def latent(self) -> bool:
@@ -28,8 +29,9 @@ class Cache:
         return self.parts == 1
 
     def shape(self, pages: int, page_size: int) -> tuple[int, int, int, int]:
-        """[N, B, K, D] of each array of a layer."""
-        return pages, page_size, self.heads, self.dim
+        """[N, B, K, D] of each array of a layer, or [N, K, B, D]."""
+        page = (self.heads, page_size) if self.heads_first else (page_size, self.heads)
+        return pages, *page, self.dim
 
     @property
     def partition(self) -> PartitionSpec:
@@ -38,10 +40,10 @@ class Cache:
         Name it in `out_shardings` of the step too: on one device jit would call the new pool unsharded, and compile
         again when it comes back.
         """
-        return PartitionSpec(None, None, "tp")
+        return PartitionSpec(None, "tp") if self.heads_first else PartitionSpec(None, None, "tp")
 
     def parcel_shape(self, pages: int, page_size: int) -> tuple[int, ...]:
-        """[L, parts, M, B, K, D] of a piece of a parcel."""
+        """[L, parts, M, B, K, D] of a piece of a parcel, or with K before B."""
         return self.layers, self.parts, *self.shape(pages, page_size)
 
     @property

@@ -174,6 +174,7 @@ class ModelSpec:
     kv_row: int = 1  # kv heads that lie side by side in a row of the pools
     kv_width: int = 0  # of such a row, where it is padded; 0: of its heads
     quantised: Quantisation | None = None  # weights in 8 bits
+    kv_heads_first: bool = False  # in a page of the pools, before its tokens
     transposed: bool = False  # weights lie as [out, in], which is for CPUs: see `models/transposed.py`
     kv_scales: bool = False  # pools are of 8 bits: beside the weights lies what is divided by before it is kept
     vocab_padding: int = 0  # rows that no id reads at the end of tables, so that shards divide them
@@ -199,7 +200,13 @@ class ModelSpec:
         """What is kept of each token."""
         if self.latent is not None:
             return Cache(self.layers, 1, self.pool_heads, self.latent.rank + self.latent.turned)
-        return Cache(self.layers, 2, self.pool_heads // self.kv_row, self.kv_width or self.kv_row * self.head_dim)
+        return Cache(
+            self.layers,
+            2,
+            self.pool_heads // self.kv_row,
+            self.kv_width or self.kv_row * self.head_dim,
+            self.kv_heads_first,
+        )
 
     @property
     def scale(self) -> float:

@@ -14,7 +14,8 @@ from pallas_kernels.choice import Here
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.rope import Turn
 
-Pool = tuple[jax.Array, ...]  # keys and values of one layer, or a latent alone; each [N, B, K, D]
+# Keys and values of one layer, or a latent alone; each [N, B, K, D], for XLA on a CPU [N, K, B, D].
+Pool = tuple[jax.Array, ...]
 
 
 @dataclass(frozen=True)

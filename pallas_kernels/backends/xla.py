@@ -20,14 +20,21 @@ def supports(spec: Spec) -> str | None:
     return None
 
 
+def heads_first(spec: Spec) -> bool:
+    """Whether pools are [N, K, B, D]: a CPU multiplies by the keys of each head as they lie then, without turning them
+    round first. Of a latent there is one head."""
+    return spec.platform == "cpu" and not spec.latent
+
+
 def make(spec: Spec | None, decode: bool, few: bool = False) -> XlaAttention:
-    """`spec` and `few` make no difference."""
-    return XlaAttention(decode)
+    """`few` makes no difference. `spec` None: pools are [N, B, K, D]."""
+    return XlaAttention(decode, spec is not None and heads_first(spec))
 
 
 @dataclass(frozen=True)
 class XlaAttention:
     decode: bool
+    heads_first: bool = False
 
     def plan(self, ragged: Ragged) -> Ragged:
         """Nothing to plan: loops over pages end where the contexts do."""
@@ -48,11 +55,11 @@ class XlaAttention:
         sinks: jax.Array | None = None,
         scales: Scales | None = None,
     ) -> tuple[jax.Array, Pool]:
-        q, pool = _written(q, k, v, turn, pool, work, scales)
+        q, pool = _written(q, k, v, turn, pool, work, scales, self.heads_first)
         attend = partial(
             attention_xla.paged_attention,
             q, pool[0], pool[-1], work, scale=scale, decode=self.decode, window=window, softcap=softcap,
-            scales=scales,
+            scales=scales, heads_first=self.heads_first,
         )  # fmt: skip
         if sinks is None:
             return attend(), pool
@@ -68,10 +75,13 @@ def _written(
     pool: Pool,
     ragged: Ragged,
     scales: Scales | None,
+    heads_first: bool,
 ) -> tuple[jax.Array, Pool]:
     """Turned queries, and the pool with this step's keys and values, or latents."""
     if v is None:
         return rotate(q, turn), (write_latent(pool[0], rotate(k, turn), ragged.write),)
     k_pool, v_pool = pool
-    q, k_pool, v_pool = attention_xla.rope_and_write_xla(q, k, v, turn, k_pool, v_pool, ragged, scales=scales)
+    q, k_pool, v_pool = attention_xla.rope_and_write_xla(
+        q, k, v, turn, k_pool, v_pool, ragged, scales=scales, heads_first=heads_first
+    )
     return q, (k_pool, v_pool)

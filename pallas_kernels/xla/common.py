@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,11 +69,43 @@ def lse(state: Running) -> jax.Array:
     return jnp.where(state.total > 0, state.peak + jnp.log(jnp.maximum(state.total, 1e-30)), MASKED)
 
 
-def take(pool: jax.Array, pages: jax.Array) -> jax.Array:
-    """Whole pages [..., c] of the pool as keys [..., c * B, K, D]. One gather of long contiguous slices."""
-    _, size, heads, dim = pool.shape
-    got = jnp.take(pool, pages, axis=0, mode="clip")  # [..., c, B, K, D]
-    return got.reshape(*pages.shape[:-1], pages.shape[-1] * size, heads, dim)
+@dataclass(frozen=True)
+class Pages:
+    """Keys and values of one layer: pools [N, B, K, D], or [N, K, B, D] with heads first."""
+
+    k: jax.Array
+    v: jax.Array
+    heads_first: bool
+
+    @property
+    def letters(self) -> str:
+        """Of the pools' shape."""
+        return "[N, K, B, D]" if self.heads_first else "[N, B, K, D]"
+
+    @property
+    def size(self) -> int:
+        """B"""
+        return int(self.k.shape[2 if self.heads_first else 1])
+
+    @property
+    def heads(self) -> int:
+        """K"""
+        return int(self.k.shape[1 if self.heads_first else 2])
+
+    def read(self, ids: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """Whole pages `ids` [..., c] as keys and values [..., c * B, K, D], or [..., K, c * B, D] with heads first. One
+        gather each, of long contiguous slices."""
+        shape = [*ids.shape[:-1], ids.shape[-1] * self.size]
+        shape.insert(len(shape) - 1 if self.heads_first else len(shape), self.heads)
+        if self.heads_first:  # a head's tokens of a page are a row
+            ids = jnp.stack([ids * self.heads + head for head in range(self.heads)], axis=-2)
+
+        def taken(pool: jax.Array) -> jax.Array:
+            rows = pool.reshape(-1, self.size * pool.shape[3]) if self.heads_first else pool
+            got = jnp.take(rows, ids, axis=0, mode="clip")
+            return got.reshape(*shape, pool.shape[3]).astype(dtype)
+
+        return taken(self.k), taken(self.v)
 
 
 def missing(columns: int, pages: int) -> int:

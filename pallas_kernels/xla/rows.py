@@ -9,20 +9,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.layout import MASKED, Ragged
-from pallas_kernels.xla.common import Parts, Rule, Running, absorb, begin, lse, mean, missing, take
+from pallas_kernels.xla.common import Pages, Parts, Rule, Running, absorb, begin, lse, mean, missing
 from pallas_kernels.xla.single import single
 
 QUERY_BLOCK = 64  # tokens of one row computed together
 KEY_BLOCK = 128  # tokens of keys read together for a query block
 
 
-def many(q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, ragged: Ragged, rule: Rule, queries: int | None) -> Parts:
+def many(q: jax.Array, pool: Pages, ragged: Ragged, rule: Rule, queries: int | None) -> Parts:
     """Rows of any length, q [T, K, G, D]; no row is longer than `queries`, where that is given."""
     tokens, rows = q.shape[0], ragged.starts.shape[0]
     alone = ragged.lengths == 1  # [S]
     first = jnp.clip(ragged.starts, 0, tokens - 1)
     contexts = jnp.where(alone, ragged.contexts, 0)
-    ones = single(q[first], k_pool, v_pool, contexts, ragged.block_tables, rule)  # [S, ...] each
+    ones = single(q[first], pool, contexts, ragged.block_tables, rule)  # [S, ...] each
     place = jnp.where(alone, first, tokens)
     block = min(QUERY_BLOCK, tokens, queries or tokens)
     # A block may reach beyond the end of its row, hence of the tokens: padded here, masked where it is stored.
@@ -40,7 +40,7 @@ def many(q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, ragged: Ragged, rul
             at = start + b * block
             here = lax.dynamic_slice_in_dim(padded, at, block)  # [Q, K, G, D]
             mine = b * block + jnp.arange(block) < length
-            fresh = _block(here, k_pool, v_pool, table, offset + b * block, ragged.contexts[r], rule)
+            fresh = _block(here, pool, table, offset + b * block, ragged.contexts[r], rule)
             return tuple(_stored(old, new, at, mine) for old, new in zip(out, fresh, strict=True))
 
         blocks = jnp.where(length > 1, (length + block - 1) // block, 0)
@@ -60,8 +60,7 @@ def _stored(old: jax.Array, new: jax.Array, at: jax.Array, mine: jax.Array) -> j
 
 def _block(
     q: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
+    pool: Pages,
     table: jax.Array,
     position: jax.Array,
     context: jax.Array,
@@ -69,8 +68,8 @@ def _block(
 ) -> Parts:
     """A query block [Q, K, G, D] of one row, first token at `position`, over the row's keys so far."""
     block, kv_heads, group, dim = q.shape
-    pages = min(max(1, KEY_BLOCK // k_pool.shape[1]), table.shape[0])
-    span = pages * k_pool.shape[1]  # C
+    pages = min(max(1, KEY_BLOCK // pool.size), table.shape[0])
+    span = pages * pool.size  # C
     table = jnp.pad(table, (0, missing(table.shape[0], pages)))
     stacked = q.transpose(1, 2, 0, 3).reshape(kv_heads, group * block, dim)  # one matrix product per kv head
     last = jnp.tile(position + jnp.arange(block), group)[:, None]  # [G * Q, 1], each query's own position
@@ -79,17 +78,20 @@ def _block(
 
     def body(i: jax.Array, state: Running) -> Running:
         ids = lax.dynamic_slice_in_dim(table, i * pages, pages)
-        k, v = take(k_pool, ids).astype(q.dtype), take(v_pool, ids).astype(q.dtype)  # [C, K, D]
+        k, v = pool.read(ids, q.dtype)  # [C, K, D], or [K, C, D]
         key = i * span + jnp.arange(span)  # [C] positions
         seen, real = key[None, :] <= last, key < context  # [G * Q, C], [C]
         if rule.window is not None:
             seen &= key[None, :] >= rule.begin(last)
             real &= key >= lowest
-        v = jnp.where(real[:, None, None], v, jnp.zeros_like(v))  # as in `single`
-        score = product("kqd,ckd->kqc", stacked, k)  # [K, G * Q, C]
-        return absorb(
-            state, score, seen[None], lambda weight: product("kqc,ckd->kqd", weight.astype(q.dtype), v), rule.softcap
-        )
+        v = jnp.where(real[:, None] if pool.heads_first else real[:, None, None], v, jnp.zeros_like(v))  # see `single`
+        keys = "kcd" if pool.heads_first else "ckd"
+        score = product(f"kqd,{keys}->kqc", stacked, k)  # [K, G * Q, C]
+
+        def mixed(weight: jax.Array) -> jax.Array:
+            return product(f"kqc,{keys}->kqd", weight.astype(q.dtype), v)
+
+        return absorb(state, score, seen[None], mixed, rule.softcap)
 
     reach = jnp.minimum(position + block, context)
     state = lax.fori_loop(lowest // span, (reach + span - 1) // span, body, begin((kv_heads, group * block), dim))

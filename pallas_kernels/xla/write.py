@@ -31,18 +31,25 @@ def rope_and_write_xla(
     ragged: Ragged,
     *,
     scales: Scales | None = None,
+    heads_first: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Turned queries and the pools with this step's keys and values; padding tokens are dropped."""
-    return rotate(q, turn), *write_kv(k_pool, v_pool, rotate(k, turn), v, ragged, scales)
+    return rotate(q, turn), *write_kv(k_pool, v_pool, rotate(k, turn), v, ragged, scales, heads_first)
 
 
 def write_kv(
-    k_pool: jax.Array, v_pool: jax.Array, k: jax.Array, v: jax.Array, ragged: Ragged, scales: Scales | None = None
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    ragged: Ragged,
+    scales: Scales | None = None,
+    heads_first: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Put k, v [T, K, D] at `ragged.write` of the pools [N, B, K, D]; padding tokens are dropped."""
+    """Put k, v [T, K, D] at `ragged.write` of the pools [N, B, K, D], or [N, K, B, D]; padding tokens are dropped."""
     if scales is not None:
         k, v = quantised(k, scales.k, k_pool.dtype), quantised(v, scales.v, v_pool.dtype)
-    return scatter(k_pool, k, ragged.write), scatter(v_pool, v, ragged.write)
+    return scatter(k_pool, k, ragged.write, heads_first), scatter(v_pool, v, ragged.write, heads_first)
 
 
 def quantised(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -64,12 +71,14 @@ def write_latent(pool: jax.Array, latent: jax.Array, where: jax.Array) -> jax.Ar
     return scatter(pool, fitted(latent, pool.dtype), where)
 
 
-def scatter(pool: jax.Array, new: jax.Array, where: jax.Array) -> jax.Array:
-    """The pool [N, B, K, D] with new [T, K, D] at token places [T]; those out of range are dropped."""
+def scatter(pool: jax.Array, new: jax.Array, where: jax.Array, heads_first: bool = False) -> jax.Array:
+    """The pool, [N, B, K, D] or [N, K, B, D], with new [T, K, D] at places [T]; those out of range are dropped."""
     # In the pool's own shape: for one kv head per shard, XLA on CPU gives the result of a reshape another layout and
     # copies the whole pool back, twice per layer (80 ms a step for a pool of 128 MiB).
-    size, new = pool.shape[1], new.astype(pool.dtype)
+    size, new = pool.shape[2 if heads_first else 1], new.astype(pool.dtype)
+    page, token = where // size, where % size
+    place = (page, slice(None), token) if heads_first else (page, token)
     if jnp.issubdtype(pool.dtype, jnp.integer):  # words of them would cost a copy of the pool on CPU
-        return pool.at[where // size, where % size].set(new, mode="drop", unique_indices=True)
-    after = wide(pool).at[where // size, where % size].set(wide(new), mode="drop", unique_indices=True)
+        return pool.at[place].set(new, mode="drop", unique_indices=True)
+    after = wide(pool).at[place].set(wide(new), mode="drop", unique_indices=True)
     return narrow(after, pool)

@@ -41,8 +41,11 @@ def dense(q: Floats, k_pool: Floats, v_pool: Floats, ragged: Ragged, **options: 
     return reference.attention(q, k_pool, v_pool, ragged, scale=SCALE, **options)[0]
 
 
-@partial(jax.jit, static_argnames=("decode", "queries", "window", "softcap", "return_lse"))
+@partial(jax.jit, static_argnames=("decode", "queries", "window", "softcap", "return_lse", "heads_first"))
 def attend(q: Any, k_pool: Any, v_pool: Any, ragged: Ragged, **options: Any) -> Any:
+    """Of pools [N, B, K, D], also where they are to have heads first."""
+    if options.get("heads_first"):
+        k_pool, v_pool = (jnp.swapaxes(pool, 1, 2) for pool in (k_pool, v_pool))
     with jax.default_matmul_precision("highest"):
         return attention_xla.paged_attention(q, k_pool, v_pool, ragged, scale=SCALE, **options)
 
@@ -57,7 +60,7 @@ KINDS: dict[str, list[tuple[int, int]]] = {
     "verify": [(1, 1), (2, 5), (3, 3), (4, 33), (PAGE + 1, PAGE + 1), (0, 0), (16, 16), (15, 31), (1, 7), (8, 12)],
     "mixed": [(5, 5), (1, 33), (4, 9), (1, 1), (PAGE, PAGE), (20, 40), (0, 0), (PAGE - 1, PAGE - 1), (2, 32)],
 }
-EVERYTHING = list(product(WINDOWS, CAPS, STORED, KINDS))
+EVERYTHING = list(product(WINDOWS, CAPS, STORED, [False, True], KINDS))  # heads first or not
 
 
 def pairwise(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
@@ -74,12 +77,14 @@ def pairwise(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     return chosen
 
 
-FEW = list(product(WINDOWS[:3], CAPS, STORED, KINDS))
+FEW = list(product(WINDOWS[:3], CAPS, STORED, [False, True], KINDS))
 BARE = [(group, *rest) for group, rest in zip(cycle(GROUPS), pairwise(FEW), strict=False)]
 FULL = [(group, *rest) for group, rest in product(GROUPS, EVERYTHING)]
 
 
-def check(heads: tuple[int, int], window: int | None, softcap: float | None, stored: Any, kind: str) -> None:
+def check(
+    heads: tuple[int, int], window: int | None, softcap: float | None, stored: Any, first: bool, kind: str
+) -> None:
     """Values and lse of one step of a kind."""
     (kv_heads, group), rows = heads, KINDS[kind]
     dealt = deal(rows[: len(CONTEXTS)] if kind == "decode" else rows, page=PAGE, pool=POOL)
@@ -95,27 +100,27 @@ def check(heads: tuple[int, int], window: int | None, softcap: float | None, sto
         scales = Scales(*(np.linspace(low, 0.03, kv_heads, dtype=np.float32) for low in (0.01, 0.02)))
         k, v = (reference.quantised(x, scale, stored) for x, scale in zip((k, v), scales, strict=True))
     promise = {"decode": {"decode": True}, "verify": {"queries": 16}, "mixed": {}}[kind]
-    out, lse = attend(q, k, v, ragged, window=window, softcap=softcap, scales=scales, return_lse=True, **promise)
     rule = {"window": window, "softcap": softcap, "scales": scales}
+    out, lse = attend(q, k, v, ragged, return_lse=True, heads_first=first, **rule, **promise)
     want, want_lse = reference.attention(q, k, v, ragged, scale=SCALE, **rule)
     np.testing.assert_allclose(out, want, atol=1e-5, rtol=0)
     np.testing.assert_allclose(lse, want_lse, atol=1e-5, rtol=1e-6)
     assert np.all(np.asarray(lse)[np.asarray(ragged.rows) == 19] == np.float32(MASKED)), "padding has seen nothing"
 
 
-@pytest.mark.parametrize(("heads", "window", "softcap", "stored", "kind"), BARE, ids=str)
+@pytest.mark.parametrize(("heads", "window", "softcap", "stored", "first", "kind"), BARE, ids=str)
 def test_a_step_equals_the_reference(
-    heads: tuple[int, int], window: int | None, softcap: float | None, stored: Any, kind: str
+    heads: tuple[int, int], window: int | None, softcap: float | None, stored: Any, first: bool, kind: str
 ) -> None:
-    check(heads, window, softcap, stored, kind)
+    check(heads, window, softcap, stored, first, kind)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("heads", "window", "softcap", "stored", "kind"), FULL, ids=str)
+@pytest.mark.parametrize(("heads", "window", "softcap", "stored", "first", "kind"), FULL, ids=str)
 def test_every_step_equals_the_reference(
-    heads: tuple[int, int], window: int | None, softcap: float | None, stored: Any, kind: str
+    heads: tuple[int, int], window: int | None, softcap: float | None, stored: Any, first: bool, kind: str
 ) -> None:
-    check(heads, window, softcap, stored, kind)
+    check(heads, window, softcap, stored, first, kind)
 
 
 @given(
@@ -132,7 +137,9 @@ def test_any_step_equals_the_dense_twin(rows: list[tuple[int, int]], seed: int) 
         steps, deal(steps, page=PAGE, pool=POOL, seed=seed), page=PAGE, pool=POOL, tokens=45, padded_rows=12, width=8
     )
     q = values(45, 4, DIM, seed=seed)
-    np.testing.assert_allclose(attend(q, *pools(2), ragged), dense(q, *pools(2), ragged), atol=1e-5, rtol=0)
+    for first in (False, True):
+        got = attend(q, *pools(2), ragged, heads_first=first)
+        np.testing.assert_allclose(got, dense(q, *pools(2), ragged), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("window", [None, pytest.param(21, marks=pytest.mark.full)])
@@ -161,13 +168,14 @@ def test_rows_may_share_pages() -> None:
     np.testing.assert_allclose(attend(q, *pools(2), ragged), dense(q, *pools(2), ragged), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize(("window", "queries"), [(None, None), (9, 6)])
-def test_a_row_has_the_same_bits_alone_and_beside_others(window: int | None, queries: int | None) -> None:
+def test_a_row_has_the_same_bits_alone_and_beside_others(window: int | None, queries: int | None, first: bool) -> None:
     """In programs of one shape, wherever the row lies and however far the others reach."""
     rows = [(1, 30), (1, 44), (6, 21), (1, 3), (3, 30)]
     tables = deal(rows, page=PAGE, pool=POOL)
     q, shape = values(12, 4, DIM), {"page": PAGE, "pool": POOL, "width": 16, "tokens": 12, "padded_rows": 5}
-    options = {"window": window, "queries": queries, "return_lse": True}
+    options = {"window": window, "queries": queries, "return_lse": True, "heads_first": first}
     together = attend(q, *pools(2), make(rows, tables, **shape), **options)
     begin = 0
     for row, table in zip(rows, tables, strict=True):
@@ -178,20 +186,21 @@ def test_a_row_has_the_same_bits_alone_and_beside_others(window: int | None, que
         begin += row[0]
 
 
+@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("window", [None, 3])
-def test_what_a_page_held_before_is_not_seen_even_if_nan(window: int | None) -> None:
+def test_what_a_page_held_before_is_not_seen_even_if_nan(window: int | None, first: bool) -> None:
     """Neither beyond the context, nor below every window of the row."""
     rows = [(1, 6), (3, 9), (1, 1)]
     ragged = make(rows, deal(rows, page=PAGE, pool=POOL), page=PAGE, pool=POOL, width=8)
     k, v = pools(2)
     q = values(5, 4, DIM)
-    want = attend(q, k, v, ragged, window=window)
+    want = attend(q, k, v, ragged, window=window, heads_first=first)
     seen = np.zeros((POOL, PAGE), bool)
     for (length, context), pages in zip(rows, np.asarray(ragged.block_tables), strict=True):
         at = np.arange(max(0, context - length + 1 - (window or context)), context)
         seen[pages[at // PAGE], at % PAGE] = True
     k[~seen], v[~seen] = np.nan, np.nan
-    np.testing.assert_array_equal(attend(q, k, v, ragged, window=window), want)
+    np.testing.assert_array_equal(attend(q, k, v, ragged, window=window, heads_first=first), want)
 
 
 def test_write_puts_tokens_in_their_pages_and_drops_padding() -> None:
@@ -199,10 +208,13 @@ def test_write_puts_tokens_in_their_pages_and_drops_padding() -> None:
     k, v = values(6, 2, DIM, seed=3), values(6, 2, DIM, seed=4)
     before = pools(2)
     after = jax.jit(attention_xla.write_kv)(*before, k, v, ragged)
-    for pool, new, old in zip(after, (k, v), before, strict=True):
+    turned = partial(attention_xla.write_kv, heads_first=True)
+    first = jax.jit(turned)(*(pool.swapaxes(1, 2) for pool in before), k, v, ragged)
+    for pool, other, new, old in zip(after, first, (k, v), before, strict=True):
         want = old.copy()
         want[7, 3], want[2, 0], want[2, 1], want[4, 0] = new[0], new[1], new[2], new[3]
         np.testing.assert_array_equal(pool, want)
+        np.testing.assert_array_equal(other, want.swapaxes(1, 2))
 
 
 def test_reads_of_lower_precision_sum_in_float32() -> None:
@@ -222,18 +234,19 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         attend(values(3, 2, DIM), *pools(2), ragged, decode=True)
 
 
+@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("columns", [1, 5, 12, 16])
-def test_a_short_block_table_does_not_make_it_copy_the_pool(columns: int) -> None:
+def test_a_short_block_table_does_not_make_it_copy_the_pool(columns: int, first: bool) -> None:
     """Compiled memory tells: a table of one chunk once made XLA copy every pool at each decode step, for seconds."""
-    pool, q = jnp.zeros((4096, 16, 2, 128)), jnp.zeros((1, 4, 128))
+    pool, q = jnp.zeros((4096, *((2, 16) if first else (16, 2)), 128)), jnp.zeros((1, 4, 128))
     ragged = make([(1, 8)], [[0]], page=16, pool=4096, width=columns)
 
     @partial(jax.jit, donate_argnums=1)
     def step(q: jax.Array, pools: Pools, ragged: Ragged) -> tuple[jax.Array, Pools]:
         filled = []
         for pool in pools:
-            k, v = attention_xla.write_kv(*pool, q[:, :2], q[:, :2], ragged)
-            q = attention_xla.paged_attention(q, k, v, ragged, scale=SCALE, decode=True)
+            k, v = attention_xla.write_kv(*pool, q[:, :2], q[:, :2], ragged, heads_first=first)
+            q = attention_xla.paged_attention(q, k, v, ragged, scale=SCALE, decode=True, heads_first=first)
             filled.append((k, v))
         return q, filled
 
