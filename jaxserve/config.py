@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,11 +20,24 @@ from jaxserve.sched.sim.latency import Latency
 from jaxserve.sched.slo import ANSWER, SLO, THINKING
 from jaxserve.speculative import Speculative
 from jaxserve.tiers import Classes, Tier, load_tiers
-from jaxserve.yamlio import convert, load_fields, load_yaml, nearest, parse_yaml, size
+from jaxserve.yamlio import convert, load_fields, load_yaml, nearest, parse_yaml, seconds, size
 
 __all__ = ["ServeConfig", "load_yaml", "parse_mesh", "parse_yaml", "preset"]
 
 Bytes = Annotated[int, size]
+
+AUTO: Literal["auto"] = "auto"
+
+
+def objective(given: str | float) -> float | Literal["auto"]:
+    """Seconds, or `auto`. Raises InvalidValue."""
+    try:
+        return AUTO if given == AUTO else seconds(given)
+    except InvalidValue as error:
+        raise InvalidValue(f"{error}, or auto") from None
+
+
+Objective = Annotated[float | Literal["auto"], objective]
 
 
 def preset(kind: str, name: str) -> Path:
@@ -137,13 +151,15 @@ class ServeConfig:
         None, "scheduling", "Longest time to measure steps at the first start; later starts use what is kept beside "
         "the compiled programs. Default: 5s on accelerators, 10s on CPU.", metavar="TIME",
     )  # fmt: skip
-    ttft_slo: float = flag(
-        8.0, "scheduling", "Time to first token that a request is promised unless it brings its own: 8s, 500ms.",
-        metavar="TIME",
+    ttft_slo: Objective = flag(
+        AUTO, "scheduling", "Time to first token that a request is promised unless it brings its own: 8s, 500ms. auto: "
+        "4 times the prefill of the longest prompt, as measured at start; requests of the Python API, which bring "
+        "none, are promised nothing then.", metavar="TIME|auto",
     )  # fmt: skip
-    tpot_slo: float = flag(
-        0.050, "scheduling", "Mean time per output token after the first, likewise, as in 50ms.", metavar="TIME"
-    )
+    tpot_slo: Objective = flag(
+        AUTO, "scheduling", "Mean time per output token after the first, likewise, as in 50ms. auto: twice a decode "
+        "step at full batch.", metavar="TIME|auto",
+    )  # fmt: skip
     thinking_tpot_slo: float | None = flag(
         None, "scheduling", "The same for tokens that a model thinks before its answer. Default: --tpot-slo.",
         metavar="TIME",
@@ -188,7 +204,7 @@ class ServeConfig:
     gpu_memory_utilization: float = flag(
         0.9, "memory", "Share of each accelerator's memory for weights, KV cache and temporaries."
     )
-    kv_cache_memory: Bytes | None = flag(  # noqa: RUF009
+    kv_cache_memory: Bytes | None = flag(
         None, "memory", "On CPU: bytes of all KV caches together, as in 2GiB. Default: 2 GiB or a quarter of free "
         "memory, whichever is smaller.", metavar="SIZE",
     )  # fmt: skip
@@ -206,9 +222,7 @@ class ServeConfig:
         (), "server", "Names that requests may give as `model`. Default: the model's.", metavar="NAME"
     )
     chat_template: str | None = flag(None, "server", "Jinja file with a chat template instead of the model's.")
-    max_body_size: Bytes = flag(  # noqa: RUF009
-        8 << 20, "server", "Largest request body; larger ones get 413.", metavar="SIZE"
-    )
+    max_body_size: Bytes = flag(8 << 20, "server", "Largest request body; larger ones get 413.", metavar="SIZE")
     drain_timeout: float = flag(
         30.0, "server", "After SIGTERM, how long running requests may go on; new ones get 503.", metavar="TIME"
     )
@@ -331,13 +345,21 @@ class ServeConfig:
 
     @property
     def slo(self) -> SLO:
-        """What a request is promised that brings no SLO of its own."""
+        """What a request is promised that brings no SLO of its own. `auto`: nothing, until it is resolved by what was
+        measured."""
         stages = ((THINKING, self.thinking_tpot_slo), (ANSWER, self.answer_tpot_slo))
         for stage, tpot in stages:
             if tpot is not None and not tpot > 0:
                 name = f"{stage}_tpot_slo"
                 raise InvalidValue(f"{name}={tpot!r} must be a positive time, as in 50ms", name)
-        return SLO(self.ttft_slo, self.tpot_slo, None, tuple((s, tpot) for s, tpot in stages if tpot is not None))
+        ttft, tpot = (inf if one == AUTO else one for one in (self.ttft_slo, self.tpot_slo))
+        return SLO(ttft, tpot, None, tuple((s, tpot) for s, tpot in stages if tpot is not None))
+
+    def promising(self, slo: SLO) -> ServeConfig:
+        """With the objectives of `slo` in place of those that are `auto`."""
+        ttft = slo.ttft if self.ttft_slo == AUTO else self.ttft_slo
+        tpot = slo.tpot if self.tpot_slo == AUTO else self.tpot_slo
+        return replace(self, ttft_slo=ttft, tpot_slo=tpot)
 
     @cached_property
     def perf_preset(self) -> Latency | None:

@@ -98,7 +98,8 @@ class Classes:
 
     def __init__(self, tiers: Mapping[str, Tier], default: SLO) -> None:
         self._named = frozenset(name for name, tier in tiers.items() if name not in PLAIN and not tier.best_effort)
-        self._default = frozenset(tier.slo(default) for name, tier in tiers.items() if name in PLAIN)
+        plain = (tier.slo(default) for name, tier in tiers.items() if name in PLAIN)
+        self._default = frozenset((*plain, NO_SLO))  # offline, nothing is promised unless it is asked for
         self.names = (*sorted(self._named | {DEFAULT, CUSTOM}), BEST_EFFORT)
 
     def of(self, tier: str, slo: SLO) -> str:

@@ -126,7 +126,7 @@ class _Reader:
         if dataclasses.is_dataclass(hint):
             return _build(hint, self.fields(node, hint, name), self.at(node))
         origin, args = typing.get_origin(hint), typing.get_args(hint)
-        if origin is typing.Annotated:
+        if origin is typing.Annotated and not callable(args[1]):
             return self.value(node, args[0], name)
         if origin in (Union, types.UnionType):
             return self.union(node, args, name)

@@ -168,7 +168,7 @@ def test_what_is_given_wins_over_the_file(tmp_path):
 
 
 def test_tiers(tmp_path):
-    config = ServeConfig(ttft_slo=3.0)
+    config = ServeConfig(ttft_slo=3.0, tpot_slo=0.05)
     assert config.tier("standard")[1] == config.tier("auto")[1] == SLO(3.0)
     assert config.tier("interactive")[1].ttft == 1.0
     assert config.tier("flex")[1] == config.tier("best_effort")[1] == NO_SLO
@@ -176,12 +176,12 @@ def test_tiers(tmp_path):
         config.tier("gold")
     own = tmp_path / "tiers.yaml"
     own.write_text("tiers: {gold: {ttft: 100ms, priority: -7}}")
-    tier, slo = ServeConfig(slo_tiers=str(own)).tier("gold")
+    tier, slo = ServeConfig(slo_tiers=str(own), tpot_slo=0.05).tier("gold")
     assert (tier.priority, slo) == (-7, SLO(0.1))
 
 
 def test_stages_in_flags_and_tiers(tmp_path):
-    plain = ServeConfig.load(thinking_tpot_slo="20ms", answer_tpot_slo="60ms")
+    plain = ServeConfig.load(tpot_slo="50ms", thinking_tpot_slo="20ms", answer_tpot_slo="60ms")
     assert dict(plain.slo.stages) == {"thinking": 0.02, "answer": 0.06} and plain.slo.tpot == 0.05
     assert plain.tier("standard")[1] == plain.slo
     assert plain.tier("interactive")[1].stages == (), "its own TPOT stands for every stage"
@@ -191,7 +191,7 @@ def test_stages_in_flags_and_tiers(tmp_path):
         "  quick: {ttft: 1s, stages: {thinking: {tpot: 10ms}}}\n"
         "  agent: {tpot: 30ms, tbt: 90ms, stages: {answer: {tpot: 40ms}}}\n"
     )
-    config = ServeConfig.load(slo_tiers=str(path), thinking_tpot_slo="20ms", answer_tpot_slo="60ms")
+    config = ServeConfig.load(slo_tiers=str(path), ttft_slo="8s", thinking_tpot_slo="20ms", answer_tpot_slo="60ms")
     assert dict(config.tier("quick")[1].stages) == {"thinking": 0.01, "answer": 0.06}
     assert config.tier("agent")[1] == SLO(8.0, 0.03, 0.09, (("answer", 0.04),))
 

@@ -13,7 +13,7 @@ from typing import IO, Any, NamedTuple
 import jax
 
 from jaxserve.config import ServeConfig
-from jaxserve.engine import kv, profile
+from jaxserve.engine import kv, objectives, profile
 from jaxserve.engine.build import ExecutorConfig, build_executors, from_folder, random_init
 from jaxserve.engine.executor import JaxExecutor
 from jaxserve.engine.info import EngineInfo, InstanceInfo
@@ -71,11 +71,12 @@ class Machine:
         lent: bool = False,
     ) -> None:
         """`lent`: the executors are another machine's, which closes them."""
-        self.info = info
+        promised = objectives.promise(config, recipe.make(), limits, info.max_model_len)
+        self.info = replace(info, promise=promised)
         self.executors = executors
         self.recipe = recipe  # of the step-time model that each new scheduler gets
         self.compiled: CompileCounter = compile_counter()
-        self.config = config
+        self.config = config.promising(promised.slo)
         self._mesh = mesh
         self.limits = limits
         self._lent = lent
@@ -176,7 +177,10 @@ def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
     seconds = time.perf_counter() - began
     info = _info(config, built, seconds)
     log.info("ready in %.1f s; %s, attention %s", seconds, policies_line(config, built.config.mesh), info.attention)
-    return Machine(config, built.config.mesh, built.executors, built.limits, recipe, info)
+    machine = Machine(config, built.config.mesh, built.executors, built.limits, recipe, info)
+    for why in machine.info.promise.broken.values():
+        log.warning("%s", why)
+    return machine
 
 
 def build(config: ServeConfig, progress: Progress | None = None) -> Built:

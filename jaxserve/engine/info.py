@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from jaxserve.engine.classes import PHASES, ClassStats
 from jaxserve.sched.counters import Counters
 from jaxserve.sched.forecasts import Accuracy
+from jaxserve.sched.slo import NO_SLO, SLO
 from jaxserve.sched.thinking import ThinkingMarkers
 
 
@@ -19,6 +20,15 @@ class InstanceInfo:
     devices: tuple[str, ...]
     pages: int
     page_size: int  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What requests are promised that bring no objective, and whether this machine can keep it."""
+
+    slo: SLO = NO_SLO
+    automatic: frozenset[str] = frozenset()  # of `ttft` and `tpot`, those that come from the profile
+    broken: dict[str, str] = field(default_factory=dict)  # why, by objective, where one cannot be kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +46,7 @@ class EngineInfo:
     thinking: ThinkingMarkers
     startup_seconds: float
     attention: str = "xla"  # the attention backend that was resolved
+    promise: Promise = Promise()
 
 
 @dataclass(frozen=True, slots=True)

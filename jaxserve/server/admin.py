@@ -1,8 +1,9 @@
-"""What an operator asks of a running server: the roles of its instances."""
+"""What an operator asks of a running server: the roles of its instances, its load and what it promises."""
 
 from __future__ import annotations
 
 import asyncio
+from math import isfinite
 from typing import Any
 
 from jaxserve.errors import InvalidValue
@@ -24,6 +25,22 @@ async def change_roles(engine: Any, body: RolesBody) -> dict[str, Any]:
     roles = _wanted(body, len(engine.stats().instances))
     await asyncio.to_thread(engine.set_roles, roles)  # waits for the engine's thread
     return present_roles(engine)
+
+
+def present_load(engine: Any, active: int) -> dict[str, Any]:
+    """The answer to `GET /load`: vLLM's `server_load`, which is HTTP requests that generate, requests that run and
+    wait, and the objectives of requests that bring none."""
+    stats, promise = engine.stats(), engine.info.promise
+    objectives = {
+        name: {
+            "seconds": goal if isfinite(goal) else None,
+            "auto": name in promise.automatic,
+            "attainable": name not in promise.broken,
+        }
+        | ({"reason": promise.broken[name]} if name in promise.broken else {})
+        for name, goal in (("ttft", promise.slo.ttft), ("tpot", promise.slo.tpot))
+    }
+    return {"server_load": active, "running": stats.running, "waiting": stats.waiting, "objectives": objectives}
 
 
 def _wanted(body: RolesBody, instances: int) -> dict[int, Role]:

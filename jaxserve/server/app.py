@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from jaxserve.errors import InvalidValue, JaxserveError
-from jaxserve.server.admin import change_roles, present_roles
+from jaxserve.server.admin import change_roles, present_load, present_roles
 from jaxserve.server.failures import Refused, handler, response_of
 from jaxserve.server.guard import Guard
 from jaxserve.server.metrics import CONTENT_TYPE
@@ -79,6 +79,10 @@ def create_app(service: Service) -> FastAPI:
         if not service.engine.healthy:
             raise Refused(503, "the engine has failed: see the server's log", code="unhealthy")
         return Response(status_code=200)
+
+    @app.get("/load")
+    async def load() -> dict[str, Any]:
+        return present_load(service.engine, service.active)
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -18,6 +18,7 @@ import prometheus_client
 import uvicorn
 
 from jaxserve.config import ServeConfig
+from jaxserve.engine.info import Promise
 from jaxserve.errors import InvalidValue
 from jaxserve.report.progress import bar
 from jaxserve.report.table import print_table
@@ -181,6 +182,7 @@ async def _announce(
     ]
     title = f"{config.names[0]}, context {info.max_model_len}, policy {info.policy}, attention {info.attention}"
     print_table(title, ("instance", "role", "devices", "pages", "tokens of KV"), rows)
+    print(promise_line(info.promise))
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
     key = " -H 'Authorization: Bearer KEY'" if config.api_key else ""
@@ -190,6 +192,13 @@ async def _announce(
         """-d '{"prompt": "def main(", "max_tokens": 20}'"""
     )
     sys.stdout.flush()
+
+
+def promise_line(promise: Promise) -> str:
+    """What is promised to requests that bring no objective."""
+    goals = (("ttft", promise.slo.ttft, "to the first token"), ("tpot", promise.slo.tpot, "per token after it"))
+    said = ", ".join(f"{seconds:g} s {what}{' (auto)' * (name in promise.automatic)}" for name, seconds, what in goals)
+    return f"Objectives of requests that bring none: {said}; change with --ttft-slo, --tpot-slo."
 
 
 async def _log_stats(service: Service) -> None:

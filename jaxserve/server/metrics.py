@@ -171,6 +171,7 @@ class EngineCollector(Collector):
             yield self._family(GaugeMetricFamily, name, text, values, "engine")
         text = "Share of ended requests that attained their objectives."
         yield self._family(GaugeMetricFamily, "slo_attainment", text, [((), attainment(stats))])
+        yield from self._promise()
         info = GaugeMetricFamily(
             PREFIX + "cache_config_info",
             "Pages of the KV cache, as labels.",
@@ -183,6 +184,16 @@ class EngineCollector(Collector):
         yield self._family(
             GaugeMetricFamily, "attention_backend_info", text, [((self._engine.info.attention,), 1.0)], "backend"
         )
+
+    def _promise(self) -> Iterator[Metric]:
+        promise = self._engine.info.promise
+        goals = {"ttft": promise.slo.ttft, "tpot": promise.slo.tpot}
+        text = "Promised to requests that bring no objective of their own."
+        seconds = [((name,), goal) for name, goal in goals.items()]
+        yield self._family(GaugeMetricFamily, "slo_seconds", text, seconds, "objective")
+        text = "1 where this machine can keep that promise at a useful batch, by the step times measured at start."
+        kept = [((name,), float(name not in promise.broken)) for name in goals]
+        yield self._family(GaugeMetricFamily, "slo_attainable", text, kept, "objective")
 
     def _totals(self, stats: Any) -> Iterator[Metric]:
         counters = stats.counters

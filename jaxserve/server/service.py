@@ -31,7 +31,7 @@ class Service:
     def __init__(self, engine: Any, tokenizer: Tokenizer, config: ServeConfig) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
-        self.config = config
+        self.config = config.promising(engine.info.promise.slo)
         self.metrics = Metrics(engine, config.names[0])
         self.draining = False
         self.active = 0  # HTTP requests that generate

@@ -34,6 +34,7 @@ SCRIPTS = [
     "soak",
     "speculation",
     "startup",
+    "throughput_floor",
     "unified",
     "vs_sglang_jax",
 ]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from double import Double
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxserve.engine.info import Promise
+from jaxserve.sched.slo import SLO
+from jaxserve.server.main import promise_line
 from jaxserve.server.metrics import StatsLine
 
 NAMES = [
@@ -110,3 +114,27 @@ def test_the_line_of_statistics():
     assert "generation 10.0 tokens/s" in str(line.text(10.0))
     assert "generation 0.0 tokens/s" in str(line.text(20.0)), "said once when it becomes quiet"
     assert line.text(30.0) is None
+
+
+def test_load_tells_what_is_promised_by_default(live: Any) -> None:
+    live.quiet()
+    load, promise = live.http.get("/load").json(), live.engine.info.promise
+    assert load["server_load"] == load["running"] == load["waiting"] == 0, "nothing runs"
+    assert load["objectives"] == {
+        "ttft": {"seconds": promise.slo.ttft, "auto": True, "attainable": True},
+        "tpot": {"seconds": promise.slo.tpot, "auto": True, "attainable": True},
+    }
+    text = live.http.get("/metrics").text
+    assert f'jaxserve:slo_seconds{{model_name="jaxserve-demo",objective="tpot"}} {promise.slo.tpot}' in text
+    assert 'jaxserve:slo_attainable{model_name="jaxserve-demo",objective="tpot"} 1.0' in text
+    assert f"{promise.slo.tpot:g} s per token after it (auto)" in promise_line(promise)
+
+
+def test_an_objective_that_cannot_be_kept_is_told_at_load_and_in_metrics(fake: Any) -> None:
+    live = fake()
+    broken = Promise(SLO(8.0, 0.001), frozenset({"ttft"}), {"tpot": "too tight"})
+    live.engine.info = replace(live.engine.info, promise=broken)
+    assert live.http.get("/load").json()["objectives"]["tpot"] == {
+        "seconds": 0.001, "auto": False, "attainable": False, "reason": "too tight",
+    }  # fmt: skip
+    assert 'objective="tpot"} 0.0' in live.http.get("/metrics").text
