@@ -19,25 +19,12 @@ from jaxserve.sched.perf import KINDS
 from jaxserve.sched.sim.latency import Latency
 from jaxserve.sched.slo import ANSWER, SLO, THINKING
 from jaxserve.speculative import Speculative
-from jaxserve.tiers import Classes, Tier, load_tiers
-from jaxserve.yamlio import convert, load_fields, load_yaml, nearest, parse_yaml, seconds, size
+from jaxserve.tiers import AUTO, Classes, Objective, Tier, load_tiers
+from jaxserve.yamlio import convert, load_fields, load_yaml, nearest, parse_yaml, size
 
 __all__ = ["ServeConfig", "load_yaml", "parse_mesh", "parse_yaml", "preset"]
 
 Bytes = Annotated[int, size]
-
-AUTO: Literal["auto"] = "auto"
-
-
-def objective(given: str | float) -> float | Literal["auto"]:
-    """Seconds, or `auto`. Raises InvalidValue."""
-    try:
-        return AUTO if given == AUTO else seconds(given)
-    except InvalidValue as error:
-        raise InvalidValue(f"{error}, or auto") from None
-
-
-Objective = Annotated[float | Literal["auto"], objective]
 
 
 def preset(kind: str, name: str) -> Path:
@@ -153,12 +140,11 @@ class ServeConfig:
     )  # fmt: skip
     ttft_slo: Objective = flag(
         AUTO, "scheduling", "Time to first token that a request is promised unless it brings its own: 8s, 500ms. auto: "
-        "4 times the prefill of the longest prompt, as measured at start; requests of the Python API, which bring "
-        "none, are promised nothing then.", metavar="TIME|auto",
+        "4 prefills of the longest prompt, as measured at start; nothing in the Python API.", metavar="TIME|auto",
     )  # fmt: skip
     tpot_slo: Objective = flag(
-        AUTO, "scheduling", "Mean time per output token after the first, likewise, as in 50ms. auto: twice a decode "
-        "step at full batch.", metavar="TIME|auto",
+        AUTO, "scheduling", "Mean time per output token after the first, likewise. auto: 2 decode steps of a full batch.",
+        metavar="TIME|auto",
     )  # fmt: skip
     thinking_tpot_slo: float | None = flag(
         None, "scheduling", "The same for tokens that a model thinks before its answer. Default: --tpot-slo.",
@@ -345,8 +331,7 @@ class ServeConfig:
 
     @property
     def slo(self) -> SLO:
-        """What a request is promised that brings no SLO of its own. `auto`: nothing, until it is resolved by what was
-        measured."""
+        """What a request is promised that brings no SLO of its own. `auto` is nothing: see `promising`."""
         stages = ((THINKING, self.thinking_tpot_slo), (ANSWER, self.answer_tpot_slo))
         for stage, tpot in stages:
             if tpot is not None and not tpot > 0:
@@ -357,9 +342,8 @@ class ServeConfig:
 
     def promising(self, slo: SLO) -> ServeConfig:
         """With the objectives of `slo` in place of those that are `auto`."""
-        ttft = slo.ttft if self.ttft_slo == AUTO else self.ttft_slo
-        tpot = slo.tpot if self.tpot_slo == AUTO else self.tpot_slo
-        return replace(self, ttft_slo=ttft, tpot_slo=tpot)
+        ttft, tpot = (slo.ttft if self.ttft_slo == AUTO else self.ttft_slo), self.tpot_slo
+        return replace(self, ttft_slo=ttft, tpot_slo=slo.tpot if tpot == AUTO else tpot)
 
     @cached_property
     def perf_preset(self) -> Latency | None:

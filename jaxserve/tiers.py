@@ -1,15 +1,30 @@
-"""Service classes that a request can pick, from a YAML file, and the few classes that metrics tell apart."""
+"""Objectives as settings: a time or `auto`, the tiers that a request can pick, from a YAML file, and the few classes that
+metrics tell apart."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 from jaxserve.errors import InvalidValue
 from jaxserve.sched.request import BEST_EFFORT, STANDARD
 from jaxserve.sched.slo import ANSWER, NO_SLO, SLO, THINKING
-from jaxserve.yamlio import load_yaml
+from jaxserve.yamlio import load_yaml, seconds
+
+AUTO: Literal["auto"] = "auto"
+
+
+def objective(given: str | float) -> float | Literal["auto"]:
+    """Seconds, or `auto`. Raises InvalidValue."""
+    try:
+        return AUTO if given == AUTO else seconds(given)
+    except InvalidValue as error:
+        raise InvalidValue(f"{error}, or auto") from None
+
+
+Objective = Annotated[float | Literal["auto"], objective]
 
 Stages = tuple[tuple[str, float], ...]  # (stage, tpot in seconds)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from math import ceil, floor, log10
 
-from jaxserve.config import AUTO, ServeConfig
+from jaxserve.config import ServeConfig
 from jaxserve.engine.info import Promise
 from jaxserve.sched.perf.model import Load, PerfModel
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.slo import SLO
+from jaxserve.tiers import AUTO
 
 DECODE = 2.0  # decode steps of all rows: the other half is for prompts that come between them
 PREFILL = 4.0  # prefills of the longest prompt, alone: three may come before it
