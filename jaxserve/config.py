@@ -143,7 +143,7 @@ class ServeConfig:
         "4 prefills of the longest prompt, as measured at start; nothing in the Python API.", metavar="TIME|auto",
     )  # fmt: skip
     tpot_slo: Objective = flag(
-        AUTO, "scheduling", "Mean time per output token after the first, likewise. auto: 2 decode steps of a full batch.",
+        AUTO, "scheduling", "Mean time per token after the first, likewise. auto: 2 decode steps of a full batch.",
         metavar="TIME|auto",
     )  # fmt: skip
     thinking_tpot_slo: float | None = flag(

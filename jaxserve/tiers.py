@@ -1,5 +1,5 @@
-"""Objectives as settings: a time or `auto`, the tiers that a request can pick, from a YAML file, and the few classes that
-metrics tell apart."""
+"""Objectives as settings: a time or `auto`; the tiers that a request can pick, from a YAML file; and the few classes
+that metrics tell apart."""
 
 from __future__ import annotations
 

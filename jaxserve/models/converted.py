@@ -71,7 +71,7 @@ def load(
             "load_format",
         )
     kept = parts_of(abstract_weights(spec, dtype))  # as it is to lie here; saved is [in, out]
-    spec = replace(spec, transposed=False)
+    spec = replace(spec, transposed=False, blockwise=False)
     parts = parts_of(abstract_weights(spec, dtype))
     saved = parts_of(abstract_weights(replace(spec, kv_scales=False), dtype))
     measured = {part: set(_named(tree)) - set(_named(saved[part])) for part, tree in parts.items()}  # never saved
@@ -135,12 +135,18 @@ def _laid(tree: Tree, wanted: Tree, mesh: Mesh) -> Tree:
     """With those weights transposed that `wanted` has so."""
 
     def laid(param: Any, held: Any) -> Any:
-        if not isinstance(param, Transposed):
-            return held
-        sharding = NamedSharding(mesh, param.values.partition(mesh.shape["tp"]))
-        return Transposed(jax.device_put(jnp.moveaxis(held, 0, -1), sharding))
+        def moved(array: jax.Array, info: Info) -> jax.Array:
+            sharding = NamedSharding(mesh, info.partition(mesh.shape["tp"]))
+            placed: jax.Array = jax.device_put(jnp.moveaxis(array, 0, -1), sharding)
+            return placed
 
-    return jax.tree.map(laid, wanted, tree, is_leaf=lambda x: isinstance(x, Transposed))
+        if isinstance(param, Transposed):
+            return Transposed(moved(held, param.values))
+        if isinstance(param, Quantised) and param.transposed:
+            return Quantised(moved(held.values, param.values), moved(held.scale, param.scale), param.axis)
+        return held
+
+    return jax.tree.map(laid, wanted, tree, is_leaf=lambda x: isinstance(x, (Quantised, Transposed)))
 
 
 def _check(

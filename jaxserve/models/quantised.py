@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.models.transposed import Transposed, product
+from jaxserve.models.transposed import Transposed, narrow_product, product
 from pallas_kernels.experts import Experts
 from pallas_kernels.plan.experts import Groups
 from pallas_kernels.products import Products
@@ -40,8 +40,15 @@ class Quantised:
         return self
 
     @property
+    def transposed(self) -> bool:
+        """Whether a weight [I, ...] lies as values [..., I]; see `models/transposed.py`."""
+        return self.axis > 0 and self.axis == len(self.values.shape) - 1
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.values.shape)
+        """That of the weight."""
+        *outputs, last = self.values.shape
+        return (last, *outputs) if self.transposed else (*outputs, last)
 
     def widened(self, dtype: Any) -> jax.Array:
         """The weight in `dtype`, multiplied in float32."""
@@ -69,6 +76,8 @@ def einsum(subscripts: str, x: jax.Array, weight: Weight) -> jax.Array:
     if not isinstance(weight, Quantised):
         out: jax.Array = jnp.einsum(subscripts, x, weight)
         return out
+    if weight.transposed:
+        return narrow_product(x, weight.values, weight.scale)
     if (done := _by_kernel(x, weight)) is not None:
         return done
     if not weight.per_channel:

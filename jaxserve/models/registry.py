@@ -106,6 +106,9 @@ def abstract_weights(spec: ModelSpec, dtype: Any) -> Tree:
         made = narrowed(replace(info, dtype=jnp.dtype(dtype)) if info.dtype is None else info, spec.quantised)
         if spec.transposed and isinstance(made, Info) and made.contract == 0:
             return Transposed(made.inputs_last())
+        if spec.blockwise and isinstance(made, Quantised) and made.axis == 0 and made.per_channel:
+            values = made.values.inputs_last()
+            return Quantised(values, made.scale.inputs_last(), len(values.shape) - 1)
         return made
 
     return jax.tree.map(typed, tree_of(decoder(spec)), is_leaf=lambda x: isinstance(x, Info))

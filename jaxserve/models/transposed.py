@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -16,6 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 FEW = 128  # tokens; of more, packing a weight is a small part
+BLOCK = 1 << 21  # numbers that are widened at a time at most: 8 MiB of float32 stay in a CPU's caches
+LEAST = 4  # blocks: without a loop XLA widens on one thread, which takes seven times as long
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=[])
@@ -50,3 +53,25 @@ def product(x: jax.Array, values: jax.Array, dtype: Any = None) -> jax.Array:
     # Without the barrier XLA would turn the product round, not its result.
     out = lax.optimization_barrier(multiplied(values, x, (((last,), (1,)), ((), ()))))
     return jnp.moveaxis(out, -1, 0)
+
+
+def narrow_product(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
+    """x [T, I] times a weight of 8 bits that lies as values [..., I], with scale [..., 1]: [T, ...] in the dtype of x.
+
+    A weight that is widened as a whole is written to memory and read again, which costs several times what its few
+    bytes save. So it is widened block by block of outputs.
+    """
+    *outputs, inputs = values.shape
+    rows = prod(outputs)
+    blocks = _blocks(rows, inputs)
+    parts = values.reshape(blocks, rows // blocks, inputs)
+    out = lax.map(lambda part: product(x, part.astype(x.dtype)), parts)  # [blocks, T, rows / blocks]
+    whole = jnp.moveaxis(out, 0, 1).reshape(len(x), *outputs)
+    return (whole.astype(jnp.float32) * scale.reshape(1, *outputs)).astype(x.dtype)
+
+
+def _blocks(rows: int, inputs: int) -> int:
+    """The least number of equal blocks of outputs that each have BLOCK numbers at most, and LEAST; one for each output
+    at most."""
+    least = max(LEAST, -(-rows * inputs // BLOCK))
+    return next((count for count in range(least, rows) if rows % count == 0), rows)

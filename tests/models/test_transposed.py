@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jaxserve.models import registry
-from jaxserve.models.quantised import einsum
-from jaxserve.models.transposed import FEW, Transposed, product
+from jaxserve.models.quantised import Quantised, einsum
+from jaxserve.models.transposed import BLOCK, FEW, Transposed, _blocks, product
 from jaxserve.models.weights import random_weights
 
 from .driver import mesh
@@ -73,3 +73,51 @@ def test_random_weights_are_the_same_model(tp: int) -> None:
 
     jax.tree.map(same, turned, plain, is_leaf=lambda x: isinstance(x, Transposed))
     assert count == 4 * spec.layers  # queries, keys and values; what mixes heads; gate and up; down
+
+
+@pytest.mark.parametrize("tokens", [1, 7, FEW + 1])
+@pytest.mark.parametrize("outputs", [(6,), (2, 10), (3, 701)])
+def test_products_with_8_bits_are_those_of_the_widened_weight(tokens: int, outputs: tuple[int, ...]) -> None:
+    inputs = 1024
+    x, _ = made(tokens, *outputs, inputs=inputs)
+    random = np.random.default_rng(0)
+    values = jnp.asarray(random.integers(-127, 128, (*outputs, inputs)), jnp.int8)
+    scale = jnp.asarray(random.uniform(0.01, 0.02, (*outputs, 1)), jnp.float32)
+    weight = Quantised(values, scale, len(outputs))
+    assert weight.transposed and weight.shape == (inputs, *outputs)
+    wide = jnp.moveaxis(weight.widened(jnp.float32), -1, 0)
+    got = einsum("te,ef->tf" if len(outputs) == 1 else "te,epf->tpf", x, weight)
+    np.testing.assert_allclose(got, jnp.tensordot(x, wide, 1), rtol=1e-4, atol=1e-3)
+
+
+def test_blocks_are_equal_and_small() -> None:
+    for rows, inputs in ((5632, 1024), (151_936, 2048), (7, BLOCK), (7, 3 * BLOCK), (1, 5), (701, 3000)):
+        count = _blocks(rows, inputs)
+        assert rows % count == 0 and (rows // count * inputs <= BLOCK or count == rows)
+
+
+def test_no_block_is_as_large_as_the_weight_in_memory() -> None:
+    """What is compiled has room for a block of the widened weight, not for the whole."""
+    values, scale = jnp.zeros((8192, 1024), jnp.int8), jnp.ones((8192, 1), jnp.float32)
+    run = jax.jit(lambda x, v, s: einsum("te,ef->tf", x, Quantised(v, s, 1)))
+    memory = run.lower(jnp.zeros((8, 1024)), values, scale).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2 * 4 * BLOCK < 4 * values.size
+
+
+def test_random_weights_of_8_bits_are_the_same_model() -> None:
+    spec = registry.spec_from_config(CONFIG).quantised_as("int8")
+    (plain,) = random_weights(spec, "float32", [mesh(1)])
+    (turned,) = random_weights(replace(spec, transposed=True, blockwise=True), "float32", [mesh(1)])
+    found = [leaf for leaf in jax.tree.leaves(turned, is_leaf=_whole) if isinstance(leaf, Quantised)]
+    pairs = zip(
+        found, (one for one in jax.tree.leaves(plain, is_leaf=_whole) if isinstance(one, Quantised)), strict=True
+    )
+    for held, weight in pairs:
+        assert held.transposed and not weight.transposed and held.shape == weight.shape
+        wide = jnp.moveaxis(held.widened(jnp.float32), -1, 0)
+        np.testing.assert_array_equal(wide, weight.widened(jnp.float32))
+    assert found
+
+
+def _whole(leaf: Any) -> bool:
+    return isinstance(leaf, (Quantised, Transposed))
