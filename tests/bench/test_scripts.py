@@ -19,6 +19,7 @@ SCRIPTS = [
     "colocated",
     "compare",
     "compiles",
+    "floor_served",
     "full_load",
     "host_gap",
     "kernels",
@@ -204,3 +205,15 @@ def test_a_storm(repo: Path, tmp_path: Path) -> None:
     found: dict[str, Any] = json.loads((tmp_path / "soak.json").read_text())
     assert found["requests"] > 5 and found["ends"] and found["wrong"] == []
     assert found["role_changes"] > 3 and found["after"]["moved"] > 0
+
+
+def test_floor_served(repo: Path, tmp_path: Path) -> None:
+    path = tmp_path / "floor.json"
+    flags = "--model demo --policies unified --requests 4 --prompt 8 --tokens 6 --repeats 1 --output"
+    text = run(repo, "floor_served", *flags.split(), str(path), timeout=300)
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["regime"], row["policy"]) for row in rows] == [
+        (regime, policy) for regime in ("none", "below") for policy in ("vllm", "unified")
+    ]
+    assert all(row["tokens_per_s"] == pytest.approx(24 / row["seconds"]) for row in rows)
+    assert "unified" in text
