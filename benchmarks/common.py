@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -15,8 +16,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -103,6 +104,7 @@ class Server:
     url: str
     seconds: float  # from the command to a 200 of /health
     log: Path
+    pid: int  # of its process, which leads a process group of its own
 
 
 @contextmanager
@@ -111,22 +113,34 @@ def server(flags: Sequence[str], *, cache: Path | None = None, timeout: float = 
 
     cache: folder of the persistent compilation cache. Raises RuntimeError with the end of its log where it dies.
     """
-    port = free_port()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     if cache is not None:
         environment["JAX_COMPILATION_CACHE_DIR"] = str(cache)
-    command = [sys.executable, "-m", "jaxserve.run", *flags, "--host", "127.0.0.1", "--port", str(port)]
+    with launched([sys.executable, "-m", "jaxserve.run", *flags], environment, timeout=timeout) as found:
+        yield found
+
+
+@contextmanager
+def launched(command: Sequence[str], environment: Mapping[str, str], *, timeout: float = 900.0) -> Iterator[Server]:
+    """Any server that takes --host and --port and has /health, on a free port, up and healthy; ended afterwards.
+
+    Raises RuntimeError with the end of its log where it dies or takes more than `timeout` seconds.
+    """
+    port = free_port()
+    command = [*command, "--host", "127.0.0.1", "--port", str(port)]
     url = f"http://127.0.0.1:{port}"
     with tempfile.NamedTemporaryFile("w+", suffix=".log", delete=False) as log:
         began = time.perf_counter()
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             while not healthy(url):
                 if process.poll() is not None or time.perf_counter() - began > timeout:
                     tail = Path(log.name).read_text(encoding="utf-8", errors="replace")[-3000:]
                     raise RuntimeError(f"{' '.join(command)} is not healthy (status {process.poll()}):\n{tail}")
                 time.sleep(0.02)
-            yield Server(url, time.perf_counter() - began, Path(log.name))
+            yield Server(url, time.perf_counter() - began, Path(log.name), process.pid)
         finally:
             process.terminate()
             try:
@@ -134,6 +148,8 @@ def server(flags: Sequence[str], *, cache: Path | None = None, timeout: float = 
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # children that outlive it
 
 
 def bench(url: str, flags: Sequence[str]) -> dict[str, Any]:

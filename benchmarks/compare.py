@@ -15,6 +15,15 @@ Sides: `jaxserve`; `vllm`, which wants a Python of its own (docs/compare.md says
     prompt, s  one prompt of a length, one token out
     start, s   imports, weights, compiling or whatever a side does before it answers; `--warm` is how often before
     memory     the most that the process has held, GB
+
+    python benchmarks/compare.py --http --python vllm=/opt/vllm/bin/python # OpenAI servers of jaxserve and vLLM
+
+`--http` starts each side's server with its own defaults and sends the same requests to each in turns, at Poisson times
+of `--rates` requests/s: half of class `chat` (32 to 128 tokens in, 32 to 64 out, TTFT 0.5 s, TPOT 60 ms), half of class
+`documents` (256 to 512 in, 16 to 32 out, 8 s, 200 ms). `--slo-scale` multiplies all objectives, which every request
+carries in its body: jaxserve schedules by them, vLLM ignores fields that it does not know. Reported are percentiles of
+TTFT and TPOT, the share of requests sent that kept both objectives, seconds from the command to the first 200 of
+/health, and peak RSS, added up over the processes of a server. The load generator runs on the same cores.
 """
 
 from __future__ import annotations
@@ -22,12 +31,14 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import common
+from compare_bench import online
 from compare_bench.models import llama
 from compare_bench.sides import Side
 from compare_bench.worker import SIDES
@@ -120,6 +131,17 @@ def show(found: dict[str, Any], sides: Sequence[str]) -> None:
     print_table(found["model"], ["", *sides, *(f"{sides[0]} over {side}" for side in sides[1:])], rows)
 
 
+def add_online(group: Any) -> None:
+    add = group.add_argument
+    add("--http", action="store_true", help="compare OpenAI servers under open-loop load")
+    add("--rates", nargs="+", type=float, default=[0.5, 1.0, 2.0], metavar="RPS",
+        help=f"requests/s; the demo model gets {online.RATE_FACTORS['demo']:g} times as many [0.5 1 2]")  # fmt: skip
+    add("--duration", type=float, default=40.0, metavar="S", help="of each rate, side and repeat [40]")
+    add("--slo-scale", type=float, default=1.0, metavar="X", help="all objectives are multiplied by this [1]")
+    add("--starts", type=int, default=2, help="how often a server is started, so that caches are warm at the last [2]")
+    add("--warmups", type=int, default=8, metavar="N", help="requests to each server that are not counted [8]")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -133,8 +155,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--policy", default="unified", help="of jaxserve [unified]")
     add("--threads", type=int, default=2)
     add("--repeats", type=int, default=3)
+    add_online(parser.add_argument_group("servers"))
     common.add_output(parser, "compare")
     args = parser.parse_args(argv)
+    if args.http and args.output == parser.get_default("output"):
+        args.output = args.output.with_name(f"compare_http-{time.strftime('%Y-%m-%d')}.json")
+    if not (min(args.rates) > 0 < args.slo_scale and min(args.starts, args.warmups, args.repeats) > 0 < args.duration):
+        parser.error("--rates, --slo-scale, --duration, --starts, --warmups and --repeats must be positive")
     if args.tokens < 2:
         parser.error(f"--tokens {args.tokens} must be at least 2: a step is what the tokens after the first take")
     if unknown := [text for text in args.python if text.partition("=")[0] not in SIDES]:
@@ -145,8 +172,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as room:
         for name in args.models:
             folder = common.DEMO if name == "demo" else llama(Path(room) / name) if name == "llama" else Path(name)
-            found.append(compared(name if name in ("demo", "llama") else folder.name, folder, args))
-            show(found[-1], args.sides)
+            title = name if name in ("demo", "llama") else folder.name
+            if args.http:
+                found.append(online.compared(title, folder, args))
+                online.show(found[-1])
+            else:
+                found.append(compared(title, folder, args))
+                show(found[-1], args.sides)
     args.python = sorted(args.python)  # where it lies on this machine is not part of the result
     common.save(args, {"models": found})
     return 0

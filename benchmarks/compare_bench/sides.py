@@ -24,16 +24,20 @@ ALONE = {  # one process, which is the one that is stopped; no look at the netwo
 }
 
 
+def environment_of(name: str, threads: int) -> dict[str, str]:
+    """Variables of a side's process: this one's, no network, `threads` threads that sleep while they wait."""
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads)}
+    environment |= {"JAX_PLATFORMS": "cpu", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
+    return environment | {"HF_HUB_OFFLINE": "1", **ALONE.get(name, {})}
+
+
 class Side:
     """An engine that generates when asked. It is stopped between two calls of `run`."""
 
     def __init__(self, name: str, python: str, settings: Mapping[str, Any]) -> None:
         """`python` runs it: one that has that engine. Raises RuntimeError where it does not start."""
         self.name = name
-        threads = str(settings["threads"])
-        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": threads}
-        environment |= {"JAX_PLATFORMS": "cpu", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
-        environment |= {"HF_HUB_OFFLINE": "1", **ALONE.get(name, {})}
+        environment = environment_of(name, settings["threads"])
         self._told = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             [python or sys.executable, str(WORKER), name, json.dumps(dict(settings))],
