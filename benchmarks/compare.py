@@ -38,7 +38,7 @@ from statistics import median
 from typing import Any
 
 import common
-from compare_bench import online
+from compare_bench import online, page
 from compare_bench.models import llama
 from compare_bench.sides import Side
 from compare_bench.worker import SIDES
@@ -156,6 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--threads", type=int, default=2)
     add("--repeats", type=int, default=3)
     add_online(parser.add_argument_group("servers"))
+    add("--page", type=Path, metavar="FILE", help="put the tables between the marks of this page")
     common.add_output(parser, "compare")
     args = parser.parse_args(argv)
     if args.http and args.output == parser.get_default("output"):
@@ -179,6 +180,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 found.append(compared(title, folder, args))
                 show(found[-1], args.sides)
+    if args.page is not None:
+        page.write(args.page, found, args.sides)
     args.python = sorted(args.python)  # where it lies on this machine is not part of the result
     common.save(args, {"models": found})
     return 0

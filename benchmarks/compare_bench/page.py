@@ -48,7 +48,13 @@ def online(found: Mapping[str, Any]) -> str:
     names = ["ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms"]
     rows = sorted(found["online"], key=lambda row: (row["rate"], row["class"]))
     cells = [
-        [f"{row['rate']:g}", row["class"], row["side"], *(_whole(row[name]) for name in names), f"{row['attained']:.2f}"]
+        [
+            f"{row['rate']:g}",
+            row["class"],
+            row["side"],
+            *(_whole(row[name]) for name in names),
+            f"{row['attained']:.2f}",
+        ]
         for row in rows
     ]
     heads = ["requests/s", "class", "side", "TTFT p50, ms", "p99", "TPOT p50, ms", "p99", "attained"]
