@@ -182,7 +182,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 show(found[-1], args.sides)
     if args.page is not None:
         page.write(args.page, found, args.sides)
-    args.python = sorted(args.python)  # where it lies on this machine is not part of the result
+    # Where interpreters and models lie on this machine is not part of the result.
+    args.python, args.models = sorted(args.python), [Path(name).name for name in args.models]
     common.save(args, {"models": found})
     return 0
 

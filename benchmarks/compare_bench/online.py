@@ -157,30 +157,41 @@ class OnlineSide:
         return list(outcomes)
 
 
-def start(name: str, folder: Path, args: argparse.Namespace, stack: ExitStack) -> OnlineSide | None:
+def start(name: str, folder: Path, args: argparse.Namespace, stack: ExitStack) -> OnlineSide:
     """Start a side `--starts` times and leave the last server up until `stack` ends.
 
-    Where it cannot serve, or does not start, print why and return None.
+    Raises RuntimeError that ends with a line that says why it cannot serve.
     """
     if name not in COMMANDS:
-        print(f"{name} is left out: it has no server that takes prompts of token ids")
-        return None
+        raise RuntimeError("no server that takes prompts of token ids")
     command = [args.python.get(name) or sys.executable, *COMMANDS[name], str(folder)]
     environment = environment_of(name, args.threads) | ENVIRONMENT.get(name, {})
     servers = []
-    try:
-        for number in range(args.starts):
-            own = stack.enter_context(ExitStack())
-            servers.append(own.enter_context(common.launched(command, environment)))
-            if number + 1 < args.starts:
-                own.close()
-    except RuntimeError as error:
-        print(f"{name} is left out: it does not start. {str(error).strip().splitlines()[-1]}")
-        return None
+    for number in range(args.starts):
+        own = stack.enter_context(ExitStack())
+        servers.append(own.enter_context(common.launched(command, environment)))
+        if number + 1 < args.starts:
+            own.close()
     side = OnlineSide(name, str(folder), servers)
     stack.callback(side.signal, signal.SIGCONT)  # a stopped process does not act on SIGTERM
     side.signal(signal.SIGSTOP)
     return side
+
+
+def started(folder: Path, args: argparse.Namespace, stack: ExitStack) -> tuple[list[OnlineSide], dict[str, str]]:
+    """All sides that start, and why others do not, by name. Raises RuntimeError where none does."""
+    sides: list[OnlineSide] = []
+    left_out: dict[str, str] = {}
+    for name in args.sides:
+        try:
+            sides.append(start(name, folder, args, stack))
+        except RuntimeError as error:
+            python = args.python.get(name) or sys.executable  # where it lies is not part of the result
+            left_out[name] = str(error).strip().splitlines()[-1].replace(python, "python")
+            print(f"{name} is left out: {left_out[name]}")
+    if not sides:
+        raise RuntimeError(f"no side starts: {left_out}")
+    return sides, left_out
 
 
 def measured(sides: Sequence[OnlineSide], rate: float, number: int, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -189,25 +200,24 @@ def measured(sides: Sequence[OnlineSide], rate: float, number: int, args: argpar
     for repeat in range(args.repeats):
         # A seed of its own for each rate and repeat: no prefix cache knows the prompts.
         calls = mixed(round(rate * args.duration), rate, 1000 * number + repeat, args.slo_scale, args.vocabulary)
-        for side in sides:
+        first = repeat % len(sides)  # no side is always the one that goes first
+        for side in (*sides[first:], *sides[:first]):
             pooled[side.name] += side.run(calls)
     return [{"rate": rate, "side": name, **row} for name, outcomes in pooled.items() for row in by_class(outcomes)]
 
 
 def compared(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """All figures of one model. Raises RuntimeError where no side starts."""
+    """All figures of one model, as JSON. Raises RuntimeError where no side starts."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     args = argparse.Namespace(**{**vars(args), "vocabulary": range(16, config["vocab_size"])})  # the first are special
     rates = [rate * RATE_FACTORS.get(name, 1.0) for rate in args.rates]
     with ExitStack() as stack:
-        sides = [side for one in args.sides if (side := start(one, folder, args, stack))]
-        if not sides:
-            raise RuntimeError(f"none of {', '.join(args.sides)} serves {name}")
+        sides, left_out = started(folder, args, stack)
         for side in sides:
             side.run(mixed(args.warmups, float("inf"), WARMUP_SEED, args.slo_scale, args.vocabulary))
         rows = [row for number, rate in enumerate(rates) for row in measured(sides, rate, number, args)]
         ends = {side.name: {"start_s": side.start, "memory": side.memory} for side in sides}
-    return {"model": name, "online": rows, "servers": ends}
+    return {"model": name, "online": rows, "servers": ends, "left_out": left_out}
 
 
 def show(found: Mapping[str, Any]) -> None:

@@ -86,8 +86,9 @@ def test_compare_http(repo: Path, tmp_path: Path) -> None:
     command += ["--python", f"vllm={sys.executable}", "--output", str(path)]  # it has no vLLM
     done = subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
-    assert "transformers is left out" in done.stdout and "vllm is left out: it does not start" in done.stdout
     (found,) = json.loads(path.read_text())["models"]
+    assert set(found["left_out"]) == {"transformers", "vllm"} and "No module named" in found["left_out"]["vllm"]
+    assert "transformers is left out" in done.stdout and "vllm is left out" in done.stdout
     assert [(row["rate"], row["class"]) for row in found["online"]] == [
         (rate, name) for rate in (2.0, 4.0) for name in ("chat", "documents", "all")
     ]
