@@ -53,8 +53,8 @@ def absorb(
         score = softcap * jnp.tanh(score / softcap)
     score = jnp.where(seen, score, MASKED)
     peak = jnp.maximum(state.peak, jnp.max(score, axis=-1))
-    # Masked weights are set to zero, not left to exp: where nothing was seen yet the peak itself is MASKED.
-    weight = jnp.where(seen, jnp.exp(score - peak[..., None]), 0.0)
+    # Where nothing was seen yet the peak itself is MASKED: measured from half of it, masked scores weigh nothing.
+    weight = jnp.exp(score - jnp.maximum(peak, MASKED / 2)[..., None])
     fade = jnp.exp(state.peak - peak)
     return Running(peak, state.total * fade + jnp.sum(weight, axis=-1), state.mixed * fade[..., None] + mix(weight))
 

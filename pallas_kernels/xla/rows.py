@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,16 @@ from pallas_kernels.layout import MASKED, Ragged
 from pallas_kernels.xla.common import Pages, Parts, Rule, Running, absorb, begin, lse, mean, missing
 from pallas_kernels.xla.single import single
 
-QUERY_BLOCK = 64  # tokens of one row computed together
-KEY_BLOCK = 128  # tokens of keys read together for a query block
+
+class Tile(NamedTuple):
+    """What is computed together of one row."""
+
+    queries: int  # Q
+    keys: int  # C at most
+
+
+# Large products run at two thirds of a CPU's peak, small ones at half of that; a short row fills only a small one.
+LARGE, SMALL = Tile(256, 256), Tile(64, 128)
 
 
 def many(q: jax.Array, pool: Pages, ragged: Ragged, rule: Rule, queries: int | None) -> Parts:
@@ -24,11 +33,13 @@ def many(q: jax.Array, pool: Pages, ragged: Ragged, rule: Rule, queries: int | N
     contexts = jnp.where(alone, ragged.contexts, 0)
     ones = single(q[first], pool, contexts, ragged.block_tables, rule)  # [S, ...] each
     place = jnp.where(alone, first, tokens)
-    block = min(QUERY_BLOCK, tokens, queries or tokens)
+    longest = min(tokens, queries or tokens)
+    small = SMALL._replace(queries=min(SMALL.queries, longest))
+    spare = LARGE.queries if longest > 2 * SMALL.queries else small.queries
     # A block may reach beyond the end of its row, hence of the tokens: padded here, masked where it is stored.
-    padded = jnp.pad(q, ((0, block), (0, 0), (0, 0), (0, 0)))
+    padded = jnp.pad(q, ((0, spare), (0, 0), (0, 0), (0, 0)))
     out = tuple(
-        jnp.full((tokens + block, *part.shape[1:]), empty, part.dtype).at[place].set(part, mode="drop")
+        jnp.full((tokens + spare, *part.shape[1:]), empty, part.dtype).at[place].set(part, mode="drop")
         for part, empty in zip(ones, (0, MASKED), strict=False)
     )
 
@@ -36,16 +47,25 @@ def many(q: jax.Array, pool: Pages, ragged: Ragged, rule: Rule, queries: int | N
         start, length, table = ragged.starts[r], ragged.lengths[r], ragged.block_tables[r]
         offset = ragged.contexts[r] - length  # position of the row's first token
 
-        def one(b: jax.Array, out: Parts) -> Parts:
-            at = start + b * block
-            here = lax.dynamic_slice_in_dim(padded, at, block)  # [Q, K, G, D]
-            mine = b * block + jnp.arange(block) < length
-            fresh = _block(here, pool, table, offset + b * block, ragged.contexts[r], rule)
-            return tuple(_stored(old, new, at, mine) for old, new in zip(out, fresh, strict=True))
+        def blocks(tile: Tile, first: jax.Array | int, count: jax.Array, out: Parts) -> Parts:
+            """With `count` blocks of the row from its token `first` on."""
 
-        blocks = jnp.where(length > 1, (length + block - 1) // block, 0)
-        filled: Parts = lax.fori_loop(0, blocks, one, out)
-        return filled
+            def one(b: jax.Array, out: Parts) -> Parts:
+                token = first + b * tile.queries
+                here = lax.dynamic_slice_in_dim(padded, start + token, tile.queries)  # [Q, K, G, D]
+                mine = token + jnp.arange(tile.queries) < length
+                fresh = _block(here, pool, table, offset + token, ragged.contexts[r], rule, tile.keys)
+                return tuple(_stored(old, new, start + token, mine) for old, new in zip(out, fresh, strict=True))
+
+            filled: Parts = lax.fori_loop(0, count, one, out)
+            return filled
+
+        done: jax.Array | int = 0
+        if spare == LARGE.queries:  # whole large blocks, and one more for a rest of more than two small ones
+            large = (length + LARGE.queries - 2 * SMALL.queries - 1) // LARGE.queries
+            out, done = blocks(LARGE, 0, large, out), jnp.minimum(large * LARGE.queries, length)
+        rest = jnp.where(length > 1, length - done, 0)
+        return blocks(small, done, (rest + small.queries - 1) // small.queries, out)
 
     whole: Parts = lax.fori_loop(0, rows, row, out)
     return tuple(part[:tokens] for part in whole)
@@ -65,10 +85,11 @@ def _block(
     position: jax.Array,
     context: jax.Array,
     rule: Rule,
+    keys: int,
 ) -> Parts:
-    """A query block [Q, K, G, D] of one row, first token at `position`, over the row's keys so far."""
+    """A query block [Q, K, G, D] of one row, first token at `position`, over the row's keys so far, `keys` at a time."""
     block, kv_heads, group, dim = q.shape
-    pages = min(max(1, KEY_BLOCK // pool.size), table.shape[0])
+    pages = min(max(1, keys // pool.size), table.shape[0])
     span = pages * pool.size  # C
     table = jnp.pad(table, (0, missing(table.shape[0], pages)))
     stacked = q.transpose(1, 2, 0, 3).reshape(kv_heads, group * block, dim)  # one matrix product per kv head
@@ -85,11 +106,11 @@ def _block(
             seen &= key[None, :] >= rule.begin(last)
             real &= key >= lowest
         v = jnp.where(real[:, None] if pool.heads_first else real[:, None, None], v, jnp.zeros_like(v))  # see `single`
-        keys = "kcd" if pool.heads_first else "ckd"
-        score = product(f"kqd,{keys}->kqc", stacked, k)  # [K, G * Q, C]
+        axes = "kcd" if pool.heads_first else "ckd"
+        score = product(f"kqd,{axes}->kqc", stacked, k)  # [K, G * Q, C]
 
         def mixed(weight: jax.Array) -> jax.Array:
-            return product(f"kqc,{keys}->kqd", weight.astype(q.dtype), v)
+            return product(f"kqc,{axes}->kqd", weight.astype(q.dtype), v)
 
         return absorb(state, score, seen[None], mixed, rule.softcap)
 

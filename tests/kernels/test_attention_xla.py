@@ -143,13 +143,13 @@ def test_any_step_equals_the_dense_twin(rows: list[tuple[int, int]], seed: int) 
 
 
 @pytest.mark.parametrize("window", [None, pytest.param(21, marks=pytest.mark.full)])
-def test_a_prompt_longer_than_a_query_block(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    monkeypatch.setattr(rows_of, "QUERY_BLOCK", 16)
-    monkeypatch.setattr(rows_of, "KEY_BLOCK", 8)
+def test_prompts_of_several_tiles(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    monkeypatch.setattr(rows_of, "LARGE", rows_of.Tile(32, 16))
+    monkeypatch.setattr(rows_of, "SMALL", rows_of.Tile(8, 8))
     jax.clear_caches()
-    rows = [(50, 70), (17, 17), (1, 20)]
-    ragged = make(rows, deal(rows, page=PAGE, pool=POOL), page=PAGE, pool=POOL, tokens=71, width=32)
-    q = values(71, 4, DIM)  # 71: a last block reaches beyond the tokens
+    rows = [(50, 70), (40, 40), (12, 30), (1, 20), (17, 17)]  # tiles: two large; one of each; two small; none; one large
+    ragged = make(rows, deal(rows, page=PAGE, pool=POOL), page=PAGE, pool=POOL, tokens=121, width=32)
+    q = values(121, 4, DIM)  # 121: a last tile reaches beyond the tokens
     got = attend(q, *pools(2), ragged, window=window)
     np.testing.assert_allclose(got, dense(q, *pools(2), ragged, window=window), atol=1e-5, rtol=0)
     jax.clear_caches()
