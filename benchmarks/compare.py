@@ -24,6 +24,11 @@ of `--rates` requests/s: half of class `chat` (32 to 128 tokens in, 32 to 64 out
 carries in its body: jaxserve schedules by them, vLLM ignores fields that it does not know. Reported are percentiles of
 TTFT and TPOT, the share of requests sent that kept both objectives, seconds from the command to the first 200 of
 /health, and peak RSS, added up over the processes of a server. The load generator runs on the same cores.
+
+    python benchmarks/compare.py --http --server llamacpp=build/bin/llama-server # llama.cpp beside jaxserve
+
+llama.cpp's server gets the same weights as a GGUF file of float32, written for the run, 32 slots of 1024 tokens, a
+float32 KV cache and no prompt cache. docs/compare.md says how to build it.
 """
 
 from __future__ import annotations
@@ -131,9 +136,17 @@ def show(found: dict[str, Any], sides: Sequence[str]) -> None:
     print_table(found["model"], ["", *sides, *(f"{sides[0]} over {side}" for side in sides[1:])], rows)
 
 
+def by_side(parser: argparse.ArgumentParser, flag: str, texts: Sequence[str], sides: Sequence[str]) -> dict[str, str]:
+    """The files of `--python` or `--server` by their sides."""
+    if unknown := [text for text in texts if text.partition("=")[0] not in sides or not text.partition("=")[2]]:
+        parser.error(f"{flag} {unknown[0]!r} must be SIDE=FILE with a side of {', '.join(sides)}")
+    return dict(text.split("=", 1) for text in texts)
+
+
 def add_online(group: Any) -> None:
     add = group.add_argument
     add("--http", action="store_true", help="compare OpenAI servers under open-loop load")
+    add("--server", nargs="+", default=[], metavar="SIDE=FILE", help="the program of a side that is not in Python")
     add("--rates", nargs="+", type=float, default=[0.5, 1.0, 2.0], metavar="RPS",
         help=f"requests/s; the demo model gets {online.RATE_FACTORS['demo']:g} times as many [0.5 1 2]")  # fmt: skip
     add("--duration", type=float, default=40.0, metavar="S", help="of each rate, side and repeat [40]")
@@ -145,7 +158,8 @@ def add_online(group: Any) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--sides", nargs="+", choices=list(SIDES), help="[jaxserve, those of --python, transformers]")
+    choices = [*SIDES, *online.BINARIES]
+    add("--sides", nargs="+", choices=choices, help="[jaxserve, those of --python and --server, transformers]")
     add("--python", nargs="+", default=[], metavar="SIDE=FILE", help="an interpreter that has the side's packages")
     add("--models", nargs="+", default=["demo", "llama"], help="demo, llama, or a folder with safetensors [demo llama]")
     add("--requests", nargs="+", type=int, default=[1, 8, 16, 32], metavar="N")
@@ -165,10 +179,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--rates, --slo-scale, --duration, --starts, --warmups and --repeats must be positive")
     if args.tokens < 2:
         parser.error(f"--tokens {args.tokens} must be at least 2: a step is what the tokens after the first take")
-    if unknown := [text for text in args.python if text.partition("=")[0] not in SIDES]:
-        parser.error(f"--python {unknown[0]!r} must be SIDE=FILE with a side of {', '.join(SIDES)}")
-    args.python = dict(text.split("=", 1) for text in args.python)
-    args.sides = args.sides or ["jaxserve", *args.python, "transformers"]
+    args.python = by_side(parser, "--python", args.python, list(SIDES))
+    args.server = by_side(parser, "--server", args.server, online.BINARIES)
+    args.sides = args.sides or ["jaxserve", *args.python, *args.server, "transformers"]
+    if not args.http and (only := [side for side in args.sides if side in online.BINARIES]):
+        parser.error(f"{only[0]} is compared as a server only: give --http")
     found = []
     with tempfile.TemporaryDirectory() as room:
         for name in args.models:
@@ -183,7 +198,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.page is not None:
         page.write(args.page, found, args.sides)
     # Where interpreters and models lie on this machine is not part of the result.
-    args.python, args.models = sorted(args.python), [Path(name).name for name in args.models]
+    args.python, args.server = sorted(args.python), sorted(args.server)
+    args.models = [Path(name).name for name in args.models]
     common.save(args, {"models": found})
     return 0
 

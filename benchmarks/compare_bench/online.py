@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,13 +28,21 @@ from jaxserve.bench.load import Call, Objective, arrivals, schedule, words
 from jaxserve.bench.result import Goals, errors, samples
 from jaxserve.report.table import print_table
 
+from . import gguf_file
 from .sides import environment_of
 
 COMMANDS = {  # what follows the interpreter; the model's folder comes next
     "jaxserve": ["-m", "jaxserve.run", "--model"],
     "vllm": ["-m", "vllm.entrypoints.openai.api_server", "--dtype", "float32", "--model"],
 }
-ENVIRONMENT = {"vllm": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
+BINARIES = ("llamacpp",)  # sides whose server is a program of its own: --server
+SLOTS, SLOT_TOKENS = 32, 1024  # of llama.cpp: requests at once, and the context of each
+ENVIRONMENT = {
+    "vllm": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+    # ggml has a barrier after every operation. A decode step takes 20 to 40 % longer where threads sleep there, and
+    # ten times as long with GNU OpenMP's default of 300000 spins while another process has a core.
+    "llamacpp": {"GOMP_SPINCOUNT": "3000"},
+}
 RATE_FACTORS = {"demo": 8.0}  # of --rates, which suit the Llama: the demo model is that much faster
 WARMUP_SEED = 1_000_003  # prompts that no measured round has
 
@@ -157,14 +166,34 @@ class OnlineSide:
         return list(outcomes)
 
 
+def llama_server(program: str, model: Path, threads: int) -> list[str]:
+    """The command of llama.cpp's server: float32 KV cache, and no reuse of prompts."""
+    flags = {"--model": model, "--threads": threads, "--parallel": SLOTS, "--ctx-size": SLOTS * SLOT_TOKENS}
+    flags |= {"--cache-type-k": "f32", "--cache-type-v": "f32", "--cache-ram": 0}
+    return [program, *(str(part) for pair in flags.items() for part in pair), "--no-cache-prompt", "--offline"]
+
+
+def command_of(name: str, folder: Path, args: argparse.Namespace, stack: ExitStack) -> list[str]:
+    """The command of a side's server; files that it reads last until `stack` ends.
+
+    Raises RuntimeError where the side has no server, ValueError where the model cannot be written for it.
+    """
+    if name in COMMANDS:
+        return [args.python.get(name) or sys.executable, *COMMANDS[name], str(folder)]
+    if name not in BINARIES:
+        raise RuntimeError("no server that takes prompts of token ids")
+    if name not in args.server:
+        raise RuntimeError(f"--server {name}=FILE is missing")
+    room = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    return llama_server(args.server[name], gguf_file.write(folder, room / "model.gguf"), args.threads)
+
+
 def start(name: str, folder: Path, args: argparse.Namespace, stack: ExitStack) -> OnlineSide:
     """Start a side `--starts` times and leave the last server up until `stack` ends.
 
-    Raises RuntimeError that ends with a line that says why it cannot serve.
+    Raises RuntimeError, ValueError or OSError that ends with a line that says why it cannot serve.
     """
-    if name not in COMMANDS:
-        raise RuntimeError("no server that takes prompts of token ids")
-    command = [args.python.get(name) or sys.executable, *COMMANDS[name], str(folder)]
+    command = command_of(name, folder, args, stack)
     environment = environment_of(name, args.threads) | ENVIRONMENT.get(name, {})
     servers = []
     for number in range(args.starts):
@@ -185,9 +214,10 @@ def started(folder: Path, args: argparse.Namespace, stack: ExitStack) -> tuple[l
     for name in args.sides:
         try:
             sides.append(start(name, folder, args, stack))
-        except RuntimeError as error:
-            python = args.python.get(name) or sys.executable  # where it lies is not part of the result
-            left_out[name] = str(error).strip().splitlines()[-1].replace(python, "python")
+        except (RuntimeError, ValueError, OSError) as error:
+            # Where a program lies is not part of the result.
+            program = args.server.get(name) or args.python.get(name) or sys.executable
+            left_out[name] = str(error).strip().splitlines()[-1].replace(program, Path(program).name)
             print(f"{name} is left out: {left_out[name]}")
     if not sides:
         raise RuntimeError(f"no side starts: {left_out}")

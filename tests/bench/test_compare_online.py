@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
+from contextlib import ExitStack
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,33 @@ def test_memory_is_that_of_the_process_tree(online: Any) -> None:
         assert online.peak_memory(os.getpid()) > online.peak_memory(child.pid) >= 0
     finally:
         child.communicate(b"\n")
+
+
+def test_the_server_of_llama_cpp_gets_a_file_that_is_written_for_it(
+    online: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(online.gguf_file, "write", lambda folder, path: path.write_bytes(b"GGUF") and path)
+    args = Namespace(python={}, server={"llamacpp": "llama-server"}, threads=3)
+    with ExitStack() as stack:
+        program, *flags = online.command_of("llamacpp", tmp_path, args, stack)
+        values = dict(zip(flags[::2], flags[1::2], strict=False))
+        weights = Path(values["--model"])
+        assert weights.read_bytes() == b"GGUF"
+    assert not weights.exists() and program == "llama-server"
+    longest = max(one.prompt[1] + one.output[1] for one in online.CLASSES)
+    assert int(values["--ctx-size"]) // int(values["--parallel"]) >= longest, "a slot holds any request of the load"
+    assert values["--threads"] == "3" and "--no-cache-prompt" in flags
+
+
+def test_sides_that_cannot_start_say_why(online: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = str(tmp_path / "llama-server")
+    monkeypatch.setattr(online.gguf_file, "write", lambda folder, path: path)
+    for server in ({}, {"llamacpp": missing}):
+        args = Namespace(python={}, server=server, threads=1, starts=1, sides=["llamacpp", "transformers"])
+        with ExitStack() as stack, pytest.raises(RuntimeError, match="no side starts") as failure:
+            online.started(tmp_path, args, stack)
+        assert str(tmp_path) not in str(failure.value)
+        assert ("No such file" if server else "--server llamacpp=FILE is missing") in str(failure.value)
 
 
 @pytest.mark.slow

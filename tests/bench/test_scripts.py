@@ -153,6 +153,20 @@ def test_compare(repo: Path, tmp_path: Path) -> None:
     assert min(found["memory"].values()) > 1e8
 
 
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--server llamacpp=llama-server", "compared as a server only: give --http"),
+        ("--http --server vllm=llama-server", "must be SIDE=FILE with a side of llamacpp"),
+        ("--http --server llamacpp", "must be SIDE=FILE"),
+    ],
+)
+def test_compare_refuses_a_server_that_it_cannot_use(repo: Path, flags: str, why: str) -> None:
+    command = [sys.executable, "benchmarks/compare.py", *flags.split()]
+    done = subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and why in done.stderr
+
+
 def dry_kernels(repo: Path, folder: Path, *flags: str) -> dict[str, Any]:
     """What a dry run found. Its parts may fail for what is not here (a GPU's libraries, torch, a newer jax) alone."""
     assert "rows" in run(repo, "kernels", "--dry", "--output", str(folder), *flags, timeout=1500)
