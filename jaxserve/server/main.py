@@ -183,7 +183,7 @@ async def _announce(
     print_table(title, ("instance", "role", "devices", "pages", "tokens of KV"), rows)
     print(promise_line(info.promise))
     host, port = sock.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # nosec B104
     key = " -H 'Authorization: Bearer KEY'" if config.api_key else ""
     print(f"jaxserve is ready at http://{host}:{port}. Try:")
     print(
