@@ -38,8 +38,8 @@ def served(memory: Memory, one: Request) -> int:
     return found
 
 
-def scheduler(role: Role = Role.MIXED) -> Scheduler:
-    limits = Limits(32, ROWS, PAGES, SIZE)
+def scheduler(role: Role = Role.MIXED, tokens: int = 32) -> Scheduler:
+    limits = Limits(tokens, ROWS, PAGES, SIZE)
     return Scheduler(policies.make("distserve"), GeneralModel(COEFFICIENTS), limits, role)
 
 
@@ -73,11 +73,14 @@ def test_prompt_log_probabilities_are_not_lost_to_the_prefix_cache() -> None:
 
 
 def test_a_row_that_was_not_finite_leaves_nothing_to_find() -> None:
-    one = scheduler()
+    """Its first chunk filled pages, which were named before its last chunk failed."""
+    one = scheduler(tokens=8)
     one.add(request(0))
+    step(one)
+    assert one.cached_tokens(request(1)) == 8
     step(one, tokens=((),), failed={0: "the logits are not finite"})
     assert len(one) == 0 and one.blocks.held == 0
-    again = request(1)
+    again = request(2)
     one.add(again)
     assert one.cached_tokens(again) == 0 and step(one).spans[0].start == 0
 

@@ -47,3 +47,13 @@ def test_deadlines_stay_where_they_were_when_a_pool_is_lost() -> None:
     assert (one.deadline, one.pending, one.computed, one.slot, one.pages) == (pytest.approx(due), 0, 0, None, [])
     one.forget_cache()
     assert one.deadline == pytest.approx(due)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "expected"),
+    [(0, 3, (0, 1, 2)), (8, 12, (8, 9, 7, 8)), (9, 11, (9, 7)), (10, 13, (7, 8, 9)), (12, 13, (9,)), (10, 10, ())],
+)
+def test_tokens_go_on_from_prompt_to_output(start: int, end: int, expected: tuple[int, ...]) -> None:
+    one = request()
+    one.output = [7, 8, 9]
+    assert one.tokens(start, end) == expected == tuple(map(one.token, range(start, end)))
