@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from jaxserve import speculative
+from jaxserve.elsewhere import argument_hint
 from jaxserve.errors import InvalidValue
 from jaxserve.sched import admission, placement, policies
 from jaxserve.sched.boundary import DEPTH, Boundary
@@ -61,8 +62,8 @@ class ServeConfig:
 
     # model
     model: str | None = flag(
-        None, "model", "Hugging Face name or folder with config.json, tokenizer and weights. Default: the demo model "
-        "that comes with jaxserve, small enough for a laptop.", metavar="NAME|PATH",
+        None, "model", "Hugging Face name, short name (llama3-8b), or folder with config.json, tokenizer and weights. "
+        "Default: the demo model that comes with jaxserve, small enough for a laptop.", metavar="NAME|PATH",
     )  # fmt: skip
     tokenizer: str | None = flag(None, "model", "Name or folder of the tokenizer. Default: the model's.")
     revision: str | None = flag(None, "model", "Branch, tag or commit on the Hugging Face hub.")
@@ -298,9 +299,7 @@ class ServeConfig:
             return ("mixed",) * instances
         prefill = instances // 2 if self.prefill is None else self.prefill
         if not 1 <= prefill < instances:
-            raise InvalidValue(
-                f"prefill={prefill} must be 1 to {instances - 1} on a mesh of {instances} instances", "prefill"
-            )
+            raise InvalidValue(f"prefill={prefill} must be 1 to {instances - 1} of {instances} instances", "prefill")
         return ("prefill",) * prefill + ("decode",) * (instances - prefill)
 
     @property
@@ -391,7 +390,7 @@ class ServeConfig:
         hints = typing.get_type_hints(cls, include_extras=True)
         for name, value in given.items():
             if name not in hints:
-                raise InvalidValue(f"unknown setting {name!r}; {nearest(name, hints)}", name)
+                raise InvalidValue(f"unknown setting {name!r}; {argument_hint(name) or nearest(name, hints)}", name)
             if isinstance(value, str):
                 try:
                     given[name] = convert(value, hints[name])

@@ -41,12 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Convert, with a progress bar; returns the exit status."""
     from jaxserve.models import converted
-    from jaxserve.models.hub import resolve_model
     from jaxserve.models.manifest import find
     from jaxserve.models.registry import load_spec
+    from jaxserve.models.source import model_folder
     from jaxserve.report.progress import bar
 
-    path = resolve_model(args.model, args.revision)
+    path = model_folder(args.model, args.revision)
     if find(path) is not None:
         raise InvalidValue(f"{str(path)!r} is converted already; name the folder of its safetensors", "model")
     spec = load_spec(path).quantised_as(args.quantization).for_tp(parse_mesh(args.mesh)[1])

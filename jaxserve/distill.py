@@ -137,8 +137,8 @@ def job_of(args: argparse.Namespace) -> Any:
     from jaxserve.config import ServeConfig, parse_mesh
     from jaxserve.demo import model_path
     from jaxserve.distillation.job import DataSettings, Job, TrainingSettings
-    from jaxserve.models.hub import resolve_model
     from jaxserve.models.registry import load_spec
+    from jaxserve.models.source import model_folder
 
     engine = {name: value for name, value in settings_of(args).items() if name not in ("model", "seed")}
     revision = engine.pop("revision", None)
@@ -147,7 +147,7 @@ def job_of(args: argparse.Namespace) -> Any:
     instances, devices = parse_mesh(engine["mesh"])
     if instances != 1:
         raise InvalidValue(f"mesh={engine['mesh']!r} must be 1xT: one instance of the target is trained on", "mesh")
-    path = model_path() if args.model is None else resolve_model(args.model, revision)
+    path = model_path() if args.model is None else model_folder(args.model, revision)
     spec = load_spec(path)
     length = args.length or min(512, spec.max_positions)
     if length > spec.max_positions:

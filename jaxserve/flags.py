@@ -8,9 +8,11 @@ import difflib
 import sys
 import types
 import typing
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from jaxserve.config import ServeConfig
+from jaxserve.elsewhere import flag_hint
 from jaxserve.errors import InvalidValue
 from jaxserve.yamlio import convert
 
@@ -20,30 +22,6 @@ _GROUPS = {
     "scheduling": "in which order, against which objectives",
     "memory": "KV cache",
     "server": "HTTP server",
-}
-
-# Flags of other engines, and what says the same here.
-_ELSEWHERE = {
-    "--tensor-parallel-size": "--mesh 1xT",
-    "-tp": "--mesh 1xT",
-    "--tp-size": "--mesh 1xT",
-    "--data-parallel-size": "--mesh RxT with --mode colocated",
-    "--dp-size": "--mesh RxT with --mode colocated",
-    "--scheduling-policy": "--policy",
-    "--schedule-policy": "--policy",
-    "--model-path": "--model",
-    "--tokenizer-path": "--tokenizer",
-    "--context-length": "--max-model-len",
-    "--max-running-requests": "--max-num-seqs",
-    "--chunked-prefill-size": "--max-num-batched-tokens",
-    "--mem-fraction-static": "--gpu-memory-utilization",
-    "--page-size": "--block-size",
-    "--max-queued-requests": "--max-num-queued-reqs",
-    "--speculative-algorithm": "--speculative-config",
-    "--disaggregation-mode": "--mesh RxT with --prefill N",
-    "--kv-transfer-config": "--mesh RxT with --prefill N",
-    "--disable-radix-cache": "--no-enable-prefix-caching",
-    "--random-seed": "--seed",
 }
 
 
@@ -65,8 +43,9 @@ class TeachingParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
     def _hint(self, word: str) -> str:
-        if word in _ELSEWHERE:
-            return f"{word}: say {_ELSEWHERE[word]}"
+        elsewhere = flag_hint(word)
+        if elsewhere is not None:
+            return f"{word}: {elsewhere}"
         close = difflib.get_close_matches(word, self._option_string_actions, n=1, cutoff=0.7)
         return f"{word}: did you mean {close[0]}?" if close else f"{word}: see --help for all flags"
 
@@ -148,4 +127,10 @@ def config_of(args: argparse.Namespace) -> ServeConfig:
         if given.get("model", args.model_tag) != args.model_tag:
             raise InvalidValue(f"model is given twice: {args.model_tag!r} and --model {given['model']!r}", "model")
         given["model"] = args.model_tag
+    if args.config is not None and not Path(args.config).is_file():
+        raise InvalidValue(
+            f"config={args.config!r} is not a file: give a YAML file with settings by name, such as "
+            "configs/serve/example.yaml",
+            "config",
+        )
     return ServeConfig.load(args.config, **given)

@@ -8,38 +8,30 @@ with LLM(mesh="2x1") as llm:
 from __future__ import annotations
 
 import asyncio
-import queue
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing, nullcontext, suppress
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, nullcontext
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from jaxserve.config import ServeConfig
-from jaxserve.errors import InvalidValue, QueueFull
-from jaxserve.generation import (
-    Choice,
-    EngineLike,
-    Job,
-    Mailbox,
-    Piece,
-    cancel,
-    check_length,
-    gathered,
-    pieces,
-    submit,
-)
-from jaxserve.outputs import CompletionOutput, RequestOutput, logprob_dict
+from jaxserve.errors import InvalidValue
+from jaxserve.generation import Job, Mailbox, Piece, check_length, pieces
+from jaxserve.metrics_reader import Metric, read_metrics
+from jaxserve.models.source import find_tokenizer
+from jaxserve.offline import add_piece, blank_output, run_batch, snapshot
+from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.prompts import Parsed, Prompt, parse_prompt, parse_prompts
 from jaxserve.report.progress import bar
 from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import Delta
 from jaxserve.sched.policy import roles_of
 from jaxserve.sched.request import STANDARD
 from jaxserve.sched.slo import SLO
+from jaxserve.tiers import canonical
 from jaxserve.tokenizer import Message, Tokenizer
 
-Prompt = str | Sequence[int]
+if TYPE_CHECKING:
+    from jaxserve.server.metrics import Metrics
 
 __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Prompt", "RequestOutput"]
 
@@ -66,15 +58,16 @@ class _Base:
         elif model is not None or settings:
             raise InvalidValue(f"config is given, so {', '.join(['model', *settings])} must not be", "config")
         self.config = config
-        self.tokenizer = tokenizer_object or Tokenizer.load(
-            config.tokenizer or config.model_source, config.revision, config.chat_template
-        )
+        self.tokenizer = tokenizer_object or find_tokenizer(config)
         if engine is None:
             from jaxserve.engine.engine import Engine  # jax only now
 
             with bar("warming up") as progress:
                 engine = Engine.start(config, progress=progress)
         self.engine: Any = engine
+        from jaxserve.server.metrics import Metrics
+
+        self._metrics: Metrics = Metrics(engine, config.names[0])
 
     def close(self) -> None:
         """End the engine; what is running is aborted."""
@@ -93,13 +86,38 @@ class _Base:
         """
         return tuple(role.value for role in self.engine.set_roles(roles_of(roles, len(self.engine.roles))))
 
-    def _job(self, prompt: Prompt, params: SamplingParams, slo: SLO | None, priority: int, tier: str = STANDARD) -> Job:
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    def _job(
+        self,
+        prompt: Parsed,
+        params: SamplingParams | None,
+        slo: SLO | None,
+        priority: int | None,
+        tier: str | None,
+        request_id: str | None = None,
+    ) -> Job:
+        """Check everything that can be checked before anything runs. Raises InvalidValue."""
+        params = SamplingParams() if params is None else params
+        for name, given, kind, allowed in (
+            ("sampling_params", params, SamplingParams, "SamplingParams"),
+            ("slo", slo, SLO | None, "an SLO"),
+            ("priority", priority, int | None, "a whole number, lower is earlier"),
+            ("tier", tier, str | None, "the name of a tier"),
+        ):
+            if not isinstance(given, kind):
+                raise InvalidValue(f"{name}={given!r} must be {allowed}", name)
+        tokens = prompt.tokens if prompt.tokens is not None else self.tokenizer.encode(prompt.text or "")
         limit = self.engine.info.max_model_len
         check_length(len(tokens), _capped(params, limit - len(tokens)), limit)
-        return Job(
-            tokens, params, slo or self.config.slo, priority, tier, text=prompt if isinstance(prompt, str) else None
+        found, promised = self.config.tier(tier or STANDARD)
+        job = Job(
+            tokens,
+            params,
+            promised if slo is None else slo,
+            found.priority if priority is None else priority,
+            canonical(tier or STANDARD, found),
+            text=prompt.text,
         )
+        return job if request_id is None else replace(job, key=request_id)
 
 
 def _capped(params: SamplingParams, room: int) -> SamplingParams:
@@ -126,21 +144,24 @@ class LLM(_Base):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         slo: SLO | Sequence[SLO] | None = None,
-        priority: int | Sequence[int] = 0,
+        priority: int | Sequence[int] | None = None,
+        tier: str | Sequence[str] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Generate for each prompt (a text, or token ids), in order.
+        """Generate for each prompt, in order.
 
-        `sampling_params`, `slo` and `priority` are one for all or one per prompt. `use_tqdm` shows a progress bar
-        when it takes longer than a moment. A request that fails has `finish_reason` "error" in its output. Raises
-        InvalidValue for a prompt that does not fit, before anything runs.
+        A prompt is a text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`. `sampling_params`,
+        `slo`, `priority` and `tier` are one for all or one per prompt. `tier` names a tier of the configuration, whose
+        SLO and priority hold unless `slo` or `priority` is given. `use_tqdm` shows a progress bar when it takes longer
+        than a moment. A request that fails has `finish_reason` "error" in its output. Raises InvalidValue for a prompt
+        that is malformed or does not fit, before anything runs.
         """
-        many = _many(prompts)
-        params = _each(sampling_params or SamplingParams(), len(many), "sampling_params")
-        slos, priorities = _each(slo, len(many), "slo"), _each(priority, len(many), "priority")
-        jobs = [self._job(*given) for given in zip(many, params, slos, priorities, strict=True)]
+        many = parse_prompts(prompts)
+        given = ("sampling_params", sampling_params), ("slo", slo), ("priority", priority), ("tier", tier)
+        columns = (_each(value, len(many), name) for name, value in given)
+        jobs = [self._job(*row) for row in zip(many, *columns, strict=True)]
         with bar("generating") if use_tqdm else nullcontext(_no_bar) as progress:
-            return _run(self.engine, self.tokenizer, jobs, progress)
+            return run_batch(self.engine, self.tokenizer, jobs, progress, self._metrics)
 
     def chat(
         self,
@@ -151,7 +172,8 @@ class LLM(_Base):
         continue_final_message: bool = False,
         chat_template: str | None = None,
         slo: SLO | Sequence[SLO] | None = None,
-        priority: int | Sequence[int] = 0,
+        priority: int | Sequence[int] | None = None,
+        tier: str | Sequence[str] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Generate the next message of one conversation, or of each of several."""
@@ -167,10 +189,24 @@ class LLM(_Base):
             for talk in talks
         ]
         prompts = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        outputs = self.generate(prompts, sampling_params, slo=slo, priority=priority, use_tqdm=use_tqdm)
+        outputs = self.generate(prompts, sampling_params, slo=slo, priority=priority, tier=tier, use_tqdm=use_tqdm)
         for output, text in zip(outputs, texts, strict=True):
             output.prompt = text
         return outputs
+
+    def get_tokenizer(self) -> Any:
+        """Return the model's transformers tokenizer."""
+        return self.tokenizer.hf
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix; False, and nothing is forgotten, where requests are running or waiting."""
+        return bool(self.engine.reset_prefix_cache())
+
+    def get_metrics(self) -> list[Metric]:
+        """Return what a server would export at /metrics, as values of `jaxserve.metrics_reader`."""
+        from jaxserve.server.metrics import PREFIX
+
+        return read_metrics(self._metrics.registry, PREFIX)
 
 
 class AsyncLLM(_Base):
@@ -193,28 +229,37 @@ class AsyncLLM(_Base):
             self._mailbox = Mailbox(loop)
         return self._mailbox
 
+    async def get_tokenizer(self) -> Any:
+        """Return the model's transformers tokenizer."""
+        return self.tokenizer.hf
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix; False, and nothing is forgotten, where requests are running or waiting."""
+        return bool(await asyncio.to_thread(self.engine.reset_prefix_cache))
+
     async def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
         *,
         slo: SLO | None = None,
-        priority: int = 0,
-        tier: str = STANDARD,
+        priority: int | None = None,
+        tier: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """News of the outputs as they come: each RequestOutput holds only what is new since the last.
+        """Stream the outputs piece by piece: each RequestOutput holds only what is new since the last.
 
-        Closing the iterator, or cancelling the task that reads it, cancels the request in the engine.
+        The arguments are those of `generate`. Closing the iterator, or cancelling the task that reads it, cancels the
+        request in the engine.
         """
-        mailbox = self._open_mailbox()
-        job = self._job(prompt, sampling_params or SamplingParams(), slo, priority, tier)
+        job = self._job(parse_prompt(prompt), sampling_params, slo, priority, tier, request_id)
         left = job.params.n
-        async with aclosing(pieces(self.engine, self.tokenizer, job, mailbox)) as news:
+        async with aclosing(self._pieces(job)) as news:
             async for piece in news:
                 left -= piece.finish_reason is not None
-                output = _blank(job)
+                output = blank_output(job)
                 output.outputs = [CompletionOutput(piece.choice)]
-                _add(output, output.outputs[0], piece, self.tokenizer)
+                add_piece(output, output.outputs[0], piece, self.tokenizer)
                 output.finished = left == 0
                 yield output
 
@@ -222,91 +267,39 @@ class AsyncLLM(_Base):
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
         *,
         slo: SLO | None = None,
-        priority: int = 0,
-        tier: str = STANDARD,
-    ) -> RequestOutput:
-        """The whole of what comes for one prompt. Cancelling the call cancels the request in the engine."""
-        mailbox = self._open_mailbox()
-        job = self._job(prompt, sampling_params or SamplingParams(), slo, priority, tier)
-        output = _blank(job)
-        async with aclosing(pieces(self.engine, self.tokenizer, job, mailbox)) as news:
+        priority: int | None = None,
+        tier: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Stream the outputs as vLLM does: each RequestOutput holds all of them so far, the last one is `finished`.
+
+        A prompt is a text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`. `request_id` names
+        the request in its outputs and in the journal. `tier` names a tier of the configuration, whose SLO and priority
+        hold unless `slo` or `priority` is given. Closing the iterator, or cancelling the task that reads it, cancels
+        the request in the engine. Raises InvalidValue for a prompt that is malformed or does not fit.
+        """
+        job = self._job(parse_prompt(prompt), sampling_params, slo, priority, tier, request_id)
+        whole = blank_output(job)
+        left = job.params.n
+        async with aclosing(self._pieces(job)) as news:
             async for piece in news:
-                _add(output, output.outputs[piece.choice], piece, self.tokenizer)
-        output.finished = True
-        return output
+                left -= piece.finish_reason is not None
+                add_piece(whole, whole.outputs[piece.choice], piece, self.tokenizer)
+                whole.finished = left == 0
+                yield snapshot(whole)
 
-
-class _Full(Exception):
-    """The engine takes no more for now."""
-
-
-def _run(
-    engine: EngineLike, tokenizer: Tokenizer, jobs: Sequence[Job], progress: Callable[..., None]
-) -> list[RequestOutput]:
-    """All jobs at once; where the engine's queue is bounded, as many as it takes."""
-    outputs = [_blank(job) for job in jobs]
-    news: queue.SimpleQueue[tuple[int, Choice, Delta]] = queue.SimpleQueue()
-    running: dict[int, list[Choice]] = {}
-    waiting = deque(enumerate(jobs))
-
-    def start(number: int, job: Job) -> None:
-        try:
-            deliver = gathered(job.params, lambda choice, delta: news.put((number, choice, delta)))
-            running[number] = submit(engine, tokenizer, job, deliver)
-        except QueueFull as error:
-            if not running:
-                raise  # nothing of ours will make room
-            raise _Full from error
-
-    try:
-        while waiting or running:
-            with suppress(_Full):
-                while waiting:
-                    start(*waiting[0])
-                    waiting.popleft()
-            number, choice, delta = news.get()
-            if choice.finished or choice not in running.get(number, ()):
-                continue
-            _add(outputs[number], outputs[number].outputs[choice.index], choice.feed(delta), tokenizer)
-            if all(choice.finished for choice in running[number]):
-                del running[number]
-                outputs[number].finished = True
-                progress(len(jobs) - len(waiting) - len(running), len(jobs))
-    finally:
-        for choices in running.values():
-            cancel(engine, choices)
-    return outputs
-
-
-def _blank(job: Job) -> RequestOutput:
-    outputs = [CompletionOutput(index) for index in range(job.params.n)]
-    return RequestOutput(job.key, job.text, job.prompt, outputs)
-
-
-def _add(whole: RequestOutput, output: CompletionOutput, piece: Piece, tokenizer: Tokenizer) -> None:
-    """Append what is new."""
-    output.text += piece.text
-    output.token_ids.extend(piece.tokens)
-    if piece.logprobs:
-        output.logprobs = output.logprobs or []
-        output.logprobs.extend(logprob_dict(at, tokenizer) for at in piece.logprobs)
-        output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(at.logprob for at in piece.logprobs)
-    if piece.prompt_logprobs:
-        whole.prompt_logprobs = whole.prompt_logprobs or [None]  # nothing comes before the first token
-        whole.prompt_logprobs.extend(logprob_dict(at, tokenizer) for at in piece.prompt_logprobs)
-    if piece.finish_reason is not None:
-        output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason
-        output.error, output.metrics = piece.error, piece.metrics
-
-
-def _many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if len(prompts) > 0 and all(isinstance(p, int) for p in prompts):
-        return [cast(Sequence[int], prompts)]
-    return list(cast(Sequence[Prompt], prompts))
+    async def _pieces(self, job: Job) -> AsyncGenerator[Piece, None]:
+        """Read the pieces of a job, counting them for the metrics."""
+        begun = False
+        async with aclosing(pieces(self.engine, self.tokenizer, job, self._open_mailbox())) as news:
+            async for piece in news:
+                if not begun:
+                    begun = True
+                    self._metrics.begun(job)
+                self._metrics.news(job, piece)
+                yield piece
 
 
 def _each(given: Any, count: int, name: str) -> list[Any]:

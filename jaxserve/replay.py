@@ -25,6 +25,8 @@ SHOWN = 5  # differences
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `jaxserve replay`."""
+    parser.description, parser.epilog = SUMMARY, EPILOG
     parser.add_argument("journal", type=Path, help="File that a server wrote with --journal.")
     parser.add_argument("--no-simulate", action="store_true", help="Only compare plans.")
     parser.add_argument("--save", type=Path, metavar="FILE", help="Write the comparison as JSON.")

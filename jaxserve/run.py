@@ -45,6 +45,9 @@ def main(args: argparse.Namespace) -> int:
 
 def serve(config: ServeConfig) -> int:
     """Load, warm up, serve until SIGTERM or SIGINT."""
+    from jaxserve.models.source import check_names
+
+    check_names(config)
     from jaxserve.server.main import run  # on demand: --help must not wait for jax
 
     return run(config)

@@ -97,6 +97,13 @@ def load_tiers(path: Path) -> Mapping[str, Tier]:
     return {**dict.fromkeys(PLAIN, Tier()), **load_yaml(path, _File).tiers, **free}
 
 
+def canonical(name: str, tier: Tier) -> str:
+    """The one name that the scheduler and the metrics use for a tier, whatever OpenAI's aliases are."""
+    if tier.best_effort:
+        return BEST_EFFORT
+    return STANDARD if name in PLAIN else name
+
+
 def stages_over(below: Stages, tpot: float | None, own: Iterable[tuple[str, float]]) -> Stages:
     """Merge the stages of one level (a request, a tier) over those of the level below.
 

@@ -37,7 +37,21 @@ class Tokenizer:
             if not path.is_file():
                 raise InvalidValue(f"chat_template={chat_template!r} is neither a file nor a template", "chat_template")
             chat_template = path.read_text(encoding="utf-8")
-        return cls(AutoTokenizer.from_pretrained(str(name), revision=revision), chat_template)
+        try:
+            loaded = AutoTokenizer.from_pretrained(str(name), revision=revision)
+        except Exception as error:  # transformers raises what the format of the files happens to lead to
+            reason = " ".join(str(error).split())[:300]
+            raise InvalidValue(
+                f"no tokenizer could be loaded from {str(name)!r} ({type(error).__name__}: {reason}); expected "
+                "tokenizer.json or other files that transformers knows, or set --tokenizer",
+                "tokenizer",
+            ) from error
+        return cls(loaded, chat_template)
+
+    @property
+    def hf(self) -> Any:
+        """The transformers tokenizer."""
+        return self._hf
 
     def __len__(self) -> int:
         return len(self._hf)

@@ -122,6 +122,13 @@ class BlockManager:
         if digest is not None:
             self._forget(digest)
 
+    def forget_idle(self) -> None:
+        """Forget the content of every page that is only cached; all of them are free then."""
+        for page in self._idle:
+            self._forget(self._digest.pop(page))
+        self._free += self._idle
+        self._idle.clear()
+
     def _forget(self, digest: bytes) -> None:
         del self._page[digest]
         parent = self._parent.pop(digest)

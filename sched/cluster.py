@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from .admission import Admission
@@ -24,6 +25,8 @@ from .request import BEST_EFFORT, Request, State
 from .scheduler import Scheduler
 
 Tell = Callable[[Delta], None]
+
+SETTLES = 5.0  # seconds within which steps and moves of requests that are over give their pages back
 
 
 class Instance(NamedTuple):
@@ -93,6 +96,18 @@ class Cluster:
     async def drained(self) -> None:
         """Until no request is left."""
         await self._empty.wait()
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix. False, and nothing is forgotten, where a request is not over."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SETTLES):
+                while not len(self) and any(one.blocks.held for one in self._schedulers):
+                    await asyncio.sleep(0.001)
+        if len(self) or any(one.blocks.held for one in self._schedulers):
+            return False
+        for one in self._schedulers:
+            one.reset_prefix_cache()
+        return True
 
     def submit(self, request: Request, tell: Tell) -> None:
         """Place a new request, and ask whether it is admitted there. Its news come to `tell`. Raises InvalidValue

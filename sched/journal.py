@@ -4,7 +4,7 @@ A journal holds lengths, SLOs, sampling parameters, results and digests of pages
 had shows only in digests, which is all that prefix sharing needs. Kinds of records: `instance` (how to make one),
 `add`, `cancel`, `plan` (with the clock that the policy saw), `planned` (what came out), `digest`, `settle`,
 `interrupts`, `suspend`, `recover`, `reserve`, `unreserve`, `disown`, `adopt`, `receive`, `keep`, `turn`, `stay`,
-`leave`.
+`leave`, `reset_prefix_cache`.
 """
 
 from __future__ import annotations
@@ -223,6 +223,8 @@ class _Replayer:
             scheduler.stay(record["id"], record["first_token_at"])
         elif kind == "leave":
             scheduler.leave(record["id"])
+        elif kind == "reset_prefix_cache":
+            scheduler.reset_prefix_cache()
         elif kind != "digest":
             raise InvalidValue(f"journal line {line}: unknown kind {kind!r}")
 

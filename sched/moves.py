@@ -97,6 +97,12 @@ class Moves(ABC):
         self._memory.keep(id, arrived)
         self._roster.refresh_hits()
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the cached prefixes that no request holds."""
+        self._log("reset_prefix_cache")
+        self.blocks.forget_idle()
+        self._roster.refresh_hits()
+
     def turn(self, role: Role, first_token_at: float | None = None) -> None:
         """Change what the instance is for. Nobody here loses anything: what was to be decoded elsewhere decodes here
         where the instance prefills no more, and what decodes goes on until there is room for it elsewhere (`leave`).

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 from .errors import InvalidValue
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
+_WHOLE = ("n", "min_tokens", "top_k")
+_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+_REAL = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +22,8 @@ class SamplingParams:
 
     temperature 0 is greedy. top_k 0 or -1 and top_p 1 are off. `seed` None draws one per request.
     max_tokens None means up to the context length. `logprobs` and `prompt_logprobs` count alternatives.
-    Raises InvalidValue naming the field, the value and what is allowed.
+    As in vLLM, `stop` may be one string or a list, `stop_token_ids` a list, `logit_bias` a mapping, and each of them
+    None; they are kept as tuples. Raises InvalidValue naming the field, the value and what is allowed.
     """
 
     n: int = 1
@@ -40,6 +47,10 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", _strings("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _biases("logit_bias", self.logit_bias))
+        self._to_plain_numbers()
         for name, ok, allowed in (
             ("n", self.n >= 1, "at least 1"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
@@ -63,6 +74,19 @@ class SamplingParams:
             if not ok:
                 raise InvalidValue(f"{name}={getattr(self, name)!r} must be {allowed}", name)
 
+    def _to_plain_numbers(self) -> None:
+        """Numbers of other libraries become Python's, which a journal can write. A value of another type would fail
+        later, in a comparison that names neither field nor value."""
+        for name in (*_WHOLE, *_REAL, *_OPTIONAL):
+            value, whole = getattr(self, name), name not in _REAL
+            kind: Any = Integral if whole else Real
+            if isinstance(value, bool) or not isinstance(value, kind):
+                if value is None and name in _OPTIONAL:
+                    continue
+                optional = " or None" * (name in _OPTIONAL)
+                raise InvalidValue(f"{name}={value!r} must be a {'whole ' * whole}number{optional}", name)
+            object.__setattr__(self, name, int(value) if whole else float(value))
+
     def drafts(self, generated: int) -> bool:
         """Whether tokens can be drafted after the first `generated`. What depends on each token before it (penalties),
         is told with it (log-probabilities), biased or banned is drawn one at a time."""
@@ -74,3 +98,36 @@ class SamplingParams:
             and self.logprobs is None
             and not self.logit_bias
         )
+
+
+def _strings(name: str, given: Any) -> tuple[str, ...]:
+    if isinstance(given, str):
+        return (given,)  # one string, not its letters
+    made = _listed(name, given, "a string or a list of strings")
+    if not all(isinstance(one, str) for one in made):
+        raise InvalidValue(f"{name}={given!r} must be a string or a list of strings", name)
+    return made
+
+
+def _token_ids(name: str, given: Any) -> tuple[int, ...]:
+    made = _listed(name, given, "a list of token ids")
+    if not all(isinstance(one, Integral) and not isinstance(one, bool) for one in made):
+        raise InvalidValue(f"{name}={given!r} must be a list of token ids", name)
+    return tuple(map(int, made))
+
+
+def _biases(name: str, given: Any) -> tuple[tuple[int, float], ...]:
+    allowed = "a mapping of token ids to numbers"
+    pairs = _listed(name, given.items() if isinstance(given, Mapping) else given, allowed)
+    try:
+        return tuple((int(token), float(bias)) for token, bias in pairs)
+    except (TypeError, ValueError) as error:
+        raise InvalidValue(f"{name}={given!r} must be {allowed}", name) from error
+
+
+def _listed(name: str, given: Any, allowed: str) -> tuple[Any, ...]:
+    if given is None:
+        return ()
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise InvalidValue(f"{name}={given!r} must be {allowed}", name)
+    return tuple(given)

@@ -17,6 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # The same examples on every run; HYPOTHESIS_PROFILE=random looks for new ones.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, database=None, print_blob=True)
+# For scripts/mutants: that an example fails is enough, it need not be small.
+FIRST = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+hypothesis.settings.register_profile("first", derandomize=True, deadline=None, database=None, phases=FIRST)
 hypothesis.settings.register_profile("random", deadline=None, max_examples=500, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
@@ -56,7 +57,9 @@ def test_flags_win_over_the_file(tmp_path):
         ("serve --ttft-slo soon", "'soon' must be a number of seconds"),
         ("serve --placement best", "unknown placement 'best'; choose one of deflect"),
         ("serve --admission slo", "unknown admission 'slo'; choose one of dp, none, pab"),
-        ("serve --config nowhere.yaml", "nowhere.yaml"),
+        ("serve --config nowhere.yaml", "config='nowhere.yaml' is not a file: give a YAML file with settings by name"),
+        ("serve --trust-remote-code", "--trust-remote-code: leave it out, no code of a model's repository"),
+        ("serve --disable-radix-cache", "say --no-enable-prefix-caching"),
         ("serve a --model b", "model is given twice"),
         ("srve", "did you mean 'serve'"),
     ],
@@ -67,6 +70,22 @@ def test_mistakes_are_explained(words, said, capsys):
     except SystemExit as end:
         status = end.code
     assert status == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "/nope"], "model folder '/nope' does not exist"),
+        (["--tokenizer", "./nope"], "tokenizer folder './nope' does not exist"),
+    ],
+)
+def test_a_missing_folder_is_said_before_anything_slow_is_imported(words, said):
+    code = (
+        f"import sys; from jaxserve.__main__ import main; status = main({['serve', *words]})\n"
+        "sys.exit(3 if {'jax', 'transformers', 'fastapi'} & set(sys.modules) else status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and said in done.stderr, done.stderr
 
 
 def test_a_config_with_a_typo(tmp_path, capsys):
@@ -91,6 +110,19 @@ def test_help(capsys):
         cli.main(["serve", "--help"])
     text = capsys.readouterr().out
     assert end.value.code == 0 and "examples" in text and "--ttft-slo 8s --tpot-slo 50ms" in text and "curl" in text
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_describes_itself_and_gives_examples(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "--help"])
+    text = capsys.readouterr().out
+    name = "python -m jaxserve.run" if command == "serve" else f"jaxserve {command} "
+    assert end.value.code == 0 and name in text.partition("example")[2]
+    module = importlib.import_module(cli.COMMANDS[command][0])
+    parser = TeachingParser(prog=command)
+    module.add_arguments(parser)
+    assert parser.description and len(parser.description) > 20
 
 
 class Process:

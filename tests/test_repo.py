@@ -7,10 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from jaxserve.config import ServeConfig
 
@@ -142,3 +145,32 @@ def test_the_four_steps_of_contributing_add_a_policy(repo: Path, tmp_path: Path)
 def test_the_license_is_the_whole_of_apache_2(repo: Path) -> None:
     text = (repo / "LICENSE").read_text(encoding="utf-8")
     assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text and len(text) > 11_000
+
+
+def test_ci_pins_a_version_of_everything_it_installs(repo: Path) -> None:
+    """A dependency that is new, or asks for more than is pinned, needs new pins: the file's head says how."""
+    project = tomllib.loads((repo / "pyproject.toml").read_text())["project"]
+    asked = list(project["dependencies"])
+    for extra in ("train", "test", "dev", "audit"):
+        asked += project["optional-dependencies"][extra]
+    pins: dict[str, list[Requirement]] = {}
+    for line in (repo / ".ci" / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            pin = Requirement(line)
+            pins.setdefault(canonicalize_name(pin.name), []).append(pin)
+    for requirement in map(Requirement, asked):
+        name = canonicalize_name(requirement.name)
+        if name == "jaxserve":
+            continue
+        assert name in pins, f"{name} is not in .ci/constraints.txt"
+        for pin in pins[name]:
+            (version,) = (one.version for one in pin.specifier)
+            assert requirement.specifier.contains(version), f"{pin} is pinned, and pyproject.toml asks {requirement}"
+    run = (repo / ".ci" / "run").read_text()
+    assert run.count("pip install --quiet -c .ci/constraints.txt") == 2
+
+
+def test_the_nightly_is_a_script_that_runs(repo: Path) -> None:
+    path = repo / ".ci" / "nightly"
+    assert os.access(path, os.X_OK)
+    subprocess.run(["bash", "-n", str(path)], check=True)

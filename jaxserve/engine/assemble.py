@@ -14,14 +14,13 @@ import jax
 
 from jaxserve.config import ServeConfig
 from jaxserve.engine import kv, objectives, profile
-from jaxserve.engine.build import ExecutorConfig, build_executors, from_folder, random_init
+from jaxserve.engine.build import ExecutorConfig, LoadWeights, build_executors, from_folder, random_init
 from jaxserve.engine.executor import JaxExecutor
 from jaxserve.engine.info import EngineInfo, InstanceInfo
 from jaxserve.engine.mesh import MeshPlan, plan_of, sub_meshes
 from jaxserve.engine.warmup import CompileCounter, Progress, compile_counter
 from jaxserve.errors import InvalidValue
-from jaxserve.models.hub import resolve_model
-from jaxserve.models.registry import load_spec
+from jaxserve.models.source import DUMMY, find_model
 from jaxserve.models.thinking import thinking_markers
 from jaxserve.sched import admission, placement, policies
 from jaxserve.sched.cluster import Cluster, Instance
@@ -34,6 +33,7 @@ from jaxserve.sched.policy import Limits, Role
 from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.sim.latency import Latency
+from jaxserve.sched.thinking import ThinkingMarkers
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class Built(NamedTuple):
     """Warm executors, and what they were built from."""
 
     config: ExecutorConfig
-    path: Path  # of the model
+    path: Path | None  # of the model; None for random weights of a published one
     executors: list[JaxExecutor]
     limits: Limits
     max_model_len: int
@@ -185,8 +185,8 @@ def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
 
 def build(config: ServeConfig, progress: Progress | None = None) -> Built:
     """Load and compile. Raises JaxserveError with what to do about it."""
-    path = resolve_model(config.model_source, config.revision)
-    spec = load_spec(path).quantised_as(config.quantization)
+    found, path = find_model(config.model_source, config.revision, config.load_format)
+    spec = found.quantised_as(config.quantization)
     mesh = plan_of(config)
     sub_meshes(mesh, share_devices=config.share_devices)  # before jax starts, so that devices can be emulated
     platform = jax.default_backend()
@@ -195,9 +195,7 @@ def build(config: ServeConfig, progress: Progress | None = None) -> Built:
     page_size = config.block_size or kv.default_page_size(platform)
     built = ExecutorConfig(
         spec=spec,
-        load=random_init(config.seed)
-        if config.load_format == "dummy"
-        else from_folder(path, config.load_format, progress),
+        load=_weights(config.load_format, config.seed, path, progress),
         mesh=mesh,
         max_num_seqs=rows,
         max_num_batched_tokens=tokens,
@@ -230,6 +228,10 @@ def build(config: ServeConfig, progress: Progress | None = None) -> Built:
         history=drafted > 0,
     )
     return Built(built, path, executors, limits, length)
+
+
+def _weights(load_format: str, seed: int, folder: Path | None, progress: Progress | None = None) -> LoadWeights:
+    return random_init(seed) if load_format == DUMMY or folder is None else from_folder(folder, load_format, progress)
 
 
 def _recipe(config: ServeConfig, built: Built, progress: Progress | None) -> Recipe:
@@ -289,8 +291,9 @@ def _draft(config: ServeConfig) -> dict[str, Any]:
     """The draft model, where one drafts."""
     if config.speculative is None or config.speculative.model is None:
         return {}
-    path = resolve_model(config.speculative.model, config.speculative.revision)
-    return {"draft": load_spec(path), "load_draft": from_folder(path)}
+    load_format = DUMMY if config.load_format == DUMMY else "auto"  # else a draft's format is as its folder has it
+    draft, folder = find_model(config.speculative.model, config.speculative.revision, load_format)
+    return {"draft": draft, "load_draft": _weights(load_format, config.seed, folder)}
 
 
 def policies_line(config: ServeConfig, mesh: MeshPlan) -> str:
@@ -314,7 +317,7 @@ def _info(config: ServeConfig, built: Built, seconds: float) -> EngineInfo:
         policy=config.policy,
         placement=config.placement,
         eos=frozenset(spec.eos),
-        thinking=thinking_markers(built.path, spec.eos),
+        thinking=ThinkingMarkers() if built.path is None else thinking_markers(built.path, spec.eos),
         startup_seconds=seconds,
         attention=executors[0].state.programs.attention,
     )

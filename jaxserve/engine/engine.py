@@ -326,6 +326,10 @@ class Engine:
             return False
         return True
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix; False, and nothing is forgotten, where requests are running or waiting."""
+        return asyncio.run_coroutine_threadsafe(self._cluster.reset_prefix_cache(), self._loop).result()
+
     def check(self) -> None:
         """Raises AssertionError where a page, a slot or a request is lost. Call it when nothing runs."""
 

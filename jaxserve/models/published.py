@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import preset
-from jaxserve.models import registry
 from jaxserve.models.hub import fetch_config
-from jaxserve.models.spec import Config, ModelSpec
 from jaxserve.sched.errors import InvalidValue
 from jaxserve.yamlio import load_yaml, nearest
+
+if TYPE_CHECKING:
+    from jaxserve.models.spec import Config, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,23 @@ def published() -> Mapping[str, Published]:
     return load_yaml(preset("model", "published"), _Table).models
 
 
+def short_name(name: str) -> str | None:
+    """Return the short name that `name` is, in any case; None for a folder, or a name that the table does not know."""
+    if Path(name).expanduser().is_dir():
+        return None
+    return name.lower() if name.lower() in published() else None
+
+
+def repository_of(name: str) -> str:
+    """Return the Hub repository that a short name stands for; any other name as it is."""
+    short = short_name(name)
+    return name if short is None else published()[short].hub
+
+
 def published_spec(name: str) -> ModelSpec:
     """The spec of a model of the table. Raises InvalidValue naming what there is."""
+    from jaxserve.models import registry  # jax only now
+
     if name not in published():
         raise InvalidValue(f"no published model {name!r}; {nearest(name, published())}", "model")
     return registry.spec_from_config(published()[name].config)
@@ -49,6 +65,8 @@ def find_config(name: str) -> tuple[Config, str]:
 
     Raises InvalidValue or ModelNotFound naming the model and what would be understood.
     """
+    from jaxserve.models import registry  # jax only now
+
     folder = Path(name).expanduser()
     if name and folder.is_dir():
         return registry.read_config(folder), f"{folder}/config.json"

@@ -20,12 +20,12 @@ import uvicorn
 from jaxserve.config import ServeConfig
 from jaxserve.engine.info import Promise
 from jaxserve.errors import InvalidValue
+from jaxserve.models.source import find_tokenizer
 from jaxserve.report.progress import bar
 from jaxserve.report.table import print_table
 from jaxserve.server.app import create_app
 from jaxserve.server.metrics import StatsLine
 from jaxserve.server.service import Service
-from jaxserve.tokenizer import Tokenizer
 
 logger = logging.getLogger("jaxserve.server")
 
@@ -78,9 +78,8 @@ def start_service(config: ServeConfig) -> Service:
     """Load the tokenizer and start the engine, side by side, with a progress bar."""
     from jaxserve.engine.engine import Engine  # jax only now
 
-    source = config.tokenizer or config.model_source
     with ThreadPoolExecutor(1) as beside, bar("warming up") as progress:
-        tokenizer = beside.submit(Tokenizer.load, source, config.revision, config.chat_template)
+        tokenizer = beside.submit(find_tokenizer, config)
         engine = Engine.start(config, progress=progress)
     try:
         return Service(engine, tokenizer.result(), config)
@@ -184,7 +183,7 @@ async def _announce(
     print_table(title, ("instance", "role", "devices", "pages", "tokens of KV"), rows)
     print(promise_line(info.promise))
     host, port = sock.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # nosec B104
     key = " -H 'Authorization: Bearer KEY'" if config.api_key else ""
     print(f"jaxserve is ready at http://{host}:{port}. Try:")
     print(

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
-from jaxserve.sched.request import BEST_EFFORT, STANDARD
+from jaxserve.sched.request import STANDARD
 from jaxserve.sched.slo import SLO
 from jaxserve.server.openai import Sampled
-from jaxserve.tiers import PLAIN, stages_over
+from jaxserve.tiers import canonical, stages_over
 
 # Names in the order of precedence; gateways send the first kind, load generators the second.
 TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
@@ -53,14 +53,7 @@ def objectives_of(body: Sampled, headers: Mapping[str, str], config: ServeConfig
         raise InvalidValue(str(error), "stage_slo") from error
     priority = tier.priority if body.priority is None else body.priority
     pace = config.pace_tokens if body.pace_tokens is None else body.pace_tokens
-    return Objectives(slo, priority, _canonical(name, tier.best_effort), pace)
-
-
-def _canonical(name: str, best_effort: bool) -> str:
-    """One name per class for the scheduler and the metrics, whatever OpenAI's aliases are."""
-    if best_effort:
-        return BEST_EFFORT
-    return STANDARD if name in PLAIN else name
+    return Objectives(slo, priority, canonical(name, tier), pace)
 
 
 def _first(field: tuple[str, float | None], names: tuple[str, ...], headers: Mapping[str, str]) -> float | None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from jaxserve.engine.executor import LEAST_LEAD, MOST_LEAD, JaxExecutor
@@ -19,6 +22,7 @@ from .steps import GREEDY, PAGE, ROW_PAGES, SLOTS, Job, alone, executors, genera
 
 PROMPTS = [tuple(int(t) for t in np.random.default_rng(i).integers(2, 96, 5 + 4 * i)) for i in range(6)]
 NEW = 16
+Array = npt.NDArray[Any]
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +45,42 @@ def reference(tiny: Path) -> list[list[int]]:
         )
         outputs.append(whole[0, len(prompt) :].tolist())
     return outputs
+
+
+def noise(seed: int, position: int, vocab: int) -> Array:
+    """Gumbel noise of one position, in numpy: what `sampling.gumbel` documents."""
+
+    def mix(x: Array) -> Array:
+        x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+        x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+        return x ^ (x >> 16)
+
+    low, high, at = (np.array([value], np.uint32) for value in (seed & 0xFFFFFFFF, seed >> 32, position))
+    first = mix(low ^ mix(at + np.uint32(0x9E3779B9)))
+    second = mix(high ^ mix(first + np.uint32(0x7F4A7C15)))
+    bits = mix(mix(np.arange(vocab, dtype=np.uint32) + first) ^ second)
+    return -np.log(-np.log1p(-np.minimum(bits * 2.0**-32 + 2.0**-33, 1 - 2.0**-24)))
+
+
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_a_seeded_output_is_drawn_with_the_noise_of_its_positions(
+    executor: JaxExecutor, tiny: Path, chunk: int
+) -> None:
+    """A token's noise is that of (seed, its own position), however its prompt was cut: an output is reproducible by its
+    seed, and would be another one where all positions were one off."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    model, prompt, seed = LlamaForCausalLM.from_pretrained(tiny), PROMPTS[2], 0x1234_5678_9ABC
+    expected: list[int] = []
+    for position in range(len(prompt), len(prompt) + NEW):
+        with torch.no_grad():
+            scores = model(torch.tensor([[*prompt, *expected]])).logits[0, -1].numpy() / 0.9
+        expected.append(int(np.argmax(scores + noise(seed, position, len(scores)))))
+    params = SamplingParams(temperature=0.9, max_tokens=None)
+    job = Job(prompt, params, slot=4, seed=seed)
+    run(generate(executor, [job, Job(PROMPTS[1], params, slot=1)], NEW, chunk=lambda: chunk))
+    assert job.output == expected
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -222,7 +262,17 @@ def test_a_row_that_is_not_finite_fails_alone(tiny: Path, reference: list[list[i
     assert [job.failed for job in jobs] == [None] * 3 + ["the model's logits are not finite"]
     heir = Job(prompts[2], slot=3)  # the same pages: what NaN they hold must not matter
     assert heir.pages == jobs[3].pages
+    assert not finite_pages(executor, jobs[3].pages[:2])
     assert alone(executor, heir, 4) == expected[2]
+    # The heir writes only some positions of its last page. XLA ignores what is behind them, but kernels multiply it by
+    # zero, and zero times NaN is NaN: the pool itself has to be clean.
+    assert finite_pages(executor, heir.pages[: heir.told])
+
+
+def finite_pages(executor: JaxExecutor, pages: Sequence[int]) -> bool:
+    """Whether every number in these pages, of all layers, is finite."""
+    parcel = executor.export_kv(pages)
+    return all(bool(np.isfinite(np.asarray(leaf)).all()) for _, piece in parcel.pieces for leaf in piece)
 
 
 def test_nothing_compiles_after_warm_up(pair: list[JaxExecutor]) -> None:

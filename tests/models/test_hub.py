@@ -14,14 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.models.hub import resolve_model
+import jaxserve.demo
+from jaxserve.config import ServeConfig
+from jaxserve.models.hub import ModelNotFound, resolve_model
+from jaxserve.models.published import published, published_spec
+from jaxserve.models.source import find_model, find_tokenizer
 from jaxserve.sched.errors import InvalidValue
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+DEMO = jaxserve.demo.model_path()
 FILES = {
-    "config.json": b"{}",
+    "config.json": (DEMO / "config.json").read_bytes(),
     "model.safetensors": b"weights",
-    "tokenizer.json": b"{}",
+    "tokenizer.json": (DEMO / "tokenizer.json").read_bytes(),
     "chat_template.jinja": b"{{ messages }}",
     "pytorch_model.bin": b"the same weights",
     "original/consolidated.00.pth": b"and again",
@@ -84,7 +89,13 @@ def resolve(
     home: Path, endpoint: str, *args: str, function: str = "resolve_model", **env: str
 ) -> subprocess.CompletedProcess[str]:
     """`function(*args)` in a process of its own, because huggingface_hub reads the environment at import."""
-    code = f"import sys; from jaxserve.models.hub import {function} as get; print(get(*sys.argv[1:]))"
+    return ask(
+        home, endpoint, f"from jaxserve.models.hub import {function} as get; print(get(*sys.argv[1:]))", *args, **env
+    )
+
+
+def ask(home: Path, endpoint: str, code: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process whose hub is at `endpoint`."""
     settings = {
         "HF_ENDPOINT": endpoint,
         "HF_HOME": str(home),
@@ -94,7 +105,7 @@ def resolve(
         "HF_TOKEN": "hf_secret",
         **env,
     }
-    command = [sys.executable, "-c", code, *args]
+    command = [sys.executable, "-c", f"import sys; {code}", *args]
     return subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=120)
 
 
@@ -122,6 +133,54 @@ def test_a_config_is_fetched_without_weights(tmp_path: Path, hub: tuple[str, lis
     assert done.returncode == 0, done.stderr
     assert [path.name for path in Path(done.stdout.strip()).iterdir()] == ["config.json"]
     assert not any("safetensors" in path for path in asked)
+
+
+def test_dummy_weights_are_not_downloaded(tmp_path: Path, hub: tuple[str, list[str]]) -> None:
+    """Config and tokenizer are; of the draft model too."""
+    endpoint, asked = hub
+    code = (
+        "from jaxserve.config import ServeConfig; from jaxserve.engine.assemble import _draft;"
+        "from jaxserve.models.source import find_model, find_tokenizer;"
+        """draft = '{"method": "draft_model", "model": "someone/model", "num_speculative_tokens": 2}';"""
+        "config = ServeConfig(model='someone/model', load_format='dummy', speculative_config=draft);"
+        "spec, folder = find_model(config.model_source, config.revision, config.load_format);"
+        "print(spec.vocab, len(find_tokenizer(config)), *sorted(path.name for path in folder.iterdir()));"
+        "made = _draft(config); print(made['draft'] == spec, 'random_init' in made['load_draft'].__qualname__)"
+    )
+    done = ask(tmp_path, endpoint, code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [
+        "4096",
+        "4096",
+        "chat_template.jinja",
+        "config.json",
+        "tokenizer.json",
+        "True",
+        "True",
+    ]
+    assert asked and not any("safetensors" in path for path in asked)
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "minimax-m2", "Opt-125M"])
+def test_dummy_weights_of_a_short_name_need_no_file(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As for `jaxserve plan`. Its tokenizer comes from the Hub, or is the demo model's: here there is no network."""
+    config = ServeConfig(model=name, load_format="dummy")
+    assert find_model(config.model_source, None, "dummy") == (published_spec(name.lower()), None)
+    assert len(find_tokenizer(config)) == 4096
+    hub = published()[name.lower()].hub
+    assert f"the Hub did not give the tokenizer of {hub}" in caplog.text and "--tokenizer sets another" in caplog.text
+
+
+def test_a_short_name_stands_for_its_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for call in (lambda: find_model("llama3-8b", None, "auto"), lambda: find_tokenizer(ServeConfig(model="llama3-8b"))):
+        with pytest.raises(ModelNotFound, match="model 'meta-llama/Meta-Llama-3-8B' is not a folder here"):
+            call()
+    config = ServeConfig(model="llama3-8b", load_format="dummy", tokenizer="qwen3-8b")
+    with pytest.raises(ModelNotFound, match=r"(?s)tokenizer 'Qwen/Qwen3-8B' is not .* pass its path as --tokenizer"):
+        find_tokenizer(config)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama3-8b").symlink_to(DEMO)  # a folder of that name is itself
+    assert find_model("llama3-8b", None, "dummy").folder == Path("llama3-8b")
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,13 @@ class Pool(RuleBasedStateMachine):
     def release(self, holder: int) -> None:
         self.blocks.release(self.owned.pop(holder, []))
 
+    @rule()
+    def forget(self) -> None:
+        available = self.blocks.available
+        self.blocks.forget_idle()
+        assert self.blocks.available == available
+        assert set(self.blocks._page.values()) <= {page for pages in self.owned.values() for page in pages}
+
     @invariant()
     def conserved(self) -> None:
         self.blocks.check(self.owned.values())

@@ -177,3 +177,20 @@ def test_a_change_concerns_only_the_requests_at_its_frontier(waiting: int) -> No
     with patch.object(memory.blocks, "match", counted):
         assert [(one.id, one.hit) for one in hits.refresh()] == [(-1, 2)]
     assert looks <= 2
+
+
+def test_a_prefix_whose_first_page_goes_is_not_found_though_its_second_is_held() -> None:
+    """Two requests computed the same prefix at once: each page has its name from whichever filled it first."""
+    memory = Memory(BlockManager(4, 1), 4)
+    blocks, hits, waiting = memory.blocks, PrefixHits(memory), request(0, [5, 6, 7])
+    first, second = memory.digests(waiting, 2)
+    pages = [blocks.take((), 1), blocks.take((), 1)]
+    assert pages[0] is not None and pages[1] is not None
+    blocks.register(pages[0][0], first, b"")
+    blocks.register(pages[1][0], second, first)
+    hits.watch(waiting)
+    assert waiting.hit == 2
+    blocks.release(pages[0])
+    assert blocks.take((), 3) is not None  # of which one was the idle first page
+    assert list(hits.refresh()) == [waiting] and waiting.hit == 0
+    hits.check()

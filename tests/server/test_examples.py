@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import runpy
 from typing import Any
 
@@ -36,14 +35,3 @@ def test_async_stream(repo, shared, capsys):
 def test_client(repo, live, capsys):
     runpy.run_path(str(repo / "examples" / "client.py"))["main"](live.url)
     assert " tokens" in capsys.readouterr().out
-
-
-def test_notebook(repo, shared, capsys, monkeypatch):
-    monkeypatch.setattr(jaxserve, "LLM", lambda **settings: jaxserve.llm.LLM(**shared))
-    notebook = json.loads((repo / "examples" / "quickstart.ipynb").read_text())
-    names: dict[str, Any] = {}
-    for cell in notebook["cells"]:
-        if cell["cell_type"] == "code":
-            assert not cell["outputs"], "outputs are not kept in git"
-            exec("".join(cell["source"]), names)
-    assert "programs compiled while serving: 0" in capsys.readouterr().out

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
+from collections.abc import AsyncGenerator
+from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import pytest
+from double import Double
 
 import jaxserve
 from jaxserve import LLM, SLO, AsyncLLM, InvalidValue, SamplingParams
 from jaxserve.config import ServeConfig
+from jaxserve.metrics_reader import Counter, Gauge, Histogram
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
@@ -22,6 +29,14 @@ def llm(engine: Any, tokenizer: Any) -> LLM:
 @pytest.fixture
 def allm(engine: Any, tokenizer: Any) -> AsyncLLM:
     return AsyncLLM(config=ServeConfig(), engine=engine, tokenizer_object=tokenizer)
+
+
+async def last(outputs: AsyncGenerator[jaxserve.RequestOutput, None]) -> jaxserve.RequestOutput:
+    """The finished output of a stream."""
+    async for output in outputs:
+        if output.finished:
+            return output
+    raise AssertionError("the stream ended without a finished output")
 
 
 def test_names_are_those_of_vllm(llm):
@@ -51,6 +66,42 @@ def test_many_prompts_of_every_kind_keep_their_order(llm):
     assert made[0].outputs[0].token_ids == alone
     assert [one.outputs[0].token_ids for one in llm.generate([ids, ids], GREEDY)] == [alone, alone]
     assert llm.generate([], GREEDY) == []
+
+
+def test_prompts_are_taken_as_vllm_takes_them(llm):
+    ids = llm.tokenizer.encode("def main(")
+    alone = llm.generate("def main(", GREEDY)[0].outputs[0].token_ids
+    for prompts in ({"prompt": "def main("}, {"prompt_token_ids": ids}, {"prompt_token_ids": np.array(ids)}):
+        (made,) = llm.generate(prompts, GREEDY)
+        assert made.prompt_token_ids == ids and made.outputs[0].token_ids == alone
+        assert made.prompt == prompts.get("prompt")
+    mixed = ["def main(", ids, {"prompt": "def main("}, {"prompt": "def main(", "prompt_token_ids": ids}]
+    made = llm.generate(mixed, GREEDY)
+    assert [one.prompt for one in made] == ["def main(", None, "def main(", "def main("]
+    assert [one.outputs[0].token_ids for one in made] == [alone] * 4
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        ({"text": "def main("}, "a prompt with 'text' is not supported: it must be a text, a list of token ids"),
+        ({"prompt": "x", "multi_modal_data": {"image": 1}}, "'multi_modal_data' is not supported"),
+        ({"prompt": [5, 6]}, r"prompt=\[5, 6\] must be a text; token ids go into 'prompt_token_ids'"),
+        ({"prompt_token_ids": "def"}, "prompt_token_ids='def' must be a list of token ids"),
+        ({"prompt_token_ids": [5, "a"]}, "token id 'a' must be a whole number"),
+        ({}, "holds nothing"),
+        (7, "prompts=7 must be a text"),
+        (b"def", "prompts=b'def' must be a text"),
+        ([None], "prompt=None must be a text"),
+        ([5, 6.5], "prompt=5 must be a text"),
+        ([[5, True]], "token id True must be a whole number"),
+    ],
+)
+def test_malformed_prompts_are_refused_by_name(llm, prompts, said):
+    before = llm.engine.stats().counters.steps
+    with pytest.raises(InvalidValue, match=said) as raised:
+        llm.generate(prompts, GREEDY)
+    assert len(str(raised.value)) < 300 and llm.engine.stats().counters.steps == before
 
 
 def test_each_prompt_has_its_own(llm):
@@ -85,6 +136,117 @@ def test_stop_strings_cut_text_and_tokens(llm):
     assert len(output.metrics.token_times) == len(output.token_ids)
 
 
+def test_one_stop_string_is_not_its_letters(llm):
+    text = llm.generate("def main(", SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))[0].outputs[0].text
+    stop = text[6:9]
+    output = llm.generate("def main(", SamplingParams(max_tokens=40, temperature=0.0, stop=stop))[0].outputs[0]
+    assert output.text == text[: text.index(stop)] and output.stop_reason == stop
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"stop": "self"}, {"stop": ("self",)}),
+        ({"stop": ["a", "b"], "stop_token_ids": [1, 2]}, {"stop": ("a", "b"), "stop_token_ids": (1, 2)}),
+        ({"stop": None, "stop_token_ids": None, "logit_bias": None}, {"stop": (), "stop_token_ids": ()}),
+        ({"logit_bias": {5: 1}}, {"logit_bias": ((5, 1.0),)}),
+        ({"max_tokens": np.int64(5), "temperature": np.float32(0.5)}, {"max_tokens": 5, "temperature": 0.5}),
+    ],
+)
+def test_sampling_params_take_what_vllm_takes(given, kept):
+    params = SamplingParams(**given)
+    assert {name: getattr(params, name) for name in kept} == kept
+    json.dumps(asdict(params))  # a journal writes them
+    assert replace(params, n=2).n == 2 and hash(params) == hash(SamplingParams(**kept))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"stop": 5}, "stop=5 must be a string or a list of strings"),
+        ({"stop": ["a", 5]}, "must be a string or a list of strings"),
+        ({"stop_token_ids": "a"}, "stop_token_ids='a' must be a list of token ids"),
+        ({"stop_token_ids": [1.5]}, "must be a list of token ids"),
+        ({"logit_bias": {"a": 1}}, "must be a mapping of token ids to numbers"),
+        ({"max_tokens": "5"}, "max_tokens='5' must be a whole number or None"),
+        ({"n": 1.5}, "n=1.5 must be a whole number"),
+        ({"temperature": "hot"}, "temperature='hot' must be a number"),
+        ({"seed": True}, "seed=True must be a whole number or None"),
+    ],
+)
+def test_sampling_params_refuse_by_name(given, said):
+    with pytest.raises(InvalidValue, match=re.escape(said)) as raised:
+        SamplingParams(**given)
+    assert raised.value.param == next(iter(given))
+
+
+def test_tiers_bring_their_objectives_offline(tokenizer):
+    engine = Double()
+    config = ServeConfig(ttft_slo=9.0, tpot_slo=0.9)
+    llm = LLM(config=config, engine=engine, tokenizer_object=tokenizer)
+    gold, batch = config.tier("interactive"), config.tier("batch")
+    llm.generate(["a", "b"], GREEDY, tier=["interactive", "batch"])
+    first, second = sorted(engine.submitted, key=lambda one: one.id)
+    assert (first.slo, first.tier, first.priority) == (gold[1], "interactive", gold[0].priority)
+    assert (second.slo, second.tier) == (batch[1], "best_effort" if batch[0].best_effort else "batch")
+    assert first.slo != second.slo != config.slo
+    llm.chat([{"role": "user", "content": "hi"}], GREEDY, tier="flex", slo=SLO(ttft=7.0), priority=-3)
+    assert (engine.submitted[-1].slo, engine.submitted[-1].tier) == (SLO(ttft=7.0), "best_effort")
+    assert engine.submitted[-1].priority == -3
+    llm.generate("a", GREEDY)
+    assert (engine.submitted[-1].slo, engine.submitted[-1].tier) == (config.slo, "standard")
+    allm = AsyncLLM(config=config, engine=engine, tokenizer_object=tokenizer)
+    asyncio.run(last(allm.generate("a", GREEDY, tier="interactive")))
+    assert (engine.submitted[-1].slo, engine.submitted[-1].tier) == (gold[1], "interactive")
+    for wrong, said in (
+        ({"tier": "silver"}, "service_tier='silver' is unknown"),
+        ({"slo": 5.0}, "slo=5.0 must be an SLO"),
+        ({"priority": "high"}, "priority='high' must be a whole number"),
+        ({"sampling_params": {"max_tokens": 5}}, "must be SamplingParams"),
+    ):
+        with pytest.raises(InvalidValue, match=said):
+            llm.generate("a", **wrong)
+
+
+def test_the_tokenizer_is_that_of_transformers(llm, allm):
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer.encode("def main(") == llm.tokenizer.encode("def main(")
+    assert "hi" in tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert asyncio.run(allm.get_tokenizer()) is tokenizer
+
+
+def test_the_prefix_cache_is_reset_when_nothing_runs(llm, allm, engine):
+    prompt = llm.tokenizer.encode("import os\n" * 20)
+    llm.generate(prompt, GREEDY)
+
+    def cached() -> int:
+        return llm.generate(prompt, GREEDY)[0].metrics.cached
+
+    assert cached() > 0 and llm.reset_prefix_cache() is True and cached() == 0 < cached()
+    engine.check()
+
+    async def busy() -> bool:
+        stream = allm.stream("def main(", SamplingParams(max_tokens=200, ignore_eos=True))
+        await anext(stream)
+        answer = await allm.reset_prefix_cache()
+        await stream.aclose()
+        return answer
+
+    assert asyncio.run(busy()) is False and cached() > 0
+
+
+def test_metrics_are_those_of_a_server(llm):
+    llm.generate(["def main(", "import os"], GREEDY)
+    found = {metric.name: metric for metric in llm.get_metrics()}
+    tokens = found["jaxserve:generation_tokens"]
+    assert isinstance(tokens, Counter) and tokens.value == 16 and tokens.labels == {"model_name": "jaxserve-demo"}
+    first = found["jaxserve:time_to_first_token_seconds"]
+    assert isinstance(first, Histogram) and first.count == first.buckets["+Inf"] == 2 and first.sum > 0
+    running = found["jaxserve:num_requests_running"]
+    assert isinstance(running, Gauge) and running.value == 0 and "engine" in running.labels
+    assert all(name.startswith("jaxserve:") for name in found)
+
+
 def test_chat(llm):
     talk = [{"role": "user", "content": "hi"}]
     (made,) = llm.chat(talk, GREEDY)
@@ -112,16 +274,12 @@ def test_it_works_where_an_event_loop_runs(llm):
 
 
 def test_a_bounded_queue_only_slows_down(tokenizer):
-    from double import Double
-
     engine = Double(bound=3, delay=0.001)
     made = LLM(config=ServeConfig(), engine=engine, tokenizer_object=tokenizer).generate([[5, 6, 7]] * 10, GREEDY)
     assert all(len(one.outputs[0].token_ids) == 8 for one in made)
 
 
 def test_an_interrupt_cancels(tokenizer):
-    from double import Double
-
     engine = Double(delay=0.05)
     llm = LLM(config=ServeConfig(), engine=engine, tokenizer_object=tokenizer)
     record = engine.record
@@ -138,8 +296,6 @@ def test_an_interrupt_cancels(tokenizer):
 
 
 def test_failures_are_told_per_request(tokenizer):
-    from double import Double
-
     engine = Double()
     engine.fail_after = 2
     (made,) = LLM(config=ServeConfig(), engine=engine, tokenizer_object=tokenizer).generate([5, 6], GREEDY)
@@ -155,8 +311,25 @@ def test_streams(allm, llm):
         assert [token for one in news for token in one.outputs[0].token_ids] == whole.token_ids
         assert [one.finished for one in news] == [False] * (len(news) - 1) + [True]
         assert news[-1].metrics.ttft > 0
-        made = await asyncio.gather(*(allm.generate("def main(", GREEDY) for _ in range(3)))
+        made = await asyncio.gather(*(last(allm.generate("def main(", GREEDY)) for _ in range(3)))
         assert all(one.outputs[0].token_ids == whole.token_ids for one in made)
+
+    asyncio.run(main())
+
+
+def test_generate_streams_everything_so_far_as_in_vllm(allm, llm):
+    params = SamplingParams(n=2, seed=3, max_tokens=8, ignore_eos=True, logprobs=1)
+    wholes = llm.generate("def main(", params)[0].outputs
+
+    async def main() -> None:
+        news = [output async for output in allm.generate({"prompt": "def main("}, params, "mine")]
+        assert {one.request_id for one in news} == {"mine"} and {len(one.outputs) for one in news} == {2}
+        assert [one.finished for one in news] == [False] * (len(news) - 1) + [True]
+        counts = [sum(len(one.token_ids) for one in output.outputs) for output in news]
+        assert counts == sorted(counts) and counts[0] < counts[-1] == 16, "each output keeps what it was"
+        for mine, whole in zip(news[-1].outputs, wholes, strict=True):
+            assert (mine.text, mine.token_ids, mine.finish_reason) == (whole.text, whole.token_ids, "length")
+            assert len(mine.logprobs) == 8
 
     asyncio.run(main())
 
@@ -167,7 +340,7 @@ def test_closing_a_stream_cancels(allm):
         stream = allm.stream("def main(", long)
         await anext(stream)
         await stream.aclose()
-        task = asyncio.ensure_future(allm.generate("def main(", long))
+        task = asyncio.ensure_future(last(allm.generate("def main(", long)))
         while not allm.engine.stats().running:
             await asyncio.sleep(0.01)
         task.cancel()
@@ -175,6 +348,31 @@ def test_closing_a_stream_cancels(allm):
             await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(main(), 30))
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": "/nope"}, "model folder '/nope' does not exist; expected a folder with config.json"),
+        ({"tokenizer": "./nope"}, "tokenizer folder './nope' does not exist"),
+        ({"model": "no/such"}, "is not a folder here, and the Hub did not give it"),
+        ({"tensor_parallel_size": 2}, "unknown setting 'tensor_parallel_size'; say mesh=\"1xT\""),
+        ({"data_parallel_size": 2}, 'say mesh="RxT" with mode="colocated"'),
+        ({"disable_radix_cache": True}, "say enable_prefix_caching=False"),
+        ({"trust_remote_code": True}, "no code of a model's repository is ever run"),
+        ({"enable_chunked_prefill": True}, "chunks of at most max_num_batched_tokens"),
+    ],
+)
+def test_settings_that_do_not_go_teach_as_the_cli_does(kind, given, said):
+    with pytest.raises(jaxserve.JaxserveError, match=said):
+        kind(**given)
+
+
+def test_a_folder_without_a_tokenizer_says_so(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InvalidValue, match=r"no tokenizer could be loaded from .*--tokenizer"):
+        LLM(model=str(tmp_path))
 
 
 def test_settings_are_checked_by_name():

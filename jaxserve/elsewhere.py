@@ -1,0 +1,73 @@
+"""Names of settings in other engines, and what says the same here: errors about unknown settings look them up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Setting = tuple[str, str | bool | None]  # name in ServeConfig, and a value to show, where the value differs
+
+_MESH: tuple[Setting, ...] = (("mesh", "1xT"),)
+_REPLICAS: tuple[Setting, ...] = (("mesh", "RxT"), ("mode", "colocated"))
+_ROLES: tuple[Setting, ...] = (("mesh", "RxT"), ("prefill", "N"))
+
+SETTINGS: dict[str, tuple[Setting, ...]] = {
+    "tensor_parallel_size": _MESH,
+    "tp": _MESH,
+    "tp_size": _MESH,
+    "data_parallel_size": _REPLICAS,
+    "dp_size": _REPLICAS,
+    "disaggregation_mode": _ROLES,
+    "kv_transfer_config": _ROLES,
+    "scheduling_policy": (("policy", None),),
+    "schedule_policy": (("policy", None),),
+    "model_path": (("model", None),),
+    "tokenizer_path": (("tokenizer", None),),
+    "context_length": (("max_model_len", None),),
+    "max_running_requests": (("max_num_seqs", None),),
+    "chunked_prefill_size": (("max_num_batched_tokens", None),),
+    "mem_fraction_static": (("gpu_memory_utilization", None),),
+    "page_size": (("block_size", None),),
+    "max_queued_requests": (("max_num_queued_reqs", None),),
+    "speculative_algorithm": (("speculative_config", None),),
+    "disable_radix_cache": (("enable_prefix_caching", False),),
+    "random_seed": (("seed", None),),
+    "kv_cache_memory_bytes": (("kv_cache_memory", None),),
+}
+# Settings with no counterpart, and why they can be left out.
+NOT_NEEDED = {
+    "trust_remote_code": "leave it out, no code of a model's repository is ever run",
+    "enforce_eager": "leave it out, every step is compiled at start",
+    "enable_chunked_prefill": "leave it out, prompts are always computed in chunks of at most {max_num_batched_tokens}",
+    "swap_space": "leave it out, requests whose KV is dropped compute it again",
+}
+
+
+def flag_hint(flag: str) -> str | None:
+    """What to say instead of a flag of another engine; None where the name is unknown."""
+    return _hint(flag.lstrip("-").replace("-", "_"), _as_flag)
+
+
+def argument_hint(name: str) -> str | None:
+    """What to say instead of a keyword argument of another engine; None where the name is unknown."""
+    return _hint(name, _as_argument)
+
+
+def _hint(name: str, shown: Callable[[str, str | bool | None], str]) -> str | None:
+    if name in NOT_NEEDED:
+        return NOT_NEEDED[name].format(max_num_batched_tokens=shown("max_num_batched_tokens", None))
+    if name not in SETTINGS:
+        return None
+    return "say " + " with ".join(shown(setting, value) for setting, value in SETTINGS[name])
+
+
+def _as_flag(name: str, value: str | bool | None) -> str:
+    flag = name.replace("_", "-")
+    if value is False:
+        return f"--no-{flag}"
+    return f"--{flag}" if value is None else f"--{flag} {value}"
+
+
+def _as_argument(name: str, value: str | bool | None) -> str:
+    if isinstance(value, str):
+        return f'{name}="{value}"' if value != "N" else f"{name}={value}"
+    return name if value is None else f"{name}={value}"

@@ -1,0 +1,73 @@
+"""Metrics as values, with the classes of `vllm.v1.metrics.reader`: what `LLM.get_metrics` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One series: a name and the values of its labels."""
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Counter(Metric):
+    """A total that only grows."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge(Metric):
+    """A level."""
+
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram(Metric):
+    """Observations: how many, their sum, and how many were at most each bound ("+Inf" is all)."""
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+def read_metrics(registry: CollectorRegistry, prefix: str) -> list[Metric]:
+    """Read every series whose name begins with `prefix`. Names of counters have no `_total`, as in vLLM."""
+    made: list[Metric] = []
+    for family in registry.collect():
+        if not family.name.startswith(prefix):
+            continue
+        if family.type == "counter":
+            totals = (one for one in family.samples if one.name.endswith("_total"))
+            made += [Counter(family.name, dict(one.labels), int(one.value)) for one in totals]
+        elif family.type == "gauge":
+            made += [Gauge(family.name, dict(one.labels), one.value) for one in family.samples]
+        elif family.type in ("histogram", "summary"):
+            made += _histograms(family.name, family.samples)
+    return made
+
+
+def _histograms(name: str, samples: Iterable[Any]) -> list[Histogram]:
+    """One for each set of labels other than `le`. A summary has no buckets."""
+    found: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
+    for sample in samples:
+        labels = {key: value for key, value in sample.labels.items() if key != "le"}
+        fields = found.setdefault(tuple(sorted(labels.items())), {"labels": labels, "buckets": {}})
+        kind = sample.name.removeprefix(name).lstrip("_")
+        if kind == "bucket":
+            fields["buckets"][sample.labels["le"]] = int(sample.value)
+        elif kind in ("count", "sum"):
+            fields[kind] = sample.value
+    return [
+        Histogram(name, one["labels"], int(one.get("count", 0)), float(one.get("sum", 0.0)), one["buckets"])
+        for one in found.values()
+    ]

@@ -1,0 +1,81 @@
+"""Find what a configured model consists of: its sizes, the folder of its weights, and its tokenizer."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from jaxserve.config import ServeConfig
+from jaxserve.demo import model_path
+from jaxserve.models.hub import ModelNotFound, check_folder, resolve_model
+from jaxserve.models.published import published_spec, repository_of, short_name
+from jaxserve.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxserve.models.spec import ModelSpec
+
+log = logging.getLogger(__name__)
+
+DUMMY = "dummy"
+
+
+class Model(NamedTuple):
+    """A model that was found. `folder` is None for random weights of a published model, which need no file."""
+
+    spec: ModelSpec
+    folder: Path | None
+
+
+def check_names(config: ServeConfig) -> None:
+    """Raise InvalidValue for a model or tokenizer that is a missing folder, before anything slow is imported."""
+    check_folder(config.model_source)
+    if config.tokenizer is not None:
+        check_folder(config.tokenizer, "tokenizer")
+
+
+def model_folder(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
+    """Return the folder of a model by path, Hub id or published short name; downloads on first use."""
+    return resolve_model(repository_of(name), revision, weights=weights)
+
+
+def find_model(name: str, revision: str | None, load_format: str) -> Model:
+    """Find a model by path, Hub id or published short name. Raises InvalidValue or ModelNotFound.
+
+    With `load_format` dummy no weights are downloaded, and a short name needs no file at all.
+    """
+    from jaxserve.models.registry import load_spec  # jax only now
+
+    short = short_name(name)
+    if load_format == DUMMY and short is not None:
+        return Model(published_spec(short), None)
+    folder = model_folder(name, revision, weights=load_format != DUMMY)
+    return Model(load_spec(folder), folder)
+
+
+def find_tokenizer(config: ServeConfig) -> Tokenizer:
+    """Load the tokenizer of a configured model. Raises InvalidValue or ModelNotFound.
+
+    Random weights of a published short name are served with the demo model's tokenizer where the Hub does not give
+    the model's own: what such weights say means nothing in any vocabulary.
+    """
+    try:
+        folder = _tokenizer_folder(config)
+    except ModelNotFound as error:
+        if config.tokenizer is not None or config.load_format != DUMMY or short_name(config.model_source) is None:
+            raise
+        log.warning(
+            "the Hub did not give the tokenizer of %s (%s); random weights are served with the demo model's tokenizer, "
+            "--tokenizer sets another",
+            repository_of(config.model_source),
+            str(error).partition("\n")[0],
+        )
+        folder = model_path()
+    return Tokenizer.load(folder, chat_template=config.chat_template)
+
+
+def _tokenizer_folder(config: ServeConfig) -> Path:
+    if config.tokenizer is not None:
+        name = repository_of(config.tokenizer)
+        return resolve_model(name, config.revision, weights=False, setting="tokenizer")
+    return model_folder(config.model_source, config.revision, weights=False)

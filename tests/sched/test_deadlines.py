@@ -1,0 +1,72 @@
+"""A request's deadline counts its tokens, whatever happens to the steps that compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jaxserve.sched.plan import StepPlan
+from jaxserve.sched.request import State
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.slo import SLO
+
+from .harness import Job, simulate
+from .test_cluster import ROLES
+
+TPOT = 0.125  # a power of two: sums of it are exact
+
+
+class Watched(Scheduler):
+    """Checks after every plan and result that the budget is that of the tokens which are sampled or on their way."""
+
+    def plan(self, *args: Any) -> StepPlan | None:
+        made = super().plan(*args)
+        self._look()
+        return made
+
+    def settle(self, *args: Any) -> Any:
+        made = super().settle(*args)
+        self._look()
+        return made
+
+    def recover(self) -> Any:
+        made = super().recover()
+        self._look()
+        return made
+
+    def _look(self) -> None:
+        for one in self:
+            if one.state is not State.FINISHED:
+                assert one.budget == one.generated * TPOT, f"{one} has a budget of {one.budget / TPOT} tokens"
+
+
+def every(count: int) -> Callable[[str, StepPlan], bool]:
+    """Each `count`-th step fails, up to the 40th: after that the requests shall end."""
+    steps = [0]
+
+    def fails(name: str, plan: StepPlan) -> bool:
+        steps[0] += 1
+        return steps[0] < 40 and steps[0] % count == 0
+
+    return fails
+
+
+@pytest.mark.parametrize("roles", ROLES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"lead": 0.001},
+        {"fails": every(7)},
+        {"policy": "distserve/draft:no-adaptive", "draft": 3, "acceptance": 0.5},
+        {"policy": "distserve/draft:no-adaptive", "draft": 3, "acceptance": 0.5, "fails": every(5)},
+        {"pages": 14, "rows": 4, "tokens": 16},
+        {"pages": 14, "rows": 4, "tokens": 16, "lead": 0.001},
+    ],
+    ids=["planned ahead", "steps fail", "drafts", "drafts in steps that fail", "KV is dropped", "KV is dropped ahead"],
+)
+def test_budgets_count_the_tokens(roles: str, shape: dict[str, Any]) -> None:
+    jobs = [Job(range(100 * i, 100 * i + 5 + i), 12, i * 0.004, SLO(1.0, TPOT)) for i in range(8)]
+    outcome = simulate(jobs, ROLES[roles], scheduler=Watched, **{"policy": "distserve", **shape})
+    assert sum(len(request.output) for request in outcome.requests) > 60

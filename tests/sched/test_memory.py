@@ -1,0 +1,130 @@
+"""What the prefix cache may give to whom, and what counts as occupied."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.sched import policies
+from jaxserve.sched.blocks import BlockManager
+from jaxserve.sched.memory import Memory
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.perf.model import GeneralModel
+from jaxserve.sched.plan import StepPlan, StepResult
+from jaxserve.sched.policy import Limits, Role
+from jaxserve.sched.request import Request
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.slo import SLO
+
+from .harness import COEFFICIENTS
+
+SIZE, PAGES, ROWS = 4, 16, 4
+PROMPT = list(range(100, 114))  # three full pages and two tokens
+
+
+def request(id: int, prompt: list[int] = PROMPT, salt: bytes = b"", **params: object) -> Request:
+    return Request(id, prompt, SamplingParams(max_tokens=8, **params), SLO(), 0.0, salt=salt)  # type: ignore[arg-type]
+
+
+def memory() -> Memory:
+    return Memory(BlockManager(PAGES, SIZE), ROWS)
+
+
+def served(memory: Memory, one: Request) -> int:
+    """Admit a request, compute its prompt, let it go; returns the tokens that it found in the cache."""
+    assert memory.admit(one, 0)
+    found = one.computed
+    memory.register(one, found, one.prompt_length)
+    memory.vacate(one)
+    return found
+
+
+def scheduler(role: Role = Role.MIXED, tokens: int = 32) -> Scheduler:
+    limits = Limits(tokens, ROWS, PAGES, SIZE)
+    return Scheduler(policies.make("distserve"), GeneralModel(COEFFICIENTS), limits, role)
+
+
+def step(one: Scheduler, **result: object) -> StepPlan:
+    """Plan a step and settle it: token 7 for each span that samples, or the given fields of the result."""
+    plan = one.plan(0.0, 0.0)
+    assert plan is not None
+    fields = {"tokens": tuple((7,) if span.samples else () for span in plan.spans), **result}
+    one.settle(StepResult(plan.step, 0.0, 1.0, **fields))  # type: ignore[arg-type]
+    return plan
+
+
+def test_a_prefix_is_found_by_requests_of_its_salt_only() -> None:
+    pool = memory()
+    assert served(pool, request(0, salt=b"one tenant")) == 0
+    assert served(pool, request(1, salt=b"another")) == 0
+    assert served(pool, request(2)) == 0
+    assert [served(pool, request(3 + i, salt=salt)) for i, salt in enumerate((b"one tenant", b"another", b""))] == [
+        12
+    ] * 3
+    longer = [*PROMPT, 1, 2, 3, 4]
+    assert served(pool, request(6, longer, b"a third")) == 0 and served(pool, request(7, longer, b"another")) == 12
+
+
+def test_prompt_log_probabilities_are_not_lost_to_the_prefix_cache() -> None:
+    """Every position of the prompt is computed anew, or its log-probability would be missing."""
+    pool = memory()
+    served(pool, request(0))
+    assert served(pool, request(1, prompt_logprobs=0)) == 0
+    assert served(pool, request(2)) == 12
+
+
+def test_a_row_that_was_not_finite_leaves_nothing_to_find() -> None:
+    """Its first chunk filled pages, which were named before its last chunk failed."""
+    one = scheduler(tokens=8)
+    one.add(request(0))
+    step(one)
+    assert one.cached_tokens(request(1)) == 8
+    step(one, tokens=((),), failed={0: "the logits are not finite"})
+    assert len(one) == 0 and one.blocks.held == 0
+    again = request(2)
+    one.add(again)
+    assert one.cached_tokens(again) == 0 and step(one).spans[0].start == 0
+
+
+@pytest.mark.parametrize("at", [1, 5, 9])
+def test_what_a_row_found_in_the_cache_stays_when_it_fails_later(at: int) -> None:
+    """Pages computed by others were finite: only its own are forgotten."""
+    one = scheduler()
+    one.add(request(0, PROMPT[:at]))
+    while len(one):
+        step(one)
+    longer = request(1)
+    one.add(longer)
+    kept = one.cached_tokens(longer)
+    step(one, tokens=((),), failed={0: "the logits are not finite"})
+    assert kept == at // SIZE * SIZE == one.cached_tokens(request(2))
+
+
+def test_a_reservation_is_not_a_running_request() -> None:
+    one = scheduler(Role.DECODE)
+    coming = request(0)
+    coming.pages = [3, 1, 2, 0]  # of the instance that computes its prompt
+    reservation = one.reserve(coming)
+    assert reservation is not None and (one.running, one.waiting, one.blocks.held) == (0, 0, 4)
+    one.add(request(1))
+    assert (one.running, one.waiting) == (0, 1)
+    step(one)
+    assert (one.running, one.waiting) == (1, 0)
+    one.unreserve(reservation)
+    assert (one.running, one.waiting) == (1, 0)
+    one.check()
+
+
+def test_a_reset_forgets_prefixes_and_frees_their_pages() -> None:
+    one = scheduler()
+    one.add(request(0))
+    while len(one):
+        step(one)
+    waiting = request(1)
+    assert one.cached_tokens(waiting) == 12 and one.blocks.available == PAGES
+    one.reset_prefix_cache()
+    assert one.cached_tokens(waiting) == 0 and one.blocks.available == PAGES
+    one.check()
+    one.add(waiting)
+    step(one)
+    assert waiting.cached == 0
+    one.check()

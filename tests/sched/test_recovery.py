@@ -1,0 +1,96 @@
+"""A step raised and its pool is new: who is retried how, and what is still known of the cache."""
+
+from __future__ import annotations
+
+from jaxserve.sched import policies
+from jaxserve.sched.grant import drop
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.perf.model import GeneralModel
+from jaxserve.sched.plan import StepPlan, StepResult
+from jaxserve.sched.policy import Limits
+from jaxserve.sched.request import Request
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.slo import SLO
+
+from .harness import COEFFICIENTS
+
+PROMPT = list(range(100, 114))
+
+
+def request(id: int, prompt: list[int] | None = None) -> Request:
+    return Request(id, prompt or [id] * 6, SamplingParams(max_tokens=8), SLO(), float(id))
+
+
+def scheduler() -> Scheduler:
+    return Scheduler(policies.make("distserve"), GeneralModel(COEFFICIENTS), Limits(32, 4, 16, 4))
+
+
+def settle(one: Scheduler, plan: StepPlan | None) -> None:
+    assert plan is not None
+    one.settle(StepResult(plan.step, 0.0, 1.0, tuple((7,) if span.samples else () for span in plan.spans)))
+
+
+def test_requests_of_a_failed_step_are_retried_alone() -> None:
+    """So that the one at fault can be told: the next step of each has no other request in it."""
+    one = scheduler()
+    for id in range(3):
+        one.add(request(id))
+    together = one.plan(0.0, 0.0)
+    assert together is not None and len(together.spans) == 3
+    assert one.recover() == []
+    one.add(request(3))
+    untried = {0, 1, 2}
+    while len(one):
+        plan = one.plan(0.0, 0.0)
+        assert plan is not None
+        ids = {span.request for span in plan.spans}
+        assert len(ids) == 1 or not ids & untried, f"{ids & untried} are retried beside others"
+        untried -= ids
+        settle(one, plan)
+    assert not untried
+
+
+def test_the_request_whose_span_fails_alone_ends_and_the_others_do_not() -> None:
+    one = scheduler()
+    for id in range(2):
+        one.add(request(id))
+    one.plan(0.0, 0.0)
+    one.recover()
+    plan = one.plan(0.0, 0.0)
+    assert plan is not None and len(plan.spans) == 1
+    tried = plan.spans[0].request
+    (ended,) = one.recover()
+    assert (ended.request, ended.finish_reason) == (tried, "error")
+    settle(one, one.plan(0.0, 0.0))
+    assert [other.id for other in one] == [1 - tried]
+    one.check()
+
+
+def test_a_waiting_request_expects_nothing_of_a_pool_that_is_gone() -> None:
+    one = scheduler()
+    one.add(request(0, PROMPT))
+    while len(one):
+        settle(one, one.plan(0.0, 0.0))
+    for id in range(1, 5):
+        one.add(request(id))  # as many as there are slots
+    waiting = request(5, PROMPT)
+    one.add(waiting)
+    assert waiting.hit == 12
+    one.plan(0.0, 0.0)
+    one.recover()
+    assert (waiting.hit, one.cached_tokens(waiting)) == (0, 0)
+    assert one.prefill_backlog == 14 + 4 * 6
+    one.check()
+
+
+def test_a_request_that_is_cancelled_after_its_kv_was_taken_gives_nothing_back_twice() -> None:
+    one = scheduler()
+    gone, stays = request(0), request(1)
+    one.add(gone)
+    one.add(stays)
+    settle(one, one.plan(0.0, 0.0))
+    drop(gone, one._roster, one._memory)
+    one.check()
+    one.cancel(0, "abort")
+    one.check()
+    assert [other.id for other in one] == [1] and one._memory.free_slots == 3

@@ -1,0 +1,101 @@
+"""KV that moves: only what is computed leaves, all of it arrives, and nothing lands where others find theirs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from jaxserve.sched.handover import Handover, Mover
+from jaxserve.sched.memory import Reservation
+from jaxserve.sched.plan import KvParcel
+from jaxserve.sched.request import Request
+from jaxserve.sched.scheduler import Scheduler
+
+from .harness import Flaky, Job, simulate
+from .test_cluster import ROLES
+
+
+class Pool(Scheduler):
+    """Knows which of its pages hold KV that arrived."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.arrived: set[int] = set()
+
+    def reserve(self, request: Request) -> Reservation | None:
+        made = super().reserve(request)
+        if made is not None:
+            self.arrived.difference_update(made.pages[made.cached :])
+        return made
+
+    def adopt(self, request: Request, *args: Any) -> None:
+        reservation = self._reservations[request.id]
+        missing = set(reservation.pages[reservation.cached :]) - self.arrived
+        assert not missing, f"{request} comes without the KV of pages {missing}"
+        super().adopt(request, *args)
+
+    def write(self, pages: Sequence[int]) -> None:
+        """KV has arrived in these pages."""
+        named = [page for page in pages if page in self.blocks._digest]
+        assert not named, f"KV lands in pages {named}, which others find in the prefix cache"
+        self.arrived.update(pages)
+
+
+def watch(patch: pytest.MonkeyPatch) -> type[Pool]:
+    """Watch every transfer; returns the class of schedulers that a simulation has to use."""
+    pools: list[Pool] = []
+    executors: list[Flaky] = []  # each is made after its scheduler
+
+    class Noted(Pool):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            pools.append(self)
+
+    make, carry, send = Flaky.__init__, Flaky.import_kv, Mover._send
+
+    def noted(executor: Flaky, *args: Any, **more: Any) -> None:
+        make(executor, *args, **more)
+        executors.append(executor)
+
+    async def imported(executor: Flaky, parcel: KvParcel, pages: Sequence[int]) -> None:
+        await carry(executor, parcel, pages)
+        pools[executors.index(executor)].write(pages)
+
+    async def sent(mover: Mover, handover: Handover, target: Any, reservation: Reservation, ready: int) -> None:
+        full = handover.settled // target.executor.page_size
+        assert handover.complete or ready <= full, f"{ready} pages leave, and {full} are computed"
+        await send(mover, handover, target, reservation, ready)
+
+    patch.setattr(Flaky, "__init__", noted)
+    patch.setattr(Flaky, "import_kv", imported)
+    patch.setattr(Mover, "_send", sent)
+    return Noted
+
+
+@pytest.mark.parametrize("roles", ["2x1", "4x1"])
+@pytest.mark.parametrize("placement", ["least_work", "least_work:give_back"])
+@pytest.mark.parametrize("loses", [0.0, 0.2])
+def test_kv_arrives_whole_and_where_it_belongs(
+    roles: str, placement: str, loses: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of 6 tokens and pages of 4; conversations whose rounds share prefixes."""
+    draw = random.Random(3)
+    jobs = []
+    for talk in range(6):
+        first = list(range(100 * talk, 100 * talk + draw.randint(9, 23)))
+        jobs.append(Job(first, 9, 0.003 * talk))
+        jobs.append(Job([*first, *[1] * 8, 7, 7, 7], 5, 1.0 + 0.003 * talk))
+    outcome = simulate(
+        jobs,
+        ROLES[roles],
+        tokens=6,
+        pages=40,
+        placement=placement,
+        loses=lambda: draw.random() < loses,
+        scheduler=watch(monkeypatch),
+    )
+    lost = sum(request.finish_reason == "error" for request in outcome.requests)
+    assert lost <= (3 if loses else 0) and sum(len(request.output) for request in outcome.requests) > 50

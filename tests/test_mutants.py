@@ -1,0 +1,100 @@
+"""scripts/mutants: what is planted, and what it says of tests that do not notice."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def script(repo: Path) -> ModuleType:
+    described = importlib.util.spec_from_file_location("mutants", repo / "scripts" / "mutants.py")
+    assert described is not None and described.loader is not None
+    module = importlib.util.module_from_spec(described)
+    sys.modules["mutants"] = module  # dataclasses look themselves up there
+    described.loader.exec_module(module)
+    return module
+
+
+def test_every_bug_can_be_planted_and_names_tests_that_exist(script: ModuleType, repo: Path) -> None:
+    """After a change of code that a bug is in: change its entry in scripts/mutants.yaml."""
+    mutants = script.load(script.TABLE)
+    assert len(mutants) >= 30
+    assert [one.problem(repo) for one in mutants] == [None] * len(mutants)
+    files = {word.partition("::")[0] for one in mutants for word in one.tests if word.startswith("tests/")}
+    assert all((repo / file).is_file() for file in files)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Callable[[str], tuple[Path, Path]]:
+    """A small tree with one function, its test, and a table with the given entry."""
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "code.py").write_text("def double(x):\n    return x + x\n")
+    (root / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    (root / "test_code.py").write_text("import code_ as code\n\ndef test_it():\n    assert code.double(3) == 6\n")
+    (root / "code.py").rename(root / "code_.py")
+
+    def made(entry: str) -> tuple[Path, Path]:
+        table = tmp_path / "table.yaml"
+        table.write_text(entry)
+        return root, table
+
+    return made
+
+
+ENTRY = "- {{name: bug, file: code_.py, old: '{}', new: '{}', tests: test_code.py}}\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "status", "said"),
+    [
+        ("x + x", "x * x", 0, "caught"),
+        ("x + x", "2 * x", 1, "SURVIVED"),
+        ("x + x", "x +", 1, "BROKEN"),  # nothing but a file that cannot be imported
+    ],
+)
+def test_a_bug_is_caught_or_the_status_says_so(
+    script: ModuleType,
+    tree: Callable[[str], tuple[Path, Path]],
+    capsys: pytest.CaptureFixture[str],
+    old: str,
+    new: str,
+    status: int,
+    said: str,
+) -> None:
+    root, table = tree(ENTRY.format(old, new))
+    assert script.main([], root, table) == status
+    assert capsys.readouterr().out.startswith(said)
+    assert "x + x" in (root / "code_.py").read_text(), "only copies are changed"
+
+
+def test_text_that_is_not_there_once_is_refused(
+    script: ModuleType, tree: Callable[[str], tuple[Path, Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for old, count in (("y + y", 0), ("x", 3)):
+        root, table = tree(ENTRY.format(old, "z"))
+        assert script.main([], root, table) == 1
+        assert f"bug: its text occurs {count} times in code_.py, and must occur once" in capsys.readouterr().err
+
+
+def test_tests_that_fail_without_any_bug_are_no_proof(
+    script: ModuleType, tree: Callable[[str], tuple[Path, Path]]
+) -> None:
+    root, table = tree(ENTRY.format("x + x", "x * x"))
+    (root / "test_code.py").write_text("def test_it():\n    assert False\n")
+    with pytest.raises(SystemExit, match="these tests do not pass without any bug"):
+        script.main([], root, table)
+
+
+@pytest.mark.parametrize("entry", ["- {name: bug, file: a.py, old: x, new: x, tests: t}\n", "- {name: bug}\n"])
+def test_entries_that_say_too_little_are_refused(script: ModuleType, tmp_path: Path, entry: str) -> None:
+    table = tmp_path / "table.yaml"
+    table.write_text(entry)
+    with pytest.raises(ValueError, match="bug"):
+        script.load(table)
