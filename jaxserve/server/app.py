@@ -7,9 +7,10 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from jaxserve.errors import InvalidValue, JaxserveError
+from jaxserve.errors import JaxserveError
 from jaxserve.server.admin import change_roles, present_load, present_roles
 from jaxserve.server.failures import Refused, handler, response_of
 from jaxserve.server.guard import Guard
@@ -22,7 +23,6 @@ from jaxserve.server.openai import (
     Sampled,
     TokenizeBody,
     check_token,
-    messages_of,
     parse,
 )
 from jaxserve.server.service import Service
@@ -54,7 +54,8 @@ def create_app(service: Service) -> FastAPI:
 
     @app.post("/tokenize", openapi_extra=_schema(TokenizeBody))
     async def tokenize(request: Request) -> Response:
-        return JSONResponse(await _tokenize(service, parse(await request.body(), TokenizeBody)))
+        body = parse(await request.body(), TokenizeBody)
+        return JSONResponse(await while_connected(request.receive, _tokenize(service, body)))
 
     @app.post("/detokenize", openapi_extra=_schema(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
@@ -62,7 +63,8 @@ def create_app(service: Service) -> FastAPI:
         service.check_model(body.model)
         for token in body.tokens:
             check_token(token, service.engine.info.vocab_size, "tokens")
-        return JSONResponse({"prompt": await service.off_loop(lambda: service.tokenizer.decode(body.tokens))})
+        decoded = service.prompts.run(lambda: service.tokenizer.decode(body.tokens), len(body.tokens))
+        return JSONResponse({"prompt": await while_connected(request.receive, decoded)})
 
     @app.get("/v1/admin/roles")
     async def roles() -> dict[str, Any]:
@@ -94,44 +96,38 @@ def create_app(service: Service) -> FastAPI:
 
     for kind in (HTTPException, JaxserveError):
         app.add_exception_handler(kind, handler)
+    for gone in (Disconnected, ClientDisconnect):
+        app.add_exception_handler(gone, left)
     config = service.config
     app.add_middleware(Guard, keys=config.api_key, max_body=config.max_body_size, draining=lambda: service.draining)
     return app
+
+
+async def left(_: Request, error: Exception) -> Response:
+    """Return the answer to a client that has disconnected: it is never sent, but the access log shows its status."""
+    return Response(status_code=499)
 
 
 async def _answer(service: Service, request: Request, kind: type[Sampled]) -> Response:
     """Answer a request to generate. Errors become answers here: none may reach the server's own 500 page."""
     try:
         body = parse(await request.body(), kind)
-        answer = await service.prepare(body, request.headers, request.state.request_id)
+        preparing = service.prepare(body, request.headers, request.state.request_id)
+        answer = await while_connected(request.receive, preparing)
         if body.stream:
             return await EventStream.start(service.chunks(answer, body), request.receive)
         return JSONResponse(await while_connected(request.receive, service.whole(answer)))
-    except Disconnected:
-        return Response(status_code=499)  # nobody reads it; the access log says what happened
+    except (Disconnected, ClientDisconnect) as error:
+        return await left(request, error)
     except Exception as error:
         return response_of(error)
 
 
 async def _tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
     service.check_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidValue("give either prompt or messages", "prompt")
-    tokenizer = service.tokenizer
-
-    def work() -> list[int]:
-        if body.messages is None:
-            return tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
-        text = tokenizer.chat(
-            messages_of(body.messages),
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-        )
-        return tokenizer.encode(text, bool(body.add_special_tokens))
-
-    tokens = await service.off_loop(work)
+    tokens = await service.prompts.tokenize(body)
     made = {"count": len(tokens), "max_model_len": service.engine.info.max_model_len, "tokens": tokens}
-    made["token_strs"] = [tokenizer.piece(token) for token in tokens] if body.return_token_strs else None
+    made["token_strs"] = [service.tokenizer.piece(token) for token in tokens] if body.return_token_strs else None
     return made
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -230,7 +230,13 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def messages_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def prompt_count(prompt: Any) -> int:
+    """Return how many prompts a text completion has, without a look at each of them."""
+    single = not isinstance(prompt, list) or not prompt or _is_id(prompt[0])
+    return 1 if single else len(prompt)
+
+
+def messages_of(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages with plain text as content. Raises InvalidValue for what only other models could read."""
     if not messages:
         raise InvalidValue("messages=[] must hold at least one message", "messages")

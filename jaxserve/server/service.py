@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
@@ -17,12 +16,9 @@ from jaxserve.server.answers import Answer
 from jaxserve.server.failures import Refused
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.objectives import Objectives, objectives_of
-from jaxserve.server.openai import ChatBody, CompletionBody, Sampled, check_token, messages_of, params_of, prompts_of
+from jaxserve.server.openai import ChatBody, CompletionBody, Sampled, params_of
+from jaxserve.server.prompts import Prompts
 from jaxserve.tokenizer import Tokenizer
-
-T = TypeVar("T")
-
-MAX_OUTPUTS = 1024  # of one HTTP request: prompts times n
 
 
 class Service:
@@ -36,16 +32,11 @@ class Service:
         self.draining = False
         self.active = 0  # HTTP requests that generate
         self._mailbox: Mailbox | None = None
-        # One thread: tokenizing a long prompt must not stall the streams, and encoding is not reentrant.
-        self._texts = ThreadPoolExecutor(1, thread_name_prefix="jaxserve-tokenize")
+        self.prompts = Prompts(tokenizer, engine.info.vocab_size, engine.info.max_model_len)
 
     def close(self) -> None:
-        """Let the tokenizing thread go."""
-        self._texts.shutdown(wait=False, cancel_futures=True)
-
-    async def off_loop(self, work: Callable[[], T]) -> T:
-        """Run something slow that uses the tokenizer."""
-        return await asyncio.get_running_loop().run_in_executor(self._texts, work)
+        """End the threads that tokenize."""
+        self.prompts.close()
 
     def check_model(self, name: str | None) -> None:
         """404 for a model that is not served."""
@@ -65,10 +56,7 @@ class Service:
         goals = goals._replace(pace=goals.pace and bool(body.stream))  # a whole answer is told at its end anyway
         chat = isinstance(body, ChatBody)
         name = f"{'chatcmpl' if chat else 'cmpl'}-{body.request_id or request_id}"
-        prompts = await self._prompts(body)
-        outputs = len(prompts) * params.n
-        if outputs > MAX_OUTPUTS:
-            raise InvalidValue(f"prompts times n={params.n} are {outputs} outputs: at most {MAX_OUTPUTS}", "n")
+        prompts = await self.prompts.of(body, params.n)
         jobs = [
             self._job(text, tokens, params, goals, name if len(prompts) == 1 else f"{name}-{number}")
             for number, (text, tokens) in enumerate(prompts)
@@ -84,32 +72,6 @@ class Service:
             echo=isinstance(body, CompletionBody) and body.echo,
             score_only=isinstance(body, CompletionBody) and body.max_tokens == 0,
             service_tier=body.service_tier,
-        )
-
-    async def _prompts(self, body: Sampled) -> list[tuple[str | None, list[int]]]:
-        """(text where there is one, token ids) of each prompt."""
-        if isinstance(body, ChatBody):
-            text = await self.off_loop(lambda: self._chat_text(body))
-            special = bool(body.add_special_tokens)  # the template has written them
-            return [(text, await self.off_loop(lambda: self.tokenizer.encode(text, special)))]
-        assert isinstance(body, CompletionBody)
-        made: list[tuple[str | None, list[int]]] = []
-        special = body.add_special_tokens is not False
-        for prompt in prompts_of(body.prompt):
-            if isinstance(prompt, str):
-                made.append((prompt, await self.off_loop(lambda text=prompt: self.tokenizer.encode(text, special))))  # type: ignore[misc]
-            else:
-                for token in prompt:
-                    check_token(token, self.engine.info.vocab_size, "prompt")
-                made.append((None, prompt))
-        return made
-
-    def _chat_text(self, body: ChatBody) -> str:
-        return self.tokenizer.chat(
-            messages_of(body.messages),
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            arguments=body.chat_template_kwargs,
         )
 
     def _job(self, text: str | None, tokens: list[int], params: SamplingParams, goals: Objectives, key: str) -> Job:
