@@ -22,6 +22,7 @@ from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import Delta, TokenLogprobs
 from jaxserve.sched.request import STANDARD
 from jaxserve.sched.slo import SLO
+from jaxserve.stops import Automaton
 from jaxserve.tokenizer import Tokenizer
 
 
@@ -57,6 +58,8 @@ class Job:
     key: str = field(default_factory=lambda: f"gen-{secrets.token_hex(8)}")
     text: str | None = None  # the prompt as it was given, where it was text
     pace: bool = False  # one piece per token, so that each can be told at its own time
+    stops: Automaton | None = None  # of `params.stop`; None: made when the job begins
+    salt: bytes = b""  # of its pages in the prefix cache: only requests with the same salt share any
 
 
 class Piece(NamedTuple):
@@ -109,7 +112,7 @@ class Choice:
         self.count = 0  # tokens of the output
         self._engine = engine
         self._params = job.params
-        self._stream = TextStream(tokenizer, job.params)
+        self._stream = TextStream(tokenizer, job.params, job.stops)
         self._stop: str | None = None
 
     def feed(self, delta: Delta) -> Piece:
@@ -171,6 +174,8 @@ def submit(
     computes the prompt's log-probabilities.
     """
     params, choices = job.params, list[Choice]()
+    if job.stops is None:
+        job = replace(job, stops=Automaton(params.stop))  # one for all outputs
     for index in range(params.n):
         choice = Choice(engine, tokenizer, job, index)
         own = replace(

@@ -11,13 +11,13 @@ from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
 from jaxserve.generation import GenerationFailed, Job, Mailbox, Piece, check_length, merged, pieces
 from jaxserve.pacing import Pace, paced
-from jaxserve.sched.params import SamplingParams
 from jaxserve.server.answers import Answer
 from jaxserve.server.failures import Refused
 from jaxserve.server.metrics import Metrics
-from jaxserve.server.objectives import Objectives, objectives_of
+from jaxserve.server.objectives import objectives_of
 from jaxserve.server.openai import ChatBody, CompletionBody, Sampled, params_of
 from jaxserve.server.prompts import Prompts
+from jaxserve.stops import Automaton
 from jaxserve.tokenizer import Tokenizer
 
 
@@ -57,10 +57,14 @@ class Service:
         chat = isinstance(body, ChatBody)
         name = f"{'chatcmpl' if chat else 'cmpl'}-{body.request_id or request_id}"
         prompts = await self.prompts.of(body, params.n)
-        jobs = [
-            self._job(text, tokens, params, goals, name if len(prompts) == 1 else f"{name}-{number}")
-            for number, (text, tokens) in enumerate(prompts)
-        ]
+        stops = await self.prompts.run(lambda: Automaton(params.stop), 0) if params.stop else Automaton(())
+        jobs = []
+        for number, (text, tokens) in enumerate(prompts):
+            check_length(len(tokens), params, self.engine.info.max_model_len)
+            key = name if len(prompts) == 1 else f"{name}-{number}"
+            jobs.append(
+                Job(tokens, params, goals.slo, goals.priority, goals.tier, key, text, pace=goals.pace, stops=stops)
+            )
         return Answer(
             name,
             body.model or self.config.names[0],
@@ -73,10 +77,6 @@ class Service:
             score_only=isinstance(body, CompletionBody) and body.max_tokens == 0,
             service_tier=body.service_tier,
         )
-
-    def _job(self, text: str | None, tokens: list[int], params: SamplingParams, goals: Objectives, key: str) -> Job:
-        check_length(len(tokens), params, self.engine.info.max_model_len)
-        return Job(tokens, params, goals.slo, goals.priority, goals.tier, key, text, goals.pace)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
