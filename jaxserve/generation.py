@@ -40,6 +40,7 @@ class EngineLike(Protocol):
         priority: int = 0,
         tier: str = STANDARD,
         key: str = "",
+        salt: bytes = b"",
         on_delta: Callable[[Delta], None],
     ) -> int: ...
     def cancel(self, request: int, reason: str = "abort") -> None: ...
@@ -193,6 +194,7 @@ def submit(
                 priority=job.priority,
                 tier=job.tier,
                 key=key,
+                salt=job.salt,
                 on_delta=lambda delta, choice=choice: deliver(choice, delta),  # type: ignore[misc]
             )
         except BaseException:

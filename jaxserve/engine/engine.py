@@ -118,9 +118,11 @@ class Engine:
         priority: int = 0,
         tier: str = STANDARD,
         key: str = "",
+        salt: bytes = b"",
         on_delta: Callable[[Delta], None],
     ) -> int:
-        """Hand a request in; returns its id at once. News come to `on_delta`, in the engine's thread.
+        """Hand a request in; returns its id at once. News come to `on_delta`, in the engine's thread. In the prefix
+        cache it finds only pages of requests with the same `salt`.
 
         Raises InvalidValue where it cannot be served, QueueFull where too many wait, JaxserveError when the engine
         is ending.
@@ -140,6 +142,7 @@ class Engine:
             thinking=self.info.thinking.after(prompt) if slo.stages else None,
             limit=min(params.max_tokens or self.info.max_model_len, self.info.max_model_len - len(prompt)),
             key=key,
+            salt=salt,
             class_=self._classes.of(tier, slo),
         )
         with self._lock:

@@ -99,7 +99,13 @@ def create_app(service: Service) -> FastAPI:
     for gone in (Disconnected, ClientDisconnect):
         app.add_exception_handler(gone, left)
     config = service.config
-    app.add_middleware(Guard, keys=config.api_key, max_body=config.max_body_size, draining=lambda: service.draining)
+    app.add_middleware(
+        Guard,
+        keys=service.keys,
+        max_body=config.max_body_size,
+        draining=lambda: service.draining,
+        protect=config.protect_metrics,
+    )
     return app
 
 
@@ -112,7 +118,7 @@ async def _answer(service: Service, request: Request, kind: type[Sampled]) -> Re
     """Answer a request to generate. Errors become answers here: none may reach the server's own 500 page."""
     try:
         body = parse(await request.body(), kind)
-        preparing = service.prepare(body, request.headers, request.state.request_id)
+        preparing = service.prepare(body, request.headers, request.state.request_id, request.state.client)
         answer = await while_connected(request.receive, preparing)
         if body.stream:
             return await EventStream.start(service.chunks(answer, body), request.receive)

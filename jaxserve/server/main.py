@@ -23,6 +23,7 @@ from jaxserve.errors import InvalidValue
 from jaxserve.report.progress import bar
 from jaxserve.report.table import print_table
 from jaxserve.server.app import create_app
+from jaxserve.server.keys import Keys, warn_if_open
 from jaxserve.server.metrics import StatsLine
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
@@ -45,7 +46,8 @@ def run(config: ServeConfig) -> int:
     log_to_stderr(config.log_level)
     quieter: Callable[[], None] = prometheus_client.disable_created_metrics
     quieter()  # a second series beside each counter, which nobody reads
-    sock = listen_on(config.host, config.port)  # a port in use is told before minutes of loading
+    warn_if_open(config, Keys.of(config))  # keys that cannot be read and a port in use are told before loading
+    sock = listen_on(config.host, config.port)
     try:
         service = start_service(config)
         try:
@@ -185,7 +187,7 @@ async def _announce(
     print(promise_line(info.promise))
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
-    key = " -H 'Authorization: Bearer KEY'" if config.api_key else ""
+    key = " -H 'Authorization: Bearer KEY'" if service.keys.names else ""
     print(f"jaxserve is ready at http://{host}:{port}. Try:")
     print(
         f"  curl http://{host}:{port}/v1/completions -H 'Content-Type: application/json'{key} "

@@ -63,6 +63,7 @@ class Sampled(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
+    cache_salt: str | None = None  # as in vLLM: prefixes are shared only with requests that bring the same
     # latency objectives
     priority: int | None = None
     service_tier: str | None = None
@@ -160,6 +161,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": _NOTHING,
     "chat_template": _NOTHING,  # a program from anybody; the server's own is --chat-template
 }
+
+MAX_SALT = 1024  # characters of `cache_salt`
 
 _warned: set[str] = set()
 _MAX_WARNED = 1000  # a client that makes names up must not fill the log or the memory
@@ -274,6 +277,7 @@ def params_of(body: Sampled, vocab_size: int) -> SamplingParams:
     """Sampling parameters of a request. Raises InvalidValue naming the field."""
     if body.best_of is not None and body.best_of > (body.n or 1):
         raise InvalidValue(f"best_of={body.best_of} above n={body.n or 1} is not supported: use n", "best_of")
+    check_salt(body.cache_salt)
     given: dict[str, Any] = {
         "n": body.n,
         "min_tokens": body.min_tokens,
@@ -301,6 +305,12 @@ def params_of(body: Sampled, vocab_size: int) -> SamplingParams:
     for token in given["stop_token_ids"]:
         check_token(token, vocab_size, "stop_token_ids")
     return SamplingParams(**given)
+
+
+def check_salt(salt: str | None) -> None:
+    """Raises InvalidValue for a `cache_salt` that is empty or long."""
+    if salt is not None and not 1 <= len(salt) <= MAX_SALT:
+        raise InvalidValue(f"cache_salt has {len(salt)} characters: 1 to {MAX_SALT} are allowed", "cache_salt")
 
 
 def _of_chat(body: ChatBody) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from jaxserve.config import ServeConfig
@@ -13,6 +14,7 @@ from jaxserve.generation import GenerationFailed, Job, Mailbox, Piece, check_len
 from jaxserve.pacing import Pace, paced
 from jaxserve.server.answers import Answer
 from jaxserve.server.failures import Refused
+from jaxserve.server.keys import Keys
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.objectives import objectives_of
 from jaxserve.server.openai import ChatBody, CompletionBody, Sampled, params_of
@@ -27,7 +29,8 @@ class Service:
     def __init__(self, engine: Any, tokenizer: Tokenizer, config: ServeConfig) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
-        self.config = config.promising(engine.info.promise.slo)
+        self.keys = Keys.of(config)
+        self.config = replace(config.promising(engine.info.promise.slo), api_key=(), admin_key=())  # kept as digests
         self.metrics = Metrics(engine, config.names[0])
         self.draining = False
         self.active = 0  # HTTP requests that generate
@@ -44,7 +47,7 @@ class Service:
             known = ", ".join(map(repr, self.config.names))
             raise Refused(404, f"model {name!r} is not served here; there is {known}", "model", "model_not_found")
 
-    async def prepare(self, body: Sampled, headers: Mapping[str, str], request_id: str) -> Answer:
+    async def prepare(self, body: Sampled, headers: Mapping[str, str], request_id: str, client: str = "") -> Answer:
         """Everything that can be refused is refused here. Raises InvalidValue and Refused."""
         self.check_model(body.model)
         if body.stream_options is not None and not body.stream:
@@ -58,13 +61,12 @@ class Service:
         name = f"{'chatcmpl' if chat else 'cmpl'}-{body.request_id or request_id}"
         prompts = await self.prompts.of(body, params.n)
         stops = await self.prompts.run(lambda: Automaton(params.stop), 0) if params.stop else Automaton(())
+        salt = self.keys.salt(client, body.cache_salt)
         jobs = []
         for number, (text, tokens) in enumerate(prompts):
             check_length(len(tokens), params, self.engine.info.max_model_len)
             key = name if len(prompts) == 1 else f"{name}-{number}"
-            jobs.append(
-                Job(tokens, params, goals.slo, goals.priority, goals.tier, key, text, pace=goals.pace, stops=stops)
-            )
+            jobs.append(Job(tokens, params, goals.slo, goals.priority, goals.tier, key, text, goals.pace, stops, salt))
         return Answer(
             name,
             body.model or self.config.names[0],
