@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from jaxserve.detokenize import TextStream
-from jaxserve.errors import InvalidValue, JaxserveError
+from jaxserve.errors import InvalidValue, JaxserveError, short
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import Delta, TokenLogprobs
@@ -97,7 +97,7 @@ def check_length(length: int, params: SamplingParams, limit: int) -> None:
         )
     if params.max_tokens is not None and length + params.max_tokens > limit:
         raise InvalidValue(
-            f"max_tokens={params.max_tokens} after a prompt of {length} tokens is more than this model's context of "
+            f"max_tokens={short(params.max_tokens)} after a prompt of {length} tokens is more than the context of "
             f"{limit} tokens: at most {limit - length} are left",
             "max_tokens",
         )

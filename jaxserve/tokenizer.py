@@ -81,7 +81,9 @@ class Tokenizer:
         template = template or self._template
         taken = set(arguments or ()) & set(inspect.signature(self._hf.apply_chat_template).parameters)
         if taken:
-            raise InvalidValue(f"chat_template_kwargs may not set {', '.join(sorted(taken))}", "chat_template_kwargs")
+            raise InvalidValue(
+                f"chat_template_kwargs may not set {', '.join(sorted(taken))[:100]}", "chat_template_kwargs"
+            )
         if template is None and not self._hf.chat_template:
             raise InvalidValue(
                 "this model has no chat template: use /v1/completions, or give --chat-template", "messages"
@@ -96,7 +98,9 @@ class Tokenizer:
                 **(arguments or {}),
             )
         except Exception as error:  # a template is a program: it may raise anything
-            raise InvalidValue(f"the chat template refuses these messages: {error}", "messages") from error
+            reason = str(error)
+            reason = reason if len(reason) <= 200 else reason[:199] + "…"
+            raise InvalidValue(f"the chat template refuses these messages: {reason}", "messages") from error
         return text
 
     @property

@@ -74,6 +74,7 @@ def create_app(service: Service) -> FastAPI:
     async def turn(request: Request) -> dict[str, Any]:
         return await change_roles(service.engine, parse(await request.body(), RolesBody))
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         if service.draining:

@@ -16,6 +16,8 @@ from jaxserve.generation import GenerationFailed
 
 logger = logging.getLogger("jaxserve.server")
 
+MAX_MESSAGE = 1000  # characters; values that errors repeat are cut by `short` already
+
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -66,7 +68,10 @@ def body_of(refused: Refused) -> dict[str, Any]:
     """`{"error": {message, type, param, code}}`."""
     kind = _TYPES.get(refused.status, "internal_server_error")
     code = refused.status if refused.code is None else refused.code
-    return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": code}}
+    message, param = str(refused), refused.param
+    if len(message) > MAX_MESSAGE:
+        message = message[: MAX_MESSAGE - 1] + "…"
+    return {"error": {"message": message, "type": kind, "param": param and param[:100], "code": code}}
 
 
 def response_of(error: Exception) -> Response:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from jaxserve.errors import InvalidValue
+from jaxserve.errors import InvalidValue, short
 from jaxserve.server.openai import (
     ChatBody,
     CompletionBody,
@@ -54,7 +54,8 @@ class Prompts:
         """Return the prompts of a body whose every prompt gets `n` outputs. Raises InvalidValue."""
         count = prompt_count(body.prompt) if isinstance(body, CompletionBody) else 1
         if count * n > MAX_OUTPUTS:
-            raise InvalidValue(f"{count} prompts times n={n} are {count * n} outputs: at most {MAX_OUTPUTS}", "n")
+            message = f"{count} prompts times n={short(n)} are {short(count * n)} outputs: at most {MAX_OUTPUTS}"
+            raise InvalidValue(message, "n")
         if isinstance(body, ChatBody):
             return [await self._conversation(body, bool(body.add_special_tokens))]  # the template writes special tokens
         assert isinstance(body, CompletionBody)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.config import ServeConfig
-from jaxserve.errors import InvalidValue
+from jaxserve.errors import InvalidValue, short
 from jaxserve.generation import GenerationFailed, Job, Mailbox, Piece, check_length, merged, pieces
 from jaxserve.pacing import Pace, paced
 from jaxserve.server.answers import Answer
@@ -43,9 +43,9 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """404 for a model that is not served."""
-        if name is not None and name not in self.config.names:
+        if name is not None and name not in self.config.names and name != self.config.model:
             known = ", ".join(map(repr, self.config.names))
-            raise Refused(404, f"model {name!r} is not served here; there is {known}", "model", "model_not_found")
+            raise Refused(404, f"model {short(name)} is not served here; there is {known}", "model", "model_not_found")
 
     async def prepare(self, body: Sampled, headers: Mapping[str, str], request_id: str, client: str = "") -> Answer:
         """Everything that can be refused is refused here. Raises InvalidValue and Refused."""
