@@ -25,6 +25,7 @@ from jaxserve.report.table import print_table
 from jaxserve.server.app import create_app
 from jaxserve.server.keys import Keys, warn_if_open
 from jaxserve.server.metrics import StatsLine
+from jaxserve.server.protocol import limits_of, protocol_of
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
 
@@ -110,6 +111,7 @@ async def serve(service: Service, sock: socket.socket, ready: Callable[[Ending],
     the Ending that `ready` is called with once requests are taken."""
     config = uvicorn.Config(
         create_app(service),
+        http=protocol_of(limits_of(service.config)),
         log_level=service.config.log_level,
         log_config=None,
         access_log=service.config.log_level == "debug",
