@@ -120,10 +120,10 @@ async def _answer(service: Service, request: Request, kind: type[Sampled]) -> Re
     try:
         body = parse(await request.body(), kind)
         preparing = service.prepare(body, request.headers, request.state.request_id, request.state.client)
-        answer = await while_connected(request.receive, preparing)
+        answer = await while_connected(request.receive, preparing, service.ending)
         if body.stream:
-            return await EventStream.start(service.chunks(answer, body), request.receive)
-        return JSONResponse(await while_connected(request.receive, service.whole(answer)))
+            return await EventStream.start(service.chunks(answer, body), request.receive, service.ending)
+        return JSONResponse(await while_connected(request.receive, service.whole(answer), service.ending))
     except (Disconnected, ClientDisconnect) as error:
         return await left(request, error)
     except Exception as error:

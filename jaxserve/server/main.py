@@ -32,6 +32,7 @@ from jaxserve.tokenizer import Tokenizer
 logger = logging.getLogger("jaxserve.server")
 
 STATS_EVERY = 10.0  # seconds
+PATIENCE = 0.6  # seconds for the last words of requests that the end of the server cuts short
 
 
 class Server(uvicorn.Server):
@@ -161,13 +162,25 @@ class Ending:
         if self._service.active:
             logger.warning("%d requests did not finish in time and are aborted", self._service.active)
             self.now()
-        self._server.should_exit = True
+        else:
+            self._server.should_exit = True
 
     def now(self) -> None:
-        """End at once; what is running is aborted."""
+        """End at once: what is running gets an error, as the last event of a stream or as its answer."""
         self._service.draining = True
-        self._server.should_exit = True
-        self._server.force_exit = True
+        self._service.ending.set()
+        self._task = asyncio.ensure_future(self._leave())
+
+    async def _leave(self) -> None:
+        """Wait for the last words of running requests, then cut the connections of clients that do not read them."""
+        state, loop = self._server.server_state, asyncio.get_running_loop()
+        end, cut = loop.time() + PATIENCE, loop.time() + 2 * PATIENCE
+        while state.tasks and loop.time() < cut:
+            await asyncio.sleep(0.01)
+            if loop.time() > end:
+                for connection in list(state.connections):
+                    connection.transport.abort()
+        self._server.should_exit = self._server.force_exit = True
 
 
 async def _announce(

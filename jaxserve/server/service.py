@@ -33,6 +33,7 @@ class Service:
         self.config = replace(config.promising(engine.info.promise.slo), api_key=(), admin_key=())  # kept as digests
         self.metrics = Metrics(engine, config.names[0])
         self.draining = False
+        self.ending = asyncio.Event()  # set when requests are waited for no longer
         self.active = 0  # HTTP requests that generate
         self._mailbox: Mailbox | None = None
         self.prompts = Prompts(tokenizer, engine.info.vocab_size, engine.info.max_model_len)
