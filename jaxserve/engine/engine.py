@@ -315,6 +315,7 @@ class Engine:
             dict(self._hygiene.collections),
             self._hygiene.seconds,
             deflections=self._cluster.deflections,
+            unkept_programs=compiled.unkept_total,
             forecasts=dict(self._cluster.forecasts.accuracy),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,7 +13,8 @@ from starlette.responses import JSONResponse, Response
 
 from jaxserve.errors import JaxserveError
 from jaxserve.server.admin import change_roles, present_load, present_roles
-from jaxserve.server.failures import Refused, handler, response_of
+from jaxserve.server.documented import body_schema, document
+from jaxserve.server.failures import Refused, handler, response_of, routes_of, unrouted
 from jaxserve.server.guard import Guard
 from jaxserve.server.metrics import CONTENT_TYPE
 from jaxserve.server.openai import (
@@ -35,11 +37,11 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="jaxserve", version=__version__, description="LLM serving under latency objectives.")
     created = int(time.time())
 
-    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatBody))
+    @app.post("/v1/chat/completions", openapi_extra=body_schema(ChatBody))
     async def chat(request: Request) -> Response:
         return await _answer(service, request, ChatBody)
 
-    @app.post("/v1/completions", openapi_extra=_schema(CompletionBody))
+    @app.post("/v1/completions", openapi_extra=body_schema(CompletionBody))
     async def complete(request: Request) -> Response:
         return await _answer(service, request, CompletionBody)
 
@@ -52,12 +54,12 @@ def create_app(service: Service) -> FastAPI:
         service.check_model(name)
         return _model(service, name, created)
 
-    @app.post("/tokenize", openapi_extra=_schema(TokenizeBody))
+    @app.post("/tokenize", openapi_extra=body_schema(TokenizeBody))
     async def tokenize(request: Request) -> Response:
         body = parse(await request.body(), TokenizeBody)
         return JSONResponse(await while_connected(request.receive, _tokenize(service, body)))
 
-    @app.post("/detokenize", openapi_extra=_schema(DetokenizeBody))
+    @app.post("/detokenize", openapi_extra=body_schema(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         body = parse(await request.body(), DetokenizeBody)
         service.check_model(body.model)
@@ -70,7 +72,7 @@ def create_app(service: Service) -> FastAPI:
     async def roles() -> dict[str, Any]:
         return present_roles(service.engine)
 
-    @app.post("/v1/admin/roles", openapi_extra=_schema(RolesBody))
+    @app.post("/v1/admin/roles", openapi_extra=body_schema(RolesBody))
     async def turn(request: Request) -> dict[str, Any]:
         return await change_roles(service.engine, parse(await request.body(), RolesBody))
 
@@ -95,10 +97,11 @@ def create_app(service: Service) -> FastAPI:
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    for kind in (HTTPException, JaxserveError):
-        app.add_exception_handler(kind, handler)
+    app.add_exception_handler(HTTPException, partial(unrouted, routes_of(app)))
+    app.add_exception_handler(JaxserveError, handler)
     for gone in (Disconnected, ClientDisconnect):
         app.add_exception_handler(gone, left)
+    document(app)
     config = service.config
     app.add_middleware(
         Guard,
@@ -148,10 +151,3 @@ def _model(service: Service, name: str, created: int) -> dict[str, Any]:
         "parent": None,
         "max_model_len": service.engine.info.max_model_len,
     }
-
-
-def _schema(kind: Any) -> dict[str, Any]:
-    """The body of a route for /docs: bodies are parsed by hand, so FastAPI cannot know it."""
-    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

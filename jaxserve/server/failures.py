@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from jaxserve.errors import InvalidValue, JaxserveError, QueueFull
+from jaxserve.errors import ECHO, InvalidValue, JaxserveError, QueueFull
 from jaxserve.generation import GenerationFailed
 
 logger = logging.getLogger("jaxserve.server")
@@ -87,6 +90,31 @@ def response_of(error: Exception) -> Response:
     if refused.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(body_of(refused), refused.status, headers)
+
+
+def routes_of(app: FastAPI) -> dict[str, list[str]]:
+    """Return the methods of each path of an application that is documented."""
+    made: dict[str, list[str]] = {}
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.include_in_schema:
+            made.setdefault(route.path, []).extend(sorted(route.methods or ()))
+    return made
+
+
+async def unrouted(routes: Mapping[str, Sequence[str]], request: Request, error: Exception) -> Response:
+    """Answer for a path or a method that is not there: say what is."""
+    assert isinstance(error, HTTPException)
+    path, method = request.url.path, request.method
+    asked = f"{method} {path if len(path) <= ECHO else path[: ECHO - 1] + '…'}"
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        there = ", ".join(f"{'/'.join(methods)} {path}" for path, methods in routes.items())
+        return response_of(Refused(404, f"no route {asked} here; there is {there}", code="unknown_route"))
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = (error.headers or {}).get("Allow", "")
+        answer = response_of(Refused(405, f"no route {asked} here; {path[:ECHO]} takes {allowed}", code="wrong_method"))
+        answer.headers["Allow"] = allowed
+        return answer
+    return response_of(error)
 
 
 async def handler(_: Request, error: Exception) -> Response:

@@ -211,6 +211,7 @@ class EngineCollector(Collector):
             ("compilations", "Programs compiled, warm-up included.", stats.compilations),
             ("compilations_after_warmup", "Programs compiled while serving: 0.", stats.compilations_after_warmup),
             ("compilation_cache_loads", "Programs read from the cache on disk.", stats.cache_loads),
+            ("compilation_cache_write_failures", "Compiled programs that could not be kept.", stats.unkept_programs),
             ("event_loop_stalls", "Times the engine's event loop was away for more than 5 ms.", stats.stalls),
             ("deflections", "Requests prefilled on a decode instance.", stats.deflections),
             ("spec_decode_num_drafts", "Drafts verified.", counters.drafts),
