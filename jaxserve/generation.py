@@ -41,6 +41,7 @@ class EngineLike(Protocol):
         tier: str = STANDARD,
         key: str = "",
         salt: bytes = b"",
+        waited: float = 0.0,
         on_delta: Callable[[Delta], None],
     ) -> int: ...
     def cancel(self, request: int, reason: str = "abort") -> None: ...
@@ -60,6 +61,7 @@ class Job:
     text: str | None = None  # the prompt as it was given, where it was text
     pace: bool = False  # one piece per token, so that each can be told at its own time
     stops: Automaton | None = None  # of `params.stop`; None: made when the job begins
+    waited: float = 0.0  # seconds since it arrived, before the engine knew of it
     salt: bytes = b""  # of its pages in the prefix cache: only requests with the same salt share any
 
 
@@ -195,6 +197,7 @@ def submit(
                 tier=job.tier,
                 key=key,
                 salt=job.salt,
+                waited=job.waited,
                 on_delta=lambda delta, choice=choice: deliver(choice, delta),  # type: ignore[misc]
             )
         except BaseException:

@@ -119,10 +119,11 @@ class Engine:
         tier: str = STANDARD,
         key: str = "",
         salt: bytes = b"",
+        waited: float = 0.0,
         on_delta: Callable[[Delta], None],
     ) -> int:
         """Hand a request in; returns its id at once. News come to `on_delta`, in the engine's thread. In the prefix
-        cache it finds only pages of requests with the same `salt`.
+        cache it finds only pages of requests with the same `salt`. It arrived `waited` seconds ago.
 
         Raises InvalidValue where it cannot be served, QueueFull where too many wait, JaxserveError when the engine
         is ending.
@@ -134,7 +135,7 @@ class Engine:
             tuple(prompt),
             params,
             slo,
-            self._machine.now(),
+            self._machine.now() - waited,
             seed=self._seed_of(params, id),
             priority=priority,
             tier=tier,

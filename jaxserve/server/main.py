@@ -24,6 +24,7 @@ from jaxserve.report.progress import bar
 from jaxserve.report.table import print_table
 from jaxserve.server.app import create_app
 from jaxserve.server.keys import Keys, warn_if_open
+from jaxserve.server.limits import load_limits
 from jaxserve.server.metrics import StatsLine
 from jaxserve.server.protocol import limits_of, protocol_of
 from jaxserve.server.service import Service
@@ -48,7 +49,9 @@ def run(config: ServeConfig) -> int:
     log_to_stderr(config.log_level)
     quieter: Callable[[], None] = prometheus_client.disable_created_metrics
     quieter()  # a second series beside each counter, which nobody reads
-    warn_if_open(config, Keys.of(config))  # keys that cannot be read and a port in use are told before loading
+    keys = Keys.of(config)  # what cannot be read, and a port in use, are told before minutes of loading
+    warn_if_open(config, keys)
+    load_limits(config, keys.names)
     sock = listen_on(config.host, config.port)
     try:
         service = start_service(config)

@@ -91,6 +91,10 @@ class Metrics:
     def _make(self, kind: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
         return kind(PREFIX + name, text, ["model_name", *labels], registry=self.registry, **more)
 
+    def register(self, collector: Collector) -> None:
+        """Add families that another part of the server keeps."""
+        self.registry.register(collector)
+
     def begun(self, job: Job) -> None:
         """The engine has taken a job and begun to answer."""
         self._prompt_tokens.inc(len(job.prompt) * job.params.n)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -13,14 +14,20 @@ from jaxserve.errors import InvalidValue, short
 from jaxserve.generation import GenerationFailed, Job, Mailbox, Piece, check_length, merged, pieces
 from jaxserve.pacing import Pace, paced
 from jaxserve.server.answers import Answer
+from jaxserve.server.client_metrics import StageCollector
 from jaxserve.server.failures import Refused
+from jaxserve.server.fairness import Client, Stage
 from jaxserve.server.keys import Keys
+from jaxserve.server.limits import load_limits
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.objectives import objectives_of
 from jaxserve.server.openai import ChatBody, CompletionBody, Sampled, params_of
 from jaxserve.server.prompts import Prompts
 from jaxserve.stops import Automaton
 from jaxserve.tokenizer import Tokenizer
+
+WINDOW = 2  # requests in the engine for each that it can run at a time, where clients share it
+QUEUE = 16  # requests that may wait in front of it, likewise, without --max-num-queued-reqs
 
 
 class Service:
@@ -32,6 +39,11 @@ class Service:
         self.keys = Keys.of(config)
         self.config = replace(config.promising(engine.info.promise.slo), api_key=(), admin_key=())  # kept as digests
         self.metrics = Metrics(engine, config.names[0])
+        limits, rows = load_limits(config, self.keys.names), self._rows()
+        self.limits = limits
+        bound = config.max_num_queued_reqs or QUEUE * rows
+        self.stage = Stage(limits, self.keys.names, window=WINDOW * rows, bound=bound)
+        self.metrics.register(StageCollector(self.stage, config.names[0]))
         self.draining = False
         self.ending = asyncio.Event()  # set when requests are waited for no longer
         self.active = 0  # HTTP requests that generate
@@ -41,6 +53,12 @@ class Service:
     def close(self) -> None:
         """End the threads that tokenize."""
         self.prompts.close()
+
+    def _rows(self) -> int:
+        """Return how many requests the engine can run at a time."""
+        instances = self.engine.info.instances
+        platform = instances[0].devices[0].partition(":")[0] if instances and instances[0].devices else "cpu"
+        return max(1, len(instances)) * self.config.rows(platform)
 
     def check_model(self, name: str | None) -> None:
         """404 for a model that is not served."""
@@ -55,6 +73,7 @@ class Service:
             raise InvalidValue("stream_options has no meaning without stream=true", "stream_options")
         if body.stream and body.prompt_logprobs is not None:
             raise InvalidValue("prompt_logprobs is not supported with stream=true", "prompt_logprobs")
+        self.limits.of(client).check(body)
         params = params_of(body, self.engine.info.vocab_size)
         goals = objectives_of(body, headers, self.config)
         goals = goals._replace(pace=goals.pace and bool(body.stream))  # a whole answer is told at its end anyway
@@ -67,7 +86,9 @@ class Service:
         for number, (text, tokens) in enumerate(prompts):
             check_length(len(tokens), params, self.engine.info.max_model_len)
             key = name if len(prompts) == 1 else f"{name}-{number}"
-            jobs.append(Job(tokens, params, goals.slo, goals.priority, goals.tier, key, text, goals.pace, stops, salt))
+            jobs.append(
+                Job(tokens, params, goals.slo, goals.priority, goals.tier, key, text, goals.pace, stops, salt=salt)
+            )
         return Answer(
             name,
             body.model or self.config.names[0],
@@ -79,6 +100,7 @@ class Service:
             echo=isinstance(body, CompletionBody) and body.echo,
             score_only=isinstance(body, CompletionBody) and body.max_tokens == 0,
             service_tier=body.service_tier,
+            client=client,
         )
 
     @contextmanager
@@ -94,10 +116,23 @@ class Service:
         if self._mailbox is None:
             self._mailbox = Mailbox(asyncio.get_running_loop())
         mailbox = self._mailbox
+        outputs, tokens = sum(job.params.n for job in answer.jobs), sum(len(job.prompt) for job in answer.jobs)
+        arrived = time.monotonic()
+        async with self.stage.admitted(answer.client, outputs, tokens) as client:
+            waited = time.monotonic() - arrived
+            streams = [pieces(self.engine, self.tokenizer, replace(job, waited=waited), mailbox) for job in answer.jobs]
+            async with aclosing(self._told(answer, merged(streams), client)) as news:
+                async for number, piece in news:
+                    yield number, piece
+
+    async def _told(
+        self, answer: Answer, source: AsyncGenerator[tuple[int, Piece], None], client: Client
+    ) -> AsyncGenerator[tuple[int, Piece], None]:
+        """The same, counted, up to a failure."""
         begun = set[int]()
-        streams = [pieces(self.engine, self.tokenizer, job, mailbox) for job in answer.jobs]
-        async with aclosing(merged(streams)) as news:
+        async with aclosing(source) as news:
             async for number, piece in news:
+                client.use("generation", len(piece.tokens))
                 job = answer.jobs[number]
                 if number not in begun:
                     begun.add(number)

@@ -60,6 +60,7 @@ class Double:
         tier: str = STANDARD,
         key: str = "",
         salt: bytes = b"",
+        waited: float = 0.0,
         on_delta: Callable[[Delta], None],
     ) -> int:
         with self._lock:
@@ -74,7 +75,7 @@ class Double:
             tuple(prompt),
             params,
             slo,
-            time.monotonic(),
+            time.monotonic() - waited,
             seed=0,
             priority=priority,
             tier=tier,
