@@ -44,6 +44,8 @@ PATIENCE = (
     3600.0  # seconds without any news after which a request counts as lost: best effort waits for the load to fall
 )
 
+ADMIN = "soak"  # the key of the routes that change roles
+
 
 # the server's side: what only its own process can say
 
@@ -53,7 +55,7 @@ def child(flags: Sequence[str]) -> int:
     from jaxserve.config import ServeConfig
     from jaxserve.server.main import Ending, listen_on, log_to_stderr, serve, start_service
 
-    config = ServeConfig.load(**json.loads(flags[0]))
+    config = ServeConfig.load(**json.loads(flags[0]), admin_key=(ADMIN,))
     log_to_stderr("warning")
     sock = listen_on("127.0.0.1", 0)
     service = start_service(config)
@@ -251,8 +253,8 @@ async def capacity(url: str, clients: int, seconds: float) -> float:
 async def turns(tally: Tally, client: httpx.AsyncClient, instances: int, every: float, draw: random.Random) -> None:
     while True:
         await asyncio.sleep(draw.uniform(0.5, 1.5) * every)
-        roles = [draw.choice(ROLES) for _ in range(instances)]
-        answer = await client.post("/v1/admin/roles", json={"roles": roles})
+        roles, headers = [draw.choice(ROLES) for _ in range(instances)], {"Authorization": f"Bearer {ADMIN}"}
+        answer = await client.post("/v1/admin/roles", json={"roles": roles}, headers=headers)
         tally.turns[answer.status_code] += 1
 
 

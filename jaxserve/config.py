@@ -5,27 +5,26 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from jaxserve import speculative
 from jaxserve.elsewhere import argument_hint
-from jaxserve.errors import InvalidValue
+from jaxserve.errors import InvalidValue, short
 from jaxserve.sched import admission, placement, policies
 from jaxserve.sched.boundary import DEPTH, Boundary
 from jaxserve.sched.perf import KINDS
 from jaxserve.sched.sim.latency import Latency
 from jaxserve.sched.slo import ANSWER, SLO, THINKING
+from jaxserve.settings import Bytes, HttpSettings, flag
 from jaxserve.speculative import Speculative
 from jaxserve.tiers import AUTO, Classes, Objective, Tier, load_tiers
-from jaxserve.yamlio import convert, load_fields, load_yaml, nearest, parse_yaml, size
+from jaxserve.yamlio import convert, load_fields, load_yaml, nearest, parse_yaml
 
 __all__ = ["ServeConfig", "load_yaml", "parse_mesh", "parse_yaml", "preset"]
-
-Bytes = Annotated[int, size]
 
 
 def preset(kind: str, name: str) -> Path:
@@ -47,13 +46,8 @@ def parse_mesh(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def flag(default: Any, group: str, text: str, **more: Any) -> Any:
-    """A setting: its default, the group of flags it is shown in, and what it does."""
-    return field(default=default, metadata={"group": group, "help": text, **more})
-
-
 @dataclass(frozen=True)
-class ServeConfig:
+class ServeConfig(HttpSettings):
     """Settings of a server or of an `LLM`. Names are vLLM's where vLLM has the setting.
 
     Each field is a flag (`max_model_len` is `--max-model-len`) and a key of a `--config` file. Raises InvalidValue
@@ -197,34 +191,9 @@ class ServeConfig:
     )  # fmt: skip
     enable_prefix_caching: bool = flag(True, "memory", "Keep the KV of finished requests for later equal prefixes.")
 
-    # server
-    host: str = flag(
-        "127.0.0.1", "server", "Address to listen on; 0.0.0.0 lets other machines connect (set --api-key then)."
-    )
-    port: int = flag(8000, "server", "Port to listen on; 0 picks a free one.")
-    api_key: tuple[str, ...] = flag(
-        (), "server", "Keys that requests must bring as `Authorization: Bearer KEY`.", metavar="KEY"
-    )
-    served_model_name: tuple[str, ...] = flag(
-        (), "server", "Names that requests may give as `model`. Default: the model's.", metavar="NAME"
-    )
-    chat_template: str | None = flag(None, "server", "Jinja file with a chat template instead of the model's.")
-    max_body_size: Bytes = flag(8 << 20, "server", "Largest request body; larger ones get 413.", metavar="SIZE")
-    drain_timeout: float = flag(
-        30.0, "server", "After SIGTERM, how long running requests may go on; new ones get 503.", metavar="TIME"
-    )
-    pace_tokens: bool = flag(
-        False, "server", "Stream tokens that are computed early no earlier than their objective asks for (first token "
-        "plus TPOT each), as a steady flow instead of bursts. A request's own pace_tokens wins.",
-    )  # fmt: skip
-    log_level: Literal["debug", "info", "warning", "error"] = flag("info", "server", "How much to log.")
-    disable_log_stats: bool = flag(False, "server", "No line of statistics every 10 s.")
-    journal: str | None = flag(
-        None, "server", "File that records arrivals, plans and results as JSON lines, to replay them.", metavar="FILE"
-    )
-
     def __post_init__(self) -> None:
         self._check_ranges()
+        self.check_http()
         self._check_supported()
         self._check_names()
         self._check_mesh()
@@ -239,8 +208,6 @@ class ServeConfig:
             ("preempt_depth", 1, None),
             ("block_size", 1, None),
             ("kv_cache_memory", 1, None),
-            ("max_body_size", 1, None),
-            ("drain_timeout", 0, None),
             ("profile_time", 0.01, None),
             ("port", 0, 65535),
             ("gpu_memory_utilization", 0.01, 1),
@@ -313,8 +280,10 @@ class ServeConfig:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What requests may call the model; the first is what answers call it."""
-        return self.served_model_name or (self.model or "jaxserve-demo",)
+        """What requests may call the model; the first is what answers call it: of a folder its last name only."""
+        if self.served_model_name or self.model is None:
+            return self.served_model_name or ("jaxserve-demo",)
+        return (Path(self.model).resolve().name if Path(self.model).is_dir() else self.model,)
 
     @cached_property
     def speculative(self) -> Speculative | None:
@@ -381,7 +350,7 @@ class ServeConfig:
     def tier(self, name: str) -> tuple[Tier, SLO]:
         """A tier by name, and the SLO it promises. Raises InvalidValue naming the tiers there are."""
         if name not in self.tiers:
-            raise InvalidValue(f"service_tier={name!r} is unknown: {nearest(name, self.tiers)}", "service_tier")
+            raise InvalidValue(f"service_tier={short(name)} is unknown: {nearest(name, self.tiers)}", "service_tier")
         return self.tiers[name], self.tiers[name].slo(self.slo)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Text from tokens one at a time, and stop strings that may begin in one token and end in another."""
+"""Text from tokens one at a time, up to a stop string that may begin in one token and end in another."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence, Set
 from typing import NamedTuple, Protocol
 
 from jaxserve.sched.params import SamplingParams
+from jaxserve.stops import Automaton, StopStrings
 
 _WINDOW = 16  # tokens decoded together at most: bounds the work per token
 _CONTEXT = 4  # tokens kept to decode the next ones after; a character has at most 4 bytes
@@ -63,42 +64,6 @@ class Detokenizer:
         return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
 
 
-class StopStrings:
-    """Finds the first stop string in a stream of text; holds back text that may be the beginning of one."""
-
-    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        self._stops = tuple(stops)
-        self._include = include
-        self._held = ""
-
-    def add(self, text: str) -> tuple[str, str | None]:
-        """(text that may go out, the stop string found or None). Nothing may be added after one was found."""
-        if not self._stops:
-            return text, None
-        self._held += text
-        hits = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if hits:
-            end, start, stop = min(hits)
-            out, self._held = self._held[: end if self._include else start], ""
-            return out, stop
-        keep = max(self._overlap(stop) for stop in self._stops)
-        cut = len(self._held) - keep
-        out, self._held = self._held[:cut], self._held[cut:]
-        return out, None
-
-    def flush(self) -> str:
-        """What was held back, when no more text comes."""
-        out, self._held = self._held, ""
-        return out
-
-    def _overlap(self, stop: str) -> int:
-        """Length of the longest end of the held text that begins `stop`."""
-        for length in range(min(len(stop) - 1, len(self._held)), 0, -1):
-            if self._held.endswith(stop[:length]):
-                return length
-        return 0
-
-
 class Gain(NamedTuple):
     """What some tokens became: the text that may go out, how many of the tokens count, the stop string found."""
 
@@ -110,9 +75,10 @@ class Gain(NamedTuple):
 class TextStream:
     """Tokens of one output to text, up to its first stop string."""
 
-    def __init__(self, tokenizer: Decoder, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Decoder, params: SamplingParams, stops: Automaton | None = None) -> None:
+        """`stops` is the automaton of `params.stop`, where the outputs of a request share one."""
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
-        self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
+        self._stops = StopStrings(params.stop if stops is None else stops, params.include_stop_str_in_output)
         self._min_tokens = params.min_tokens
         self._include = params.include_stop_str_in_output
         self._count = 0

@@ -16,12 +16,13 @@ from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from jaxserve.detokenize import TextStream
-from jaxserve.errors import InvalidValue, JaxserveError
+from jaxserve.errors import InvalidValue, JaxserveError, short
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import Delta, TokenLogprobs
 from jaxserve.sched.request import STANDARD
 from jaxserve.sched.slo import SLO
+from jaxserve.stops import Automaton
 from jaxserve.tokenizer import Tokenizer
 
 
@@ -39,6 +40,8 @@ class EngineLike(Protocol):
         priority: int = 0,
         tier: str = STANDARD,
         key: str = "",
+        salt: bytes = b"",
+        waited: float = 0.0,
         on_delta: Callable[[Delta], None],
     ) -> int: ...
     def cancel(self, request: int, reason: str = "abort") -> None: ...
@@ -57,6 +60,9 @@ class Job:
     key: str = field(default_factory=lambda: f"gen-{secrets.token_hex(8)}")
     text: str | None = None  # the prompt as it was given, where it was text
     pace: bool = False  # one piece per token, so that each can be told at its own time
+    stops: Automaton | None = None  # of `params.stop`; None: made when the job begins
+    waited: float = 0.0  # seconds since it arrived, before the engine knew of it
+    salt: bytes = b""  # of its pages in the prefix cache: only requests with the same salt share any
 
 
 class Piece(NamedTuple):
@@ -93,7 +99,7 @@ def check_length(length: int, params: SamplingParams, limit: int) -> None:
         )
     if params.max_tokens is not None and length + params.max_tokens > limit:
         raise InvalidValue(
-            f"max_tokens={params.max_tokens} after a prompt of {length} tokens is more than this model's context of "
+            f"max_tokens={short(params.max_tokens)} after a prompt of {length} tokens is more than the context of "
             f"{limit} tokens: at most {limit - length} are left",
             "max_tokens",
         )
@@ -109,7 +115,7 @@ class Choice:
         self.count = 0  # tokens of the output
         self._engine = engine
         self._params = job.params
-        self._stream = TextStream(tokenizer, job.params)
+        self._stream = TextStream(tokenizer, job.params, job.stops)
         self._stop: str | None = None
 
     def feed(self, delta: Delta) -> Piece:
@@ -171,6 +177,8 @@ def submit(
     computes the prompt's log-probabilities.
     """
     params, choices = job.params, list[Choice]()
+    if job.stops is None:
+        job = replace(job, stops=Automaton(params.stop))  # one for all outputs
     for index in range(params.n):
         choice = Choice(engine, tokenizer, job, index)
         own = replace(
@@ -188,6 +196,8 @@ def submit(
                 priority=job.priority,
                 tier=job.tier,
                 key=key,
+                salt=job.salt,
+                waited=job.waited,
                 on_delta=lambda delta, choice=choice: deliver(choice, delta),  # type: ignore[misc]
             )
         except BaseException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -19,13 +20,17 @@ Message = Mapping[str, Any]
 
 
 class Tokenizer:
-    """One model's tokenizer. Safe to use from several threads for decoding; encode from one at a time."""
+    """One model's tokenizer. Safe to use from several threads."""
 
     def __init__(self, hf: Any, chat_template: str | None = None) -> None:
         """`hf` is a transformers tokenizer; `chat_template` replaces the template that it brings."""
         self._hf = hf
         self._template = chat_template
         self.piece_bytes = lru_cache(maxsize=65536)(self._piece_bytes)
+        self._lock = threading.Lock()  # for tokenizers that encode through transformers' own code
+        if self._reentrant:
+            self._backend.no_truncation()  # transformers undoes both at each call, which is not thread-safe
+            self._backend.no_padding()
 
     @classmethod
     def load(cls, name: str | Path, revision: str | None = None, chat_template: str | None = None) -> Tokenizer:
@@ -58,7 +63,10 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with what the model wants around it (BOS) unless `add_special_tokens` is off."""
-        return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+        if self._reentrant:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        with self._lock:
+            return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of some tokens; what is not valid UTF-8 becomes U+FFFD. Ids beyond the vocabulary are empty."""
@@ -87,7 +95,9 @@ class Tokenizer:
         template = template or self._template
         taken = set(arguments or ()) & set(inspect.signature(self._hf.apply_chat_template).parameters)
         if taken:
-            raise InvalidValue(f"chat_template_kwargs may not set {', '.join(sorted(taken))}", "chat_template_kwargs")
+            raise InvalidValue(
+                f"chat_template_kwargs may not set {', '.join(sorted(taken))[:100]}", "chat_template_kwargs"
+            )
         if template is None and not self._hf.chat_template:
             raise InvalidValue(
                 "this model has no chat template: use /v1/completions, or give --chat-template", "messages"
@@ -102,7 +112,9 @@ class Tokenizer:
                 **(arguments or {}),
             )
         except Exception as error:  # a template is a program: it may raise anything
-            raise InvalidValue(f"the chat template refuses these messages: {error}", "messages") from error
+            reason = str(error)
+            reason = reason if len(reason) <= 200 else reason[:199] + "…"
+            raise InvalidValue(f"the chat template refuses these messages: {reason}", "messages") from error
         return text
 
     @property
@@ -113,6 +125,24 @@ class Tokenizer:
     def _backend(self) -> Any:
         """The Rust tokenizer under transformers' own, where there is one."""
         return getattr(self._hf, "backend_tokenizer", None)
+
+    @cached_property
+    def _reentrant(self) -> bool:
+        """Whether the Rust tokenizer alone gives the ids that transformers would, from several threads at a time."""
+        from transformers import PreTrainedTokenizerFast
+
+        own = type(self._hf)._encode_plus is PreTrainedTokenizerFast._encode_plus
+        return bool(self._backend is not None and own and not getattr(self._hf, "split_special_tokens", False))
+
+    @cached_property
+    def longest_piece(self) -> int:
+        """An upper bound on the characters that one token stands for, as vLLM's `max_chars_per_token`.
+
+        Vocabularies that can write any byte have no token for unknown text; the others may make one token of a long
+        unknown word, so their bound is at least WordPiece's longest word.
+        """
+        longest = max(map(len, self._hf.get_vocab()))
+        return longest if self._byte_level or self.byte_fallback else max(longest, 128)
 
     @cached_property
     def special(self) -> frozenset[int]:

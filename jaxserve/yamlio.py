@@ -50,7 +50,7 @@ def size(text: str | int) -> int:
 def nearest(word: str, allowed: Iterable[str]) -> str:
     """The end of an error message about an unknown word: the nearest allowed one, and all of them if that helps."""
     names = sorted(allowed)
-    close = difflib.get_close_matches(word, names, n=1)
+    close = difflib.get_close_matches(word[:100], names, n=1)  # its time grows with the word, which a client may send
     if close and len(names) > 12:
         return f"did you mean {close[0]!r}?"
     hint = f"did you mean {close[0]!r}? " if close else ""

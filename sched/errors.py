@@ -23,3 +23,20 @@ class QueueFull(JaxserveError):
 
 class StepFailed(JaxserveError):
     """A step raised on the device, or what was asked needs the KV pool that was lost with it."""
+
+
+ECHO = 80  # characters of a value that an error repeats
+
+
+def short(value: object, most: int = ECHO) -> str:
+    """Return `repr(value)`, cut to `most` characters: an error must not repeat a whole request body."""
+    if isinstance(value, str | bytes | list | tuple) and len(value) > most:
+        value = value[:most]  # repr of the whole value may be megabytes
+        text = repr(value)[: most - 1]
+    elif isinstance(value, int) and value.bit_length() > 8 * most:
+        return f"an integer of {value.bit_length()} bits"  # str() refuses integers above 4,300 digits
+    else:
+        text = repr(value)
+        if len(text) <= most:
+            return text
+    return text[: most - 1] + "…"

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
-from .errors import InvalidValue
+from .errors import InvalidValue, short
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
+MAX_STOPS, MAX_STOP_LENGTH = 64, 1024  # OpenAI takes 4; each costs time at every token
+MAX_STOP_TOKENS = 1024
 _WHOLE = ("n", "min_tokens", "top_k")
 _OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 _REAL = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -63,6 +65,17 @@ class SamplingParams:
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
             ("repetition_penalty", self.repetition_penalty > 0.0, "above 0"),
             ("stop", all(self.stop), "strings that are not empty"),
+            (
+                "stop",
+                len(self.stop) <= MAX_STOPS and all(len(one) <= MAX_STOP_LENGTH for one in self.stop),
+                f"at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} characters each; "
+                f"there are {len(self.stop)}, the longest of {max(map(len, self.stop), default=0)}",
+            ),
+            (
+                "stop_token_ids",
+                len(self.stop_token_ids) <= MAX_STOP_TOKENS,
+                f"at most {MAX_STOP_TOKENS} token ids; there are {len(self.stop_token_ids)}",
+            ),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"),
             (
                 "prompt_logprobs",
@@ -72,7 +85,7 @@ class SamplingParams:
             ("logit_bias", len(self.logit_bias) <= MAX_LOGIT_BIAS, f"at most {MAX_LOGIT_BIAS} entries"),
         ):
             if not ok:
-                raise InvalidValue(f"{name}={getattr(self, name)!r} must be {allowed}", name)
+                raise InvalidValue(f"{name}={short(getattr(self, name))} must be {allowed}", name)
 
     def _to_plain_numbers(self) -> None:
         """Numbers of other libraries become Python's, which a journal can write. A value of another type would fail

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from .errors import InvalidValue
+from .errors import InvalidValue, short
 from .perf.model import Array, PerfModel
 from .request import RequestView
 
@@ -27,12 +27,14 @@ def roles_of(given: Sequence[str] | Mapping[int, str], instances: int) -> dict[i
     """Roles by instance, from the names of the roles of all of them, or of some by index. Raises InvalidValue."""
     if not isinstance(given, Mapping):
         if isinstance(given, str) or len(given) != instances:
-            raise InvalidValue(f"roles={given!r} must be a list of {instances}, one for each instance", "roles")
+            raise InvalidValue(f"roles={short(given)} must be a list of {instances}, one for each instance", "roles")
         given = dict(enumerate(given))
     allowed = [role.value for role in Role]
     for index, name in given.items():
         if name not in allowed:
-            raise InvalidValue(f"role={name!r} of instance {index} must be one of {', '.join(allowed)}", "role")
+            raise InvalidValue(
+                f"role={short(name)} of instance {short(index)} must be one of {', '.join(allowed)}", "role"
+            )
     return {index: Role(name) for index, name in given.items()}
 
 

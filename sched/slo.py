@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from .errors import InvalidValue
+from .errors import InvalidValue, short
 
 ANSWER = "answer"
 THINKING = "thinking"
@@ -26,13 +26,13 @@ class SLO:
 
     def __post_init__(self) -> None:
         named = [("ttft", self.ttft), ("tpot", self.tpot), ("tbt", self.tbt)]
-        named += [(f"stages[{stage!r}].tpot", tpot) for stage, tpot in self.stages]
+        named += [(f"stages[{short(stage)}].tpot", tpot) for stage, tpot in self.stages]
         for name, value in named:
             if value is not None and not value > 0:
-                raise InvalidValue(f"SLO {name}={value!r} must be a positive number of seconds", name)
+                raise InvalidValue(f"SLO {name}={short(value)} must be a positive number of seconds", name)
         for stage, _ in self.stages:
             if stage not in (THINKING, ANSWER):
-                raise InvalidValue(f"SLO stage {stage!r} must be one of {THINKING!r}, {ANSWER!r}", "stages")
+                raise InvalidValue(f"SLO stage {short(stage)} must be one of {THINKING!r}, {ANSWER!r}", "stages")
 
     def tpot_of(self, stage: str) -> float:
         """Seconds allowed for one token of `stage`."""

@@ -118,9 +118,12 @@ class Engine:
         priority: int = 0,
         tier: str = STANDARD,
         key: str = "",
+        salt: bytes = b"",
+        waited: float = 0.0,
         on_delta: Callable[[Delta], None],
     ) -> int:
-        """Hand a request in; returns its id at once. News come to `on_delta`, in the engine's thread.
+        """Hand a request in; returns its id at once. News come to `on_delta`, in the engine's thread. In the prefix
+        cache it finds only pages of requests with the same `salt`. It arrived `waited` seconds ago.
 
         Raises InvalidValue where it cannot be served, QueueFull where too many wait, JaxserveError when the engine
         is ending.
@@ -132,7 +135,7 @@ class Engine:
             tuple(prompt),
             params,
             slo,
-            self._machine.now(),
+            self._machine.now() - waited,
             seed=self._seed_of(params, id),
             priority=priority,
             tier=tier,
@@ -140,6 +143,7 @@ class Engine:
             thinking=self.info.thinking.after(prompt) if slo.stages else None,
             limit=min(params.max_tokens or self.info.max_model_len, self.info.max_model_len - len(prompt)),
             key=key,
+            salt=salt,
             class_=self._classes.of(tier, slo),
         )
         with self._lock:
@@ -312,6 +316,7 @@ class Engine:
             dict(self._hygiene.collections),
             self._hygiene.seconds,
             deflections=self._cluster.deflections,
+            unkept_programs=compiled.unkept_total,
             forecasts=dict(self._cluster.forecasts.accuracy),
         )
 

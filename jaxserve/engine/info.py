@@ -83,6 +83,7 @@ class Stats:
     collection_seconds: float = 0.0
     deflections: int = 0  # prompts given to instances that decode
     forecasts: dict[str, Accuracy] = field(default_factory=dict)  # of first tokens, by path
+    unkept_programs: int = 0  # compiled, and not kept because the cache folder cannot be written
 
     @property
     def attained(self) -> int:

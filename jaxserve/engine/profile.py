@@ -18,7 +18,7 @@ import jax
 
 from jaxserve.engine.build import ExecutorConfig
 from jaxserve.engine.executor import JaxExecutor
-from jaxserve.engine.warmup import Progress, cache_folder
+from jaxserve.engine.warmup import Progress, cache_folder, compile_counter
 from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.executor import Executor
 from jaxserve.sched.perf.buckets import Buckets
@@ -110,7 +110,8 @@ class Kept:
             partial.write_text(json.dumps({"facts": self._facts, "points": points}), encoding="utf-8")
             partial.replace(self.path)
         except OSError as error:
-            log.warning("the profile cannot be kept in %s: %s", self.path, error)
+            if compile_counter().writable:  # else it is said already
+                log.warning("the profile cannot be kept in %s: %s", self.path, error)
 
 
 def measured(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
@@ -37,6 +39,7 @@ class CompileCounter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._made = self._loaded = self._warm = 0
+        self.writable = True  # whether the persistent cache keeps what is compiled; set by `use_persistent_cache`
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         jax.monitoring.register_event_listener(self._on_event)
 
@@ -57,6 +60,11 @@ class CompileCounter:
     @property
     def cache_loads_total(self) -> int:
         return self._loaded
+
+    @property
+    def unkept_total(self) -> int:
+        """Programs compiled that the next start compiles again, because the cache folder cannot be written."""
+        return 0 if self.writable else self.compilations_total
 
     @property
     def after_warmup(self) -> int:
@@ -80,10 +88,25 @@ def cache_folder() -> Path:
     return Path(named or Path.home() / ".cache" / "jaxserve" / "xla")
 
 
+def why_not_writable(folder: Path) -> str | None:
+    """Return why nothing can be kept in a folder, which is made where it is missing; None where it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return f"{folder} cannot be written ({error.strerror or error})"
+
+
 def use_persistent_cache(folder: Path | None = None) -> Path:
     """Keep compiled programs between runs and share them among instances. `folder` None: see `cache_folder`."""
     path = folder or cache_folder()
-    jax.config.update("jax_compilation_cache_dir", str(path))
+    counter, reason = compile_counter(), why_not_writable(path)
+    if reason is not None and counter.writable:
+        log.warning("compiled programs and profiles are not kept: %s; JAXSERVE_CACHE_DIR names another folder", reason)
+        warnings.filterwarnings("ignore", message="Error writing persistent compilation cache entry")  # one a program
+    counter.writable = reason is None
+    jax.config.update("jax_compilation_cache_dir", str(path))  # also where it can only be read
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     compat.share_programs()

@@ -54,6 +54,7 @@ class Answer:
     echo: bool = False
     score_only: bool = False  # max_tokens 0: what is drawn is not shown
     service_tier: str | None = None
+    client: str = ""  # the name of its API key
     created: int = field(default_factory=lambda: int(time.time()))
     outputs: list[list[Gathered]] = field(default_factory=list)
 

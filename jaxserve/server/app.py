@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from jaxserve.errors import InvalidValue, JaxserveError
+from jaxserve.errors import JaxserveError
 from jaxserve.server.admin import change_roles, present_load, present_roles
-from jaxserve.server.failures import Refused, handler, response_of
+from jaxserve.server.documented import body_schema, document
+from jaxserve.server.failures import Refused, handler, response_of, routes_of, unrouted
 from jaxserve.server.guard import Guard
 from jaxserve.server.metrics import CONTENT_TYPE
 from jaxserve.server.openai import (
@@ -22,7 +25,6 @@ from jaxserve.server.openai import (
     Sampled,
     TokenizeBody,
     check_token,
-    messages_of,
     parse,
 )
 from jaxserve.server.service import Service
@@ -35,11 +37,11 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="jaxserve", version=__version__, description="LLM serving under latency objectives.")
     created = int(time.time())
 
-    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatBody))
+    @app.post("/v1/chat/completions", openapi_extra=body_schema(ChatBody))
     async def chat(request: Request) -> Response:
         return await _answer(service, request, ChatBody)
 
-    @app.post("/v1/completions", openapi_extra=_schema(CompletionBody))
+    @app.post("/v1/completions", openapi_extra=body_schema(CompletionBody))
     async def complete(request: Request) -> Response:
         return await _answer(service, request, CompletionBody)
 
@@ -52,26 +54,29 @@ def create_app(service: Service) -> FastAPI:
         service.check_model(name)
         return _model(service, name, created)
 
-    @app.post("/tokenize", openapi_extra=_schema(TokenizeBody))
+    @app.post("/tokenize", openapi_extra=body_schema(TokenizeBody))
     async def tokenize(request: Request) -> Response:
-        return JSONResponse(await _tokenize(service, parse(await request.body(), TokenizeBody)))
+        body = parse(await request.body(), TokenizeBody)
+        return JSONResponse(await while_connected(request.receive, _tokenize(service, body)))
 
-    @app.post("/detokenize", openapi_extra=_schema(DetokenizeBody))
+    @app.post("/detokenize", openapi_extra=body_schema(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         body = parse(await request.body(), DetokenizeBody)
         service.check_model(body.model)
         for token in body.tokens:
             check_token(token, service.engine.info.vocab_size, "tokens")
-        return JSONResponse({"prompt": await service.off_loop(lambda: service.tokenizer.decode(body.tokens))})
+        decoded = service.prompts.run(lambda: service.tokenizer.decode(body.tokens), len(body.tokens))
+        return JSONResponse({"prompt": await while_connected(request.receive, decoded)})
 
     @app.get("/v1/admin/roles")
     async def roles() -> dict[str, Any]:
         return present_roles(service.engine)
 
-    @app.post("/v1/admin/roles", openapi_extra=_schema(RolesBody))
+    @app.post("/v1/admin/roles", openapi_extra=body_schema(RolesBody))
     async def turn(request: Request) -> dict[str, Any]:
         return await change_roles(service.engine, parse(await request.body(), RolesBody))
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         if service.draining:
@@ -92,46 +97,47 @@ def create_app(service: Service) -> FastAPI:
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    for kind in (HTTPException, JaxserveError):
-        app.add_exception_handler(kind, handler)
+    app.add_exception_handler(HTTPException, partial(unrouted, routes_of(app)))
+    app.add_exception_handler(JaxserveError, handler)
+    for gone in (Disconnected, ClientDisconnect):
+        app.add_exception_handler(gone, left)
+    document(app)
     config = service.config
-    app.add_middleware(Guard, keys=config.api_key, max_body=config.max_body_size, draining=lambda: service.draining)
+    app.add_middleware(
+        Guard,
+        keys=service.keys,
+        max_body=config.max_body_size,
+        draining=lambda: service.draining,
+        protect=config.protect_metrics,
+    )
     return app
+
+
+async def left(_: Request, error: Exception) -> Response:
+    """Return the answer to a client that has disconnected: it is never sent, but the access log shows its status."""
+    return Response(status_code=499)
 
 
 async def _answer(service: Service, request: Request, kind: type[Sampled]) -> Response:
     """Answer a request to generate. Errors become answers here: none may reach the server's own 500 page."""
     try:
         body = parse(await request.body(), kind)
-        answer = await service.prepare(body, request.headers, request.state.request_id)
+        preparing = service.prepare(body, request.headers, request.state.request_id, request.state.client)
+        answer = await while_connected(request.receive, preparing, service.ending)
         if body.stream:
-            return await EventStream.start(service.chunks(answer, body), request.receive)
-        return JSONResponse(await while_connected(request.receive, service.whole(answer)))
-    except Disconnected:
-        return Response(status_code=499)  # nobody reads it; the access log says what happened
+            return await EventStream.start(service.chunks(answer, body), request.receive, service.ending)
+        return JSONResponse(await while_connected(request.receive, service.whole(answer), service.ending))
+    except (Disconnected, ClientDisconnect) as error:
+        return await left(request, error)
     except Exception as error:
         return response_of(error)
 
 
 async def _tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
     service.check_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidValue("give either prompt or messages", "prompt")
-    tokenizer = service.tokenizer
-
-    def work() -> list[int]:
-        if body.messages is None:
-            return tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
-        text = tokenizer.chat(
-            messages_of(body.messages),
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-        )
-        return tokenizer.encode(text, bool(body.add_special_tokens))
-
-    tokens = await service.off_loop(work)
+    tokens = await service.prompts.tokenize(body)
     made = {"count": len(tokens), "max_model_len": service.engine.info.max_model_len, "tokens": tokens}
-    made["token_strs"] = [tokenizer.piece(token) for token in tokens] if body.return_token_strs else None
+    made["token_strs"] = [service.tokenizer.piece(token) for token in tokens] if body.return_token_strs else None
     return made
 
 
@@ -145,10 +151,3 @@ def _model(service: Service, name: str, created: int) -> dict[str, Any]:
         "parent": None,
         "max_model_len": service.engine.info.max_model_len,
     }
-
-
-def _schema(kind: Any) -> dict[str, Any]:
-    """The body of a route for /docs: bodies are parsed by hand, so FastAPI cannot know it."""
-    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

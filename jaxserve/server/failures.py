@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from jaxserve.errors import InvalidValue, JaxserveError, QueueFull
+from jaxserve.errors import ECHO, InvalidValue, JaxserveError, QueueFull
 from jaxserve.generation import GenerationFailed
 
 logger = logging.getLogger("jaxserve.server")
+
+MAX_MESSAGE = 1000  # characters; values that errors repeat are cut by `short` already
 
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
+    403: "permission_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     503: "service_unavailable_error",
 }
 
@@ -66,7 +75,10 @@ def body_of(refused: Refused) -> dict[str, Any]:
     """`{"error": {message, type, param, code}}`."""
     kind = _TYPES.get(refused.status, "internal_server_error")
     code = refused.status if refused.code is None else refused.code
-    return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": code}}
+    message, param = str(refused), refused.param
+    if len(message) > MAX_MESSAGE:
+        message = message[: MAX_MESSAGE - 1] + "…"
+    return {"error": {"message": message, "type": kind, "param": param and param[:100], "code": code}}
 
 
 def response_of(error: Exception) -> Response:
@@ -78,6 +90,31 @@ def response_of(error: Exception) -> Response:
     if refused.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(body_of(refused), refused.status, headers)
+
+
+def routes_of(app: FastAPI) -> dict[str, list[str]]:
+    """Return the methods of each path of an application that is documented."""
+    made: dict[str, list[str]] = {}
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.include_in_schema:
+            made.setdefault(route.path, []).extend(sorted(route.methods or ()))
+    return made
+
+
+async def unrouted(routes: Mapping[str, Sequence[str]], request: Request, error: Exception) -> Response:
+    """Answer for a path or a method that is not there: say what is."""
+    assert isinstance(error, HTTPException)
+    path, method = request.url.path, request.method
+    asked = f"{method} {path if len(path) <= ECHO else path[: ECHO - 1] + '…'}"
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        there = ", ".join(f"{'/'.join(methods)} {path}" for path, methods in routes.items())
+        return response_of(Refused(404, f"no route {asked} here; there is {there}", code="unknown_route"))
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = (error.headers or {}).get("Allow", "")
+        answer = response_of(Refused(405, f"no route {asked} here; {path[:ECHO]} takes {allowed}", code="wrong_method"))
+        answer.headers["Allow"] = allowed
+        return answer
+    return response_of(error)
 
 
 async def handler(_: Request, error: Exception) -> Response:

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-import hmac
+import logging
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.server.failures import Refused, response_of
+from jaxserve.server.keys import LOOPBACK, Keys
 
-_GUARDED = ("/v1", "/tokenize", "/detokenize")
+logger = logging.getLogger("jaxserve.server")
+
+_WORK = ("/v1", "/tokenize", "/detokenize")  # routes that need a key where there are keys
+_ADMIN = "/v1/admin"
+_OPEN = "/health"  # needs none, even with --protect-metrics
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Guard:
-    """ASGI middleware. `draining` says whether new work is refused; `keys` empty means that anybody may ask."""
+    """ASGI middleware. `draining` says whether new work is refused.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], max_body: int, draining: Callable[[], bool]) -> None:
+    Sets `request_id` and `client`, the name of the caller's API key or "", in the state of the request.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: Keys, max_body: int, draining: Callable[[], bool], protect: bool = False
+    ) -> None:
         self._app = app
-        self._keys = [key.encode() for key in keys]
+        self._keys = keys
         self._max_body = max_body
         self._draining = draining
+        self._protect = protect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -32,38 +43,86 @@ class Guard:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         name = given if _ID.fullmatch(given) else secrets.token_hex(16)
-        scope.setdefault("state", {})["request_id"] = name
+        state = scope.setdefault("state", {})
+        state["request_id"], state["client"] = name, ""
+        begun = False
 
         async def named(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
                 MutableHeaders(scope=message)["X-Request-Id"] = name
             await send(message)
 
         try:
-            self._check(scope, headers)
-        except Refused as error:
+            self._check(scope, headers, state)
+            await self._app(scope, _Counted(receive, self._max_body), named)
+        except Exception as error:
+            if begun:
+                raise
             await response_of(error)(scope, receive, named)
-            return
-        await self._app(scope, _Counted(receive, self._max_body), named)
 
-    def _check(self, scope: Scope, headers: Headers) -> None:
-        path = str(scope["path"])
-        guarded = any(path == prefix or path.startswith(prefix + "/") for prefix in _GUARDED)
-        if guarded and self._keys and scope["method"] != "OPTIONS":
-            scheme, _, key = headers.get("authorization", "").partition(" ")
-            said = key.strip().encode()
-            if scheme.lower() != "bearer" or not sum(hmac.compare_digest(said, one) for one in self._keys):
-                what = "a wrong API key" if said else "no API key"
-                raise Refused(401, f"{what}: send `Authorization: Bearer KEY`", code="invalid_api_key")
-        if guarded and scope["method"] == "POST" and self._draining():
+    def _check(self, scope: Scope, headers: Headers, state: dict[str, str]) -> None:
+        path, post = str(scope["path"]), scope["method"] == "POST"
+        if _below(path, _ADMIN):
+            self._check_admin(scope, headers)
+        elif self._keys.names and self._needs_key(path) and scope["method"] != "OPTIONS":
+            said = _bearer(headers)
+            client = self._keys.client(said)
+            if client is None:
+                raise _unauthorized("API key", said)
+            state["client"] = client
+        if post and any(_below(path, prefix) for prefix in _WORK) and self._draining():
             raise Refused(503, "the server is shutting down", code="shutting_down", retry_after=5.0)
         length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > self._max_body:
+        if length.isdigit() and (len(length) > 18 or int(length) > self._max_body):
             raise too_large(self._max_body)
+
+    def _needs_key(self, path: str) -> bool:
+        return path != _OPEN if self._protect else any(_below(path, prefix) for prefix in _WORK)
+
+    def _check_admin(self, scope: Scope, headers: Headers) -> None:
+        """An administrator's key; and nothing that a web page could send: see docs/security.md.
+
+        A browser posts other content types than JSON across origins without asking, and with DNS rebinding reaches
+        loopback under the name of the page.
+        """
+        address = (scope.get("server") or ("",))[0]
+        if address in LOOPBACK and _host(headers.get("host", "")) not in LOOPBACK:
+            raise Refused(403, "admin routes on loopback need Host: localhost, 127.0.0.1 or [::1]", code="wrong_host")
+        if not self._keys.has_admin:
+            raise Refused(403, "admin routes are off: start the server with --admin-key", code="admin_off")
+        said = _bearer(headers)
+        if not self._keys.is_admin(said):
+            raise _unauthorized("admin key", said)
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if scope["method"] not in ("GET", "HEAD") and kind != "application/json":
+            raise Refused(415, "admin routes take Content-Type: application/json only", code="wrong_content_type")
+
+
+def _below(path: str, prefix: str) -> bool:
+    return path == prefix or path.startswith(prefix + "/")
+
+
+def _bearer(headers: Headers) -> str:
+    """Return the key that a request brings, "" where there is none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _host(header: str) -> str:
+    """Return the name in a Host header, without its port and brackets."""
+    match = re.fullmatch(r"\[([^\]]*)\](?::\d*)?|([^:]*)(?::\d*)?", header)
+    return (match[1] or match[2] or "").lower() if match else ""
+
+
+def _unauthorized(what: str, said: str) -> Refused:
+    code = f"invalid_{what.lower().replace(' ', '_')}"
+    return Refused(401, f"{'a wrong' if said else 'no'} {what}: send `Authorization: Bearer KEY`", code=code)
 
 
 def too_large(limit: int) -> Refused:
-    """The answer to a body above the limit."""
+    """Return the answer to a body above the limit."""
     return Refused(413, f"the body is larger than {limit} bytes (--max-body-size)", code="body_too_large")
 
 

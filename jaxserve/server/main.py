@@ -24,12 +24,16 @@ from jaxserve.models.source import find_tokenizer
 from jaxserve.report.progress import bar
 from jaxserve.report.table import print_table
 from jaxserve.server.app import create_app
+from jaxserve.server.keys import Keys, warn_if_open
+from jaxserve.server.limits import load_limits
 from jaxserve.server.metrics import StatsLine
+from jaxserve.server.protocol import limits_of, protocol_of
 from jaxserve.server.service import Service
 
 logger = logging.getLogger("jaxserve.server")
 
 STATS_EVERY = 10.0  # seconds
+PATIENCE = 0.6  # seconds for the last words of requests that the end of the server cuts short
 
 
 class Server(uvicorn.Server):
@@ -45,7 +49,10 @@ def run(config: ServeConfig) -> int:
     log_to_stderr(config.log_level)
     quieter: Callable[[], None] = prometheus_client.disable_created_metrics
     quieter()  # a second series beside each counter, which nobody reads
-    sock = listen_on(config.host, config.port)  # a port in use is told before minutes of loading
+    keys = Keys.of(config)  # what cannot be read, and a port in use, are told before minutes of loading
+    warn_if_open(config, keys)
+    load_limits(config, keys.names)
+    sock = listen_on(config.host, config.port)
     try:
         service = start_service(config)
         try:
@@ -107,6 +114,7 @@ async def serve(service: Service, sock: socket.socket, ready: Callable[[Ending],
     the Ending that `ready` is called with once requests are taken."""
     config = uvicorn.Config(
         create_app(service),
+        http=protocol_of(limits_of(service.config)),
         log_level=service.config.log_level,
         log_config=None,
         access_log=service.config.log_level == "debug",
@@ -156,13 +164,25 @@ class Ending:
         if self._service.active:
             logger.warning("%d requests did not finish in time and are aborted", self._service.active)
             self.now()
-        self._server.should_exit = True
+        else:
+            self._server.should_exit = True
 
     def now(self) -> None:
-        """End at once; what is running is aborted."""
+        """End at once: what is running gets an error, as the last event of a stream or as its answer."""
         self._service.draining = True
-        self._server.should_exit = True
-        self._server.force_exit = True
+        self._service.ending.set()
+        self._task = asyncio.ensure_future(self._leave())
+
+    async def _leave(self) -> None:
+        """Wait for the last words of running requests, then cut the connections of clients that do not read them."""
+        state, loop = self._server.server_state, asyncio.get_running_loop()
+        end, cut = loop.time() + PATIENCE, loop.time() + 2 * PATIENCE
+        while state.tasks and loop.time() < cut:
+            await asyncio.sleep(0.01)
+            if loop.time() > end:
+                for connection in list(state.connections):
+                    connection.transport.abort()
+        self._server.should_exit = self._server.force_exit = True
 
 
 async def _announce(
@@ -184,7 +204,7 @@ async def _announce(
     print(promise_line(info.promise))
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # nosec B104
-    key = " -H 'Authorization: Bearer KEY'" if config.api_key else ""
+    key = " -H 'Authorization: Bearer KEY'" if service.keys.names else ""
     print(f"jaxserve is ready at http://{host}:{port}. Try:")
     print(
         f"  curl http://{host}:{port}/v1/completions -H 'Content-Type: application/json'{key} "

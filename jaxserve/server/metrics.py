@@ -91,6 +91,10 @@ class Metrics:
     def _make(self, kind: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
         return kind(PREFIX + name, text, ["model_name", *labels], registry=self.registry, **more)
 
+    def register(self, collector: Collector) -> None:
+        """Add families that another part of the server keeps."""
+        self.registry.register(collector)
+
     def begun(self, job: Job) -> None:
         """The engine has taken a job and begun to answer."""
         self._prompt_tokens.inc(len(job.prompt) * job.params.n)
@@ -211,6 +215,7 @@ class EngineCollector(Collector):
             ("compilations", "Programs compiled, warm-up included.", stats.compilations),
             ("compilations_after_warmup", "Programs compiled while serving: 0.", stats.compilations_after_warmup),
             ("compilation_cache_loads", "Programs read from the cache on disk.", stats.cache_loads),
+            ("compilation_cache_write_failures", "Compiled programs that could not be kept.", stats.unkept_programs),
             ("event_loop_stalls", "Times the engine's event loop was away for more than 5 ms.", stats.stalls),
             ("deflections", "Requests prefilled on a decode instance.", stats.deflections),
             ("spec_decode_num_drafts", "Drafts verified.", counters.drafts),

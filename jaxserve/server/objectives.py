@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from jaxserve.config import ServeConfig
-from jaxserve.errors import InvalidValue
+from jaxserve.errors import ECHO, InvalidValue, short
 from jaxserve.sched.request import STANDARD
 from jaxserve.sched.slo import SLO
 from jaxserve.server.openai import Sampled
@@ -16,6 +16,11 @@ from jaxserve.tiers import canonical, stages_over
 # Names in the order of precedence; gateways send the first kind, load generators the second.
 TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+
+
+MAX_MS = 1e12  # 31 years: sums of objectives stay finite, and no deadline becomes NaN
+
+MAX_PRIORITY = 2**31 - 1  # a column of integers in the scheduler
 
 
 class Objectives(NamedTuple):
@@ -38,7 +43,7 @@ def objectives_of(body: Sampled, headers: Mapping[str, str], config: ServeConfig
     tpot = _first(("tpot_slo_ms", body.tpot_slo_ms), TPOT_HEADERS, headers)
     tbt = _first(("tbt_slo_ms", body.tbt_slo_ms), (), headers)
     stages = tuple(
-        (stage, _seconds(f"stage_slo.{stage}.tpot_slo_ms", given.tpot_slo_ms))
+        (stage, _seconds(f"stage_slo.{stage[:ECHO]}.tpot_slo_ms", given.tpot_slo_ms))
         for stage, given in (body.stage_slo or {}).items()
     )
     try:
@@ -52,6 +57,9 @@ def objectives_of(body: Sampled, headers: Mapping[str, str], config: ServeConfig
     except InvalidValue as error:
         raise InvalidValue(str(error), "stage_slo") from error
     priority = tier.priority if body.priority is None else body.priority
+    if abs(priority) > MAX_PRIORITY:
+        message = f"priority={short(priority)} must be between -{MAX_PRIORITY} and {MAX_PRIORITY}"
+        raise InvalidValue(message, "priority")
     pace = config.pace_tokens if body.pace_tokens is None else body.pace_tokens
     return Objectives(slo, priority, canonical(name, tier), pace)
 
@@ -66,11 +74,12 @@ def _first(field: tuple[str, float | None], names: tuple[str, ...], headers: Map
             try:
                 return _seconds(name, float(headers[name]))
             except ValueError as error:
-                raise InvalidValue(f"{name}: {headers[name]!r} must be a positive number of ms", name) from error
+                raise InvalidValue(f"{name}: {short(headers[name])} must be a positive number of ms", name) from error
     return None
 
 
 def _seconds(name: str, milliseconds: float) -> float:
-    if not milliseconds > 0:
-        raise InvalidValue(f"{name}={milliseconds} must be a positive number of milliseconds", name)
+    if not 0 < milliseconds <= MAX_MS:  # also NaN
+        message = f"{name}={milliseconds} must be a positive number of milliseconds, at most {MAX_MS:g}"
+        raise InvalidValue(message, name)
     return milliseconds / 1000.0

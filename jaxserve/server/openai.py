@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from jaxserve.errors import InvalidValue
+from jaxserve.errors import InvalidValue, short
 from jaxserve.sched.params import SamplingParams
 
 logger = logging.getLogger("jaxserve.server")
@@ -27,14 +28,14 @@ class StreamOptions(BaseModel):
 class StageSLO(BaseModel):
     """Objective of one stage of the output."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     tpot_slo_ms: float
 
 
 class Body(BaseModel):
     """Any request body. Unknown fields are kept aside, to warn about once."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
     model: str | None = None
 
 
@@ -63,6 +64,7 @@ class Sampled(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
+    cache_salt: str | None = None  # as in vLLM: prefixes are shared only with requests that bring the same
     # latency objectives
     priority: int | None = None
     service_tier: str | None = None
@@ -161,6 +163,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "chat_template": _NOTHING,  # a program from anybody; the server's own is --chat-template
 }
 
+MAX_NAME = 1024  # characters of `cache_salt` and `request_id`
+
 _warned: set[str] = set()
 _MAX_WARNED = 1000  # a client that makes names up must not fill the log or the memory
 
@@ -168,9 +172,13 @@ _MAX_WARNED = 1000  # a client that makes names up must not fill the log or the 
 def parse(raw: bytes, kind: type[M]) -> M:
     """A request body as `kind`. Raises InvalidValue naming the field, its value and what is allowed."""
     try:
-        data = json.loads(raw, parse_constant=_no_constant)
+        text = raw.decode("utf-8-sig")  # strictly: `json.loads` would let encoded surrogates pass
+        data = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise InvalidValue(f"the body is not valid JSON: {error}") from error
+        reason = f"byte {error.start} is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+        raise InvalidValue(f"the body is not valid JSON: {reason[:200]}") from error
+    if _SURROGATE.search(text):
+        _check_unicode(data)
     if not isinstance(data, dict):
         raise InvalidValue(f"the body must be a JSON object, not {type(data).__name__}")
     for name, neutral in _UNSUPPORTED.items():
@@ -187,6 +195,28 @@ def parse(raw: bytes, kind: type[M]) -> M:
     return body
 
 
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # the escape of one half of a pair; most bodies have none
+
+
+def _check_unicode(data: Any) -> None:
+    """Raises InvalidValue, naming the field, for text with half of a surrogate pair: it has no UTF-8."""
+    waiting: list[tuple[str, Any]] = [("", data)]
+    while waiting:
+        where, value = waiting.pop()
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                half = f"\\u{ord(value[error.start]):04x}"
+                message = f"{where or 'the body'} holds half of a surrogate pair ({half}), which is not text"
+                raise InvalidValue(message, where or None) from None
+        elif isinstance(value, dict):
+            waiting += [(where, key) for key in value]
+            waiting += [(where or key, inner) for key, inner in value.items()]
+        elif isinstance(value, list):
+            waiting += [(where, inner) for inner in value]
+
+
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
@@ -195,18 +225,13 @@ def _readable(error: ValidationError) -> InvalidValue:
     """The first thing wrong, with the field's path and value."""
     first = error.errors(include_url=False)[0]
     path = [part for part in first["loc"] if not (isinstance(part, str) and ("[" in part or part in _TYPES))]
-    name = ".".join(map(str, path))
+    name = ".".join(map(str, path))[:100]
     if first["type"] == "missing":
         return InvalidValue(f"{name} is missing", name)
-    return InvalidValue(f"{name}={_short(first['input'])}: {first['msg']}", name)
+    return InvalidValue(f"{name}={short(first['input'])}: {first['msg']}", name)
 
 
 _TYPES = ("str", "int", "float", "bool")  # pydantic puts the union's member into the path
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "…"
 
 
 def prompts_of(prompt: Any) -> list[str | list[int]]:
@@ -221,7 +246,7 @@ def prompts_of(prompt: Any) -> list[str | list[int]]:
         if all(isinstance(item, list) and item and all(map(_is_id, item)) for item in prompt):
             return list(prompt)
     raise InvalidValue(
-        f"prompt={_short(prompt)} must be a text, a list of texts, a list of token ids, or a list of such lists",
+        f"prompt={short(prompt)} must be a text, a list of texts, a list of token ids, or a list of such lists",
         "prompt",
     )
 
@@ -230,7 +255,13 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def messages_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def prompt_count(prompt: Any) -> int:
+    """Return how many prompts a text completion has, without a look at each of them."""
+    single = not isinstance(prompt, list) or not prompt or _is_id(prompt[0])
+    return 1 if single else len(prompt)
+
+
+def messages_of(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages with plain text as content. Raises InvalidValue for what only other models could read."""
     if not messages:
         raise InvalidValue("messages=[] must hold at least one message", "messages")
@@ -240,7 +271,7 @@ def messages_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise InvalidValue(
-            f"{where}.role={message.get('role')!r} must be a text: system, user or assistant", "messages"
+            f"{where}.role={short(message.get('role'))} must be a text: system, user or assistant", "messages"
         )
     for name in ("tool_calls", "function_call", "audio"):
         if message.get(name):
@@ -251,7 +282,7 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     if isinstance(content, list):
         content = "\n".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
     if not isinstance(content, str):
-        raise InvalidValue(f"{where}.content={_short(content)} must be a text or a list of text parts", "messages")
+        raise InvalidValue(f"{where}.content={short(content)} must be a text or a list of text parts", "messages")
     return {**message, "content": content}
 
 
@@ -261,13 +292,20 @@ def _part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     if isinstance(part, dict) and kind == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    raise InvalidValue(f"{where} of type {kind!r} is not supported: only parts of type 'text' with a text", "messages")
+    raise InvalidValue(
+        f"{where} of type {short(kind)} is not supported: only parts of type 'text' with a text", "messages"
+    )
 
 
 def params_of(body: Sampled, vocab_size: int) -> SamplingParams:
     """Sampling parameters of a request. Raises InvalidValue naming the field."""
     if body.best_of is not None and body.best_of > (body.n or 1):
-        raise InvalidValue(f"best_of={body.best_of} above n={body.n or 1} is not supported: use n", "best_of")
+        raise InvalidValue(
+            f"best_of={short(body.best_of)} above n={short(body.n or 1)} is not supported: use n", "best_of"
+        )
+    for name, value in (("cache_salt", body.cache_salt), ("request_id", body.request_id)):
+        if value is not None and not 1 <= len(value) <= MAX_NAME:
+            raise InvalidValue(f"{name} has {len(value)} characters: 1 to {MAX_NAME} are allowed", name)
     given: dict[str, Any] = {
         "n": body.n,
         "min_tokens": body.min_tokens,
@@ -302,9 +340,9 @@ def _of_chat(body: ChatBody) -> dict[str, Any]:
     if value is None:
         name, value = "max_tokens", body.max_tokens
     if value is not None and value < 1:
-        raise InvalidValue(f"{name}={value} must be at least 1", name)
+        raise InvalidValue(f"{name}={short(value)} must be at least 1", name)
     if body.top_logprobs and not body.logprobs:
-        raise InvalidValue(f"top_logprobs={body.top_logprobs} needs logprobs to be true", "top_logprobs")
+        raise InvalidValue(f"top_logprobs={short(body.top_logprobs)} needs logprobs to be true", "top_logprobs")
     return {"max_tokens": value, "logprobs": (body.top_logprobs or 0) if body.logprobs else None}
 
 
@@ -322,11 +360,11 @@ def _logit_bias(bias: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, 
     for key, value in bias.items():
         try:
             token = int(key)
-        except ValueError as error:
-            raise InvalidValue(f"logit_bias key {_short(key)} must be a token id", "logit_bias") from error
+        except ValueError as error:  # also where there are more than 4,300 digits
+            raise InvalidValue(f"logit_bias key {short(key)} must be a token id", "logit_bias") from error
         check_token(token, vocab_size, "logit_bias")
         if not -100.0 <= value <= 100.0:
-            raise InvalidValue(f"logit_bias[{key}]={value} must be between -100 and 100", "logit_bias")
+            raise InvalidValue(f"logit_bias[{short(key)}]={value} must be between -100 and 100", "logit_bias")
         made.append((token, value))
     return tuple(made)
 
@@ -334,4 +372,4 @@ def _logit_bias(bias: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, 
 def check_token(token: int, vocab_size: int, name: str) -> None:
     """Raises InvalidValue for an id outside the vocabulary."""
     if not 0 <= token < vocab_size:
-        raise InvalidValue(f"{name}: token id {token} must be 0 to {vocab_size - 1}", name)
+        raise InvalidValue(f"{name}: token id {short(token)} must be 0 to {vocab_size - 1}", name)

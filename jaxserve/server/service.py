@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
 from jaxserve.config import ServeConfig
-from jaxserve.errors import InvalidValue
+from jaxserve.errors import InvalidValue, short
 from jaxserve.generation import GenerationFailed, Job, Mailbox, Piece, check_length, merged, pieces
 from jaxserve.pacing import Pace, paced
-from jaxserve.sched.params import SamplingParams
 from jaxserve.server.answers import Answer
+from jaxserve.server.client_metrics import StageCollector
 from jaxserve.server.failures import Refused
+from jaxserve.server.fairness import Client, Stage
+from jaxserve.server.keys import Keys
+from jaxserve.server.limits import load_limits
 from jaxserve.server.metrics import Metrics
-from jaxserve.server.objectives import Objectives, objectives_of
-from jaxserve.server.openai import ChatBody, CompletionBody, Sampled, check_token, messages_of, params_of, prompts_of
+from jaxserve.server.objectives import objectives_of
+from jaxserve.server.openai import ChatBody, CompletionBody, Sampled, params_of
+from jaxserve.server.prompts import Prompts
+from jaxserve.stops import Automaton
 from jaxserve.tokenizer import Tokenizer
 
-T = TypeVar("T")
-
-MAX_OUTPUTS = 1024  # of one HTTP request: prompts times n
+WINDOW = 2  # requests in the engine for each that it can run at a time, where clients share it
+QUEUE = 16  # requests that may wait in front of it, likewise, without --max-num-queued-reqs
 
 
 class Service:
@@ -31,48 +36,59 @@ class Service:
     def __init__(self, engine: Any, tokenizer: Tokenizer, config: ServeConfig) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
-        self.config = config.promising(engine.info.promise.slo)
+        self.keys = Keys.of(config)
+        self.config = replace(config.promising(engine.info.promise.slo), api_key=(), admin_key=())  # kept as digests
         self.metrics = Metrics(engine, config.names[0])
+        limits, rows = load_limits(config, self.keys.names), self._rows()
+        self.limits = limits
+        bound = config.max_num_queued_reqs or QUEUE * rows
+        self.stage = Stage(limits, self.keys.names, window=WINDOW * rows, bound=bound)
+        self.metrics.register(StageCollector(self.stage, config.names[0]))
         self.draining = False
+        self.ending = asyncio.Event()  # set when requests are waited for no longer
         self.active = 0  # HTTP requests that generate
         self._mailbox: Mailbox | None = None
-        # One thread: tokenizing a long prompt must not stall the streams, and encoding is not reentrant.
-        self._texts = ThreadPoolExecutor(1, thread_name_prefix="jaxserve-tokenize")
+        self.prompts = Prompts(tokenizer, engine.info.vocab_size, engine.info.max_model_len)
 
     def close(self) -> None:
-        """Let the tokenizing thread go."""
-        self._texts.shutdown(wait=False, cancel_futures=True)
+        """End the threads that tokenize."""
+        self.prompts.close()
 
-    async def off_loop(self, work: Callable[[], T]) -> T:
-        """Run something slow that uses the tokenizer."""
-        return await asyncio.get_running_loop().run_in_executor(self._texts, work)
+    def _rows(self) -> int:
+        """Return how many requests the engine can run at a time."""
+        instances = self.engine.info.instances
+        platform = instances[0].devices[0].partition(":")[0] if instances and instances[0].devices else "cpu"
+        return max(1, len(instances)) * self.config.rows(platform)
 
     def check_model(self, name: str | None) -> None:
         """404 for a model that is not served."""
-        if name is not None and name not in self.config.names:
+        if name is not None and name not in self.config.names and name != self.config.model:
             known = ", ".join(map(repr, self.config.names))
-            raise Refused(404, f"model {name!r} is not served here; there is {known}", "model", "model_not_found")
+            raise Refused(404, f"model {short(name)} is not served here; there is {known}", "model", "model_not_found")
 
-    async def prepare(self, body: Sampled, headers: Mapping[str, str], request_id: str) -> Answer:
+    async def prepare(self, body: Sampled, headers: Mapping[str, str], request_id: str, client: str = "") -> Answer:
         """Everything that can be refused is refused here. Raises InvalidValue and Refused."""
         self.check_model(body.model)
         if body.stream_options is not None and not body.stream:
             raise InvalidValue("stream_options has no meaning without stream=true", "stream_options")
         if body.stream and body.prompt_logprobs is not None:
             raise InvalidValue("prompt_logprobs is not supported with stream=true", "prompt_logprobs")
+        self.limits.of(client).check(body)
         params = params_of(body, self.engine.info.vocab_size)
         goals = objectives_of(body, headers, self.config)
         goals = goals._replace(pace=goals.pace and bool(body.stream))  # a whole answer is told at its end anyway
         chat = isinstance(body, ChatBody)
         name = f"{'chatcmpl' if chat else 'cmpl'}-{body.request_id or request_id}"
-        prompts = await self._prompts(body)
-        outputs = len(prompts) * params.n
-        if outputs > MAX_OUTPUTS:
-            raise InvalidValue(f"prompts times n={params.n} are {outputs} outputs: at most {MAX_OUTPUTS}", "n")
-        jobs = [
-            self._job(text, tokens, params, goals, name if len(prompts) == 1 else f"{name}-{number}")
-            for number, (text, tokens) in enumerate(prompts)
-        ]
+        prompts = await self.prompts.of(body, params.n)
+        stops = await self.prompts.run(lambda: Automaton(params.stop), 0) if params.stop else Automaton(())
+        salt = self.keys.salt(client, body.cache_salt)
+        jobs = []
+        for number, (text, tokens) in enumerate(prompts):
+            check_length(len(tokens), params, self.engine.info.max_model_len)
+            key = name if len(prompts) == 1 else f"{name}-{number}"
+            jobs.append(
+                Job(tokens, params, goals.slo, goals.priority, goals.tier, key, text, goals.pace, stops, salt=salt)
+            )
         return Answer(
             name,
             body.model or self.config.names[0],
@@ -84,37 +100,8 @@ class Service:
             echo=isinstance(body, CompletionBody) and body.echo,
             score_only=isinstance(body, CompletionBody) and body.max_tokens == 0,
             service_tier=body.service_tier,
+            client=client,
         )
-
-    async def _prompts(self, body: Sampled) -> list[tuple[str | None, list[int]]]:
-        """(text where there is one, token ids) of each prompt."""
-        if isinstance(body, ChatBody):
-            text = await self.off_loop(lambda: self._chat_text(body))
-            special = bool(body.add_special_tokens)  # the template has written them
-            return [(text, await self.off_loop(lambda: self.tokenizer.encode(text, special)))]
-        assert isinstance(body, CompletionBody)
-        made: list[tuple[str | None, list[int]]] = []
-        special = body.add_special_tokens is not False
-        for prompt in prompts_of(body.prompt):
-            if isinstance(prompt, str):
-                made.append((prompt, await self.off_loop(lambda text=prompt: self.tokenizer.encode(text, special))))  # type: ignore[misc]
-            else:
-                for token in prompt:
-                    check_token(token, self.engine.info.vocab_size, "prompt")
-                made.append((None, prompt))
-        return made
-
-    def _chat_text(self, body: ChatBody) -> str:
-        return self.tokenizer.chat(
-            messages_of(body.messages),
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            arguments=body.chat_template_kwargs,
-        )
-
-    def _job(self, text: str | None, tokens: list[int], params: SamplingParams, goals: Objectives, key: str) -> Job:
-        check_length(len(tokens), params, self.engine.info.max_model_len)
-        return Job(tokens, params, goals.slo, goals.priority, goals.tier, key, text, goals.pace)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -129,10 +116,23 @@ class Service:
         if self._mailbox is None:
             self._mailbox = Mailbox(asyncio.get_running_loop())
         mailbox = self._mailbox
+        outputs, tokens = sum(job.params.n for job in answer.jobs), sum(len(job.prompt) for job in answer.jobs)
+        arrived = time.monotonic()
+        async with self.stage.admitted(answer.client, outputs, tokens) as client:
+            waited = time.monotonic() - arrived
+            streams = [pieces(self.engine, self.tokenizer, replace(job, waited=waited), mailbox) for job in answer.jobs]
+            async with aclosing(self._told(answer, merged(streams), client)) as news:
+                async for number, piece in news:
+                    yield number, piece
+
+    async def _told(
+        self, answer: Answer, source: AsyncGenerator[tuple[int, Piece], None], client: Client
+    ) -> AsyncGenerator[tuple[int, Piece], None]:
+        """The same, counted, up to a failure."""
         begun = set[int]()
-        streams = [pieces(self.engine, self.tokenizer, job, mailbox) for job in answer.jobs]
-        async with aclosing(merged(streams)) as news:
+        async with aclosing(source) as news:
             async for number, piece in news:
+                client.use("generation", len(piece.tokens))
                 job = answer.jobs[number]
                 if number not in begun:
                     begun.add(number)

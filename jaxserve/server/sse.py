@@ -11,15 +11,23 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxserve.server.failures import body_of, refusal
+from jaxserve.server.failures import Refused, body_of, refusal
 
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+LAST_WORDS = 0.5  # seconds for the error event of a stream that the end of the server cuts short
 
 
 class Disconnected(Exception):
     """The client has gone: there is nobody to answer."""
+
+
+class Ending(Refused):
+    """The server ends and waits for requests no longer."""
+
+    def __init__(self) -> None:
+        super().__init__(503, "the server is shutting down", code="shutting_down", retry_after=5.0)
 
 
 def event(data: Mapping[str, Any]) -> bytes:
@@ -35,64 +43,92 @@ async def gone(receive: Receive) -> None:
             return
 
 
-async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client disconnects: Disconnected is raised then."""
+async def while_connected(receive: Receive, work: Awaitable[T], ending: asyncio.Event | None = None) -> T:
+    """Return the result of `work`. It is cancelled when the client disconnects, and when `ending` is set.
+
+    Raises Disconnected then, or Ending.
+    """
     task, left = asyncio.ensure_future(work), asyncio.ensure_future(gone(receive))
+    waited: list[asyncio.Future[Any]] = [task, left]
+    if ending is not None:
+        waited.append(asyncio.ensure_future(ending.wait()))
     try:
-        await asyncio.wait([task, left], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Disconnected
+            raise Disconnected if left.done() else Ending
         return task.result()
     finally:
-        for one in (task, left):
+        for one in waited:
             one.cancel()
-        await asyncio.gather(task, left, return_exceptions=True)
+        await asyncio.gather(*waited, return_exceptions=True)
 
 
 class EventStream(Response):
     """Sends JSON objects as they come, then `[DONE]`.
 
-    The status is sent with the first object, so what fails before it keeps its own status: use `first`. When the
-    client disconnects, or the server ends, the source is closed at once. An error later on becomes an event.
+    The status is sent with the first object, so what fails before it keeps its own status: use `start`. When the
+    client disconnects the source is closed at once. An error later on, and the end of the server, become an event.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, source: AsyncGenerator[dict[str, Any], None], first: list[dict[str, Any]]) -> None:
+    def __init__(
+        self, source: AsyncGenerator[dict[str, Any], None], first: list[dict[str, Any]], ending: asyncio.Event
+    ) -> None:
         super().__init__()
         del self.headers["content-length"]
         self.headers["Cache-Control"] = "no-cache"
         self.headers["X-Accel-Buffering"] = "no"  # proxies must not collect events
         self._source = source
         self._first = first
+        self._ending = ending
+        self._begun = False
 
     @classmethod
-    async def start(cls, source: AsyncGenerator[dict[str, Any], None], receive: Receive) -> EventStream:
-        """Waits for the first object; raises what the source raises until then, and Disconnected."""
+    async def start(
+        cls, source: AsyncGenerator[dict[str, Any], None], receive: Receive, ending: asyncio.Event
+    ) -> EventStream:
+        """Waits for the first object; raises what the source raises until then, Disconnected and Ending."""
         try:
-            first = [item] if (item := await while_connected(receive, anext(source, None))) is not None else []
+            first = [item] if (item := await while_connected(receive, anext(source, None), ending)) is not None else []
         except BaseException:
             await source.aclose()
             raise
-        return cls(source, first)
+        return cls(source, first, ending)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(Disconnected):
-            await while_connected(receive, self._send(send))
+            try:
+                await while_connected(receive, self._send(send), self._ending)
+            except Ending as error:
+                with suppress(TimeoutError):  # the client does not read: the connection is cut
+                    await asyncio.wait_for(self._end(send, error), LAST_WORDS)
 
     async def _send(self, send: Send) -> None:
-        async def body(data: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": data, "more_body": more})
-
         async with aclosing(self._source) as source:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await self._begin(send)
             for item in self._first:
-                await body(event(item))
+                await _part(send, event(item))
             try:
                 async for item in source:
-                    await body(event(item))
+                    await _part(send, event(item))
             except OSError:
                 raise Disconnected from None
             except Exception as error:
-                await body(event(body_of(refusal(error))))
-            await body(DONE, more=False)
+                await _part(send, event(body_of(refusal(error))))
+            await _part(send, DONE, more=False)
+
+    async def _begin(self, send: Send) -> None:
+        self._begun = True
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+
+    async def _end(self, send: Send, error: Exception) -> None:
+        """Tell why the stream ends early, in the way in which it would have ended."""
+        if not self._begun:
+            await self._begin(send)
+        await _part(send, event(body_of(refusal(error))))
+        await _part(send, DONE, more=False)
+
+
+async def _part(send: Send, data: bytes, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": more})

@@ -30,6 +30,7 @@ SMALL = {
     "kv_cache_memory": "32MiB",
     "disable_log_stats": True,
 }
+ADMIN = "boss"  # the admin key of `live`
 
 
 class Live:
@@ -99,7 +100,7 @@ def engine() -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def live(engine: Any, tokenizer: Tokenizer) -> Iterator[Live]:
     """A server with the real engine."""
-    made = Live(Service(engine, tokenizer, ServeConfig.load(mesh="2x1", **SMALL)))
+    made = Live(Service(engine, tokenizer, ServeConfig.load(mesh="2x1", admin_key=(ADMIN,), **SMALL)))
     yield made
     made.stop()
 

@@ -59,6 +59,8 @@ class Double:
         priority: int = 0,
         tier: str = STANDARD,
         key: str = "",
+        salt: bytes = b"",
+        waited: float = 0.0,
         on_delta: Callable[[Delta], None],
     ) -> int:
         with self._lock:
@@ -69,7 +71,17 @@ class Double:
             id = next(self._ids)
             self._running.add(id)
         request = Request(
-            id, tuple(prompt), params, slo, time.monotonic(), seed=0, priority=priority, tier=tier, key=key, limit=1
+            id,
+            tuple(prompt),
+            params,
+            slo,
+            time.monotonic() - waited,
+            seed=0,
+            priority=priority,
+            tier=tier,
+            key=key,
+            limit=1,
+            salt=salt,
         )
         self.submitted.append(request)
         threading.Thread(target=self._run, args=(request, on_delta), daemon=True).start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -90,3 +91,17 @@ def test_a_stop_string_frees_the_request(live):
         assert time.monotonic() < end
         time.sleep(0.01)
     live.quiet()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/detokenize"])
+def test_leaving_mid_body_is_no_error(fake, path, caplog):
+    """The client announces a body, sends half of it and closes the connection."""
+    live = fake(config={"log_level": "debug"})
+    host, port = live.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n".encode() + b'{"prompt": ')
+    time.sleep(0.1)
+    connection.close()
+    time.sleep(0.2)
+    assert live.http.get("/health").status_code == 200  # the server's loop has seen the connection end
+    assert "Traceback" not in caplog.text and "internal error" not in caplog.text, caplog.text

@@ -1,0 +1,39 @@
+"""Prometheus metrics of each API key: as many series as there are keys, whatever requests bring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from jaxserve.server.fairness import Stage
+from jaxserve.server.metrics import PREFIX
+
+REASONS = ("queue_full", "queue_share", "queue_timeout", "token_rate")
+
+
+class StageCollector(Collector):
+    """What each client has in the engine, waiting, done and refused; read at each scrape."""
+
+    def __init__(self, stage: Stage, model_name: str) -> None:
+        self._stage = stage
+        self._model = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        labels, clients = ["model_name", "api_key"], self._stage.clients
+        running = GaugeMetricFamily(PREFIX + "client_requests_running", "Requests in the engine.", labels=labels)
+        waiting = GaugeMetricFamily(PREFIX + "client_requests_waiting", "Requests that wait in front.", labels=labels)
+        admitted = CounterMetricFamily(PREFIX + "client_requests", "Requests admitted: prompts times n.", labels=labels)
+        tokens = CounterMetricFamily(PREFIX + "client_tokens", "Tokens of a client.", labels=[*labels, "kind"])
+        refused = CounterMetricFamily(PREFIX + "client_refusals", "Requests refused.", labels=[*labels, "reason"])
+        for name, client in clients.items():
+            own = [self._model, name]
+            running.add_metric(own, client.inside)
+            waiting.add_metric(own, client.waiting)
+            admitted.add_metric(own, client.requests)
+            for kind in ("prompt", "generation"):
+                tokens.add_metric([*own, kind], client.tokens[kind])
+            for reason in REASONS:
+                refused.add_metric([*own, reason], client.refused[reason])
+        yield from (running, waiting, admitted, tokens, refused)

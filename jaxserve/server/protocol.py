@@ -1,0 +1,210 @@
+"""Limits before the application sees a request: uvicorn bounds neither headers, nor time, nor connections."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from jaxserve.server.failures import Refused, body_of
+from jaxserve.settings import HttpSettings
+
+logger = logging.getLogger("jaxserve.server")
+
+FILES = 128  # open files that are not connections
+FRAMING = 16  # bytes of chunk headers allowed for a byte of the body, beside those of the headers
+
+
+class Limits(NamedTuple):
+    """Of one connection; times in seconds."""
+
+    header_size: int
+    header_timeout: float
+    body_timeout: float
+    connections: int
+
+
+def limits_of(settings: HttpSettings) -> Limits:
+    """Return the limits of a server; raises the process's limit of open files as far as the connections need it."""
+    most = settings.max_connections
+    try:
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = most + FILES if hard == resource.RLIM_INFINITY else min(most + FILES, hard)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+        if soft != resource.RLIM_INFINITY and soft - FILES < most:
+            most = max(1, soft - FILES)
+            logger.warning("max_connections is %d: this process may open only %d files (ulimit -n)", most, soft)
+    except (ImportError, ValueError, OSError):  # Windows, or a sandbox that forbids it
+        logger.debug("the limit of open files cannot be read or raised", exc_info=True)
+    return Limits(settings.max_header_size, settings.header_timeout, settings.body_timeout, most)
+
+
+def protocol_of(limits: Limits) -> type[asyncio.Protocol]:
+    """Return what uvicorn makes a protocol of each connection with."""
+    return cast(type[asyncio.Protocol], partial(BoundedProtocol, limits))
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """HTTP/1.1 with a deadline for the headers and for the body, and a bound on the bytes that are not body.
+
+    The deadline of the headers runs from the connection, or after an answer from the first byte of the next request;
+    an idle connection after an answer is closed by uvicorn's keep-alive timeout.
+    """
+
+    def __init__(self, limits: Limits, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._limits = limits
+        self._timer: asyncio.TimerHandle | None = None
+        self._refusal: Refused | None = None
+        self._begun = False  # some of a request has come, and not all of its headers
+        self._messages = 0
+        self._bytes = 0  # received since the message began, at most a read less
+        self._fields = 0  # of these, in headers and trailers that are complete
+        self._body = 0
+
+    # the transport
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.connections:
+            text = f"{self._limits.connections} connections are open (--max-connections): try again later"
+            self._refuse(Refused(503, text, code="too_many_connections", retry_after=1.0))
+        else:
+            self._arm(self._limits.header_timeout, self._late_headers)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.parser is None or self.transport.is_closing():
+            return
+        messages = self._messages
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        self._bytes = self._bytes + len(data) if messages == self._messages else 0
+        if self._bytes - self._body > self._limits.header_size + FRAMING * self._body:
+            self._refuse(self._too_large())
+        elif self._timer is None and self._waits_for_headers:
+            self._arm(self._limits.header_timeout, self._late_headers)
+
+    @property
+    def _waits_for_headers(self) -> bool:
+        """Whether bytes have come that belong to no request yet, though they may be blank lines only."""
+        return self._begun or self.cycle is None or (self.cycle.response_complete and not self.cycle.more_body)
+
+    # the parser
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._begun, self._messages = True, self._messages + 1
+        self._bytes = self._fields = self._body = 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._begun = False
+        self._arm(self._limits.body_timeout, self._late_body)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._body += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._disarm()
+        super().on_message_complete()
+        if self.cycle is not None:
+            self.cycle.more_body = False  # uvicorn leaves it where the answer came first
+
+    def _count(self, size: int) -> None:
+        self._fields += size
+        if self._fields > self._limits.header_size:
+            self._refusal = self._too_large()
+            raise ValueError  # ends the parsing: see `send_400_response`
+
+    def _too_large(self) -> Refused:
+        text = f"the headers are larger than {self._limits.header_size} bytes (--max-header-size)"
+        return Refused(431, text, code="headers_too_large")
+
+    # refusals
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn where the parser has given up."""
+        self._refuse(self._refusal or Refused(400, msg, code="invalid_http"))
+
+    def _late_headers(self) -> None:
+        if not self._begun and self.cycle is not None:
+            self.transport.close()  # kept alive, and nothing but blank lines came
+        else:
+            seconds = self._limits.header_timeout
+            self._refuse(Refused(408, f"no complete headers within {seconds:g} s (--header-timeout)", code="timeout"))
+
+    def _late_body(self) -> None:
+        seconds = self._limits.body_timeout
+        self._refuse(Refused(408, f"no complete body within {seconds:g} s (--body-timeout)", code="timeout"))
+
+    def _refuse(self, refused: Refused) -> None:
+        """Answer, where no answer has begun, and close the connection; the application sees a disconnect."""
+        self._disarm()
+        cycle = self.cycle
+        if cycle is None or not cycle.response_started or (cycle.response_complete and not cycle.more_body):
+            content = json.dumps(body_of(refused)).encode()
+            head = STATUS_LINE[refused.status]
+            head += b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(content)
+            if refused.retry_after is not None:
+                head += b"retry-after: %d\r\n" % max(1, round(refused.retry_after))
+            self.transport.write(head + b"\r\n" + content)
+        self.transport.close()
+
+    def _arm(self, seconds: float, late: Callable[[], None]) -> None:
+        self._disarm()
+        self._timer = self.loop.call_later(seconds, late)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # HTTP/1.0
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = partial(_until_closed, app, cycle)
+        super()._start_asgi_task(cycle, app)
+
+
+async def _until_closed(app: Any, cycle: RequestResponseCycle, scope: Any, receive: Any, send: Any) -> None:
+    """Run `app` for a client of HTTP/1.0, which knows no chunks: a body of unknown length ends with the connection.
+
+    uvicorn would write chunks; it is told that the length is known, and each time that it is that of the next part.
+    """
+    measured = True
+
+    async def plain(message: Any) -> None:
+        nonlocal measured
+        if message["type"] == "http.response.start":
+            measured = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if not measured:
+                cycle.chunked_encoding = False
+        elif not measured:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    await app(scope, receive, plain)

@@ -1,0 +1,33 @@
+"""A folder for compiled programs that cannot be written is said once, counted, and no reason not to serve."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import pytest
+
+from jaxserve.engine import warmup
+from jaxserve.engine.warmup import compile_counter, use_persistent_cache, why_not_writable
+
+
+@pytest.fixture
+def unchanged():
+    """What the test changes of jax and of the counter of this process."""
+    before, writable = jax.config.jax_compilation_cache_dir, compile_counter().writable
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    compile_counter().writable = writable
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, caplog, unchanged):
+    (tmp_path / "file").write_text("not a folder")
+    folder, counter = tmp_path / "file" / "cache", compile_counter()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):  # two engines in a process
+            assert use_persistent_cache(folder) == folder
+    (record,) = caplog.records
+    assert str(folder) in record.getMessage() and "JAXSERVE_CACHE_DIR" in record.getMessage()
+    assert counter.unkept_total == counter.compilations_total
+    warmup.use_persistent_cache(tmp_path / "new" / "cache")
+    assert counter.unkept_total == 0 and why_not_writable(tmp_path / "new" / "cache") is None

@@ -1,0 +1,123 @@
+"""Request bodies that are nearly right: valid ones, with one to four things changed, in JSON or in bytes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from typing import Any, NamedTuple
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What does os.path.join do?"}]
+SAMPLED = {
+    "max_tokens": 3, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "presence_penalty": 0.5, "seed": 7,
+    "frequency_penalty": 0.5, "repetition_penalty": 1.1, "n": 2, "stop": ["\n", "ab"], "stop_token_ids": [5, 6],
+    "ignore_eos": True, "min_tokens": 1, "logit_bias": {"5": 1.5}, "stream": True, "user": "u", "priority": 1,
+    "stream_options": {"include_usage": True}, "service_tier": "default", "ttft_slo_ms": 500, "tpot_slo_ms": 50,
+    "tbt_slo_ms": 200.5, "stage_slo": {"answer": {"tpot_slo_ms": 20}}, "pace_tokens": False, "cache_salt": "s",
+    "request_id": "r", "skip_special_tokens": False, "include_stop_str_in_output": True, "model": "jaxserve-demo",
+}  # fmt: skip
+OFTEN = ("max_tokens",)  # left in most bodies, so that they end soon
+SEEDS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/v1/completions", {"prompt": "def main(", **SAMPLED, "logprobs": 2, "echo": True}),
+    ("/v1/completions", {"prompt": ["def", "class A:"], **SAMPLED}),
+    ("/v1/completions", {"prompt": [5, 6, 7], **SAMPLED, "prompt_logprobs": 1, "stream": False}),
+    ("/v1/completions", {"prompt": [[5, 6], [7]], "max_tokens": 2}),
+    ("/v1/chat/completions", {"messages": CHAT, **SAMPLED, "logprobs": True, "top_logprobs": 2}),
+    ("/v1/chat/completions", {"messages": CHAT, "max_completion_tokens": 3, "chat_template_kwargs": {"a": 1}}),
+    ("/tokenize", {"prompt": "def main(", "add_special_tokens": False, "return_token_strs": True}),
+    ("/tokenize", {"messages": CHAT, "add_generation_prompt": False}),
+    ("/detokenize", {"tokens": [5, 6, 7]}),
+    ("/v1/admin/roles", {"roles": ["mixed"]}),
+    ("/v1/admin/roles", {"instance": 0, "role": "mixed"}),
+)
+LONG = "Q" * 3000
+VALUES: tuple[Any, ...] = (
+    None, True, False, 0, -1, 1, 2, 63, 64, 65, 2**31 - 1, 2**31, 2**63, -(2**63), 10**30, 0.0, -0.0, 0.5, 1e-300,
+    1e308, float("inf"), float("nan"), "", "a", "\x00", "\ud800", "é🎉", LONG, " " * 500, "1", "inf", "null", "default",
+    "best_effort", [], [[]], [None], [0], [5] * 70, ["a"] * 70, ["a"] * 1100, [LONG], {}, {"": ""}, {"a": {"b": [1]}},
+    {"5": 1e308}, {LONG: LONG}, "x" * 5000, [[[[1]]]], [1, "a"], [True], [-1], [10**30], "{{ 7*7 }}", "%s%n", "../..",
+)  # fmt: skip
+NAMES = (
+    *SAMPLED, "prompt", "messages", "logprobs", "top_logprobs", "echo", "max_completion_tokens", "tools",
+    "tool_choice",
+    "response_format", "best_of", "suffix", "lora_request", "chat_template", "chat_template_kwargs",
+    "add_special_tokens",
+    "continue_final_message", "prompt_logprobs", "roles", "role", "instance", "tokens", "unknown", "", "__class__",
+    LONG,
+)  # fmt: skip
+HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms", "x-slo-tpot-ms", "x-request-id", "authorization", "content-type")
+
+
+class Case(NamedTuple):
+    """One request, and after how many parts of the answer its client disconnects (None: it stays)."""
+
+    path: str
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+    leaves: int | None = None
+
+    def __repr__(self) -> str:
+        shown = self.body if len(self.body) < 2000 else self.body[:2000] + b"..."
+        return f"Case({self.path!r}, {shown!r}, {self.headers!r}, {self.leaves!r})"
+
+
+def case(draw: random.Random) -> Case:
+    """Make a case of `draw` alone: the same seed gives the same case."""
+    path, seed = draw.choice(SEEDS)
+    body: Any = copy.deepcopy(seed)
+    for name in list(body):
+        if draw.random() < (0.02 if name in OFTEN else 0.5) and len(body) > 2:
+            del body[name]
+    for _ in range(draw.choice((0, 1, 1, 1, 2, 3))):
+        body = mutated(body, draw)
+    raw = json.dumps(body, ensure_ascii=draw.random() < 0.5).encode("utf-8", "surrogatepass")
+    if draw.random() < 0.1:
+        raw = torn(raw, draw)
+    headers = []
+    if draw.random() < 0.1:
+        headers.append((draw.choice(HEADERS), draw.choice(("", "0", "-1", "nan", "inf", "1e999", "500", "a", LONG))))
+    if path.startswith("/v1/admin"):
+        headers += [("authorization", "Bearer boss"), ("content-type", "application/json")]
+    return Case(path, raw, tuple(headers), draw.choice((0, 1, 3)) if draw.random() < 0.1 else None)
+
+
+def mutated(body: Any, draw: random.Random) -> Any:
+    """Change one thing, at the top or somewhere inside."""
+    if not isinstance(body, dict) or draw.random() < 0.02:
+        return copy.deepcopy(draw.choice(VALUES))
+    holder: Any = body
+    while draw.random() < 0.3:
+        inner = [one for one in (holder.values() if isinstance(holder, dict) else holder) if one and _is_holder(one)]
+        if not inner:
+            break
+        holder = draw.choice(inner)
+    value = copy.deepcopy(draw.choice(VALUES))
+    if isinstance(holder, list):
+        holder[draw.randrange(len(holder))] = value
+    elif holder is body and draw.random() < 0.3:
+        holder[draw.choice(NAMES)] = value
+    elif holder:
+        holder[draw.choice(list(holder))] = value
+    return body
+
+
+def torn(raw: bytes, draw: random.Random) -> bytes:
+    """Change the bytes of a body, so that it may be JSON no longer."""
+    at = draw.randrange(len(raw)) if raw else 0
+    return draw.choice(
+        (
+            raw[:at],
+            raw[:at] + bytes([draw.randrange(256)]) + raw[at + 1 :],
+            raw[:at] + raw[at : at + 50] * 3 + raw[at:],
+            b"[" * 10_000 + raw,
+            raw + raw,
+            raw.replace(b"0", b"9" * 5000),
+            b"\xef\xbb\xbf" + raw,
+            raw.decode("utf-8", "replace").encode("utf-16"),
+            b" " * 300_000,
+        )
+    )
+
+
+def _is_holder(value: Any) -> bool:
+    return isinstance(value, dict | list)

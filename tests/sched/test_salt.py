@@ -1,0 +1,32 @@
+"""Pages are found only by requests with the same salt: clients must not learn of one another's prompts."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.sched.blocks import BlockManager
+from jaxserve.sched.memory import Memory
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.request import Request
+from jaxserve.sched.slo import NO_SLO
+
+PROMPT = tuple(range(64))
+
+
+def request(id: int, salt: bytes) -> Request:
+    return Request(id, PROMPT, SamplingParams(), NO_SLO, 0.0, salt=salt)
+
+
+@pytest.mark.parametrize("salt", [b"", b"red" * 4])
+def test_pages_are_found_with_the_same_salt_only(salt):
+    memory = Memory(BlockManager(64, 16), 4)
+    first = request(0, salt)
+    assert memory.admit(first, 0) and first.computed == 0
+    memory.register(first, 0, 64)
+    memory.vacate(first)
+    same, other, third = request(1, salt), request(2, b"blue" * 4), request(3, b"red" * 4 + b"\0")
+    assert len(memory.cached(same)) == 3, "the last page is left to compute: it samples"
+    assert memory.cached(other) == memory.cached(third) == []
+    assert memory.admit(other, 0) and other.computed == other.cached == 0
+    assert memory.admit(same, 0) and same.computed == same.cached == 48
+    assert not set(other.pages) & set(same.pages)

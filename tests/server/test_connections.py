@@ -1,0 +1,167 @@
+"""What a client can do before it has shown a key is bounded: bytes, time and connections."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from jaxserve.config import ServeConfig
+from jaxserve.server.protocol import FILES, limits_of
+
+GOOD = {"prompt": "x", "max_tokens": 2}
+QUICK = {"header_timeout": 0.4, "body_timeout": 0.6, "api_key": ("sesame",)}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+def connect(live: Any) -> socket.socket:
+    host, port = live.url.removeprefix("http://").split(":")
+    made = socket.create_connection((host, int(port)), timeout=10)
+    made.settimeout(10)
+    return made
+
+
+def read(connection: socket.socket) -> bytes:
+    """Everything until the server closes."""
+    parts = []
+    while True:
+        try:
+            part = connection.recv(65536)
+        except ConnectionError:  # the server has closed while we were sending
+            part = b""
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
+
+
+def sent(live: Any, parts: Iterable[bytes], pause: float = 0.0) -> tuple[int, bytes, int]:
+    """Send parts until the server has had enough: (status, body, bytes that were sent)."""
+    count = 0
+    with connect(live) as connection:
+        try:
+            for part in parts:
+                connection.sendall(part)
+                count += len(part)
+                time.sleep(pause)
+        except ConnectionError:
+            pass
+        answer = read(connection)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return (int(head.split()[1]) if head else 0), body, count
+
+
+def endless(first: bytes, part: bytes) -> Iterable[bytes]:
+    yield first
+    for _ in range(1 << 12):
+        yield part
+
+
+@pytest.mark.parametrize(
+    ("first", "part"),
+    [
+        (HEAD, b"a: b\r\n" * 200),  # many
+        (HEAD + b"a: ", b"b" * 4096),  # one without end
+        (HEAD, b"b" * 4096),  # a name without end
+        (b"GET /", b"b" * 4096),  # a path without end
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"a: b\r\n" * 200),  # trailers
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n1;", b"b" * 4096),  # an extension of a chunk
+    ],
+)
+def test_headers_are_bounded(fake, first, part):
+    live = fake(config={**QUICK, "header_timeout": 30.0, "body_timeout": 30.0})
+    status, body, count = sent(live, endless(first, part))
+    assert count < 4 << 20, "the kernel's buffers may take some"
+    assert status in (0, 431, 401) and (not body or json.loads(body)["error"]["code"]), (status, body)
+    assert live.http.get("/health").status_code == 200
+
+
+def test_headers_above_the_limit_name_it(fake):
+    live = fake(config={"max_header_size": "2k"})
+    status, body, _ = sent(live, [HEAD + b"a: " + b"b" * 2100 + b"\r\n\r\n"])
+    assert status == 431 and "2000 bytes (--max-header-size)" in json.loads(body)["error"]["message"]
+    assert live.http.get("/health", headers={"a": "b" * 1500}).status_code == 200
+    status, body, _ = sent(live, [b"nonsense\r\n\r\n"])
+    assert status == 400 and json.loads(body)["error"]["code"] == "invalid_http"
+
+
+def test_small_chunks_are_not_taken_for_headers(fake):
+    live = fake(config={"max_header_size": "2k"})
+    body = json.dumps({**GOOD, "user": "x" * 4000}).encode()
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    status, answer, _ = sent(live, [HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n", chunks])
+    assert status == 200 and b"choices" in answer
+
+
+@pytest.mark.parametrize(
+    ("parts", "status"),
+    [
+        ([], 408),  # nothing at all
+        ([b"\r\n"] * 60, 408),  # blank lines
+        ([HEAD] + [b"a: b\r\n"] * 60, 408),  # headers, slowly
+        ([HEAD + b"Content-Length: 999\r\n\r\n"] + [b"x"] * 60, 401),  # a body, slowly, after its refusal
+        ([HEAD + b"Authorization: Bearer sesame\r\nContent-Length: 999\r\n\r\n"] + [b"x"] * 60, 408),
+        ([b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"] + [b"\r\n"] * 60, 200),  # blank lines after an answer
+        ([b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /health HTTP/1.1\r\n"] + [b"a: b\r\n"] * 60, 200),
+    ],
+)
+def test_slow_clients_are_let_go(fake, parts, status):
+    live = fake(config=QUICK)
+    begin = time.monotonic()
+    assert sent(live, parts, pause=0.05)[0] == status
+    assert time.monotonic() - begin < 2.5
+
+
+def test_a_slow_answer_has_no_deadline(fake):
+    live = fake(delay=0.3, config={**QUICK, "api_key": ()})
+    answer = live.http.post("/v1/completions", json={**GOOD, "prompt": [5], "max_tokens": 4})
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
+
+
+def test_connections_are_bounded(fake):
+    live = fake(config={"max_connections": 5})
+    held = [connect(live) for _ in range(5)]
+    time.sleep(0.2)
+    with connect(live) as further:
+        answer = read(further)
+    assert answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in answer and b"--max-connections" in answer
+    for one in held:
+        one.close()
+    time.sleep(0.2)
+    assert live.http.get("/health").status_code == 200
+
+
+def test_connections_never_need_more_files_than_there_are(caplog):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (500, before[1]))
+        assert limits_of(ServeConfig.load(max_connections=600)).connections == 600
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 600 + FILES
+        assert not caplog.records
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    wanted = before[1] if before[1] > 0 else 1 << 40
+    if before[1] > 0:
+        assert limits_of(ServeConfig.load(max_connections=wanted)).connections == before[1] - FILES
+        assert "ulimit -n" in caplog.text
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_http_1_0_streams_are_not_chunked(fake):
+    live = fake()
+    body = json.dumps({**GOOD, "stream": True}).encode()
+    request = b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    with connect(live) as connection:
+        connection.sendall(request)
+        head, _, text = read(connection).partition(b"\r\n\r\n")
+    assert b" 200 " in head and b"chunked" not in head.lower() and b"connection: close" in head.lower()
+    events = [line for line in text.split(b"\n\n") if line]
+    assert all(event.startswith(b"data: ") for event in events) and events[-1] == b"data: [DONE]"
+    with connect(live) as connection:
+        connection.sendall(b"GET /v1/models HTTP/1.0\r\n\r\n")
+        head, _, text = read(connection).partition(b"\r\n\r\n")
+    assert json.loads(text)["object"] == "list" and b"content-length" in head

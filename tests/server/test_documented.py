@@ -1,0 +1,75 @@
+"""`/openapi.json` is valid, unknown routes are answered with those there are, and no path of this machine is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator, validate
+
+from jaxserve.config import ServeConfig
+
+
+def refs(node: Any) -> set[str]:
+    """Every `$ref` in a document."""
+    if isinstance(node, dict):
+        own = {node["$ref"]} if isinstance(node.get("$ref"), str) else set()
+        return own.union(*map(refs, node.values()))
+    return set().union(*map(refs, node)) if isinstance(node, list) else set()
+
+
+def test_the_schema_is_valid(fake):
+    live = fake()
+    schema = live.http.get("/openapi.json").json()
+    validate(schema, cls=OpenAPIV31SpecValidator)
+    for ref in refs(schema):
+        found: Any = schema
+        for part in ref.removeprefix("#/").split("/"):
+            assert part in found, f"{ref} refers to nothing"
+            found = found[part]
+    bodies = schema["components"]["schemas"]
+    assert {"ChatBody", "CompletionBody", "StreamOptions", "StageSLO", "ErrorAnswer"} <= set(bodies)
+    assert "cache_salt" in bodies["ChatBody"]["properties"]
+    assert live.http.get("/docs").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/v1/responses"), ("GET", "/"), ("POST", "/v1/embeddings"), ("GET", "/v1/chat")]
+)
+def test_unknown_routes_say_what_there_is(fake, method, path):
+    answer = fake().http.request(method, path)
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_route"
+    assert f"no route {method} {path} here" in message
+    assert "POST /v1/chat/completions" in message and "GET /health" in message
+
+
+def test_a_wrong_method_says_the_right_one(fake):
+    answer = fake().http.get("/v1/completions")
+    assert answer.status_code == 405 and answer.headers["Allow"] == "POST"
+    assert "takes POST" in answer.json()["error"]["message"]
+
+
+def test_head_health(fake):
+    live = fake()
+    answer = live.http.head("/health")
+    assert answer.status_code == 200 and not answer.content
+    live.engine.healthy = False
+    assert live.http.head("/health").status_code == 503
+
+
+def test_models_show_no_path(fake, tmp_path: Path):
+    folder = tmp_path / "secret-place" / "my-model"
+    folder.mkdir(parents=True)
+    assert ServeConfig.load(model=str(folder)).names == ("my-model",)
+    assert ServeConfig.load(model="Qwen/Qwen3-8B").names == ("Qwen/Qwen3-8B",)
+    live = fake(config={"model": str(folder)})
+    shown = live.http.get("/v1/models").json()
+    assert [one["id"] for one in shown["data"]] == ["my-model"] and "secret-place" not in json.dumps(shown)
+    asked = {"prompt": "x", "max_tokens": 1}
+    for model in ("my-model", str(folder)):
+        assert live.http.post("/v1/completions", json={**asked, "model": model}).status_code == 200
+    assert "secret-place" not in live.http.post("/v1/completions", json={**asked, "model": "other"}).text
+    assert "secret-place" not in live.http.get("/metrics").text

@@ -1,0 +1,120 @@
+"""How a server ends: running requests get a last word, clients that do not read are cut, an idle one ends at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+LONG = {"prompt": "def main(", "max_tokens": 200, "ignore_eos": True}
+
+
+def ended(live: Any) -> None:
+    """Wait until the server's thread is over."""
+    live._thread.join(10)
+    assert not live._thread.is_alive()
+
+
+def complains(caplog: pytest.LogCaptureFixture) -> str:
+    return "\n".join(r.getMessage() for r in caplog.records if r.levelname == "ERROR" or r.exc_info)
+
+
+@pytest.mark.parametrize("how", ["now", "drain"])
+def test_streams_end_with_an_error_and_done(fake, how, caplog):
+    """`drain` is SIGTERM with requests that outlast the drain timeout; `now` is SIGINT."""
+    live = fake(delay=0.1, config={"drain_timeout": "300ms"})
+    with live.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: {")
+        begin = time.monotonic()
+        live.call(getattr(live.ending, how))
+        rest = [line for line in lines if line]
+    assert time.monotonic() - begin < 2.0
+    assert rest[-1] == "data: [DONE]" and json.loads(rest[-2][6:])["error"]["code"] == "shutting_down"
+    ended(live)
+    assert not complains(caplog)
+    assert set(live.engine.cancelled.values()) == {"abort"}
+
+
+def test_whole_answers_end_with_503(fake, caplog):
+    live = fake(delay=0.1)
+    answers: list[httpx.Response] = []
+    ask = threading.Thread(target=lambda: answers.append(httpx.post(f"{live.url}/v1/completions", json=LONG)))
+    ask.start()
+    while not live.engine.submitted:
+        time.sleep(0.01)
+    live.call(live.ending.now)
+    ask.join(10)
+    assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "shutting_down"
+    assert answers[0].headers["Retry-After"]
+    ended(live)
+    assert not complains(caplog)
+
+
+def test_a_client_that_does_not_read_is_cut(fake, caplog):
+    live = fake(max_model_len=200_000)
+    host, port = live.url.removeprefix("http://").split(":")
+    body = json.dumps({**LONG, "max_tokens": 150_000, "stream": True, "logprobs": 2}).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        connection.recv(100)
+        time.sleep(0.5)  # the server's buffers fill up
+        begin = time.monotonic()
+        live.call(live.ending.now)
+        ended(live)
+    assert time.monotonic() - begin < 3.0
+    assert not complains(caplog)
+
+
+SERVE = """
+import sys, time, logging
+sys.path.insert(0, sys.argv[1])
+from double import Double
+import asyncio, jaxserve.demo
+from jaxserve.config import ServeConfig
+from jaxserve.server.main import listen_on, serve, log_to_stderr
+from jaxserve.server.service import Service
+from jaxserve.tokenizer import Tokenizer
+log_to_stderr("info")
+sock = listen_on("127.0.0.1", 0)
+service = Service(Double(delay=0.1), Tokenizer.load(jaxserve.demo.model_path()), ServeConfig.load(drain_timeout=0.3))
+print(sock.getsockname()[1], flush=True)
+asyncio.run(serve(service, sock))
+service.close()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_streams_and_process(number):
+    """The signal handlers of a process of its own, with a stream open and then idle."""
+    folder = os.path.dirname(__file__)
+    command = [sys.executable, "-c", SERVE, folder]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+        for _ in range(100):
+            try:
+                assert httpx.get(f"{url}/health").status_code == 200
+                break
+            except httpx.ConnectError:
+                time.sleep(0.05)
+        with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=20) as response:
+            lines = response.iter_lines()
+            next(lines)
+            begin = time.monotonic()
+            process.send_signal(number)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and "shutting_down" in rest[-2]
+        _, errors = process.communicate(timeout=20)
+        assert time.monotonic() - begin < 4.0, "0.3 s of draining, and what a busy machine needs to unload Python"
+    assert process.returncode == 0 and "Traceback" not in errors, errors

@@ -1,0 +1,133 @@
+"""Values that are JSON but cannot be served: halves of surrogate pairs, infinities, megabytes. Each is a 400."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+HALF = "\ud800"
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+TEXT = {"prompt": "x", "max_tokens": 1}
+
+
+def refused(live: Any, path: str, body: Any, status: int = 400, **more: Any) -> dict[str, Any]:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = live.http.post(path, content=content, **more)
+    assert answer.status_code == status, (path, answer.status_code, answer.text[:300])
+    assert live.http.post("/v1/completions", json=TEXT).status_code == 200
+    error: dict[str, Any] = answer.json()["error"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": HALF}, "prompt"),
+        ("/v1/completions", {"prompt": ["x", f"a{HALF}"]}, "prompt"),
+        ("/v1/completions", {**TEXT, "stop": [HALF]}, "stop"),
+        ("/v1/completions", {**TEXT, "request_id": HALF, "stream": True}, "request_id"),
+        ("/v1/completions", {**TEXT, "stage_slo": {HALF: {"tpot_slo_ms": 5}}}, "stage_slo"),
+        ("/v1/completions", {**TEXT, "model": HALF}, "model"),
+        ("/v1/completions", {**TEXT, "service_tier": HALF}, "service_tier"),
+        ("/v1/completions", {**TEXT, "cache_salt": HALF}, "cache_salt"),
+        ("/v1/completions", {**TEXT, HALF: 1}, None),
+        ("/v1/completions", HALF, None),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": HALF}]}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": HALF, "content": "x"}]}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": HALF}]}]}, "messages"),
+        ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {HALF: HALF}}, "chat_template_kwargs"),
+        ("/tokenize", {"prompt": HALF}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "\udfff\ud800"}]}, "messages"),
+        ("/detokenize", {"tokens": [5], "model": HALF}, "model"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_refused(fake, path, body, param):
+    error = refused(fake(), path, body)
+    assert error["param"] == param and "surrogate" in error["message"]
+
+
+def test_bytes_that_are_not_utf8_are_refused_and_pairs_are_not(fake):
+    live = fake()
+    for raw in (b"\xed\xa0\x80", b"\xff", b"\xc3"):
+        assert "UTF-8" in refused(live, "/v1/completions", b'{"prompt": "' + raw + b'"}')["message"]
+    for raw in (b"\\ud83c\\udf89", "🎉".encode(), b"\\\\ud800"):
+        body = b'{"prompt": "' + raw + b'", "max_tokens": 1}'
+        assert live.http.post("/v1/completions", content=body).status_code == 200
+    with_mark = b"\xef\xbb\xbf" + json.dumps(TEXT).encode()
+    assert live.http.post("/v1/completions", content=with_mark).status_code == 200
+
+
+@pytest.mark.parametrize("value", ["1e999", "-1e999", "NaN", "Infinity", '"inf"', '"nan"', "1e13", "0", "-5"])
+@pytest.mark.parametrize("name", ["ttft_slo_ms", "tpot_slo_ms", "tbt_slo_ms", "stage_slo"])
+def test_objectives_are_positive_and_finite(fake, name, value):
+    live = fake()
+    given = f'{{"answer": {{"tpot_slo_ms": {value}}}}}' if name == "stage_slo" else value
+    error = refused(live, "/v1/completions", f'{{"prompt": "x", "max_tokens": 1, "{name}": {given}}}'.encode())
+    assert error["param"] is None or error["param"].startswith(name)
+    assert len(live.engine.submitted) == 1, "only the good request has reached the engine"
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "-inf", "1e999", "1e13", "x" * 5000, "9" * 5000])
+@pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-llm-d-slo-tpot-ms"])
+def test_objectives_in_headers_too(fake, name, value):
+    assert refused(fake(), "/v1/completions", TEXT, headers={name: value})["param"] == name
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"])
+def test_no_number_is_infinite(fake, name):
+    refused(fake(), "/v1/completions", f'{{"prompt": "x", "{name}": 1e999}}'.encode())
+    refused(fake(), "/v1/completions", f'{{"prompt": "x", "logit_bias": {{"5": 1e999}}, "{name}": 1}}'.encode())
+
+
+LONG, DIGITS = "Q" * 5000, 9 * 10**4000
+HUGE: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {**TEXT, "model": LONG}),
+    ("/v1/completions", {**TEXT, "service_tier": LONG}),
+    ("/v1/completions", {**TEXT, "request_id": LONG}),
+    ("/v1/completions", {**TEXT, "cache_salt": LONG}),
+    ("/v1/completions", {**TEXT, "stage_slo": {LONG: {"tpot_slo_ms": 5}}}),
+    ("/v1/completions", {**TEXT, "stage_slo": {LONG: {"tpot_slo_ms": -5}}}),
+    ("/v1/completions", {**TEXT, "stage_slo": {LONG: {LONG: LONG}}}),
+    ("/v1/completions", {**TEXT, "stop": [LONG]}),
+    ("/v1/completions", {**TEXT, "logit_bias": {LONG: 1}}),
+    ("/v1/completions", {**TEXT, "logit_bias": {LONG: LONG}}),
+    ("/v1/completions", {**TEXT, "logit_bias": {str(number): 0 for number in range(4000)}}),
+    ("/v1/completions", {**TEXT, "stop_token_ids": [DIGITS]}),
+    ("/v1/completions", {**TEXT, "stop_token_ids": [5] * 5000}),
+    ("/v1/completions", {"prompt": [DIGITS]}),
+    ("/v1/completions", {"prompt": {LONG: 1}}),
+    ("/v1/completions", {"prompt": [LONG, 1, {LONG: 1}]}),
+    ("/v1/completions", {**TEXT, "temperature": LONG}),
+    ("/v1/completions", {**TEXT, "stream_options": {LONG: 1}}),
+    *(
+        ("/v1/completions", {**TEXT, name: DIGITS})
+        for name in ("max_tokens", "min_tokens", "top_k", "n", "best_of", "logprobs", "prompt_logprobs", "priority")
+    ),
+    ("/v1/chat/completions", {"messages": [{"role": LONG, "content": "x"}]}),
+    ("/v1/chat/completions", {"messages": [{"role": DIGITS, "content": "x"}]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": {LONG: 1}}]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": LONG}]}]}),
+    ("/v1/chat/completions", {"messages": [LONG]}),
+    ("/v1/chat/completions", {**CHAT, "top_logprobs": DIGITS}),
+    ("/v1/chat/completions", {**CHAT, "max_completion_tokens": -DIGITS}),
+    ("/detokenize", {"tokens": [DIGITS]}),
+    ("/detokenize", {"tokens": [LONG]}),
+    ("/v1/admin/roles", {"roles": [LONG]}),
+    ("/v1/admin/roles", {"instance": DIGITS, "role": LONG}),
+]
+
+
+def test_refusals_repeat_at_most_200_characters(fake):
+    live = fake(config={"admin_key": ("boss",)})
+    for path, body in HUGE:
+        content = json.dumps(body).encode()
+        answer = live.http.post(
+            path, content=content, headers={"Authorization": "Bearer boss", "Content-Type": "application/json"}
+        )
+        what = f"{path} {content[:80]!r}: {answer.status_code} {answer.text[:400]}"
+        assert answer.status_code in (400, 404) or (answer.status_code == 200 and b"stream_opt" not in content), what
+        assert "Q" * 201 not in answer.text and "0" * 201 not in answer.text and len(answer.text) < 1500, what
+    assert live.http.get(f"/v1/models/{LONG}").text.count("Q") <= 200
+    assert live.http.get(f"/{LONG}").text.count("Q") <= 200

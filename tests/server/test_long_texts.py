@@ -1,0 +1,131 @@
+"""Long texts are refused before they are encoded, and the ones that fit do not delay short ones."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import httpx
+import pytest
+
+from jaxserve.server.texts import SHORT, TextThreads
+
+
+def test_texts_too_long_for_the_context_are_never_encoded(fake, monkeypatch):
+    live = fake(max_model_len=64)
+    encoded = []
+    encode = live.service.tokenizer.encode
+
+    def recorded(text, *more):
+        encoded.append(text)
+        return encode(text, *more)
+
+    monkeypatch.setattr(live.service.tokenizer, "encode", recorded)
+    most = 64 * live.service.tokenizer.longest_piece
+    long = "x" * (most + 1)
+    for path, body, param in (
+        ("/v1/completions", {"prompt": long}, "prompt"),
+        ("/v1/completions", {"prompt": ["x", long]}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * 65}, "messages"),
+        ("/tokenize", {"prompt": long}, "prompt"),
+        ("/v1/completions", {"prompt": [5] * 64}, "prompt"),
+        ("/v1/completions", {"prompt": ["a"] * 1025}, "n"),
+        ("/v1/completions", {"prompt": ["a"] * 600, "n": 2}, "n"),
+        ("/v1/completions", {"prompt": [[1]] * 2000}, "n"),
+    ):
+        answer = live.http.post(path, json=body)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == param, (path, answer.text[:300])
+        assert len(answer.text) < 1000
+    assert set(encoded) <= {"x"}
+    assert live.http.post("/tokenize", json={"prompt": "x" * most}).status_code == 200
+
+
+def test_a_short_prompt_passes_long_ones(fake, monkeypatch):
+    """Long texts hold all threads but one, however many there are."""
+    live = fake(max_model_len=4096)
+    free, encode = threading.Event(), live.service.tokenizer.encode
+
+    def slow(text, *more):
+        if len(text) > SHORT:
+            free.wait(30)
+        return encode(text, *more)
+
+    monkeypatch.setattr(live.service.tokenizer, "encode", slow)
+    long = {"prompt": "x" * (SHORT + 1)}
+
+    def ask() -> None:
+        httpx.post(f"{live.url}/tokenize", json=long, timeout=60)
+
+    asking = [threading.Thread(target=ask) for _ in range(10)]
+    for one in asking:
+        one.start()
+    end = time.monotonic() + 10
+    while not live.service.prompts.waiting and time.monotonic() < end:
+        time.sleep(0.01)
+    begin = time.monotonic()
+    assert live.http.post("/v1/completions", json={"prompt": "def", "max_tokens": 1}).status_code == 200
+    assert time.monotonic() - begin < 5 and live.service.prompts.waiting
+    free.set()
+    for one in asking:
+        one.join(30)
+
+
+def test_texts_of_a_client_that_left_are_dropped(fake, monkeypatch):
+    live = fake(max_model_len=4096)
+    free, begun, encode = threading.Event(), [], live.service.tokenizer.encode
+
+    def slow(text, *more):
+        begun.append(text)
+        free.wait(30)
+        return encode(text, *more)
+
+    monkeypatch.setattr(live.service.tokenizer, "encode", slow)
+    for path in ("/v1/completions", "/tokenize"):
+        for _ in range(6):
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(live.url + path, json={"prompt": "x" * 50_000}, timeout=httpx.Timeout(5, read=0.05))
+    end = time.monotonic() + 10
+    while live.service.prompts.waiting:
+        assert time.monotonic() < end, "texts whose clients left still wait"
+        time.sleep(0.01)
+    running = len(begun)
+    free.set()
+    assert live.http.post("/v1/completions", json={"prompt": "y", "max_tokens": 1}).status_code == 200
+    assert begun[running:] == ["y"]
+
+
+def test_shortest_first_and_nothing_waits_forever():
+    async def main() -> list[int]:
+        threads, order, free = TextThreads(2), [], threading.Event()
+        holds = [asyncio.ensure_future(threads.run(free.wait, 1)) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        sizes = (30_000, 10, 3_000_000, 200)
+        work = [asyncio.ensure_future(threads.run(lambda size=size: order.append(size), size)) for size in sizes]
+        await asyncio.sleep(0)
+        free.set()
+        await asyncio.gather(*holds, *work)
+        threads.close()
+        return order
+
+    order = asyncio.run(main())
+    assert [size for size in order if size <= SHORT] == [10, 200, 30_000] and 3_000_000 in order
+
+
+def test_encoding_from_many_threads_gives_the_same_ids(tokenizer):
+    texts = [f"def f_{number}(a, b):\n    return {'é🎉 ' * number}" for number in range(40)]
+    alone = [tokenizer._hf.encode(text) for text in texts]
+    made: dict[int, list[int]] = {}
+
+    def encode(number: int) -> None:
+        for _ in range(20):
+            made[number] = tokenizer.encode(texts[number])
+
+    threads = [threading.Thread(target=encode, args=(number,)) for number in range(len(texts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [made[number] for number in range(len(texts))] == alone
+    assert tokenizer.longest_piece == max(map(len, tokenizer._hf.get_vocab()))
