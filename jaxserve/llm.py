@@ -62,6 +62,7 @@ class _Base:
         ready `config`, `engine` or `tokenizer_object` may be given instead. Raises InvalidValue.
         """
         if config is None:
+            settings.setdefault("queue_timeout", 0.0)  # no client waits here that would rather be told to come again
             config = ServeConfig.load(**({} if model is None else {"model": model}), **settings)
         elif model is not None or settings:
             raise InvalidValue(f"config is given, so {', '.join(['model', *settings])} must not be", "config")

@@ -111,6 +111,7 @@ class Request:
         "tier",
         "token_times",
         "tpot",
+        "trial",
     )
 
     def __init__(
@@ -172,7 +173,8 @@ class Request:
         self.digests: list[bytes] = []  # one per full page of known tokens, chained
         self.budget = 0.0  # seconds of tpot granted to the tokens after the first, see slo.deadline
         self.drops = 0  # times its KV was dropped
-        self.failures = 0  # steps in a row that raised while it was in them
+        self.failures = 0  # steps that raised while it was in them, since it last got beyond `trial`
+        self.trial = 0  # position up to which it runs alone
         self.scheduled_at: float | None = None
         self.first_token_at: float | None = None
         self.token_times: list[float] = []
@@ -269,6 +271,11 @@ class Request:
         self.stage = stage
         self.tpot = self.slo.tpot_of(stage)
         self.budget += (self.pending + 1) * (self.tpot - before)
+
+    def wait_anew(self) -> None:
+        """It goes to another instance without its KV; the tokens stay."""
+        self.state, self.stays = State.WAITING, False
+        self.computed = self.drops = 0
 
     def forget_cache(self) -> None:
         """The pool it had pages in is gone, and with it what was submitted; the tokens stay."""

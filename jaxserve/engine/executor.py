@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxserve.engine.checks import cause
 from jaxserve.engine.inputs import Batch, InputBuilder, SlotTable
 from jaxserve.engine.job import Job
 from jaxserve.engine.results import read
@@ -60,7 +61,7 @@ class JaxExecutor:
         self._dirty: set[int] = set()  # pages that may hold NaN
         self._finished = 0.0
         self._submitted: queue.SimpleQueue[tuple[Job, jax.Array | None] | None] = queue.SimpleQueue()
-        self._waiter = threading.Thread(target=self._wait, name=f"jaxserve-{name}", daemon=True)
+        self._waiter: threading.Thread | None = None  # waits for the devices; made with the first step
         self._movers = ThreadPoolExecutor(4, thread_name_prefix=f"jaxserve-{name}-kv")
 
     @property
@@ -104,7 +105,8 @@ class JaxExecutor:
         if plan.resume is not None and plan.resume not in self._suspended:
             raise InvalidValue(f"step {plan.step} resumes step {plan.resume}, which is not suspended", "resume")
         self._check_pool()
-        if not self._waiter.is_alive():
+        if self._waiter is None or not self._waiter.is_alive():
+            self._waiter = threading.Thread(target=self._wait, name=f"jaxserve-{self.name}", daemon=True)
             self._waiter.start()
         job = self._flying[step] = Job(plan, step, self._life, self.now())
         try:
@@ -204,7 +206,11 @@ class JaxExecutor:
     def _wait(self) -> None:
         """The waiter's thread: steps in order, each until the device is done with it, or with a segment of it."""
         while (waiting := self._submitted.get()) is not None:
-            self._await(*waiting)
+            try:
+                self._await(*waiting)
+            except BaseException as error:  # such as SystemExit: no failure of a step, and nothing waits from now on
+                waiting[0].step.get_loop().call_soon_threadsafe(self._died, error)
+                return
             del waiting  # or what is over would be held until the next
 
     def _await(self, job: Job, mark: jax.Array | None) -> None:
@@ -252,6 +258,15 @@ class JaxExecutor:
         if life != self._life:
             return
         log.error("%s: a step raised; the KV pool is rebuilt", self.name, exc_info=error)
+        self._end_all(error, lambda job: StepFailed(f"step {job.plan.step} of instance {self.name}: {cause(error)}"))
+
+    def _died(self, error: BaseException) -> None:
+        """The waiter's thread ended: no step comes back any more, which is the whole engine's failure."""
+        why = f"the thread that waits for the devices of instance {self.name} ended: {cause(error)}"
+        self._end_all(error, lambda job: JaxserveError(why))
+
+    def _end_all(self, error: BaseException, failure: Callable[[Job], JaxserveError]) -> None:
+        """Every step in flight ends in an error, and the pool is gone."""
         self._life += 1
         self._lost = True
         self._queue.clear()
@@ -260,9 +275,9 @@ class JaxExecutor:
             job.commit()
             job.walk = None  # whoever keeps the error keeps its frames
             if not step.done():
-                failure = StepFailed(f"step {job.plan.step} of instance {self.name}: {type(error).__name__}: {error}")
-                failure.__cause__ = error
-                step.set_exception(failure)
+                failed = failure(job)
+                failed.__cause__ = error
+                step.set_exception(failed)
 
     def rebuild(self) -> None:
         self.rebuilds += 1
@@ -323,6 +338,8 @@ class JaxExecutor:
     async def rest(self) -> None:
         """Wait for the steps under way and forget all requests, so that another scheduler can begin."""
         await self._landed()
+        if self._lost:
+            self.rebuild()
         self._suspended.clear()
         self.release(range(self._limits.slots))
 
@@ -332,7 +349,7 @@ class JaxExecutor:
 
     async def close(self) -> None:
         await self._landed()
-        if self._waiter.is_alive():
+        if self._waiter is not None and self._waiter.is_alive():
             self._submitted.put(None)
             await asyncio.get_running_loop().run_in_executor(self._movers, self._waiter.join)
         self._movers.shutdown(wait=False)

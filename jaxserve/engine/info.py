@@ -83,6 +83,8 @@ class Stats:
     collection_seconds: float = 0.0
     deflections: int = 0  # prompts given to instances that decode
     forecasts: dict[str, Accuracy] = field(default_factory=dict)  # of first tokens, by path
+    journal_errors: int = 0  # 1 once the journal could not be written and has stopped
+    hung_steps: int = 0  # steps that were taken to hang
 
     @property
     def attained(self) -> int:
