@@ -25,6 +25,7 @@ from .prefix_hits import PrefixHits
 from .request import Request, State
 from .roster import Roster
 from .trials import Trials
+from .waiting_room import shown
 
 WAITED = 0.25  # seconds that count at most of what a step waited for the host
 
@@ -52,7 +53,7 @@ class Scheduler(Moves):
         self._log = log
         self._reservations: dict[int, Reservation] = {}
         self._memory = self._new_memory()
-        self._roster = Roster(role, PrefixHits(self._memory))
+        self._roster = Roster(role, PrefixHits(self._memory), shown(limits.rows))
         self._flight = Flight()
         self._drafts = Acceptance()
         self._ended = 0.0  # when the last step ended, executor's clock
@@ -98,7 +99,7 @@ class Scheduler(Moves):
     @property
     def prefill_backlog(self) -> int:
         """Prompt tokens still to compute here, less what is expected to be in the prefix cache."""
-        return self._roster.prefill.backlog
+        return self._roster.backlog
 
     @property
     def decode_context(self) -> int:
