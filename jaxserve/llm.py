@@ -133,7 +133,7 @@ class LLM(_Base):
         """Generate for each prompt (a text, or token ids), in order.
 
         `sampling_params`, `slo` and `priority` are one for all or one per prompt. `use_tqdm` shows a progress bar
-        when it takes longer than a moment. A request that fails has `finish_reason` "error" in its output. Raises
+        when it takes longer than a moment. A request that fails has `finish_reason` "error" or "unavailable". Raises
         InvalidValue for a prompt that does not fit, before anything runs.
         """
         many = _many(prompts)

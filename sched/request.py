@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from math import inf
 from typing import Protocol
 
 from .acceptance import Drafts
@@ -270,7 +271,22 @@ class Request:
         before = self.tpot
         self.stage = stage
         self.tpot = self.slo.tpot_of(stage)
-        self.budget += (self.pending + 1) * (self.tpot - before)
+        self._regrant(self.pending + 1, before, self.tpot)
+
+    def take_back(self, tokens: int) -> None:
+        """The last `tokens` tokens that steps were to sample are not sampled after all."""
+        self._regrant(tokens, self.tpot, 0.0)
+        self.pending -= tokens
+
+    def _regrant(self, tokens: int, before: float, after: float) -> None:
+        """Give the last `tokens` tokens that were granted `before` seconds each `after` seconds instead.
+
+        Where a tpot is infinite the rest cannot be had by subtraction: inf - inf is no deadline.
+        """
+        if before < inf:
+            self.budget += tokens * (after - before)
+        elif tokens and self.generated <= tokens:
+            self.budget = tokens * after if after > 0 else 0.0
 
     def wait_anew(self) -> None:
         """It goes to another instance without its KV; the tokens stay."""
@@ -283,5 +299,4 @@ class Request:
         self.inflight = self.computed = self.sent_pages = self.drafting = 0
         self.suspended = False
         self.on_device = False
-        self.budget -= self.pending * self.tpot
-        self.pending = 0
+        self.take_back(self.pending)

@@ -170,6 +170,7 @@ class Roster:
             spare = request.state is State.WAITING and request.tier == BEST_EFFORT
             assert spare is (hidden or request.id in self._seen), f"{request} is on the wrong side of the room"
         for table in (self.prefill, self.decode):
+            table.check()
             assert table.standard == sum(one.tier != BEST_EFFORT for one in table), "best effort is miscounted"
         assert len(self.prefill) + len(self.decode) == len(self._filed), "tables and index disagree"
         assert self._filed.keys() <= self.requests.keys(), "a request that left is still filed"

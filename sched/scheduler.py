@@ -183,7 +183,7 @@ class Scheduler(Moves):
             return self._resume(next(iter(flight.suspended))) if flight.suspended and not flight else None
         self._step += 1
         self._decoded = granted.load.decode > 0
-        preemptible = self.limits.preemptible and not granted.load.decode
+        preemptible = self.limits.preemptible and not (granted.load.decode or trial)
         plan = StepPlan(self._step, granted.spans, preemptible and len(flight.suspended) < self.limits.suspended)
         flight.submit(plan, granted.load, self.perf.step_time(granted.load))
         self._log("planned", plan=plan)
@@ -193,22 +193,10 @@ class Scheduler(Moves):
         """What a policy sees of this instance."""
         roster = self._roster
         return View(
-            now,
-            start,
-            roster.seen_as,
-            roster.prefill,
-            roster.decode,
-            self.limits,
-            self.blocks.available,
-            self._memory.free_slots,
-            self.kv_waiting,
-            self.perf,
-            self._flight.tasks(roster.requests),
-            running,
-            self._drafts.all.acceptance,
-            self._drift.ratio,
-            self._decoded,
-        )
+            now, start, roster.seen_as, roster.prefill, roster.decode, self.limits, self.blocks.available,
+            self._memory.free_slots, self.kv_waiting, self.perf, self._flight.tasks(roster.requests), running,
+            self._drafts.all.acceptance, self._drift.ratio, self._decoded,
+        )  # fmt: skip
 
     def _resume(self, step: int) -> StepPlan:
         if step not in self._flight.suspended:
@@ -352,8 +340,7 @@ class Scheduler(Moves):
         wrong = span.length - gained
         request.drafting = 0
         request.computed -= wrong
-        request.pending -= wrong
-        request.budget -= wrong * request.tpot
+        request.take_back(wrong)
         self.counters.verified(span.draft, gained - 1)
         return span.start + gained
 

@@ -342,10 +342,8 @@ class Engine:
         mover, compiled = self._cluster.mover, self._machine.compiled
         return Stats(
             tuple(
-                InstanceStats(
-                    name, x.role.value, x.running, x.waiting, x.limits.pages, x.blocks.held, x.prefill_backlog
-                )
-                for name, x in schedulers
+                InstanceStats(n, x.role.value, x.running, x.waiting, x.limits.pages, x.blocks.held, x.prefill_backlog)
+                for n, x in schedulers
             ),
             Counters.total(one.counters for _, one in schedulers),
             len(mover),

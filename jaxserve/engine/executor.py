@@ -58,7 +58,8 @@ class JaxExecutor:
         self._flying: dict[Step, Job] = {}
         self._queue: deque[Job] = deque()  # steps of which there is more to dispatch, in order
         self._suspended: dict[int, Job] = {}  # by step
-        self._dirty: set[int] = set()  # pages that may hold NaN
+        self._unsure: set[int] = set()  # pages whose content no finite token vouches for: they may hold NaN
+        self._unsure_slots: set[int] = set()  # slots that may hold such pages
         self._finished = 0.0
         self._submitted: queue.SimpleQueue[tuple[Job, jax.Array | None] | None] = queue.SimpleQueue()
         self._waiter: threading.Thread | None = None  # waits for the devices; made with the first step
@@ -135,9 +136,11 @@ class JaxExecutor:
                 if self._slots.keeps_history(span.slot):
                     self._state.remember(span.slot, span.begin)
             if span.new_pages:
-                if self._dirty:
+                if self._unsure:
                     self._clean(span)
                 self._slots.extend(span.slot, span.new_pages)
+            if not span.samples:
+                self._doubt(span)
         return self._inputs.build(plan.spans, self._slots)
 
     def _dispatch(self) -> None:
@@ -240,18 +243,36 @@ class JaxExecutor:
             return  # its life ended in an error, which the future has
         del self._flying[job.step]
         for index in result.failed:
-            self._dirty.update(self._slots.held(job.plan.spans[index].slot))
+            self._unsure.update(self._slots.held(job.plan.spans[index].slot))
+        if self._unsure_slots:
+            self._trust(job.plan.spans, result)
         if not job.step.done():
             job.step.set_result(result)
 
     def _clean(self, span: Span) -> None:
-        """Zero the pages that the span begins to fill if a failed row left NaN there: a weight of zero times NaN is
-        NaN, so masking does not keep it from the new owner."""
+        """Zero the pages that the span begins to fill if they may hold NaN: a weight of zero times NaN is NaN, so
+        masking does not keep it from the new owner."""
         held = len(self._slots.held(span.slot))
-        unwritten = span.new_pages[max(0, -(-span.start // self.page_size) - held) :]
-        if dirty := self._dirty.intersection(unwritten):
+        written = max(0, -(-span.start // self.page_size) - held)
+        if dirty := self._unsure.intersection(span.new_pages[written:]):
             self._state.scrub(sorted(dirty), self._sizes[-1])
-            self._dirty -= dirty
+            self._unsure -= dirty
+        if not self._unsure.isdisjoint(span.new_pages[:written]):
+            self._unsure_slots.add(span.slot)
+
+    def _doubt(self, span: Span) -> None:
+        """A chunk whose logits are never looked at may write NaN unnoticed."""
+        size = self.page_size
+        pages = self._slots.held(span.slot)[span.start // size : (span.start + span.length - 1) // size + 1]
+        self._unsure.update(pages)
+        self._unsure_slots.add(span.slot)
+
+    def _trust(self, spans: Sequence[Span], result: StepResult) -> None:
+        """A finite token vouches for all KV that it was drawn from."""
+        for index, span in enumerate(spans):
+            if span.slot in self._unsure_slots and span.samples and index not in result.failed:
+                self._unsure_slots.discard(span.slot)
+                self._unsure.difference_update(self._slots.held(span.slot))
 
     def _fail(self, life: int, error: BaseException) -> None:
         """The device raised: every step in flight fails, and what the instance holds is not to be trusted."""
@@ -281,7 +302,8 @@ class JaxExecutor:
 
     def rebuild(self) -> None:
         self.rebuilds += 1
-        self._dirty.clear()
+        self._unsure.clear()
+        self._unsure_slots.clear()
         self._suspended.clear()  # what they had computed is gone with the pool
         self._slots = SlotTable(self._limits)
         self._state.rebuild()
@@ -333,6 +355,7 @@ class JaxExecutor:
         at = 0
         for (count, _), piece in zip(parcel.pieces, arrived, strict=True):
             self._state.fill(padded(pages[at : at + count], piece[0].shape[2], self._limits.pages), piece)
+            self._unsure.update(pages[at : at + count])
             at += count
 
     async def rest(self) -> None:

@@ -17,6 +17,8 @@ from jaxserve.tiers import PLAIN, stages_over
 TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 
+SHORTEST, LONGEST = 1e-3, 1e12  # milliseconds: sums and quotients of objectives stay finite
+
 
 class Objectives(NamedTuple):
     """What a request is promised, and how urgent it is among others."""
@@ -78,6 +80,7 @@ def _first(field: tuple[str, float | None], names: tuple[str, ...], headers: Map
 
 
 def _seconds(name: str, milliseconds: float) -> float:
-    if not milliseconds > 0:
-        raise InvalidValue(f"{name}={milliseconds} must be a positive number of milliseconds", name)
+    if not SHORTEST <= milliseconds <= LONGEST:
+        allowed = f"a positive number of milliseconds, from {SHORTEST:g} to {LONGEST:g}"
+        raise InvalidValue(f"{name}={milliseconds} must be {allowed}; leave it out for the server's own", name)
     return milliseconds / 1000.0

@@ -7,34 +7,22 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from jaxserve.config import ServeConfig
 from jaxserve.engine import assemble
 from jaxserve.engine.assemble import Machine
-from jaxserve.engine.engine import Engine
 from jaxserve.errors import JaxserveError, QueueFull
 from jaxserve.sched.errors import Unavailable
-from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import UNAVAILABLE, Delta, StepPlan
 from jaxserve.sched.slo import NO_SLO
-from jaxserve.sched.watchdog import Patience
 
-SMALL: dict[str, Any] = {
-    "max_model_len": 256,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "kv_cache_memory": "32MiB",
-    "preempt_boundary": "chunk",
-}
-PARAMS = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0)
-LONG = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0)
-Start = Callable[..., Engine]
+from .faults import LONG, PARAMS, SMALL, Heard, Starter, Stuck
 
 
 @pytest.fixture(scope="module")
@@ -45,68 +33,14 @@ def machine() -> Iterator[Machine]:
 
 
 @pytest.fixture
-def start(machine: Machine) -> Iterator[Start]:
-    """Starts engines on the module's executors, one after the other."""
-    engines: list[Engine] = []
-
-    def begin(patience: float = 30.0, **settings: Any) -> Engine:
-        lent = machine.serving(ServeConfig.load(mesh="2x1", **SMALL, **settings))
-        lent.patience = Patience(patience, 20.0)
-        engines.append(Engine.on(lent))
-        return engines[-1]
-
-    yield begin
-    for executor in machine.executors:
-        executor.fault = None
-    for stuck in Stuck.made:
-        stuck.free.set()
-    for engine in engines:
-        engine.close()
-    for executor in machine.executors:
-        executor._flying.clear()  # of a loop that died without ending them
-
-
-class Heard:
-    """One request, and what it is told."""
-
-    def __init__(self, engine: Engine, params: SamplingParams = PARAMS, prompt: int = 5) -> None:
-        self._news: queue.SimpleQueue[Delta] = queue.SimpleQueue()
-        self.tokens: list[int] = []
-        self.id = engine.submit([prompt] * 5, params, slo=NO_SLO, on_delta=self._news.put)
-
-    def first(self) -> None:
-        """Wait for its first token."""
-        while not self.tokens:
-            self.tokens += self._news.get(timeout=20).tokens
-
-    def end(self, timeout: float = 20.0) -> Delta:
-        """How it ends. Fails where nothing is told."""
-        while True:
-            delta = self._news.get(timeout=timeout)
-            self.tokens += delta.tokens
-            if delta.finish_reason is not None:
-                return delta
-
-
-class Stuck:
-    """A device that does not come back from its next step before it is let go."""
-
-    made: ClassVar[list[Stuck]] = []
-
-    def __init__(self, machine: Machine, index: int) -> None:
-        self.made.append(self)
-        self.free, self.reached = threading.Event(), threading.Event()
-        self.executor = machine.executors[index]
-        self.executor.fault = self._fault
-
-    def _fault(self, plan: StepPlan) -> None:
-        self.executor.fault = None
-        self.reached.set()
-        assert self.free.wait(60)
+def start(machine: Machine) -> Iterator[Starter]:
+    starter = Starter(machine)
+    yield starter
+    starter.end()
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_step_that_hangs_is_noticed_and_the_others_are_served(machine: Machine, start: Start, index: int) -> None:
+def test_a_step_that_hangs_is_noticed_and_the_others_are_served(machine: Machine, start: Starter, index: int) -> None:
     engine = start(patience=0.4)
     stuck = Stuck(machine, index)
     lost = Heard(engine)
@@ -127,7 +61,7 @@ def test_a_step_that_hangs_is_noticed_and_the_others_are_served(machine: Machine
 
 
 def test_an_engine_whose_steps_all_hang_refuses_at_once_and_closes(
-    machine: Machine, start: Start, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, start: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(assemble, "CLOSING", 0.3)
     engine = start(patience=0.3)
@@ -147,7 +81,7 @@ def test_an_engine_whose_steps_all_hang_refuses_at_once_and_closes(
     time.sleep(0.1)
 
 
-def test_the_death_of_the_thread_that_waits_is_the_engines_and_says_why(machine: Machine, start: Start) -> None:
+def test_the_death_of_the_thread_that_waits_is_the_engines_and_says_why(machine: Machine, start: Starter) -> None:
     engine = start()
 
     def dies(plan: StepPlan) -> None:
@@ -167,7 +101,7 @@ def test_the_death_of_the_thread_that_waits_is_the_engines_and_says_why(machine:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), SystemExit("broken"), KeyboardInterrupt("broken")])
-def test_every_request_hears_of_the_engines_death(start: Start, error: BaseException) -> None:
+def test_every_request_hears_of_the_engines_death(start: Starter, error: BaseException) -> None:
     """Also those that are handed in while it dies."""
     engine = start()
     scheduler = engine._cluster.cores[0].scheduler
@@ -208,7 +142,7 @@ def test_every_request_hears_of_the_engines_death(start: Start, error: BaseExcep
     assert "unhandled errors" not in str(engine.ailment) and f"{type(error).__name__}: broken" in str(engine.ailment)
 
 
-def test_a_full_disk_stops_the_journal_only(start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_stops_the_journal_only(start: Starter, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("no /dev/full here")
@@ -221,7 +155,7 @@ def test_a_full_disk_stops_the_journal_only(start: Start, tmp_path: Path, caplog
     assert len(said) == 1 and "No space left" in said[0]
 
 
-def test_the_queue_is_bounded_where_nothing_is_said(machine: Machine, start: Start) -> None:
+def test_the_queue_is_bounded_where_nothing_is_said(machine: Machine, start: Starter) -> None:
     engine = start()
     stuck = Stuck(machine, 0)
     many = []
@@ -234,7 +168,7 @@ def test_the_queue_is_bounded_where_nothing_is_said(machine: Machine, start: Sta
     assert {one.end().finish_reason for one in many} == {"length"}
 
 
-def test_a_request_that_waits_too_long_is_told(machine: Machine, start: Start) -> None:
+def test_a_request_that_waits_too_long_is_told(machine: Machine, start: Starter) -> None:
     engine = start(queue_timeout="300ms")
     stuck = Stuck(machine, 0)
     begun = Heard(engine)
@@ -249,7 +183,7 @@ def test_a_request_that_waits_too_long_is_told(machine: Machine, start: Start) -
     engine.check()
 
 
-def test_failing_steps_do_not_end_health_while_requests_are_served(machine: Machine, start: Start) -> None:
+def test_failing_steps_do_not_end_health_while_requests_are_served(machine: Machine, start: Starter) -> None:
     engine = start()
     for turn in range(4):
 
