@@ -168,7 +168,7 @@ class Scheduler(Moves):
         """The next step, to begin at `start`; None where nothing can run."""
         self._log("plan", now=now, start=start, kv_waiting=self.kv_waiting)
         roster, flight = self._roster, self._flight
-        trial = self._trials.decide(roster, self.blocks, self.limits.tokens)
+        trial = self._trials.decide(roster, self._memory, self.limits.tokens)
         decision = trial or self.policy.decide(self.view(now, start))
         self._again = decision.again
         for id in decision.demote:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .blocks import BlockManager
+from .memory import Memory
 from .policy import Decision, Grant
 from .request import Request, State
 from .roster import Roster
@@ -32,9 +32,9 @@ class Trials:
         if end >= request.trial:
             request.failures = request.trial = 0
 
-    def decide(self, roster: Roster, blocks: BlockManager, tokens: int) -> Decision | None:
+    def decide(self, roster: Roster, memory: Memory, tokens: int) -> Decision | None:
         """What runs next, in steps of at most so many tokens. None where the policy decides: all have passed, or the
-        next cannot get its pages before others give theirs back."""
+        next cannot get its pages and its slot before others give theirs back."""
         while self._requests and not self._stands(self._requests[0], roster):
             del self._requests[0]
         if not self._requests:
@@ -42,7 +42,8 @@ class Trials:
         request = self._requests[0]
         if request.inflight or request.suspended:
             return Decision()
-        fits = request.pages or blocks.count(request.known) + len(roster.decode) <= blocks.available
+        blocks, more = memory.blocks, memory.blocks.count(request.known + 1) - len(request.pages)
+        fits = more + len(roster.decode) <= blocks.available and (request.slot is not None or memory.free_slots > 0)
         return Decision((Grant(request.id, tokens),)) if fits and roster.runnable(request.id) else None
 
     def _stands(self, request: Request, roster: Roster) -> bool:

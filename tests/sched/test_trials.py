@@ -78,3 +78,19 @@ def test_trials_do_not_deadlock_where_pages_are_short() -> None:
     jobs = [Job(range(index * 50, index * 50 + 12), 12, 0.001 * index) for index in range(6)]
     outcome = run(poison(3), jobs, pages=8, rows=4)
     assert [one.finish_reason for one in outcome.requests] == ["stop"] * 3 + ["error"] + ["stop"] * 2
+
+
+@pytest.mark.parametrize("rows", [2, 3, 8])
+@pytest.mark.parametrize("lead", [0.0, 1e-3])
+def test_trials_wait_for_slots_that_are_reserved(rows: int, lead: float) -> None:
+    """On a decode instance those on their way may take the slots before the trials do: they go on all the same."""
+    jobs = [Job(range(index * 50, index * 50 + 12), 30, 0.001 * index) for index in range(14)]
+    raised: list[int] = []
+
+    def fails(name: str, plan: StepPlan) -> bool:
+        raised.append(name == "decode1")
+        return name == "decode1" and sum(raised) in (3, 9, 20)
+
+    outcome = simulate(jobs, (Role.PREFILL, Role.DECODE), fails=fails, rows=rows, pages=400, lead=lead)
+    assert {one.finish_reason for one in outcome.requests} <= {"stop", "error"}
+    assert sum(one.finish_reason == "stop" for one in outcome.requests) >= 12
