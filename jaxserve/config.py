@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxserve import speculative
+from jaxserve.allowed import CHOICES, RANGES
 from jaxserve.elsewhere import argument_hint
 from jaxserve.errors import InvalidValue, short
 from jaxserve.sched import admission, placement, policies
@@ -159,8 +160,13 @@ class ServeConfig(HttpSettings):
         None, "scheduling", "Most new tokens in a step: the chunk budget. Default: 8192 on accelerators, 512 on CPU."
     )
     max_num_queued_reqs: int | None = flag(
-        None, "scheduling", "Requests allowed to wait; further ones get 503 and Retry-After. Default: no bound."
-    )
+        None, "scheduling", "Requests that may wait for each instance that takes prompts; further ones get 503 and "
+        "Retry-After. Default: 16 x --max-num-seqs.",
+    )  # fmt: skip
+    queue_timeout: float = flag(
+        600.0, "scheduling", "How long a request may wait to be begun before it gets 503; 0: for ever, as in LLM(...).",
+        metavar="TIME",
+    )  # fmt: skip
     preempt_boundary: str = flag(
         "layer", "scheduling", "Where a running prefill may stop for more urgent work: op (attention and feed-forward "
         "of a layer apart), layer, layers:K, or chunk (its end).", metavar="WHERE",
@@ -200,18 +206,7 @@ class ServeConfig(HttpSettings):
         _ = self.slo, self.speculative, self.tiers
 
     def _check_ranges(self) -> None:
-        for name, low, high in (
-            ("max_model_len", 2, None),
-            ("max_num_seqs", 1, None),
-            ("max_num_batched_tokens", 1, None),
-            ("max_num_queued_reqs", 1, None),
-            ("preempt_depth", 1, None),
-            ("block_size", 1, None),
-            ("kv_cache_memory", 1, None),
-            ("profile_time", 0.01, None),
-            ("port", 0, 65535),
-            ("gpu_memory_utilization", 0.01, 1),
-        ):
+        for name, low, high in RANGES:
             value = getattr(self, name)
             if value is not None and (value < low or (high is not None and value > high)):
                 allowed = f"at least {low}" if high is None else f"{low} to {high}"
@@ -220,20 +215,7 @@ class ServeConfig(HttpSettings):
             raise InvalidValue(f"block_size={self.block_size} must be a power of two", "block_size")
 
     def _check_supported(self) -> None:
-        choices: tuple[tuple[str, tuple[Any, ...]], ...] = (
-            ("dtype", ("auto", "float32", "bfloat16")),
-            ("load_format", ("auto", "safetensors", "orbax", "dummy")),
-            ("mode", ("auto", "disaggregated", "colocated")),
-            ("attention_backend", ("auto", "mosaic_gpu", "tpu", "xla")),
-            ("experts_backend", ("auto", "mosaic_gpu", "xla")),
-            ("products_backend", ("auto", "mosaic_gpu", "xla")),
-            ("sampling_backend", ("auto", "mosaic_gpu", "xla")),
-            ("first_token", ("prefill", "decode")),
-            ("log_level", ("debug", "info", "warning", "error")),
-            ("quantization", (None, "int8", "fp8", "fp8_per_block")),
-            ("kv_cache_dtype", ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "int8")),
-        )
-        for name, allowed in choices:
+        for name, allowed in CHOICES:
             if getattr(self, name) not in allowed:
                 words = ", ".join(word for word in allowed if word is not None)
                 raise InvalidValue(f"{name}={getattr(self, name)!r} must be one of {words}", name)

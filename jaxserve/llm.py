@@ -54,6 +54,7 @@ class _Base:
         ready `config`, `engine` or `tokenizer_object` may be given instead. Raises InvalidValue.
         """
         if config is None:
+            settings.setdefault("queue_timeout", 0.0)  # no client waits here that would rather be told to come again
             config = ServeConfig.load(**({} if model is None else {"model": model}), **settings)
         elif model is not None or settings:
             raise InvalidValue(f"config is given, so {', '.join(['model', *settings])} must not be", "config")
@@ -153,8 +154,8 @@ class LLM(_Base):
         A prompt is a text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`. `sampling_params`,
         `slo`, `priority` and `tier` are one for all or one per prompt. `tier` names a tier of the configuration, whose
         SLO and priority hold unless `slo` or `priority` is given. `use_tqdm` shows a progress bar when it takes longer
-        than a moment. A request that fails has `finish_reason` "error" in its output. Raises InvalidValue for a prompt
-        that is malformed or does not fit, before anything runs.
+        than a moment. A request that fails has `finish_reason` "error" or "unavailable". Raises InvalidValue for a
+        prompt that is malformed or does not fit, before anything runs.
         """
         many = parse_prompts(prompts)
         given = ("sampling_params", sampling_params), ("slo", slo), ("priority", priority), ("tier", tier)

@@ -57,9 +57,9 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
-    finish_reason: str | None = None  # "stop", "length", "abort", "error", "rejected", "refused"
+    finish_reason: str | None = None  # "stop", "length", "abort", or one of sched.plan.GIVEN_UP
     stop_reason: int | str | None = None  # the stop token or string, where one of the caller's ended it
-    error: str | None = None  # what went wrong, where finish_reason is "error", "rejected" or "refused"
+    error: str | None = None  # what went wrong, where finish_reason is one of GIVEN_UP
     metrics: RequestMetrics | None = None
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from .admission import Admission
 from .admission.none import Everybody
 from .core import Core
-from .errors import InvalidValue
+from .errors import InvalidValue, Unavailable
 from .executor import Executor
 from .first_tokens import Waits, waits
 from .flight import Settled
@@ -19,10 +19,13 @@ from .forecasts import Forecasts
 from .handover import Mover
 from .metrics import FINISHED
 from .placement import Placement
-from .plan import Delta
+from .plan import UNAVAILABLE, Delta
 from .policy import Role
 from .request import BEST_EFFORT, Request, State
 from .scheduler import Scheduler
+from .watchdog import PATIENT, Patience
+
+FAILED_STEPS = 3  # in a row and within a minute: from this many on an instance had better get no requests
 
 Tell = Callable[[Delta], None]
 
@@ -57,10 +60,11 @@ class Cluster:
         *,
         first_token: str = "prefill",
         finished: Callable[[Request], None] = lambda request: None,
+        patience: Patience = PATIENT,
     ) -> None:
         if first_token not in ("prefill", "decode"):
             raise InvalidValue(f"{first_token=} must be 'prefill' or 'decode'", "first_token")
-        self.cores = [Core(one.name, one.scheduler, one.executor, self) for one in instances]
+        self.cores = [Core(one.name, one.scheduler, one.executor, self, patience) for one in instances]
         check_roles([core.scheduler.role for core in self.cores])
         self._placement = placement
         self._admission = admission or Everybody()
@@ -69,15 +73,16 @@ class Cluster:
         self._finished = finished
         self._residents: dict[int, Resident] = {}
         self.forecasts = Forecasts()
+        self.hung_steps = 0
         self.deflections = 0  # prompts that were given to an instance that decodes
-        self.rebuilt: deque[float] = deque(maxlen=16)  # when pools were last made anew, by the executors' clock
         self._held: dict[int, list[Delta]] = {}  # told when the KV has arrived
         self._tasks: asyncio.TaskGroup | None = None
         self._empty = asyncio.Event()
         self._empty.set()
         self.mover = Mover(
-            self.cores, placement, self._spawn, self._arrived, self._move_failed, self._held.__contains__
+            self.cores, placement, self._spawn, self._arrived, self._move_failed, self._held.__contains__, patience
         )
+        self._covered: tuple[Role, ...] = ()  # roles before others took over those of an instance that hangs
 
     def __len__(self) -> int:
         """Requests that are not over."""
@@ -92,6 +97,11 @@ class Cluster:
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._tasks is not None
         return self._tasks.create_task(coroutine)
+
+    def queued(self, id: int) -> bool:
+        """Whether a request still waits to be begun."""
+        resident = self._residents.get(id)
+        return resident is not None and resident.request.scheduled_at is None
 
     async def drained(self) -> None:
         """Until no request is left."""
@@ -111,8 +121,10 @@ class Cluster:
 
     def submit(self, request: Request, tell: Tell) -> None:
         """Place a new request, and ask whether it is admitted there. Its news come to `tell`. Raises InvalidValue
-        where it could never fit."""
+        where it could never fit, Unavailable while steps of every instance that prompts come to hang."""
         fleet = self.mover.fleet()
+        if not fleet.entries:
+            raise Unavailable(self.ailment or "no instance takes prompts")
         core = self.cores[self._placement.prefill(request, fleet)[0]]
         admission = self._admission
         if request.tier != BEST_EFFORT and not admission.admits(request, core.scheduler, fleet.now):
@@ -147,6 +159,8 @@ class Cluster:
 
     def _redirect(self) -> None:
         """Let instances be for something else, and requests wait elsewhere, where the placement says so."""
+        if any(one.hung for one in self._schedulers):
+            return  # who serves then is not the placement's to say
         roles = self._placement.roles(self.mover.fleet())
         if roles:
             self.turn(roles)
@@ -155,6 +169,7 @@ class Cluster:
 
     def _move(self, id: int, source: Core, target: Core, ends: float | None = None) -> None:
         request = source.scheduler.disown(id)
+        request.wait_anew()
         self._forecast(request, target, ends)
         target.scheduler.add(request)
         self.deflections += target.scheduler.role is Role.DECODE is not source.scheduler.role
@@ -167,6 +182,7 @@ class Cluster:
 
         Raises InvalidValue, and changes nothing, where nobody would be left to prefill or to decode.
         """
+        self._covered = ()
         unknown = sorted(index for index in roles if index not in range(len(self.cores)))
         if unknown:
             raise InvalidValue(f"instance={unknown[0]!r} must be 0 to {len(self.cores) - 1}", "instance")
@@ -229,7 +245,6 @@ class Cluster:
         self.mover.dropped(core)
 
     def recovered(self, core: Core, deltas: list[Delta]) -> None:
-        self.rebuilt.append(core.executor.now())
         for delta in deltas:
             self._tell(delta)
         self.mover.lost(core)
@@ -238,8 +253,61 @@ class Cluster:
         for delta in self._held.pop(request.id, ()):
             self._tell(delta)
 
-    def _move_failed(self, request: Request, why: str) -> None:
-        self.cancel(request.id, "error", why)
+    def _move_failed(self, request: Request, reason: str, why: str) -> None:
+        self.cancel(request.id, reason, why)
+
+    # instances whose steps hang
+
+    def hung(self, core: Core, seconds: float) -> None:
+        self.hung_steps += 1
+        self._spawn(self._cut_off(core, f"a step of instance {core.name} has not ended after {seconds:.0f} s"))
+
+    async def _cut_off(self, core: Core, why: str) -> None:
+        """A step of an instance does not end. Its requests fail; the others there go on elsewhere, with their tokens:
+        those that held KV compute it again."""
+        self.mover.hung(core)
+        for request in list(core.scheduler):
+            if request.inflight:
+                self.cancel(request.id, UNAVAILABLE, why)
+        self._cover()
+        for request in list(core.scheduler):
+            if request.state is State.FINISHED:
+                continue
+            fleet = self.mover.fleet()
+            if fleet.entries:
+                self.mover.drop(request.id)
+                self._move(request.id, core, self.cores[self._placement.prefill(request, fleet)[0]])
+            else:
+                self.cancel(request.id, UNAVAILABLE, why)
+
+    def _cover(self) -> None:
+        """Where the other instances cannot serve without those that hang, each of them takes both roles."""
+        roles = tuple(one.role for one in self._schedulers)
+        serving = [one.role for one in self._schedulers if not one.hung]
+        if serving and not complete(serving):
+            before = self._covered or roles
+            self.turn(dict.fromkeys(range(len(roles)), Role.MIXED))
+            self._covered = before
+
+    def returned(self, core: Core) -> None:
+        """The step of an instance that hung has ended after all."""
+        if self._covered and not any(one.hung for one in self._schedulers):
+            self.turn(dict(enumerate(self._covered)))
+        self.mover.place()
+        for one in self.cores:
+            one.wake()
+
+    @property
+    def ailment(self) -> str | None:
+        """Why this cluster had better get no requests; None where it serves."""
+        now = self.cores[0].executor.now()
+        for core in self.cores:
+            if core.scheduler.hung:
+                return f"a step of instance {core.name} does not end"
+            lately = sum(at > now - 60.0 for at in core.failed)
+            if lately >= FAILED_STEPS:
+                return f"the last {lately} steps of instance {core.name} failed, all within a minute"
+        return None
 
     def _tell(self, delta: Delta) -> None:
         resident = self._residents[delta.request]
@@ -263,10 +331,15 @@ class Cluster:
         assert alive == set(self._residents), "requests told of and requests held differ"
 
 
+def complete(roles: Iterable[Role]) -> bool:
+    """Whether instances of these roles can prefill and decode."""
+    return set(roles) not in ({Role.PREFILL}, {Role.DECODE}, {Role.PREFILL, Role.MIXED})
+
+
 def check_roles(roles: Sequence[Role]) -> None:
-    """Raises InvalidValue where nobody prefills or nobody decodes."""
+    """Raises InvalidValue where no instance prefills or none decodes."""
     given = [role.value for role in roles]
-    if set(given) in ({"prefill"}, {"decode"}, {"prefill", "mixed"}):
+    if not complete(roles):
         raise InvalidValue(
             f"roles={given}: prefill and decode instances need each other, mixed ones need nobody; give at least "
             "one of each, or none of the kind that is without its other",

@@ -11,6 +11,9 @@ from .executor import Executor, Step
 from .flight import Settled
 from .plan import Delta, Suspended
 from .scheduler import Scheduler
+from .watchdog import PATIENT, Patience, Watchdog
+
+FEW = 15  # failed steps in a row that are remembered, besides the last
 
 
 class Listener(Protocol):
@@ -19,17 +22,28 @@ class Listener(Protocol):
     def settled(self, core: Core, settled: Settled) -> None: ...
     def dropped(self, core: Core) -> None: ...
     def recovered(self, core: Core, deltas: list[Delta]) -> None: ...
+    def hung(self, core: Core, seconds: float) -> None: ...
+    def returned(self, core: Core) -> None: ...
 
 
 class Core:
     """Drives one Scheduler and one Executor. Writer of both, together with the Cluster in the same event loop."""
 
-    def __init__(self, name: str, scheduler: Scheduler, executor: Executor, listener: Listener) -> None:
+    def __init__(
+        self,
+        name: str,
+        scheduler: Scheduler,
+        executor: Executor,
+        listener: Listener,
+        patience: Patience = PATIENT,
+    ) -> None:
         self.name = name
         self.scheduler = scheduler
         self.executor = executor
+        self.failed: list[float] = []  # when its last steps raised, since one that did not
         self._listener = listener
         self._wanted = asyncio.Event()
+        self._watchdog = Watchdog(patience, executor.now, self._overdue)
 
     def wake(self) -> None:
         """Something changed: there may be a plan now."""
@@ -44,12 +58,21 @@ class Core:
                 if running is None:
                     await self._wanted.wait()
                 continue
+            self._watchdog.began(self.scheduler.oldest.left if self.scheduler.oldest is not None else 0.0)
             await self._nearly(running)
             ahead = None if running.done() else self._submit()
             if not await self._settle(running):
                 await self._recover(ahead)
                 ahead = None
+            self._watchdog.ended()
+            if self.scheduler.hung:
+                self.scheduler.hang(False)
+                self._listener.returned(self)
             running = ahead
+
+    def _overdue(self, seconds: float) -> None:
+        self.scheduler.hang(True)
+        self._listener.hung(self, seconds)
 
     def _submit(self) -> Step | None:
         self._wanted.clear()  # whatever changed until now, this plan knows
@@ -102,6 +125,7 @@ class Core:
             return True
         behind = self.scheduler.predicted if self.scheduler.in_flight > 1 else 0.0
         self.scheduler.ends = result.finished + behind
+        self.failed.clear()
         self._listener.settled(self, self.scheduler.settle(result))
         return True
 
@@ -110,5 +134,6 @@ class Core:
             await asyncio.wait([ahead])
             ahead.exception()  # it ran on buffers that are gone
         self.scheduler.ends = self.executor.now()
+        self.failed = [*self.failed[-FEW:], self.executor.now()]
         self.executor.rebuild()
         self._listener.recovered(self, self.scheduler.recover())

@@ -21,6 +21,14 @@ class QueueFull(JaxserveError):
         self.retry_after = retry_after
 
 
+class Unavailable(JaxserveError):
+    """What would serve a request does not respond at present; retry after `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: float = 5.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class StepFailed(JaxserveError):
     """A step raised on the device, or what was asked needs the KV pool that was lost with it."""
 

@@ -22,8 +22,10 @@ from .errors import StepFailed
 from .giveback import Returns
 from .memory import Reservation
 from .placement import Fleet, Placement
+from .plan import UNAVAILABLE
 from .policy import Role
 from .request import BEST_EFFORT, Request, State
+from .watchdog import PATIENT, Patience
 
 ATTEMPTS = 3
 KEPT = 4  # requests that a placement is asked about at a time
@@ -43,6 +45,7 @@ class Handover:
         self.failures = 0
         self.changed = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
+        self.abandoned = False  # its task is cancelled: what it waits for hangs
 
     @property
     def complete(self) -> bool:
@@ -70,8 +73,9 @@ class Mover:
         placement: Placement,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         arrived: Callable[[Request], None],
-        failed: Callable[[Request, str], None],
+        failed: Callable[[Request, str, str], None],
         held: Callable[[int], bool],
+        patience: Patience = PATIENT,
     ) -> None:
         self._cores = cores
         self._schedulers = [core.scheduler for core in cores]
@@ -80,6 +84,7 @@ class Mover:
         self._arrived = arrived
         self._failed = failed
         self._held = held
+        self._patience = patience
         self._going: dict[int, Handover] = {}
         self.returns = Returns(spawn, placement.gives_back)
         self.transfers = 0
@@ -134,7 +139,8 @@ class Mover:
                 handover.source.wake()
 
     def _reserve(self, handover: Handover) -> bool:
-        for index in self._placement.decode(handover.request, self.fleet()):
+        fleet = self.fleet()
+        for index in self._placement.decode(handover.request, fleet) if fleet.decoders else ():
             reservation = self._schedulers[index].reserve(handover.request)
             if reservation is not None:
                 handover.target = self._cores[index]
@@ -147,6 +153,16 @@ class Mover:
         return False
 
     async def _carry(self, handover: Handover) -> None:
+        target, reservation = handover.target, handover.reservation
+        try:
+            await self._carried(handover)
+        except asyncio.CancelledError:
+            if handover.abandoned and target is not None and reservation is not None:
+                handover.abandoned = False
+                self._give_up(handover, target, reservation)
+            raise
+
+    async def _carried(self, handover: Handover) -> None:
         """Send pages as they are finished, then let the request follow."""
         request, source, target, reservation = handover.request, handover.source, handover.target, handover.reservation
         assert target is not None and reservation is not None
@@ -169,14 +185,23 @@ class Mover:
 
     async def _send(self, handover: Handover, target: Core, reservation: Reservation, ready: int) -> None:
         request, begun = handover.request, target.executor.now()
+        busy = sum(max(0.0, core.scheduler.ends - begun) for core in (handover.source, target))
+        most = busy + self._patience.of(self._predicted((ready - handover.moved) * target.executor.page_size))
         try:
             parcel = handover.source.executor.export_kv(request.pages[handover.moved : ready])
-            await target.executor.import_kv(parcel, reservation.pages[handover.moved : ready])
+            async with asyncio.timeout(most):
+                await target.executor.import_kv(parcel, reservation.pages[handover.moved : ready])
+        except TimeoutError:
+            handover.task = None
+            if self._going.get(request.id) is handover:
+                way = f"from instance {handover.source.name} to {target.name}"
+                self._failed(request, UNAVAILABLE, f"moving its KV {way} did not end within {most:.3g} s")
+            return
         except Exception as error:
             handover.failures += not isinstance(error, StepFailed)  # which tells of a pool that is gone, not of the way
             handover.task = None
             if handover.failures >= ATTEMPTS and self._going.get(request.id) is handover:
-                self._failed(request, f"moving its KV failed {ATTEMPTS} times: {error}")
+                self._failed(request, "error", f"moving its KV failed {ATTEMPTS} times: {error}")
             return
         self.tokens += (ready - handover.moved) * target.executor.page_size
         handover.moved = ready
@@ -224,6 +249,13 @@ class Mover:
             elif handover.target is core and core.scheduler.role is Role.PREFILL:
                 handover.task = None
                 handover.changed.set()
+
+    def hung(self, core: Core) -> None:
+        """A step of an instance does not end: nor do transfers from it, or to it."""
+        for handover in self._going.values():
+            if core in (handover.source, handover.target) and handover.task is not None:
+                handover.abandoned = True
+                handover.task.cancel()
 
     def lost(self, core: Core) -> None:
         """An instance's pool is new: what it held, or was to receive, is gone."""

@@ -4,13 +4,14 @@ A journal holds lengths, SLOs, sampling parameters, results and digests of pages
 had shows only in digests, which is all that prefix sharing needs. Kinds of records: `instance` (how to make one),
 `add`, `cancel`, `plan` (with the clock that the policy saw), `planned` (what came out), `digest`, `settle`,
 `interrupts`, `suspend`, `recover`, `reserve`, `unreserve`, `disown`, `adopt`, `receive`, `keep`, `turn`, `stay`,
-`leave`, `reset_prefix_cache`.
+`leave`, `hang`, `reset_prefix_cache`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any, NamedTuple
 
@@ -30,10 +31,16 @@ REHEARSAL = "rehearsal"  # key of the requests that an engine serves itself befo
 
 
 class Journal:
-    """Writes records to a text file, one a line. Writer: the event loop of the Cluster."""
+    """Writes records to a text file, one a line. Writer: the event loop of the Cluster.
 
-    def __init__(self, file: IO[str]) -> None:
+    Where the file cannot be written, as on a full disk, the journal stops and `stopped` is told, once: what is served
+    does not depend on it.
+    """
+
+    def __init__(self, file: IO[str], stopped: Callable[[OSError], None] = lambda error: None) -> None:
+        self.errors = 0  # 1 once it has stopped
         self._file = file
+        self._stopped = stopped
 
     def instance(
         self,
@@ -58,10 +65,26 @@ class Journal:
         return log
 
     def _write(self, instance: str, kind: str, fields: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps({"at": instance, "kind": kind, **fields}, separators=(",", ":")) + "\n")
+        if self.errors:
+            return
+        try:
+            self._file.write(json.dumps({"at": instance, "kind": kind, **fields}, separators=(",", ":")) + "\n")
+        except OSError as error:
+            self._stop(error)
+
+    def _stop(self, error: OSError) -> None:
+        self.errors += 1
+        self._stopped(error)
+        with suppress(OSError):  # closing writes what is buffered, and fails again
+            self._file.close()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file.closed:
+            return
+        try:
+            self._file.close()
+        except OSError as error:
+            self._stop(error)
 
 
 def _plain(value: Any) -> Any:
@@ -178,7 +201,7 @@ class _Replayer:
             return
         scheduler = self._schedulers[at]
         if kind == "add":
-            scheduler.add(self._made(record["request"]))
+            scheduler.add(self._moved_here(record["request"]["id"]) or self._made(record["request"]))
         elif kind == "cancel":
             scheduler.cancel(record["id"], record["reason"], record["error"])
         elif kind == "plan":
@@ -225,8 +248,17 @@ class _Replayer:
             scheduler.leave(record["id"])
         elif kind == "reset_prefix_cache":
             scheduler.reset_prefix_cache()
+        elif kind == "hang":
+            scheduler.hang(record["hung"])
         elif kind != "digest":
             raise InvalidValue(f"journal line {line}: unknown kind {kind!r}")
+
+    def _moved_here(self, id: int) -> Request | None:
+        """A request that waits on another instance than before; None for a new one."""
+        request = self.outcome.requests.get(id)
+        if request is not None:
+            request.wait_anew()
+        return request
 
     def _made(self, fields: dict[str, Any]) -> Request:
         made = dict(fields)

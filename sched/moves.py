@@ -20,6 +20,7 @@ class Moves(ABC):
     """The inputs of a Scheduler that concern other instances, or what its own is for. Writer: as of the Scheduler."""
 
     counters: Counters
+    hung = False  # its oldest step does not end: nothing new comes here
     _drafts: Acceptance
     _log: Log
     _roster: Roster
@@ -102,6 +103,11 @@ class Moves(ABC):
         self._log("reset_prefix_cache")
         self.blocks.forget_idle()
         self._roster.refresh_hits()
+
+    def hang(self, hung: bool) -> None:
+        """Take note that the oldest step does not end, or has ended after all."""
+        self._log("hang", hung=hung)
+        self.hung = hung
 
     def turn(self, role: Role, first_token_at: float | None = None) -> None:
         """Change what the instance is for. Nobody here loses anything: what was to be decoded elsewhere decodes here

@@ -77,6 +77,10 @@ class Suspended(NamedTuple):
     at: float
 
 
+UNAVAILABLE = "unavailable"  # what would have served it does not respond
+GIVEN_UP = ("error", "rejected", "refused", UNAVAILABLE, "expired")  # reasons of requests that are not answered
+
+
 class Delta(NamedTuple):
     """News of one request: tokens gained, and at the end why it finished."""
 
@@ -84,7 +88,7 @@ class Delta(NamedTuple):
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    finish_reason: str | None = None  # "stop" (EOS or stop id), "length", "abort", "error", "rejected", "refused"
+    finish_reason: str | None = None  # "stop" (EOS or stop id), "length", "abort", or one of GIVEN_UP
     error: str | None = None
     stop_token: int | None = None  # the id that ended it, where finish_reason is "stop" by a token
 

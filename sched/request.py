@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from math import inf
 from typing import Protocol
 
 from .acceptance import Drafts
@@ -111,6 +112,7 @@ class Request:
         "tier",
         "token_times",
         "tpot",
+        "trial",
     )
 
     def __init__(
@@ -172,7 +174,8 @@ class Request:
         self.digests: list[bytes] = []  # one per full page of known tokens, chained
         self.budget = 0.0  # seconds of tpot granted to the tokens after the first, see slo.deadline
         self.drops = 0  # times its KV was dropped
-        self.failures = 0  # steps in a row that raised while it was in them
+        self.failures = 0  # steps that raised while it was in them, since it last got beyond `trial`
+        self.trial = 0  # position up to which it runs alone
         self.scheduled_at: float | None = None
         self.first_token_at: float | None = None
         self.token_times: list[float] = []
@@ -268,7 +271,27 @@ class Request:
         before = self.tpot
         self.stage = stage
         self.tpot = self.slo.tpot_of(stage)
-        self.budget += (self.pending + 1) * (self.tpot - before)
+        self._regrant(self.pending + 1, before, self.tpot)
+
+    def take_back(self, tokens: int) -> None:
+        """The last `tokens` tokens that steps were to sample are not sampled after all."""
+        self._regrant(tokens, self.tpot, 0.0)
+        self.pending -= tokens
+
+    def _regrant(self, tokens: int, before: float, after: float) -> None:
+        """Give the last `tokens` tokens that were granted `before` seconds each `after` seconds instead.
+
+        Where a tpot is infinite the rest cannot be had by subtraction: inf - inf is no deadline.
+        """
+        if before < inf:
+            self.budget += tokens * (after - before)
+        elif tokens and self.generated <= tokens:
+            self.budget = tokens * after if after > 0 else 0.0
+
+    def wait_anew(self) -> None:
+        """It goes to another instance without its KV; the tokens stay."""
+        self.state, self.stays = State.WAITING, False
+        self.computed = self.drops = 0
 
     def forget_cache(self) -> None:
         """The pool it had pages in is gone, and with it what was submitted; the tokens stay."""
@@ -276,5 +299,4 @@ class Request:
         self.inflight = self.computed = self.sent_pages = self.drafting = 0
         self.suspended = False
         self.on_device = False
-        self.budget -= self.pending * self.tpot
-        self.pending = 0
+        self.take_back(self.pending)

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 from .policy import Role
 from .prefix_hits import PrefixHits
 from .request import BEST_EFFORT, Request, State
-from .table import Table
+from .table import Key, Table, key
+from .waiting_room import WaitingRoom
 
 
 class Roster:
     """The requests of one instance, filed in two tables by what they need next. Writer: the Scheduler.
 
     `prefill` has those with prompt work (or dropped KV to compute again), `decode` those with one token left.
-    A request that must wait for a result, or for another instance, is in neither. `hits` watches those that wait.
+    A request that must wait for a result, or for another instance, is in neither. `hits` watches those that wait. Of
+    best effort at most `shown` requests that wait are in `prefill`, the first by order of service; further ones are in
+    `room`, where no policy looks.
     """
 
-    def __init__(self, role: Role, hits: PrefixHits) -> None:
+    def __init__(self, role: Role, hits: PrefixHits, shown: int = 1 << 30) -> None:
         self.role = role
         self.hits = hits
+        self.room = WaitingRoom()
+        self._shown = shown
+        self._seen: dict[int, Request] = {}  # waiting best effort in `prefill`
+        self._order: list[Key] = []  # the keys of these
         self.requests: dict[int, Request] = {}
         self.prefill = Table()
         self.decode = Table()
@@ -33,17 +41,66 @@ class Roster:
     def runnable(self, id: int) -> bool:
         return id in self._filed
 
+    @property
+    def backlog(self) -> int:
+        """Prompt tokens to compute, less what is expected to be found in the prefix cache."""
+        return self.prefill.backlog + self.room.backlog
+
     def file(self, request: Request) -> None:
         """Put a request into the table it belongs to now, or take over what has changed."""
+        spare = request.state is State.WAITING and request.tier == BEST_EFFORT
+        if spare and request.id not in self._seen:
+            if request.id in self.room or not self._show(request):
+                return
+        elif not spare:
+            self._forget(request)
+        self._put(request)
+        if not spare:
+            self._reveal()
+
+    def _put(self, request: Request) -> None:
         table, before = self._belongs(request), self._filed.get(request.id)
         if table is not before:
-            self.unfile(request)
+            self._take_out(request)
         self._watch(request)
         if table is before and table is not None:
             table.refresh(request)
         elif table is not None:
             table.add(request)
             self._filed[request.id] = table
+
+    # waiting best effort
+
+    def _show(self, request: Request) -> bool:
+        """Whether a request that begins to wait is among the first. The last of them makes room for it, or else it
+        goes to the room itself."""
+        if len(self._order) >= self._shown:
+            if key(request) > self._order[-1]:
+                self._take_out(request)
+                self.room.add(request)
+                return False
+            last = self._seen[self._order[-1][3]]
+            self._forget(last)
+            self._take_out(last)
+            self.room.add(last)
+        self._seen[request.id] = request
+        insort(self._order, key(request))
+        return True
+
+    def _forget(self, request: Request) -> None:
+        """A request does not wait with best effort, or not any more."""
+        if self._seen.pop(request.id, None) is not None:
+            del self._order[bisect_left(self._order, key(request))]
+        elif self.room:
+            self.room.discard(request)
+
+    def _reveal(self) -> None:
+        """The next ones of the room take the places of those that went."""
+        while len(self._order) < self._shown and (request := self.room.first()) is not None:
+            self.room.discard(request)
+            self._seen[request.id] = request
+            insort(self._order, key(request))
+            self._put(request)
 
     def step(self, requests: Sequence[Request]) -> None:
         """`file` for rows of `decode` that have been planned once more, and not yet for all their tokens."""
@@ -63,6 +120,12 @@ class Roster:
             self.prefill.refresh(request)
 
     def unfile(self, request: Request) -> None:
+        """Take a request out of where it is filed."""
+        self._forget(request)
+        self._take_out(request)
+        self._reveal()
+
+    def _take_out(self, request: Request) -> None:
         self.hits.unwatch(request.id)
         table = self._filed.pop(request.id, None)
         if table is not None:
@@ -73,12 +136,12 @@ class Roster:
         request = self.requests[id]
         if request.tier == BEST_EFFORT:
             return False
-        table = self._filed.get(id)
-        if table is not None:
-            table.remove(request)
+        filed = id in self._filed
+        if filed:
+            self._take_out(request)
         request.tier = BEST_EFFORT
-        if table is not None:
-            table.add(request)
+        if filed:
+            self.file(request)
         return True
 
     def turn(self, role: Role) -> list[Request]:
@@ -101,12 +164,18 @@ class Roster:
         """Raises AssertionError where a request is filed wrongly."""
         for request in self.requests.values():
             assert request.inflight >= 0 and request.pending >= 0, f"{request} counts below zero"
-            assert self._filed.get(request.id) is self._belongs(request), f"{request} is in the wrong table"
+            hidden = request.id in self.room
+            table = None if hidden else self._belongs(request)
+            assert self._filed.get(request.id) is table, f"{request} is in the wrong table"
+            spare = request.state is State.WAITING and request.tier == BEST_EFFORT
+            assert spare is (hidden or request.id in self._seen), f"{request} is on the wrong side of the room"
         for table in (self.prefill, self.decode):
+            table.check()
             assert table.standard == sum(one.tier != BEST_EFFORT for one in table), "best effort is miscounted"
         assert len(self.prefill) + len(self.decode) == len(self._filed), "tables and index disagree"
         assert self._filed.keys() <= self.requests.keys(), "a request that left is still filed"
-        waiting = {id for id, request in self.requests.items() if request.state is State.WAITING}
+        assert not self.room or len(self._order) == self._shown, "a request waits where no policy sees it"
+        waiting = {id for id, one in self.requests.items() if one.state is State.WAITING and id not in self.room}
         assert waiting == set(self.hits), "prefix hits are watched of other requests than those that wait"
         self.hits.check()
 

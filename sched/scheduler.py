@@ -24,6 +24,8 @@ from .policy import Decision, Limits, Policy, Role, Task, View
 from .prefix_hits import PrefixHits
 from .request import Request, State
 from .roster import Roster
+from .trials import Trials
+from .waiting_room import shown
 
 WAITED = 0.25  # seconds that count at most of what a step waited for the host
 
@@ -51,7 +53,7 @@ class Scheduler(Moves):
         self._log = log
         self._reservations: dict[int, Reservation] = {}
         self._memory = self._new_memory()
-        self._roster = Roster(role, PrefixHits(self._memory))
+        self._roster = Roster(role, PrefixHits(self._memory), shown(limits.rows))
         self._flight = Flight()
         self._drafts = Acceptance()
         self._ended = 0.0  # when the last step ended, executor's clock
@@ -60,6 +62,7 @@ class Scheduler(Moves):
         self._step = 0
         self._decoded = False  # the step planned last decodes rows
         self._again = inf  # when to ask again whether to stop the running step
+        self._trials = Trials()
 
     def _new_memory(self) -> Memory:
         blocks = BlockManager(self.limits.pages, self.limits.page_size, prefix_caching=self._prefix_caching)
@@ -96,7 +99,7 @@ class Scheduler(Moves):
     @property
     def prefill_backlog(self) -> int:
         """Prompt tokens still to compute here, less what is expected to be in the prefix cache."""
-        return self._roster.prefill.backlog
+        return self._roster.backlog
 
     @property
     def decode_context(self) -> int:
@@ -165,7 +168,8 @@ class Scheduler(Moves):
         """The next step, to begin at `start`; None where nothing can run."""
         self._log("plan", now=now, start=start, kv_waiting=self.kv_waiting)
         roster, flight = self._roster, self._flight
-        decision = self.policy.decide(self.view(now, start))
+        trial = self._trials.decide(roster, self._memory, self.limits.tokens)
+        decision = trial or self.policy.decide(self.view(now, start))
         self._again = decision.again
         for id in decision.demote:
             self.counters.demotions += roster.demote(id)
@@ -175,11 +179,11 @@ class Scheduler(Moves):
         granted = granter.grant(decision)
         roster.refresh_hits()
         self.counters.count(granted)
-        if not granted.spans:  # what is suspended holds pages that others may be waiting for
+        if not granted.spans:  # what is suspended holds pages
             return self._resume(next(iter(flight.suspended))) if flight.suspended and not flight else None
         self._step += 1
         self._decoded = granted.load.decode > 0
-        preemptible = self.limits.preemptible and not granted.load.decode
+        preemptible = self.limits.preemptible and not (granted.load.decode or trial)
         plan = StepPlan(self._step, granted.spans, preemptible and len(flight.suspended) < self.limits.suspended)
         flight.submit(plan, granted.load, self.perf.step_time(granted.load))
         self._log("planned", plan=plan)
@@ -189,22 +193,10 @@ class Scheduler(Moves):
         """What a policy sees of this instance."""
         roster = self._roster
         return View(
-            now,
-            start,
-            roster.seen_as,
-            roster.prefill,
-            roster.decode,
-            self.limits,
-            self.blocks.available,
-            self._memory.free_slots,
-            self.kv_waiting,
-            self.perf,
-            self._flight.tasks(roster.requests),
-            running,
-            self._drafts.all.acceptance,
-            self._drift.ratio,
-            self._decoded,
-        )
+            now, start, roster.seen_as, roster.prefill, roster.decode, self.limits, self.blocks.available,
+            self._memory.free_slots, self.kv_waiting, self.perf, self._flight.tasks(roster.requests), running,
+            self._drafts.all.acceptance, self._drift.ratio, self._decoded,
+        )  # fmt: skip
 
     def _resume(self, step: int) -> StepPlan:
         if step not in self._flight.suspended:
@@ -261,14 +253,16 @@ class Scheduler(Moves):
         self._came_back(submitted, result.finished)
         seconds = submitted.ran + result.finished - result.started
         self.counters.step(submitted.load, submitted.seconds, seconds)
-        self._drift.count(submitted.seconds, seconds)
+        if not self.hung:  # how long a device hung says nothing of how long steps take
+            self._drift.count(submitted.seconds, seconds)
         prefills, requests = self.role is Role.PREFILL, self._roster.requests
         deltas: list[Delta] = []
         advanced: list[tuple[Request, int]] = []
         for index, span in enumerate(submitted.plan.spans):
             request = requests[span.request]
             request.inflight -= 1
-            request.failures = 0
+            if request.failures:
+                self._trials.passed(request, span.start + span.length)
             if request.state is State.FINISHED:
                 self.counters.surplus_tokens += span.length
                 self._forget(request)
@@ -295,7 +289,9 @@ class Scheduler(Moves):
             if prefills and request.state is not State.FINISHED:
                 advanced.append((request, end))
         self._roster.refresh_hits()
-        self.perf.observe(submitted.load, seconds + self._gap(result))
+        gap = self._gap(result)
+        if not self.hung:
+            self.perf.observe(submitted.load, seconds + gap)
         return Settled(tuple(deltas), tuple(advanced))
 
     def _gap(self, result: StepResult) -> float:
@@ -307,15 +303,12 @@ class Scheduler(Moves):
         return min(max(gap, 0.0), WAITED) if counts else 0.0
 
     def recover(self) -> list[Delta]:
-        """A step raised and the pool is new: every request here loses its KV and keeps its tokens.
-
-        The requests of the step that raised are retried, each alone, so that the one at fault can be told from
-        the others; the one whose span fails alone ends in an error.
-        """
+        """A step raised and the pool is new: every request here loses its KV and keeps its tokens. Those of the step
+        run alone from then on (trials.py); the one whose span fails alone ends in an error."""
         self._log("recover")
         self.counters.rebuilds += 1
         oldest = self._flight.oldest
-        blamed = {span.request for span in oldest.plan.spans} if oldest is not None else set()
+        blamed = {} if oldest is None else {span.request: span.start + span.length for span in oldest.plan.spans}
         self._flight.clear()
         self._reservations.clear()
         self._memory = self._new_memory()
@@ -327,7 +320,8 @@ class Scheduler(Moves):
                 del self._roster.requests[request.id]
                 continue
             request.state = State.WAITING
-            request.failures += request.id in blamed
+            if request.id in blamed:
+                self._trials.add(request, blamed[request.id])
             if request.failures > 1 and len(blamed) == 1:
                 deltas.append(self._finish(request, "error", "the step that computed this request failed twice"))
             else:
@@ -346,8 +340,7 @@ class Scheduler(Moves):
         wrong = span.length - gained
         request.drafting = 0
         request.computed -= wrong
-        request.pending -= wrong
-        request.budget -= wrong * request.tpot
+        request.take_back(wrong)
         self.counters.verified(span.draft, gained - 1)
         return span.start + gained
 

@@ -28,7 +28,7 @@ class SLO:
         named = [("ttft", self.ttft), ("tpot", self.tpot), ("tbt", self.tbt)]
         named += [(f"stages[{short(stage)}].tpot", tpot) for stage, tpot in self.stages]
         for name, value in named:
-            if value is not None and not value > 0:
+            if value is not None and not value > 0:  # NaN neither
                 raise InvalidValue(f"SLO {name}={short(value)} must be a positive number of seconds", name)
         for stage, _ in self.stages:
             if stage not in (THINKING, ANSWER):

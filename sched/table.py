@@ -186,6 +186,11 @@ class Table:
         ]
         self._data[CONTEXT, rows] = [request.computed for request in requests]
 
+    def check(self) -> None:
+        """Raises AssertionError where a number is none: policies could not put its row in any order."""
+        wrong = np.flatnonzero(np.isnan(self._data[:, : len(self._requests)]).any(axis=0))
+        assert not len(wrong), f"{self._requests[wrong[0]]} has NaN in its table"
+
     def _row(self, request: Request) -> int:
         row, requests = request.row, self._requests
         if row < len(requests) and requests[row] is request:

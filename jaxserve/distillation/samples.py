@@ -15,6 +15,7 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.distillation.prompts import Asked, Prompts
 from jaxserve.errors import JaxserveError
 from jaxserve.report.progress import bar
+from jaxserve.sched.plan import GIVEN_UP
 
 PART = 256  # samples of a file
 HELD_OUT = 16  # of so many prompts one is held out
@@ -71,7 +72,7 @@ def _answers(
     outputs = llm.generate([prompt for _, prompt in asked], params, use_tqdm=False)
     for (number, prompt), t, output in zip(asked, temperatures, outputs, strict=True):
         said = output.outputs[0]
-        if said.finish_reason == "error":
+        if said.finish_reason in GIVEN_UP:
             raise JaxserveError(f"the model failed on a prompt of {len(prompt)} tokens: {said.error}")
         samples.append(Sample(number, t, np.asarray([*prompt, *said.token_ids], np.int32), len(prompt)))
     return samples

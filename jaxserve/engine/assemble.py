@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -34,8 +34,11 @@ from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.sim.latency import Latency
 from jaxserve.sched.thinking import ThinkingMarkers
+from jaxserve.sched.watchdog import Patience
 
 log = logging.getLogger(__name__)
+
+CLOSING = 10.0  # seconds that what runs on the devices may take to end when a machine is closed
 
 # Settings that no compiled program depends on: a machine can serve again with others.
 SCHEDULING = frozenset(
@@ -52,6 +55,7 @@ SCHEDULING = frozenset(
         "tpot_slo",
         "slo_tiers",
         "max_num_queued_reqs",
+        "queue_timeout",
     }
 )
 
@@ -80,9 +84,10 @@ class Machine:
         self._mesh = mesh
         self.limits = limits
         self._lent = lent
-        self._file: IO[str] | None = None  # open for as long as the machine lives
+        self.patience = Patience()
+        self._journal: Journal | None = None  # open for as long as the machine lives
         if config.journal is not None:
-            self._file = Path(config.journal).open("w", encoding="utf-8")  # noqa: SIM115
+            self._journal = Journal(Path(config.journal).open("w", encoding="utf-8"), _journal_stopped)  # noqa: SIM115
 
     def cluster(self, finished: Callable[[Request], None]) -> Cluster:
         """A new cluster over the executors."""
@@ -100,12 +105,19 @@ class Machine:
             instances.append(Instance(executor.name, scheduler, executor))
         admits = admission.make(config.admission)
         places = placement.make(policies.placement(config.policy, config.placement), admits)
-        return Cluster(instances, places, admits, first_token=config.first_token, finished=finished)
+        return Cluster(
+            instances, places, admits, first_token=config.first_token, finished=finished, patience=self.patience
+        )
+
+    @property
+    def journal_errors(self) -> int:
+        """How often the journal could not be written: 1 once it has stopped."""
+        return 0 if self._journal is None else self._journal.errors
 
     def _log(self, name: str, role: Role) -> Log:
-        if self._file is None:
+        if self._journal is None:
             return no_log
-        return Journal(self._file).instance(
+        return self._journal.instance(
             name,
             policy=self.config.decides,
             limits=self.limits,
@@ -150,12 +162,21 @@ class Machine:
         info = replace(self.info, instances=places, policy=config.policy, placement=config.placement)
         return Machine(config, mesh, self.executors, self.limits, self.recipe, info, lent=True)
 
-    async def close(self) -> None:
-        for executor in self.executors:
-            with suppress(Exception):  # a device that is gone must not keep the others from being closed
-                await (executor.rest() if self._lent else executor.close())
-        if self._file is not None:
-            self._file.close()
+    async def close(self) -> bool:
+        """False where an executor did not end within CLOSING seconds."""
+        ending = [executor.rest() if self._lent else executor.close() for executor in self.executors]
+        tasks = [asyncio.ensure_future(one) for one in ending]
+        _, late = await asyncio.wait(tasks, timeout=CLOSING)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)  # a device that is gone does not keep the others open
+        if self._journal is not None:
+            self._journal.close()
+        return not late
+
+
+def _journal_stopped(error: OSError) -> None:
+    log.error("the journal cannot be written (%s): it stops here, and serving goes on", error)
 
 
 class Built(NamedTuple):

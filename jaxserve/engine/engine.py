@@ -11,35 +11,41 @@ import itertools
 import logging
 import queue
 import threading
+import time
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from jaxserve.config import ServeConfig
-from jaxserve.engine.assemble import Machine, assemble
+from jaxserve.engine.assemble import CLOSING, Machine, assemble
+from jaxserve.engine.checks import cause, check_request
 from jaxserve.engine.classes import Tallies
 from jaxserve.engine.hygiene import Hygiene, Stalls, least_slack, watched_loop
 from jaxserve.engine.info import EngineInfo, InstanceStats, Stats
-from jaxserve.engine.inputs import check_adjusted
+from jaxserve.engine.queue import ROWS, Queue
 from jaxserve.engine.warmup import Progress
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.counters import Counters
-from jaxserve.sched.errors import InvalidValue, JaxserveError, QueueFull
+from jaxserve.sched.errors import InvalidValue, JaxserveError, Unavailable
 from jaxserve.sched.forecasts import Forecasts
 from jaxserve.sched.journal import REHEARSAL
 from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import Delta
+from jaxserve.sched.plan import UNAVAILABLE, Delta
 from jaxserve.sched.policy import Role
 from jaxserve.sched.request import STANDARD, Request
 from jaxserve.sched.slo import NO_SLO, SLO
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 REHEARSED = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
 REMEMBERED = 4096  # finished requests whose times nobody has asked for yet
-REBUILDS_A_MINUTE = 3  # from this many on the engine calls itself unhealthy
+POLL = 0.2  # seconds after which to look whether the engine's thread still lives
+SLACK = 2.0  # seconds beyond CLOSING, for all that has not to do with devices
+SILENT = 30.0  # seconds: an engine's thread that gives no sign for so long is taken to hang
 
 
 class Engine:
@@ -49,15 +55,18 @@ class Engine:
         self.info: EngineInfo = machine.info
         self._machine = machine
         self._cluster = machine.cluster(self._finished)
-        self._bound: int | None = None  # none yet: the rehearsal comes first
+        self._queue = Queue(None, 0.0, machine.now, self._expire)  # no bound yet: the rehearsal comes first
         self._seed = config.seed
         self._ids = itertools.count()
         self._entering = 0  # handed in, not yet placed; guarded by _lock
         self._lock = threading.Lock()
         self._draining = False
+        self._ended = False  # nothing is taken in any more; guarded by _lock, as is what ended it
         self._error: str | None = None
+        self._left = False  # something on a device hung when the engine was closed
+        self._asked: float | None = None  # when the engine's thread was asked for a sign that it has not given yet
         self._over: OrderedDict[int, RequestMetrics] = OrderedDict()
-        self._listeners: dict[int, Callable[[Delta], None]] = {}
+        self._listeners: dict[int, Callable[[Delta], None]] = {}  # entries are made under _lock
         self._reasons: Counter[str] = Counter()
         self._classes = config.classes
         self._tallies = Tallies(self._classes.names)
@@ -80,7 +89,8 @@ class Engine:
         engine._rehearse()
         engine._hygiene.begin()
         engine._loop.call_soon_threadsafe(engine._stalls.clear)  # warm-up's are nobody's
-        engine._bound = machine.config.max_num_queued_reqs
+        bound = machine.config.max_num_queued_reqs or ROWS * machine.limits.rows
+        engine._queue = Queue(bound, machine.config.queue_timeout, machine.now, engine._expire)
         return engine
 
     def _rehearse(self) -> None:
@@ -125,10 +135,10 @@ class Engine:
         """Hand a request in; returns its id at once. News come to `on_delta`, in the engine's thread. In the prefix
         cache it finds only pages of requests with the same `salt`. It arrived `waited` seconds ago.
 
-        Raises InvalidValue where it cannot be served, QueueFull where too many wait, JaxserveError when the engine
-        is ending.
+        Raises InvalidValue where it cannot be served, QueueFull where too many wait, Unavailable while no instance
+        responds, JaxserveError when the engine is ending.
         """
-        self._check(prompt, params)
+        check_request(self.info, prompt, params)
         id = next(self._ids)
         request = Request(
             id,
@@ -149,34 +159,18 @@ class Engine:
         with self._lock:
             self._admit()
             self._entering += 1
-        self._loop.call_soon_threadsafe(self._enter, request, on_delta)
-        return request.id
+            self._listeners[id] = on_delta  # from now on it is told how it ends, whatever happens
+            self._loop.call_soon_threadsafe(self._enter, request)
+        return id
 
     def cancel(self, request: int, reason: str = "abort") -> None:
         """End a request early; nothing where it is over."""
-        self._loop.call_soon_threadsafe(self._cluster.cancel, request, reason)
+        with suppress(RuntimeError):  # the loop is closed: all are over
+            self._loop.call_soon_threadsafe(self._cluster.cancel, request, reason)
 
     def record(self, request: int) -> RequestMetrics | None:
         """The times of a finished request, once; None where it is unknown, was told or is long over."""
         return self._over.pop(request, None)
-
-    def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        info = self.info
-        if not prompt:
-            raise InvalidValue("the prompt is empty: at least one token is needed", "prompt")
-        if len(prompt) >= info.max_model_len:
-            raise InvalidValue(
-                f"the prompt has {len(prompt)} tokens, and max_model_len={info.max_model_len} must hold it and at "
-                "least one token of output",
-                "prompt",
-            )
-        check_adjusted(params, tuple(info.eos))
-        wrong = [token for token in prompt if not 0 <= token < info.vocab_size]
-        if wrong:
-            raise InvalidValue(f"token id {wrong[0]} must be between 0 and {info.vocab_size - 1}", "prompt")
-        wrong = [token for token, _ in params.logit_bias if not 0 <= token < info.vocab_size]
-        if wrong:
-            raise InvalidValue(f"logit_bias of token {wrong[0]}: ids go from 0 to {info.vocab_size - 1}", "logit_bias")
 
     def _seed_of(self, params: SamplingParams, id: int) -> int:
         """A request without a seed gets one from the engine's seed and its own number: no two share their luck."""
@@ -185,13 +179,20 @@ class Engine:
         return zlib.crc32(f"{self._seed} {id}".encode())
 
     def _admit(self) -> None:
-        if self._error is not None:
-            raise JaxserveError(f"the engine has stopped: {self._error}")
+        if self._ended:
+            raise JaxserveError(f"the engine has stopped: {self._error or 'it was closed'}")
         if self._draining:
             raise JaxserveError("the engine is shutting down")
-        waiting = self._entering + sum(core.scheduler.waiting for core in self._cluster.cores)
-        if self._bound is not None and waiting >= self._bound:
-            raise QueueFull(f"{waiting} requests wait, and max_num_queued_reqs={self._bound}: try again later")
+        schedulers = [core.scheduler for core in self._cluster.cores]
+        entries = sum(one.role is not Role.DECODE and not one.hung for one in schedulers)
+        if not entries and all(one.hung for one in schedulers):
+            raise Unavailable(self._cluster.ailment or "no instance responds")
+        self._queue.check(self._entering + sum(one.waiting for one in schedulers), entries)
+
+    def _expire(self, id: int, seconds: float) -> None:
+        if self._cluster.queued(id):
+            why = f"it waited {seconds:g} s and was not begun (--queue-timeout): try again later"
+            self._cluster.cancel(id, "expired", why)
 
     # roles, from any thread
 
@@ -206,14 +207,25 @@ class Engine:
         Raises InvalidValue, and changes nothing, where an instance is not there, or nobody would be left to prefill
         or to decode; JaxserveError where the engine has stopped.
         """
-        if not self._thread.is_alive():
-            raise JaxserveError(f"the engine has stopped: {self._error or 'it was closed'}")
 
         async def turned() -> tuple[Role, ...]:
             self._cluster.turn(roles)
             return self.roles
 
-        return asyncio.run_coroutine_threadsafe(turned(), self._loop).result()
+        return self._ask(turned)
+
+    def _ask(self, work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None = None) -> T:
+        """Run `work` in the engine's thread. Raises TimeoutError, JaxserveError where the engine ends first."""
+        end = None if timeout is None else time.monotonic() + timeout
+        asked = asyncio.run_coroutine_threadsafe(work(), self._loop) if self._thread.is_alive() else None
+        while asked is not None and (self._thread.is_alive() or asked.done()):
+            try:
+                return asked.result(POLL)
+            except TimeoutError:
+                if end is not None and time.monotonic() >= end:
+                    asked.cancel()
+                    raise
+        raise JaxserveError(f"the engine has stopped: {self._error or 'it was closed'}")
 
     # the engine's thread
 
@@ -221,13 +233,28 @@ class Engine:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._serve())
-        except Exception as error:
-            log.exception("the engine failed")
-            self._error = f"{type(error).__name__}: {error}"
-        for id, listener in list(self._listeners.items()):
-            listener(Delta(id, finish_reason="error" if self._error else "abort", error=self._error))
-        self._listeners.clear()
-        self._hygiene.end()  # also where the engine failed: nobody would collect any more
+        except BaseException as error:
+            self._end(error)
+        else:
+            self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Nothing is served any more: tell every request that is not over. First of all no new one is taken: it would
+        wait for ever."""
+        with self._lock:
+            self._ended = True
+            if error is not None and self._error is None:
+                self._error = cause(error)
+                log.error("the engine failed: %s", self._error, exc_info=error)
+            listeners, self._listeners = self._listeners, {}
+        reason = "abort" if self._error is None else "error"
+        why = None if self._error is None else f"the engine has failed: {self._error}"
+        for id, listener in listeners.items():
+            try:
+                listener(Delta(id, finish_reason=reason, error=why))
+            except Exception:
+                log.exception("telling request %d of the engine's end failed", id)
+        self._hygiene.end()  # also where the engine failed: nothing would collect garbage any more
 
     async def _serve(self) -> None:
         running = asyncio.ensure_future(self._cluster.run())
@@ -235,12 +262,13 @@ class Engine:
         stop = asyncio.ensure_future(self._stop.wait())
         tasks: list[asyncio.Future[Any]] = [running, tending, stop]
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        failed = next((error for one in ended if (error := one.exception()) is not None), None)
+        if failed is not None:
+            self._end(failed)  # before devices are waited for
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._machine.close()
-        for one in ended:
-            one.result()
+        self._left = not await self._machine.close()
 
     def _slack(self) -> float:
         """Seconds for which the engine's thread may be away without making anything late; inf where nothing runs."""
@@ -248,18 +276,23 @@ class Engine:
         schedulers = [core.scheduler for core in self._cluster.cores]
         return least_slack((max(now, one.ends), one) for one in schedulers)
 
-    def _enter(self, request: Request, on_delta: Callable[[Delta], None]) -> None:
+    def _enter(self, request: Request) -> None:
         with self._lock:
             self._entering -= 1
+            on_delta = self._listeners.get(request.id)
+        if on_delta is None:
+            return  # the engine has ended, and it was told
 
         def tell(delta: Delta) -> None:
             if delta.finish_reason is not None:
                 self._listeners.pop(request.id, None)
             on_delta(delta)
 
-        self._listeners[request.id] = on_delta
         try:
             self._cluster.submit(request, tell)
+            self._queue.entered(request.id)
+        except Unavailable as error:
+            tell(Delta(request.id, finish_reason=UNAVAILABLE, error=str(error)))
         except InvalidValue as error:
             tell(Delta(request.id, finish_reason="rejected", error=str(error)))
         except Exception as error:  # its client would wait for ever
@@ -272,6 +305,7 @@ class Engine:
         if len(self._over) > REMEMBERED:
             self._over.popitem(last=False)
         self._reasons[request.finish_reason or "error"] += 1
+        self._queue.ended()
         if request.finish_reason == "abort":
             return  # its client went away: neither kept nor broken
         self._tallies.add(request, self._cluster.forecasts.error(request))
@@ -280,9 +314,31 @@ class Engine:
 
     @property
     def healthy(self) -> bool:
-        """False once the machinery has failed, or three pools had to be rebuilt within a minute."""
-        since = self._machine.now() - 60.0
-        return self._error is None and sum(at > since for at in self._cluster.rebuilt) < REBUILDS_A_MINUTE
+        """Whether requests had better come here; `ailment` says why not."""
+        return self.ailment is None
+
+    @property
+    def ailment(self) -> str | None:
+        """Why requests had better go elsewhere: the engine has failed, a step hangs, or one instance's last steps all
+        failed. None where all is well."""
+        if self._error is not None:
+            return f"the engine has failed: {self._error}"
+        silent = self._silence()
+        if silent > SILENT:
+            return f"the engine's thread has not responded for {silent:.0f} s"
+        return self._cluster.ailment
+
+    def _silence(self) -> float:
+        """Seconds for which the engine's thread has owed a sign; asks for the next one."""
+        if self._asked is not None:
+            return self._machine.now() - self._asked
+        self._asked = self._machine.now()
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._sign)
+        return 0.0
+
+    def _sign(self) -> None:
+        self._asked = None
 
     def stats(self) -> Stats:
         """A snapshot. Read without a lock: single numbers, each right at its moment."""
@@ -290,16 +346,8 @@ class Engine:
         mover, compiled = self._cluster.mover, self._machine.compiled
         return Stats(
             tuple(
-                InstanceStats(
-                    name,
-                    one.role.value,
-                    one.running,
-                    one.waiting,
-                    one.limits.pages,
-                    one.blocks.held,
-                    one.prefill_backlog,
-                )
-                for name, one in schedulers
+                InstanceStats(n, x.role.value, x.running, x.waiting, x.limits.pages, x.blocks.held, x.prefill_backlog)
+                for n, x in schedulers
             ),
             Counters.total(one.counters for _, one in schedulers),
             len(mover),
@@ -318,16 +366,16 @@ class Engine:
             deflections=self._cluster.deflections,
             unkept_programs=compiled.unkept_total,
             forecasts=dict(self._cluster.forecasts.accuracy),
+            journal_errors=self._machine.journal_errors,
+            hung_steps=self._cluster.hung_steps,
         )
 
     def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait for the others to end; False where some were left."""
         self._draining = True
-        done: Future[None] = asyncio.run_coroutine_threadsafe(self._cluster.drained(), self._loop)
         try:
-            done.result(timeout)
+            self._ask(self._cluster.drained, timeout)
         except TimeoutError:
-            done.cancel()
             return False
         return True
 
@@ -341,13 +389,20 @@ class Engine:
         async def checked() -> None:
             self._cluster.check()
 
-        asyncio.run_coroutine_threadsafe(checked(), self._loop).result()
+        self._ask(checked)
 
-    def close(self) -> None:
-        """End the engine; what is running is aborted."""
+    def close(self) -> bool:
+        """End the engine; what is running is aborted. False where something on a device does not end within CLOSING
+        seconds: the threads that wait for it are left, and only the end of the process is theirs."""
         self._draining = True
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join()
-            self._loop.close()
+            self._thread.join(CLOSING + SLACK)
+        if self._thread.is_alive():
+            self._end(JaxserveError("it was closed, and its thread did not end"))
+            return False
+        self._loop.close()
         self._hygiene.end()
+        if self._left:
+            log.error("a step or a transfer did not end within %g s; what waits for it is left behind", CLOSING)
+        return not self._left

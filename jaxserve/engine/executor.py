@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxserve.engine.checks import cause
 from jaxserve.engine.inputs import Batch, InputBuilder, SlotTable
 from jaxserve.engine.job import Job
 from jaxserve.engine.results import read
@@ -57,10 +58,11 @@ class JaxExecutor:
         self._flying: dict[Step, Job] = {}
         self._queue: deque[Job] = deque()  # steps of which there is more to dispatch, in order
         self._suspended: dict[int, Job] = {}  # by step
-        self._dirty: set[int] = set()  # pages that may hold NaN
+        self._unsure: set[int] = set()  # pages whose content no finite token vouches for: they may hold NaN
+        self._unsure_slots: set[int] = set()  # slots that may hold such pages
         self._finished = 0.0
         self._submitted: queue.SimpleQueue[tuple[Job, jax.Array | None] | None] = queue.SimpleQueue()
-        self._waiter = threading.Thread(target=self._wait, name=f"jaxserve-{name}", daemon=True)
+        self._waiter: threading.Thread | None = None  # waits for the devices; made with the first step
         self._movers = ThreadPoolExecutor(4, thread_name_prefix=f"jaxserve-{name}-kv")
 
     @property
@@ -104,7 +106,8 @@ class JaxExecutor:
         if plan.resume is not None and plan.resume not in self._suspended:
             raise InvalidValue(f"step {plan.step} resumes step {plan.resume}, which is not suspended", "resume")
         self._check_pool()
-        if not self._waiter.is_alive():
+        if self._waiter is None or not self._waiter.is_alive():
+            self._waiter = threading.Thread(target=self._wait, name=f"jaxserve-{self.name}", daemon=True)
             self._waiter.start()
         job = self._flying[step] = Job(plan, step, self._life, self.now())
         try:
@@ -133,9 +136,11 @@ class JaxExecutor:
                 if self._slots.keeps_history(span.slot):
                     self._state.remember(span.slot, span.begin)
             if span.new_pages:
-                if self._dirty:
+                if self._unsure:
                     self._clean(span)
                 self._slots.extend(span.slot, span.new_pages)
+            if not span.samples:
+                self._doubt(span)
         return self._inputs.build(plan.spans, self._slots)
 
     def _dispatch(self) -> None:
@@ -204,7 +209,11 @@ class JaxExecutor:
     def _wait(self) -> None:
         """The waiter's thread: steps in order, each until the device is done with it, or with a segment of it."""
         while (waiting := self._submitted.get()) is not None:
-            self._await(*waiting)
+            try:
+                self._await(*waiting)
+            except BaseException as error:  # such as SystemExit: no failure of a step, and nothing waits from now on
+                waiting[0].step.get_loop().call_soon_threadsafe(self._died, error)
+                return
             del waiting  # or what is over would be held until the next
 
     def _await(self, job: Job, mark: jax.Array | None) -> None:
@@ -234,24 +243,51 @@ class JaxExecutor:
             return  # its life ended in an error, which the future has
         del self._flying[job.step]
         for index in result.failed:
-            self._dirty.update(self._slots.held(job.plan.spans[index].slot))
+            self._unsure.update(self._slots.held(job.plan.spans[index].slot))
+        if self._unsure_slots:
+            self._trust(job.plan.spans, result)
         if not job.step.done():
             job.step.set_result(result)
 
     def _clean(self, span: Span) -> None:
-        """Zero the pages that the span begins to fill if a failed row left NaN there: a weight of zero times NaN is
-        NaN, so masking does not keep it from the new owner."""
+        """Zero the pages that the span begins to fill if they may hold NaN: a weight of zero times NaN is NaN, so
+        masking does not keep it from the new owner."""
         held = len(self._slots.held(span.slot))
-        unwritten = span.new_pages[max(0, -(-span.start // self.page_size) - held) :]
-        if dirty := self._dirty.intersection(unwritten):
+        written = max(0, -(-span.start // self.page_size) - held)
+        if dirty := self._unsure.intersection(span.new_pages[written:]):
             self._state.scrub(sorted(dirty), self._sizes[-1])
-            self._dirty -= dirty
+            self._unsure -= dirty
+        if not self._unsure.isdisjoint(span.new_pages[:written]):
+            self._unsure_slots.add(span.slot)
+
+    def _doubt(self, span: Span) -> None:
+        """A chunk whose logits are never looked at may write NaN unnoticed."""
+        size = self.page_size
+        pages = self._slots.held(span.slot)[span.start // size : (span.start + span.length - 1) // size + 1]
+        self._unsure.update(pages)
+        self._unsure_slots.add(span.slot)
+
+    def _trust(self, spans: Sequence[Span], result: StepResult) -> None:
+        """A finite token vouches for all KV that it was drawn from."""
+        for index, span in enumerate(spans):
+            if span.slot in self._unsure_slots and span.samples and index not in result.failed:
+                self._unsure_slots.discard(span.slot)
+                self._unsure.difference_update(self._slots.held(span.slot))
 
     def _fail(self, life: int, error: BaseException) -> None:
         """The device raised: every step in flight fails, and what the instance holds is not to be trusted."""
         if life != self._life:
             return
         log.error("%s: a step raised; the KV pool is rebuilt", self.name, exc_info=error)
+        self._end_all(error, lambda job: StepFailed(f"step {job.plan.step} of instance {self.name}: {cause(error)}"))
+
+    def _died(self, error: BaseException) -> None:
+        """The waiter's thread ended: no step comes back any more, which is the whole engine's failure."""
+        why = f"the thread that waits for the devices of instance {self.name} ended: {cause(error)}"
+        self._end_all(error, lambda job: JaxserveError(why))
+
+    def _end_all(self, error: BaseException, failure: Callable[[Job], JaxserveError]) -> None:
+        """Every step in flight ends in an error, and the pool is gone."""
         self._life += 1
         self._lost = True
         self._queue.clear()
@@ -260,13 +296,14 @@ class JaxExecutor:
             job.commit()
             job.walk = None  # whoever keeps the error keeps its frames
             if not step.done():
-                failure = StepFailed(f"step {job.plan.step} of instance {self.name}: {type(error).__name__}: {error}")
-                failure.__cause__ = error
-                step.set_exception(failure)
+                failed = failure(job)
+                failed.__cause__ = error
+                step.set_exception(failed)
 
     def rebuild(self) -> None:
         self.rebuilds += 1
-        self._dirty.clear()
+        self._unsure.clear()
+        self._unsure_slots.clear()
         self._suspended.clear()  # what they had computed is gone with the pool
         self._slots = SlotTable(self._limits)
         self._state.rebuild()
@@ -318,11 +355,14 @@ class JaxExecutor:
         at = 0
         for (count, _), piece in zip(parcel.pieces, arrived, strict=True):
             self._state.fill(padded(pages[at : at + count], piece[0].shape[2], self._limits.pages), piece)
+            self._unsure.update(pages[at : at + count])
             at += count
 
     async def rest(self) -> None:
         """Wait for the steps under way and forget all requests, so that another scheduler can begin."""
         await self._landed()
+        if self._lost:
+            self.rebuild()
         self._suspended.clear()
         self.release(range(self._limits.slots))
 
@@ -332,7 +372,7 @@ class JaxExecutor:
 
     async def close(self) -> None:
         await self._landed()
-        if self._waiter.is_alive():
+        if self._waiter is not None and self._waiter.is_alive():
             self._submitted.put(None)
             await asyncio.get_running_loop().run_in_executor(self._movers, self._waiter.join)
         self._movers.shutdown(wait=False)

@@ -84,6 +84,8 @@ class Stats:
     deflections: int = 0  # prompts given to instances that decode
     forecasts: dict[str, Accuracy] = field(default_factory=dict)  # of first tokens, by path
     unkept_programs: int = 0  # compiled, and not kept because the cache folder cannot be written
+    journal_errors: int = 0  # 1 once the journal could not be written and has stopped
+    hung_steps: int = 0  # steps that were taken to hang
 
     @property
     def attained(self) -> int:

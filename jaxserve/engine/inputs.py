@@ -209,6 +209,8 @@ class SlotTable:
         if used + len(pages) > self.limits.row_pages:
             raise InvalidValue(f"{slot=} has {used + len(pages)} pages, more than the {self.limits.row_pages} of a row")
         self.tables[slot, used : used + len(pages)] = pages
+        # Kernels read whole tiles of pages: what lies beyond a row's own must not be another row's, which may hold NaN.
+        self.tables[slot, used + len(pages) :] = pages[-1]
         self.pages[slot] = used + len(pages)
 
     def held(self, slot: int) -> list[int]:

@@ -81,8 +81,8 @@ def create_app(service: Service) -> FastAPI:
     async def health() -> Response:
         if service.draining:
             raise Refused(503, "the server is shutting down", code="shutting_down")
-        if not service.engine.healthy:
-            raise Refused(503, "the engine has failed: see the server's log", code="unhealthy")
+        if (ailment := service.engine.ailment) is not None:
+            raise Refused(503, ailment, code="unhealthy")
         return Response(status_code=200)
 
     @app.get("/load")

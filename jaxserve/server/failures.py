@@ -16,6 +16,8 @@ from starlette.responses import JSONResponse, Response
 
 from jaxserve.errors import ECHO, InvalidValue, JaxserveError, QueueFull
 from jaxserve.generation import GenerationFailed
+from jaxserve.sched.errors import Unavailable
+from jaxserve.sched.plan import UNAVAILABLE
 
 logger = logging.getLogger("jaxserve.server")
 
@@ -62,9 +64,15 @@ def refusal(error: Exception) -> Refused:
     if isinstance(error, GenerationFailed):
         if error.reason == "rejected":
             return Refused(400, str(error), code="rejected")
+        if error.reason == UNAVAILABLE:
+            return Refused(503, str(error), code="unavailable", retry_after=5.0)
+        if error.reason == "expired":
+            return Refused(503, str(error), code="queue_timeout", retry_after=5.0)
         if error.reason == "refused":
             return Refused(429, str(error), code="slo_unattainable", retry_after=1.0)
         return Refused(500, str(error), code=error.reason)
+    if isinstance(error, Unavailable):
+        return Refused(503, str(error), code="unavailable", retry_after=error.retry_after)
     if isinstance(error, JaxserveError):
         return Refused(503, str(error), code="unavailable", retry_after=1.0)
     logger.error("internal error", exc_info=error)

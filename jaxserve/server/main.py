@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
-import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from jaxserve.server.limits import load_limits
 from jaxserve.server.metrics import StatsLine
 from jaxserve.server.protocol import limits_of, protocol_of
 from jaxserve.server.service import Service
+from jaxserve.server.signals import Signals, end_process
 
 logger = logging.getLogger("jaxserve.server")
 
@@ -53,14 +53,18 @@ def run(config: ServeConfig) -> int:
     warn_if_open(config, keys)
     load_limits(config, keys.names)
     sock = listen_on(config.host, config.port)
+    signals = Signals()
     try:
         service = start_service(config)
-        try:
-            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-                runner.run(serve(service, sock))
-        finally:
-            service.close()
-            service.engine.close()
+        with signals.handled():
+            try:
+                with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                    runner.run(serve(service, sock, signals=signals))
+            finally:
+                signals.served()
+                service.close()
+                if not service.engine.close():
+                    end_process(1)
     finally:
         sock.close()
     return 0
@@ -109,9 +113,14 @@ def listen_on(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def serve(service: Service, sock: socket.socket, ready: Callable[[Ending], None] | None = None) -> None:
-    """Serve on a bound socket until told to stop: by a signal, or, for one who embeds a server and gives `ready`, by
-    the Ending that `ready` is called with once requests are taken."""
+async def serve(
+    service: Service,
+    sock: socket.socket,
+    ready: Callable[[Ending], None] | None = None,
+    signals: Signals | None = None,
+) -> None:
+    """Serve on a bound socket until told to stop: by `signals`, or, in a program that embeds a server and gives
+    `ready`, by the Ending that `ready` is called with once requests are taken."""
     config = uvicorn.Config(
         create_app(service),
         http=protocol_of(limits_of(service.config)),
@@ -124,10 +133,8 @@ async def serve(service: Service, sock: socket.socket, ready: Callable[[Ending],
     )
     server = Server(config)
     ending = Ending(service, server)
-    if ready is None:
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, ending.drain)
-        loop.add_signal_handler(signal.SIGINT, ending.now)
+    if signals is not None:
+        signals.serve(asyncio.get_running_loop(), ending.drain, ending.now)
     helpers = [asyncio.ensure_future(_announce(service, server, sock, ready and partial(ready, ending)))]
     if not service.config.disable_log_stats:
         helpers.append(asyncio.ensure_future(_log_stats(service)))

@@ -212,6 +212,12 @@ class EngineCollector(Collector):
             ("surplus_tokens", "Tokens computed for requests that had ended.", counters.surplus_tokens),
             ("steps", "Steps of all instances.", counters.steps),
             ("pool_rebuilds", "Steps that failed and took the KV pool with them.", counters.rebuilds),
+            (
+                "hung_steps",
+                "Steps that did not end in time; their instance got no requests until they did.",
+                stats.hung_steps,
+            ),
+            ("journal_errors", "1 once --journal could not be written and has stopped.", stats.journal_errors),
             ("compilations", "Programs compiled, warm-up included.", stats.compilations),
             ("compilations_after_warmup", "Programs compiled while serving: 0.", stats.compilations_after_warmup),
             ("compilation_cache_loads", "Programs read from the cache on disk.", stats.cache_loads),

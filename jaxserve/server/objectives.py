@@ -17,9 +17,7 @@ from jaxserve.tiers import canonical, stages_over
 TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 
-
-MAX_MS = 1e12  # 31 years: sums of objectives stay finite, and no deadline becomes NaN
-
+SHORTEST, LONGEST = 1e-3, 1e12  # milliseconds: sums and quotients of objectives stay finite
 MAX_PRIORITY = 2**31 - 1  # a column of integers in the scheduler
 
 
@@ -79,7 +77,7 @@ def _first(field: tuple[str, float | None], names: tuple[str, ...], headers: Map
 
 
 def _seconds(name: str, milliseconds: float) -> float:
-    if not 0 < milliseconds <= MAX_MS:  # also NaN
-        message = f"{name}={milliseconds} must be a positive number of milliseconds, at most {MAX_MS:g}"
-        raise InvalidValue(message, name)
+    if not SHORTEST <= milliseconds <= LONGEST:
+        allowed = f"a positive number of milliseconds, from {SHORTEST:g} to {LONGEST:g}"
+        raise InvalidValue(f"{name}={milliseconds} must be {allowed}; leave it out for the server's own", name)
     return milliseconds / 1000.0

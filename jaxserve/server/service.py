@@ -13,6 +13,7 @@ from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue, short
 from jaxserve.generation import GenerationFailed, Job, Mailbox, Piece, check_length, merged, pieces
 from jaxserve.pacing import Pace, paced
+from jaxserve.sched.plan import GIVEN_UP
 from jaxserve.server.answers import Answer
 from jaxserve.server.client_metrics import StageCollector
 from jaxserve.server.failures import Refused
@@ -137,7 +138,7 @@ class Service:
                 if number not in begun:
                     begun.add(number)
                     self.metrics.begun(job)
-                if piece.finish_reason in ("error", "rejected", "refused"):
+                if piece.finish_reason in GIVEN_UP:
                     raise GenerationFailed(piece.error or "the engine gave the request up", piece.finish_reason)
                 self.metrics.news(job, piece)
                 yield number, piece

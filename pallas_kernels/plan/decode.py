@@ -95,5 +95,6 @@ def _rank(ordered: jax.Array, x: jax.Array, *, before: bool = False) -> jax.Arra
 
 
 def _whole(table: jax.Array, pages: int) -> jax.Array:
-    """The table [S, P] wide enough to be read `pages` at a time; what is added names page 0, which is there to read."""
-    return jnp.pad(table, ((0, 0), (0, -table.shape[1] % pages)))
+    """The table [S, P] wide enough to be read `pages` at a time; what is added names the page before it, so that a row
+    whose unused entries name its own pages reads no other."""
+    return jnp.pad(table, ((0, 0), (0, -table.shape[1] % pages)), mode="edge")

@@ -78,7 +78,9 @@ def plan_prefill(
         tiles=tiles,
         used=ends[-1:].astype(jnp.int32),
         place=jnp.where(covered, rank[home] * tile + within % tile, -1),
-        table=jnp.pad(ragged.block_tables, ((0, 0), (0, -ragged.block_tables.shape[1] % max(1, keys // page)))),
+        table=jnp.pad(
+            ragged.block_tables, ((0, 0), (0, -ragged.block_tables.shape[1] % max(1, keys // page))), mode="edge"
+        ),
     )
 
 

@@ -32,13 +32,13 @@ class Fleet(NamedTuple):
 
     @property
     def entries(self) -> list[int]:
-        """Indices of the instances that prompts come to."""
-        return [index for index, one in enumerate(self.instances) if one.role is not Role.DECODE]
+        """Indices of the instances that prompts come to; an instance whose step hangs takes none."""
+        return [index for index, one in enumerate(self.instances) if one.role is not Role.DECODE and not one.hung]
 
     @property
     def decoders(self) -> list[int]:
         """Indices of the instances that prompts computed elsewhere decode on."""
-        return [index for index, one in enumerate(self.instances) if one.role is Role.DECODE]
+        return [index for index, one in enumerate(self.instances) if one.role is Role.DECODE and not one.hung]
 
 
 class Move(NamedTuple):

@@ -19,7 +19,8 @@ class FewestRequests(Placement):
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         score = {index: self._score(index, fleet) for index in fleet.entries}
         for index, _ in self._sent.unseen(fleet):
-            score[index] += WAITING
+            if index in score:  # its role may have changed since, or a step of it may hang
+                score[index] += WAITING
         order = sorted(score, key=lambda index: (score[index], index))
         self._sent.add(order[0], request)
         return order

@@ -29,6 +29,8 @@ class PrefillBudget(Placement):
             left[index] = self._promised.of(one, fleet.now).budget(request.deadline, new) - new
             behind[index] = one.prefill_backlog + new
         for index, other in self._sent.unseen(fleet):
+            if index not in left:
+                continue  # its role has changed since, or a step of it hangs
             more = other.prompt_length - fleet.instances[index].cached_tokens(other)
             left[index], behind[index] = left[index] - more, behind[index] + more
         order = sorted(left, key=lambda index: (-left[index], behind[index], index))

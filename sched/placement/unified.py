@@ -129,7 +129,9 @@ class Unified(Placement):
         servers = [
             self._server(other, fleet)
             for other, instance in enumerate(fleet.instances)
-            if other != index and not instance.kv_waiting and instance.running < FULL * instance.limits.rows
+            if other != index
+            and not (instance.hung or instance.kv_waiting)
+            and instance.running < FULL * instance.limits.rows
         ]
         moves: list[Move] = []
 

@@ -26,6 +26,7 @@ SCRIPTS = [
     "latent_cache",
     "learned_predictor",
     "loading_memory",
+    "overload",
     "preemption",
     "quantisation",
     "scheduler_cost",
@@ -55,6 +56,14 @@ def test_every_script_is_tested(repo: Path) -> None:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help(repo: Path, script: str) -> None:
     assert "--output" in run(repo, script, "--help")
+
+
+def test_overload(repo: Path, tmp_path: Path) -> None:
+    """A long queue costs no throughput; how the times compare is the script's to say on a quiet machine."""
+    flags = ["--policies", "unified", "kairos", "--rows", "8", "--waiting", "50", "2000", "--steps", "30"]
+    run(repo, "overload", *flags, "--output", str(tmp_path / "overload.json"))
+    found = json.loads((tmp_path / "overload.json").read_text())
+    assert found["least_share"] >= 0.95 and len(found["rows"]) == 4
 
 
 def test_scheduler_cost(repo: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from jaxserve.engine.executor import LEAST_LEAD, MOST_LEAD, JaxExecutor
+from jaxserve.engine.inputs import SlotTable
 from jaxserve.engine.warmup import compile_counter
 from jaxserve.sched.errors import StepFailed
 from jaxserve.sched.params import SamplingParams
@@ -273,6 +274,40 @@ def finite_pages(executor: JaxExecutor, pages: Sequence[int]) -> bool:
     """Whether every number in these pages, of all layers, is finite."""
     parcel = executor.export_kv(pages)
     return all(bool(np.isfinite(np.asarray(leaf)).all()) for _, piece in parcel.pieces for leaf in piece)
+
+
+def test_pages_that_no_token_vouches_for_are_zeroed_before_others_fill_them(executor: JaxExecutor) -> None:
+    """A chunk that nothing is drawn from may leave NaN unnoticed. Here it is planted, after the chunk."""
+    job, heir, sure = Job(PROMPTS[3], slot=3), Job(PROMPTS[0], slot=3), Job(PROMPTS[3], slot=3)
+
+    async def scenario() -> None:
+        await executor.submit(StepPlan(0, (job.span(9),)))
+        state, pages = executor.state, np.array(job.pages[: job.told])
+        state.pools = [tuple(part.at[pages].set(np.nan) for part in pool) for pool in state.pools]
+        executor.release([3])
+        await generate(executor, [heir], 4)
+        for pool in executor.state.pools:
+            for part in pool:
+                assert np.isfinite(np.asarray(part)[list(heir.pages[: heir.told])]).all()
+        await generate(executor, [sure], 2, chunk=lambda: 5)
+
+    run(scenario())
+    assert not executor._unsure.intersection(sure.pages[: sure.told]), "pages of a finite token are still in doubt"
+    executor.rebuild()
+
+
+def test_unused_entries_of_a_table_name_pages_of_the_row(executor: JaxExecutor) -> None:
+    """Kernels read whole tiles of pages: page 0, and what the slot's last request had, are others' by then."""
+    slots = SlotTable(executor.state.programs.limits)
+    begun = Job(PROMPTS[0]).span().begin
+    assert begun is not None
+    for pages in ([7, 8, 9, 10], [3]):
+        slots.begin(2, begun)
+        slots.extend(2, pages)
+        slots.release(2) if len(pages) > 1 else None
+    assert set(slots.tables[2].tolist()) == {3}
+    slots.extend(2, [5])
+    assert slots.tables[2].tolist() == [3] + [5] * (ROW_PAGES - 1)
 
 
 def test_nothing_compiles_after_warm_up(pair: list[JaxExecutor]) -> None:

@@ -130,7 +130,7 @@ def test_a_step_without_rows_has_no_work() -> None:
 def test_tables_hold_whole_tiles_of_pages() -> None:
     ragged = make([(1, 33)], [[3, 1, 2]], page=PAGE, pool=8)
     work = plan_decode(ragged, page=PAGE, queries=1, tile=64, workers=2)
-    np.testing.assert_array_equal(work.table, [[3, 1, 2, 0]])
+    np.testing.assert_array_equal(work.table, [[3, 1, 2, 2]])
 
 
 def test_what_does_not_fit_is_named() -> None:

@@ -12,11 +12,11 @@ from jaxserve.sched import admission, placement, policies
 from jaxserve.sched.boundary import stopping
 from jaxserve.sched.cluster import Cluster, Instance
 from jaxserve.sched.counters import Counters
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.errors import InvalidValue, Unavailable
 from jaxserve.sched.log import Log, no_log
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
-from jaxserve.sched.plan import Delta, KvParcel, StepPlan, StepResult
+from jaxserve.sched.plan import UNAVAILABLE, Delta, KvParcel, StepPlan, StepResult
 from jaxserve.sched.policy import Limits, Policy, Role
 from jaxserve.sched.request import STANDARD, Request
 from jaxserve.sched.scheduler import Scheduler
@@ -51,14 +51,29 @@ class Outcome:
 
 
 class Flaky(SimExecutor):
-    """Raises in a transfer where the test says so."""
+    """Raises in a transfer, and is late with a step or a transfer, where the test says so."""
 
-    def __init__(self, loses: Callable[[], bool], *args: Any, **more: Any) -> None:
+    def __init__(
+        self,
+        loses: Callable[[], bool],
+        late: Callable[[StepPlan], float],
+        slow: Callable[[], float],
+        *args: Any,
+        **more: Any,
+    ) -> None:
         super().__init__(*args, **more)
         self._loses = loses
+        self._late = late
+        self._slow = slow
+
+    def _begin(self, job: Any) -> None:
+        job.seconds += self._late(job.plan)
+        super()._begin(job)
 
     async def import_kv(self, parcel: KvParcel, pages: Sequence[int]) -> None:
         await super().import_kv(parcel, pages)
+        if (slow := self._slow()) > 0:
+            await asyncio.sleep(slow)
         if self._loses():
             raise OSError("injected: the link went down")
 
@@ -87,6 +102,10 @@ class Shape:
     first_token: str = "prefill"
     fails: Callable[[str, StepPlan], bool] = lambda name, plan: False
     loses: Callable[[], bool] = lambda: False  # whether the next transfer raises
+    late: Callable[[str, StepPlan], float] = lambda name, plan: 0.0  # seconds that a step takes longer
+    slow: Callable[[], float] = lambda: 0.0  # seconds that the next transfer takes longer
+    rest: float = 60.0  # virtual seconds after the last request, in which surplus steps and moves end
+    watch: Callable[[Cluster], None] = lambda cluster: None  # called with the cluster before it runs
     turns: Sequence[tuple[float, Mapping[int, Role]]] = ()  # when, which instances are to be what
     log: Callable[[str], Log] = lambda name: no_log
     scheduler: Callable[..., Scheduler] = Scheduler
@@ -110,7 +129,11 @@ async def _simulate(jobs: Sequence[Job], shape: Shape) -> Outcome:
 
     def arrive(id: int, job: Job) -> None:
         request = Request(id, job.prompt, job.params, job.slo, loop.now, tier=job.tier, eos=frozenset([EOS]), seed=id)
-        cluster.submit(request, deltas[id].append)
+        try:
+            cluster.submit(request, deltas[id].append)
+        except Unavailable as error:
+            request.finish_reason, request.error = UNAVAILABLE, str(error)
+            over.append(request)
 
     def turn(roles: Mapping[int, Role]) -> None:
         before = [core.scheduler.role for core in cluster.cores]
@@ -120,6 +143,7 @@ async def _simulate(jobs: Sequence[Job], shape: Shape) -> Outcome:
             assert [core.scheduler.role for core in cluster.cores] == before
         cluster.check()
 
+    shape.watch(cluster)
     machine = asyncio.create_task(cluster.run())
     await asyncio.sleep(0)
     for at, roles in shape.turns:
@@ -135,7 +159,7 @@ async def _simulate(jobs: Sequence[Job], shape: Shape) -> Outcome:
     if machine.done():
         machine.result()
     assert drained.done(), f"not finished at {loop.now}: {[list(core.scheduler) for core in cluster.cores]}"
-    await asyncio.sleep(60.0)  # surplus steps and moves end
+    await asyncio.sleep(shape.rest)  # surplus steps and moves end
     cluster.check()
     for core in cluster.cores:
         assert len(core.scheduler) == 0 and core.scheduler.blocks.held == 0
@@ -182,6 +206,8 @@ def _instances(
         )
         executor = Flaky(
             shape.loses,
+            partial(shape.late, name),
+            shape.slow,
             GeneralModel(shape.coefficients, correct=False),
             Device(
                 shape.pages,

@@ -136,6 +136,10 @@ class Double:
         instance = InstanceStats("i0", "mixed", running, 0, 64, running, 0)
         return Stats((instance,), self._counters, 0, 0, 0.0, dict(reasons))
 
+    @property
+    def ailment(self) -> str | None:
+        return None if self.healthy else "the engine has failed: see the server's log"
+
     def drain(self, timeout: float) -> bool:
         return True
 

@@ -1,0 +1,76 @@
+"""What a server does when it is told to end, also where what it waits for hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+logger = logging.getLogger("jaxserve.server")
+
+GRACE = 5.0  # seconds from the second signal to the end of the process, whatever hangs
+
+
+class Signals:
+    """SIGTERM calls `drain` on the server's event loop, SIGINT `now`. A second signal ends the process within GRACE
+    seconds, a third at once.
+
+    The handlers are the process's and not the loop's: they stay until the process ends, also while the engine is
+    closed. Writer: the main thread.
+    """
+
+    def __init__(self, leave: Callable[[int], None] = os._exit) -> None:
+        self._leave = leave
+        self._count = 0
+        self._heard: Callable[[int], None] = lambda number: leave(128 + number)
+
+    def serve(self, loop: asyncio.AbstractEventLoop, drain: Callable[[], None], now: Callable[[], None]) -> None:
+        """From now on the first signal ends the server that runs on `loop`."""
+
+        def heard(number: int) -> None:
+            loop.call_soon_threadsafe(drain if number == signal.SIGTERM and self._count == 1 else now)
+
+        self._heard = heard
+
+    def served(self) -> None:
+        """The loop is over: what ends now ends by itself, or not at all."""
+        self._heard = lambda number: self._leave(128 + number)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._count += 1
+        if self._count > 2:
+            self._leave(128 + number)
+        if self._count == 2:
+            logger.warning("second signal: the process ends within %g s", GRACE)
+            timer = threading.Timer(GRACE, self._leave, (128 + number,))
+            timer.daemon = True
+            timer.start()
+        self._heard(number)
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Signals are heard inside. Nothing outside the main thread, where Python takes no handlers."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before: dict[int, Any] = {one: signal.signal(one, self._handle) for one in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
+
+
+def end_process(status: int) -> None:
+    """End at once: threads that wait for devices would keep the interpreter from ending."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)

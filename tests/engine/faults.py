@@ -1,0 +1,89 @@
+"""Engines to break: small ones on one machine, requests that hear how they end, and devices that do not come back."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any, ClassVar
+
+from jaxserve.config import ServeConfig
+from jaxserve.engine.assemble import Machine
+from jaxserve.engine.engine import Engine
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.plan import Delta, StepPlan
+from jaxserve.sched.slo import NO_SLO
+from jaxserve.sched.watchdog import Patience
+
+SMALL: dict[str, Any] = {
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "kv_cache_memory": "32MiB",
+    "preempt_boundary": "chunk",
+}
+PARAMS = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0)
+LONG = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0)
+
+
+class Starter:
+    """Starts engines on a machine's executors, one after the other. Call `end` behind them."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.engines: list[Engine] = []
+
+    def __call__(self, patience: float = 30.0, **settings: Any) -> Engine:
+        given = ServeConfig.load(mesh=self.machine.config.mesh, **SMALL, **settings)
+        lent = self.machine.serving(given)
+        lent.patience = Patience(patience, 20.0)
+        self.engines.append(Engine.on(lent))
+        return self.engines[-1]
+
+    def end(self) -> None:
+        for executor in self.machine.executors:
+            executor.fault = None
+        for stuck in Stuck.made:
+            stuck.free.set()
+        for engine in self.engines:
+            engine.close()
+        for executor in self.machine.executors:
+            executor._flying.clear()  # of a loop that died without ending them
+
+
+class Heard:
+    """One request, and what it is told."""
+
+    def __init__(self, engine: Engine, params: SamplingParams = PARAMS, prompt: int = 5) -> None:
+        self._news: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+        self.tokens: list[int] = []
+        self.id = engine.submit([prompt] * 5, params, slo=NO_SLO, on_delta=self._news.put)
+
+    def first(self) -> None:
+        """Wait for its first token."""
+        while not self.tokens:
+            self.tokens += self._news.get(timeout=20).tokens
+
+    def end(self, timeout: float = 20.0) -> Delta:
+        """How it ends. Fails where nothing is told."""
+        while True:
+            delta = self._news.get(timeout=timeout)
+            self.tokens += delta.tokens
+            if delta.finish_reason is not None:
+                return delta
+
+
+class Stuck:
+    """A device that does not come back from its next step before it is let go."""
+
+    made: ClassVar[list[Stuck]] = []
+
+    def __init__(self, machine: Machine, index: int) -> None:
+        self.made.append(self)
+        self.free, self.reached = threading.Event(), threading.Event()
+        self.executor = machine.executors[index]
+        self.executor.fault = self._fault
+
+    def _fault(self, plan: StepPlan) -> None:
+        self.executor.fault = None
+        self.reached.set()
+        assert self.free.wait(60)

@@ -1,0 +1,165 @@
+"""The fault matrix on two instances of two emulated devices each: what every request gets. Nothing is lost in silence.
+
+A sample of it, on one device an instance, is in test_faults.py and runs always; in virtual time, with two instances of
+each kind, it is tests/sched/test_fault_matrix.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.config import ServeConfig
+from jaxserve.engine import assemble
+from jaxserve.engine.assemble import Machine
+from jaxserve.engine.engine import Engine
+from jaxserve.errors import JaxserveError
+from jaxserve.sched.plan import UNAVAILABLE, StepPlan
+
+from .faults import LONG, SMALL, Heard, Starter, Stuck
+
+COUNT = 12
+PREFILL, DECODE = 0, 1
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture(scope="module")
+def machine() -> Iterator[Machine]:
+    made = assemble.assemble(ServeConfig.load(mesh="2x2", **SMALL))
+    yield made
+    asyncio.run(made.close())
+
+
+@pytest.fixture
+def start(machine: Machine) -> Iterator[Starter]:
+    starter = Starter(machine)
+    yield starter
+    starter.end()
+
+
+def ends(many: list[Heard]) -> Counter[str]:
+    """Each is told once; none waits for ever."""
+    return Counter(str(one.end(60.0).finish_reason) for one in many)
+
+
+def works(engine: Engine) -> None:
+    """Afterwards it serves as before, and no page, slot or request is lost."""
+    deadline = time.monotonic() + 20
+    while not engine.healthy and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert engine.ailment is None
+    assert ends([Heard(engine) for _ in range(4)]) == {"length": 4}
+    assert engine.drain(20)
+    engine.check()
+
+
+@pytest.mark.parametrize("index", [PREFILL, DECODE])
+def test_a_step_raises(machine: Machine, start: Starter, index: int) -> None:
+    engine, done = start(), []
+
+    def raises(plan: StepPlan) -> None:
+        done.append(plan.step)
+        if len(done) == 3:
+            raise OSError("injected")
+
+    machine.executors[index].fault = raises
+    assert ends([Heard(engine, LONG) for _ in range(COUNT)]) == {"length": COUNT}
+    machine.executors[index].fault = None
+    works(engine)
+
+
+@pytest.mark.parametrize("index", [PREFILL, DECODE])
+def test_a_step_hangs(machine: Machine, start: Starter, index: int) -> None:
+    engine = start(patience=0.5)
+    stuck = Stuck(machine, index)
+    found = ends([Heard(engine, LONG) for _ in range(COUNT)])
+    assert set(found) <= {"length", UNAVAILABLE} and found[UNAVAILABLE] >= 1, found
+    assert not engine.healthy
+    stuck.free.set()
+    works(engine)
+
+
+@pytest.mark.parametrize("index", [PREFILL, DECODE])
+def test_a_step_returns_late(machine: Machine, start: Starter, index: int) -> None:
+    engine, done = start(patience=5.0), []
+
+    def late(plan: StepPlan) -> None:
+        done.append(plan.step)
+        if len(done) == 3:
+            time.sleep(1.0)
+
+    machine.executors[index].fault = late
+    assert ends([Heard(engine, LONG) for _ in range(COUNT)]) == {"length": COUNT}
+    works(engine)
+
+
+@pytest.mark.parametrize(("times", "expected"), [(2, {"length": COUNT}), (3 * COUNT, {"error": COUNT})])
+def test_transfers_fail(
+    machine: Machine, start: Starter, monkeypatch: pytest.MonkeyPatch, times: int, expected: dict[str, int]
+) -> None:
+    engine = start(placement="least_work")
+    moves, count = machine.executors[DECODE].import_kv, [0]
+
+    async def fails(*given: Any) -> None:
+        count[0] += 1
+        if count[0] <= times:
+            raise OSError("injected: the link is down")
+        await moves(*given)
+
+    monkeypatch.setattr(machine.executors[DECODE], "import_kv", fails)
+    assert ends([Heard(engine, LONG) for _ in range(COUNT)]) == expected
+    works(engine)
+
+
+def test_a_transfer_hangs(machine: Machine, start: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(patience=0.5, placement="least_work")
+    moves, count = machine.executors[DECODE].import_kv, [0]
+
+    async def hangs(*given: Any) -> None:
+        count[0] += 1
+        await (asyncio.sleep(3600) if count[0] == 2 else moves(*given))
+
+    monkeypatch.setattr(machine.executors[DECODE], "import_kv", hangs)
+    assert ends([Heard(engine, LONG) for _ in range(COUNT)]) == {"length": COUNT - 1, UNAVAILABLE: 1}
+    works(engine)
+
+
+@pytest.mark.parametrize("index", [PREFILL, DECODE])
+def test_a_thread_dies(machine: Machine, start: Starter, index: int) -> None:
+    engine = start()
+    many = [Heard(engine, LONG) for _ in range(COUNT)]
+
+    def dies(plan: StepPlan) -> None:
+        machine.executors[index].fault = None
+        raise SystemExit("injected")
+
+    machine.executors[index].fault = dies
+    found = ends(many)
+    assert set(found) <= {"length", "error"} and found["error"] >= 1, found
+    with pytest.raises(JaxserveError, match="SystemExit: injected"):
+        Heard(engine)
+
+
+def test_clients_vanish(machine: Machine, start: Starter) -> None:
+    engine = start()
+    many = [Heard(engine, LONG) for _ in range(COUNT)]
+    many[0].first()
+    for one in many[::2]:
+        engine.cancel(one.id)
+    assert ends(many) == {"abort": COUNT // 2, "length": COUNT // 2}
+    works(engine)
+
+
+def test_the_disk_is_full(start: Starter) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    engine = start(journal="/dev/full")
+    assert ends([Heard(engine, LONG) for _ in range(COUNT)]) == {"length": COUNT}
+    assert engine.stats().journal_errors == 1
+    works(engine)

@@ -1,0 +1,201 @@
+"""What requests get when something under them fails, hangs or dies: an end and a reason, always."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.config import ServeConfig
+from jaxserve.engine import assemble
+from jaxserve.engine.assemble import Machine
+from jaxserve.errors import JaxserveError, QueueFull
+from jaxserve.sched.errors import Unavailable
+from jaxserve.sched.plan import UNAVAILABLE, Delta, StepPlan
+from jaxserve.sched.slo import NO_SLO
+
+from .faults import LONG, PARAMS, SMALL, Heard, Starter, Stuck
+
+
+@pytest.fixture(scope="module")
+def machine() -> Iterator[Machine]:
+    made = assemble.assemble(ServeConfig.load(mesh="2x1", **SMALL))
+    yield made
+    asyncio.run(made.close())
+
+
+@pytest.fixture
+def start(machine: Machine) -> Iterator[Starter]:
+    starter = Starter(machine)
+    yield starter
+    starter.end()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_step_that_hangs_is_noticed_and_the_others_are_served(machine: Machine, start: Starter, index: int) -> None:
+    engine = start(patience=0.4)
+    stuck = Stuck(machine, index)
+    lost = Heard(engine)
+    assert stuck.reached.wait(20)
+    told = lost.end()
+    assert told.finish_reason == UNAVAILABLE and f"a step of instance {stuck.executor.name}" in str(told.error)
+    assert not engine.healthy and "does not end" in str(engine.ailment)
+    assert Heard(engine).end().finish_reason == "length"
+    assert engine.stats().hung_steps == 1
+    stuck.free.set()
+    deadline = time.monotonic() + 10
+    while not engine.healthy and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert engine.ailment is None and [role.value for role in engine.roles] == ["prefill", "decode"]
+    assert Heard(engine).end().finish_reason == "length"
+    assert engine.drain(10)
+    engine.check()
+
+
+def test_an_engine_whose_steps_all_hang_refuses_at_once_and_closes(
+    machine: Machine, start: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assemble, "CLOSING", 0.3)
+    engine = start(patience=0.3)
+    stuck = [Stuck(machine, 0)]
+    lost = [Heard(engine)]
+    assert stuck[0].reached.wait(20) and lost[0].end().finish_reason == UNAVAILABLE
+    stuck.append(Stuck(machine, 1))
+    lost.append(Heard(engine))
+    assert stuck[1].reached.wait(20) and lost[1].end().finish_reason == UNAVAILABLE
+    with pytest.raises(Unavailable, match="does not end"):
+        Heard(engine)
+    began = time.monotonic()
+    assert engine.close() is False
+    assert time.monotonic() - began < 5.0
+    for one in stuck:
+        one.free.set()
+    time.sleep(0.1)
+
+
+def test_the_death_of_the_thread_that_waits_is_the_engines_and_says_why(machine: Machine, start: Starter) -> None:
+    engine = start()
+
+    def dies(plan: StepPlan) -> None:
+        machine.executors[0].fault = None
+        raise SystemExit("out of luck")
+
+    machine.executors[0].fault = dies
+    many = [Heard(engine)]
+    with suppress(JaxserveError):
+        many += [Heard(engine) for _ in range(4)]
+    for one in many:
+        told = one.end()
+        assert told.finish_reason == "error" and "SystemExit: out of luck" in str(told.error), told
+    assert "ExceptionGroup" not in str(engine.ailment) and "out of luck" in str(engine.ailment)
+    with pytest.raises(JaxserveError, match="out of luck"):
+        Heard(engine)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), SystemExit("broken"), KeyboardInterrupt("broken")])
+def test_every_request_hears_of_the_engines_death(start: Starter, error: BaseException) -> None:
+    """Also those that are handed in while it dies."""
+    engine = start()
+    scheduler = engine._cluster.cores[0].scheduler
+
+    def breaks(*_: Any) -> Any:
+        raise error
+
+    told: list[Delta] = []
+    handed, over = [0], threading.Event()
+
+    def heard(delta: Delta) -> None:
+        if delta.finish_reason is not None:
+            told.append(delta)
+
+    def hand_in() -> None:
+        while not over.is_set():
+            try:
+                engine.submit([5] * 5, PARAMS, slo=NO_SLO, on_delta=heard)
+            except QueueFull:
+                time.sleep(0.001)
+            except JaxserveError as refused:
+                assert "broken" in str(refused)
+                return
+            else:
+                handed[0] += 1
+
+    threads = [threading.Thread(target=hand_in) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    scheduler.plan = breaks  # type: ignore[method-assign]
+    for thread in threads:
+        thread.join(20)
+    over.set()
+    engine.close()
+    assert len(told) == handed[0] > 0
+    assert all("broken" in str(one.error) for one in told if one.finish_reason == "error")
+    assert "unhandled errors" not in str(engine.ailment) and f"{type(error).__name__}: broken" in str(engine.ailment)
+
+
+def test_a_full_disk_stops_the_journal_only(start: Starter, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full here")
+    with caplog.at_level(logging.ERROR, "jaxserve"):
+        engine = start(journal=str(full))
+        assert [Heard(engine, LONG).end().finish_reason for _ in range(3)] == ["length"] * 3
+        assert engine.stats().journal_errors == 1 and engine.healthy
+        engine.close()
+    said = [record.message for record in caplog.records if "journal" in record.message]
+    assert len(said) == 1 and "No space left" in said[0]
+
+
+def test_the_queue_is_bounded_where_nothing_is_said(machine: Machine, start: Starter) -> None:
+    engine = start()
+    stuck = Stuck(machine, 0)
+    many = []
+    with pytest.raises(QueueFull, match=r"128 requests wait, and max_num_queued_reqs=128") as full:
+        for _ in range(1000):
+            many.append(Heard(engine))
+            time.sleep(0.0002)
+    assert 128 <= len(many) <= 160 and full.value.retry_after >= 1.0
+    stuck.free.set()
+    assert {one.end().finish_reason for one in many} == {"length"}
+
+
+def test_a_request_that_waits_too_long_is_told(machine: Machine, start: Starter) -> None:
+    engine = start(queue_timeout="300ms")
+    stuck = Stuck(machine, 0)
+    begun = Heard(engine)
+    assert stuck.reached.wait(20)
+    waiting = [Heard(engine) for _ in range(20)]
+    ends = [one.end() for one in waiting[8:]]  # the first are in the step that is planned ahead
+    assert {one.finish_reason for one in ends} == {"expired"} and "waited 0.3 s" in str(ends[0].error)
+    stuck.free.set()
+    assert {one.end().finish_reason for one in (begun, waiting[0])} == {"length"}
+    assert Heard(engine).end().finish_reason == "length"
+    engine.drain(10)
+    engine.check()
+
+
+def test_failing_steps_do_not_end_health_while_requests_are_served(machine: Machine, start: Starter) -> None:
+    engine = start()
+    for turn in range(4):
+
+        def raises(plan: StepPlan) -> None:
+            if any(span.begin is not None and span.begin.prompt_length == 7 for span in plan.spans):
+                raise OSError("injected")
+
+        machine.executors[0].fault = raises
+        news: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+        engine.submit([turn] * 7, PARAMS, slo=NO_SLO, on_delta=news.put)
+        told = news.get(timeout=20)
+        assert told.finish_reason == "error" and "failed twice" in str(told.error)
+        assert Heard(engine).end().finish_reason == "length"
+        assert engine.healthy, engine.ailment
+    assert engine.stats().counters.rebuilds == 8

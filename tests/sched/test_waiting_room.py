@@ -1,0 +1,97 @@
+"""Best effort beyond what policies are shown: in order, never lost, and free of charge."""
+
+from __future__ import annotations
+
+import random
+from math import inf
+from typing import Any
+
+import pytest
+
+from jaxserve.sched import policies
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.perf.model import GeneralModel
+from jaxserve.sched.policy import Decision, Limits, Role, View
+from jaxserve.sched.request import BEST_EFFORT, STANDARD, Request
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.slo import NO_SLO, SLO
+from jaxserve.sched.waiting_room import shown
+
+from .harness import COEFFICIENTS, Job
+from .laws import Watch
+
+
+def request(id: int, tier: str = BEST_EFFORT, priority: int = 0, arrival: float | None = None) -> Request:
+    at = id * 1e-3 if arrival is None else arrival
+    slo = NO_SLO if tier == BEST_EFFORT else SLO()
+    return Request(id, range(16), SamplingParams(max_tokens=4), slo, at, tier=tier, priority=priority, seed=id)
+
+
+def scheduler(policy: Any = "unified", rows: int = 4) -> Scheduler:
+    limits = Limits(64, rows, 400, 4)
+    made = policies.make(policy) if isinstance(policy, str) else policy
+    return Scheduler(made, GeneralModel(COEFFICIENTS), limits, Role.MIXED, prefix_caching=False)
+
+
+def seen(one: Scheduler) -> list[int]:
+    return [request.id for request in one.view(0.0, 0.0).prefill]
+
+
+def test_a_policy_sees_the_first_of_best_effort_and_all_others() -> None:
+    one = scheduler()
+    for id in range(500):
+        one.add(request(id))
+    assert seen(one) == list(range(64)) and one.waiting == 500 and one.prefill_backlog == 500 * 16
+    for id in range(500, 510):
+        one.add(request(id, STANDARD))
+    assert seen(one) == [*range(500, 510), *range(64)]
+    one.add(request(600, priority=-1, arrival=9.0))
+    assert seen(one) == [*range(500, 510), 600, *range(63)]
+    one.check()
+    for id in (*range(500, 510), 600, *range(400)):
+        assert one.cancel(id, "abort") is not None
+        one.check()
+    assert seen(one) == list(range(400, 464))
+    assert one.cancel(499, "abort") is not None
+    assert seen(one) == list(range(400, 464)) and one.prefill_backlog == 99 * 16
+
+
+def test_who_is_demoted_waits_behind_its_turn() -> None:
+    class Demotes:
+        def decide(self, view: View) -> Decision:
+            return Decision(demote=(1000,))
+
+    one = scheduler(Demotes())
+    for id in range(100):
+        one.add(request(id))
+    one.add(request(1000, STANDARD, arrival=50.0))
+    assert 1000 in seen(one)
+    one.plan(0.0, 0.0)
+    assert 1000 not in seen(one)
+    one.check()
+
+
+@pytest.mark.parametrize("policy", policies.names())
+def test_all_of_a_long_queue_are_served(policy: str) -> None:
+    """At every move of the clock the tables and the room are checked against the requests that there are."""
+    rng = random.Random(7)
+    tiers = [BEST_EFFORT] * 9 + [STANDARD]
+    jobs = [
+        Job(
+            range(index * 50, index * 50 + rng.randint(3, 30)),
+            rng.randint(1, 6),
+            rng.random() * 0.2,
+            SLO(ttft=rng.choice([0.05, 1.0, inf])),
+            tier=rng.choice(tiers),
+            cancel_at=0.3 if index % 11 == 0 else None,
+        )
+        for index in range(180)
+    ]
+    watch = Watch(policy, seal=False)
+    outcome = watch.run(jobs, [Role.MIXED], rows=3, pages=40)
+    assert len(outcome.requests) == 180
+    assert {one.finish_reason for one in outcome.requests} <= {"stop", "length", "abort"}
+
+
+def test_how_many_are_shown_follows_the_rows() -> None:
+    assert (shown(1), shown(16), shown(256)) == (64, 64, 1024)

@@ -1,0 +1,52 @@
+"""Requests that the engine gives up: their status, and when to try again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jaxserve.generation import GenerationFailed
+from jaxserve.sched.errors import QueueFull, Unavailable
+from jaxserve.sched.plan import GIVEN_UP, UNAVAILABLE
+from jaxserve.server.failures import refusal, response_of
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (GenerationFailed("a step hangs", UNAVAILABLE), 503, "unavailable"),
+        (GenerationFailed("it waited 600 s", "expired"), 503, "queue_timeout"),
+        (GenerationFailed("not now", "refused"), 429, "slo_unattainable"),
+        (Unavailable("no instance responds", 7.0), 503, "unavailable"),
+        (QueueFull("200 requests wait", 12.5), 503, "queue_full"),
+    ],
+)
+def test_what_may_work_later_says_when(error: Exception, status: int, code: str) -> None:
+    found = refusal(error)
+    assert (found.status, found.code) == (status, code) and str(error) in str(found)
+    assert int(response_of(error).headers["Retry-After"]) >= 1
+
+
+def test_every_reason_has_a_status() -> None:
+    assert {reason: refusal(GenerationFailed("why", reason)).status for reason in GIVEN_UP} == {
+        "error": 500,
+        "rejected": 400,
+        "refused": 429,
+        UNAVAILABLE: 503,
+        "expired": 503,
+    }
+
+
+@pytest.mark.parametrize("value", ["1e999", "1e300", "-1", "0", "1e-9", "NaN"])
+@pytest.mark.parametrize("field", ["ttft_slo_ms", "tpot_slo_ms", "tbt_slo_ms"])
+def test_objectives_are_finite(fake: Callable[..., Any], field: str, value: str) -> None:
+    live = fake()
+    answer = live.http.post(
+        "/v1/completions",
+        content=f'{{"prompt": "def", "max_tokens": 2, "{field}": {value}}}',
+        headers={"Content-Type": "application/json"},
+    )
+    assert answer.status_code == 400, answer.text
+    assert field in answer.text
