@@ -50,6 +50,7 @@ def _curves(out: Path, results: Results) -> list[Path]:
             ylabel=f"requests/s at {results.goal:.0%}",
             level=results.goodput_bound,
             level_name="bound",
+            at_least=results.at_least,
         ),
     ]
 

@@ -109,6 +109,14 @@ class Results(NamedTuple):
             shares.setdefault(one.rate, []).append(one.bound.share)
         return {rate: fmean(each) for rate, each in sorted(shares.items())}
 
+    @property
+    def at_least(self) -> frozenset[str]:
+        """Policies whose goodput is the highest rate that was simulated: it may be more."""
+        highest = max((one.rate for one in self.reports), default=None)
+        if self.searched:
+            return frozenset()
+        return frozenset(policy for policy, rate in self.goodput.items() if rate is not None and rate == highest)
+
     def classes(self) -> list[str]:
         return sorted({name for one in self.reports for name in one.summary.by_class})
 
@@ -154,10 +162,9 @@ def print_report(results: Results) -> None:
         print_table("attainment by class, in %", ["QPS", "policy", *classes], by_class)
     _print_times(shown)
     of = "" if results.attain == "both" else f" ({results.attain})"
-    highest = max(one.rate for one in results.reports)
     for policy, best in results.goodput.items():
         none = "no rate reaches" if results.searched else "no rate here reaches"
-        least = "at least " if best == highest and not results.searched else ""
+        least = "at least " if policy in results.at_least else ""
         text = f"{least}{best:.3g} requests/s" if best else f"{none} {results.goal:.0%}"
         print(f"goodput of {policy}{of}: {text}")
     if results.goodput_bound is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,14 +102,20 @@ def bars(
     ylabel: str = "",
     level: float | None = None,
     level_name: str = "",
+    at_least: Collection[str] = (),
 ) -> Path:
-    """One bar per name with its value on top; `level` is a dashed horizontal mark (a bound)."""
+    """One bar per name with its value on top; `level` is a dashed horizontal mark (a bound). Values of the names in
+    `at_least` are lower bounds: their bars are hatched and say so."""
     figure = Figure(figsize=(max(4.0, 1.1 * len(values) + 1.5), 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     colours = [COLOURS[index % len(COLOURS)] for index in range(len(values))]
     drawn = axes.bar(range(len(values)), list(values.values()), color=colours)
-    axes.bar_label(drawn, labels=[f"{value:.3g}" for value in values.values()], padding=2)
+    labels = [f"{'≥ ' * (name in at_least)}{value:.3g}" for name, value in values.items()]
+    axes.bar_label(drawn, labels=labels, padding=2)
+    for name, bar in zip(values, drawn, strict=True):
+        if name in at_least:
+            bar.set(hatch="//", edgecolor="white")
     tilt = 30 if len(values) > 4 or max(map(len, values), default=0) > 12 else 0
     axes.set_xticks(range(len(values)), list(values), rotation=tilt, ha="right" if tilt else "center")
     if level is not None and np.isfinite(level):

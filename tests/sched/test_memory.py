@@ -114,6 +114,28 @@ def test_a_reservation_is_not_a_running_request() -> None:
     one.check()
 
 
+def test_no_pages_are_taken_from_a_request_in_the_running_step() -> None:
+    """A pool of five pages is full, and the first request needs a sixth: it waits until the running step has ended.
+    Then the KV of the request that ranks last goes."""
+    one = Scheduler(policies.make("distserve"), GeneralModel(COEFFICIENTS), Limits(32, 2, 5, SIZE))
+    first, last = request(0, list(range(7))), request(1, list(range(50, 58)))
+    one.add(first)
+    one.add(last)
+    step(one)
+    running = one.plan(0.0, 0.0)
+    assert running is not None and len(running.spans) == 2 and one.blocks.available == 0
+    ahead = one.plan(0.0, 0.0)
+    assert ahead is not None and [span.request for span in ahead.spans] == [1]
+    assert (len(first.pages), len(last.pages), one.counters.preemptions) == (2, 3, 0)
+    for plan in (running, ahead):
+        one.settle(StepResult(plan.step, 0.0, 1.0, ((7,),) * len(plan.spans)))
+        one.check()
+    plan = one.plan(0.0, 0.0)
+    assert plan is not None and [span.request for span in plan.spans] == [0]
+    assert (len(first.pages), last.pages) == (3, [])
+    one.check()
+
+
 def test_a_reset_forgets_prefixes_and_frees_their_pages() -> None:
     one = scheduler()
     one.add(request(0))

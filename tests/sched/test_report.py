@@ -3,11 +3,14 @@
 import io
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from jaxserve.report import origin, plot, progress, table
+from jaxserve.simulate_report import Results
 
 
 def test_table_shows_every_cell_and_refuses_ragged_rows() -> None:
@@ -55,6 +58,22 @@ def test_plots_write_pictures(tmp_path: Path) -> None:
         plot.cdf(tmp_path / "cdf.png", {"a": [3, 1, 2, float("nan")], "empty": []}, level=2),
     ):
         assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bars_say_which_values_are_lower_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(plot, "_save", lambda figure, path: drawn.append(figure))
+    plot.bars(tmp_path / "goodput.png", {"kairos": 5.0, "edf": 3.0, "unified": 5.0}, at_least={"kairos", "unified"})
+    (axes,) = drawn[0].axes
+    assert [text.get_text() for text in axes.texts] == ["≥ 5", "3", "≥ 5"]
+    assert [bar.get_hatch() for bar in axes.patches] == ["//", None, "//"]
+
+
+def test_a_goodput_at_the_highest_rate_may_be_more() -> None:
+    reports = [SimpleNamespace(rate=rate) for rate in (2.0, 5.0)]
+    found = {"kairos": 5.0, "edf": 2.0, "sjf": None}
+    assert Results("", reports, found).at_least == {"kairos"}  # type: ignore[arg-type]
+    assert Results("", reports, found, searched=True).at_least == frozenset()  # type: ignore[arg-type]
 
 
 def test_results_say_which_source_they_came_from() -> None:

@@ -17,6 +17,8 @@ from jaxserve.sched.scheduler import Scheduler
 from .harness import Flaky, Job, simulate
 from .test_cluster import ROLES
 
+WRONG: list[str] = []  # what was seen where an exception would be taken for a failed transfer
+
 
 class Pool(Scheduler):
     """Knows which of its pages hold KV that arrived."""
@@ -40,7 +42,8 @@ class Pool(Scheduler):
     def write(self, pages: Sequence[int]) -> None:
         """KV has arrived in these pages."""
         named = [page for page in pages if page in self.blocks._digest]
-        assert not named, f"KV lands in pages {named}, which others find in the prefix cache"
+        if named:
+            WRONG.append(f"KV lands in pages {named}, which others find in the prefix cache")
         self.arrived.update(pages)
 
 
@@ -82,6 +85,7 @@ def test_kv_arrives_whole_and_where_it_belongs(
     roles: str, placement: str, loses: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of 6 tokens and pages of 4; conversations whose rounds share prefixes."""
+    WRONG.clear()
     draw = random.Random(3)
     jobs = []
     for talk in range(6):
@@ -97,5 +101,6 @@ def test_kv_arrives_whole_and_where_it_belongs(
         loses=lambda: draw.random() < loses,
         scheduler=watch(monkeypatch),
     )
+    assert WRONG == []
     lost = sum(request.finish_reason == "error" for request in outcome.requests)
     assert lost <= (3 if loses else 0) and sum(len(request.output) for request in outcome.requests) > 50
