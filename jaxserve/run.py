@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import logging
+import os
+import sys
 from collections.abc import Sequence
 
 from jaxserve import flags
@@ -40,7 +44,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Serve until told to stop; returns the exit status. Raises InvalidValue for settings that do not go."""
-    return serve(flags.config_of(args))
+    status = serve(flags.config_of(args))
+    _leave(status)
+    return status
+
+
+def _leave(status: int) -> None:
+    """End the process without unloading Python: to free all that jax and the model hold takes seconds."""
+    atexit._run_exitfuncs()
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
 
 
 def serve(config: ServeConfig) -> int:

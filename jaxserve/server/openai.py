@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from jaxserve.errors import InvalidValue, short
+from jaxserve.errors import ECHO, InvalidValue, short
 from jaxserve.sched.params import SamplingParams
 
 logger = logging.getLogger("jaxserve.server")
@@ -208,6 +208,7 @@ def _check_unicode(data: Any) -> None:
                 value.encode()
             except UnicodeEncodeError as error:
                 half = f"\\u{ord(value[error.start]):04x}"
+                where = where[:ECHO]  # a name of the client's own
                 message = f"{where or 'the body'} holds half of a surrogate pair ({half}), which is not text"
                 raise InvalidValue(message, where or None) from None
         elif isinstance(value, dict):

@@ -28,7 +28,7 @@ from jaxserve.stops import Automaton
 from jaxserve.tokenizer import Tokenizer
 
 WINDOW = 2  # requests in the engine for each that it can run at a time, where clients share it
-QUEUE = 16  # requests that may wait in front of it, likewise, without --max-num-queued-reqs
+QUEUE = 16  # requests that may wait in front of it, likewise, where --max-num-queued-reqs does not say
 
 
 class Service:
@@ -40,10 +40,10 @@ class Service:
         self.keys = Keys.of(config)
         self.config = replace(config.promising(engine.info.promise.slo), api_key=(), admin_key=())  # kept as digests
         self.metrics = Metrics(engine, config.names[0])
-        limits, rows = load_limits(config, self.keys.names), self._rows()
-        self.limits = limits
-        bound = config.max_num_queued_reqs or QUEUE * rows
-        self.stage = Stage(limits, self.keys.names, window=WINDOW * rows, bound=bound)
+        self.limits = limits = load_limits(config, self.keys.names)
+        instances, rows = max(1, len(engine.info.instances)), self._rows()
+        bound = instances * (config.max_num_queued_reqs or QUEUE * rows)
+        self.stage = Stage(limits, self.keys.names, window=WINDOW * instances * rows, bound=bound)
         self.metrics.register(StageCollector(self.stage, config.names[0]))
         self.draining = False
         self.ending = asyncio.Event()  # set when requests are waited for no longer
@@ -56,10 +56,10 @@ class Service:
         self.prompts.close()
 
     def _rows(self) -> int:
-        """Return how many requests the engine can run at a time."""
+        """Return how many requests an instance can run at a time."""
         instances = self.engine.info.instances
         platform = instances[0].devices[0].partition(":")[0] if instances and instances[0].devices else "cpu"
-        return max(1, len(instances)) * self.config.rows(platform)
+        return self.config.rows(platform)
 
     def check_model(self, name: str | None) -> None:
         """404 for a model that is not served."""

@@ -78,20 +78,27 @@ def test_a_client_that_does_not_read_is_cut(fake, caplog):
 
 
 SERVE = """
-import sys, time, logging
+import sys
 sys.path.insert(0, sys.argv[1])
 from double import Double
-import asyncio, jaxserve.demo
-from jaxserve.config import ServeConfig
-from jaxserve.server.main import listen_on, serve, log_to_stderr
+import jaxserve.demo
+from jaxserve.run import main
+from jaxserve.server import main as server
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
-log_to_stderr("info")
-sock = listen_on("127.0.0.1", 0)
-service = Service(Double(delay=0.1), Tokenizer.load(jaxserve.demo.model_path()), ServeConfig.load(drain_timeout=0.3))
-print(sock.getsockname()[1], flush=True)
-asyncio.run(serve(service, sock))
-service.close()
+from jaxserve import flags
+
+listen_on = server.listen_on
+def listen(host, port):
+    sock = listen_on(host, port)
+    print(sock.getsockname()[1], flush=True)
+    return sock
+server.listen_on = listen
+tokenizer = Tokenizer.load(jaxserve.demo.model_path())
+server.start_service = lambda config: Service(Double(delay=0.1), tokenizer, config)
+parser = flags.TeachingParser()
+flags.add_arguments(parser)
+main(parser.parse_args(["--port", "0", "--drain-timeout", "0.3"]))
 """
 
 
@@ -102,7 +109,7 @@ def test_a_signal_ends_streams_and_process(number):
     command = [sys.executable, "-c", SERVE, folder]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         url = f"http://127.0.0.1:{int(process.stdout.readline())}"
-        for _ in range(100):
+        for _ in range(200):
             try:
                 assert httpx.get(f"{url}/health").status_code == 200
                 break

@@ -113,6 +113,7 @@ HUGE: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {**CHAT, "top_logprobs": DIGITS}),
     ("/v1/chat/completions", {**CHAT, "max_completion_tokens": -DIGITS}),
     ("/detokenize", {"tokens": [DIGITS]}),
+    ("/detokenize", {"tokens": [5], LONG: HALF}),
     ("/detokenize", {"tokens": [LONG]}),
     ("/v1/admin/roles", {"roles": [LONG]}),
     ("/v1/admin/roles", {"instance": DIGITS, "role": LONG}),
