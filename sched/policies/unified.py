@@ -317,17 +317,14 @@ class Unified:
         no pages ends it: time set aside for it would be lost."""
         rows, cut, certain = view.prefill, [], False
         slots, pages = view.free_slots, view.free_pages
-        gives = view.decode.standard < len(view.decode)  # best effort decodes: others may take its slots and pages
         for row in order.tolist():
             request = rows[row]
             waits = request.state is State.WAITING
             if waits:
-                slots -= 1
-                pages -= -(-request.remaining // view.limits.page_size)
-                if view.kv_waiting or ((slots < 0 or pages < 0) and not (gives and row < rows.standard)):
+                slots, pages = slots - 1, pages - -(-request.remaining // view.limits.page_size)
+                taken = row < rows.standard and view.decode.standard < len(view.decode)  # from best effort that decodes
+                if view.kv_waiting or slots < -view.limits.rows or (min(slots, pages) < 0 and not taken):
                     break
-                if slots < -view.limits.rows:
-                    break  # more than all rows could give
             tokens = largest_chunk(view.perf.step_time, load, request.context, request.remaining, bound)
             if not tokens:
                 break

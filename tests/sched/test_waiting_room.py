@@ -56,7 +56,7 @@ def test_a_policy_sees_the_first_of_best_effort_and_all_others() -> None:
     assert seen(one) == list(range(400, 464)) and one.prefill_backlog == 99 * 16
 
 
-def test_who_is_demoted_waits_behind_its_turn() -> None:
+def test_a_demoted_request_waits_for_its_turn() -> None:
     class Demotes:
         def decide(self, view: View) -> Decision:
             return Decision(demote=(1000,))

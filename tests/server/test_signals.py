@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -66,3 +67,38 @@ def test_a_third_signal_ends_it_at_once(process: subprocess.Popen[str]) -> None:
 def test_a_signal_ends_what_hangs_while_it_is_closed(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 128 + signal.SIGTERM
+
+
+HUNG = """
+import sys, threading
+sys.path.insert(0, sys.argv[1])
+from double import Double
+import jaxserve.demo
+from jaxserve.config import ServeConfig
+from jaxserve.server import main
+from jaxserve.server.service import Service
+from jaxserve.tokenizer import Tokenizer
+
+class Hung(Double):
+    def close(self):
+        return False
+
+def start(config):
+    threading.Thread(target=threading.Event().wait).start()  # alone it would keep the interpreter for ever
+    return Service(Hung(), Tokenizer.load(jaxserve.demo.model_path()), config)
+
+main.start_service = start
+sys.exit(main.run(ServeConfig.load(port=0, disable_log_stats=True)))
+"""
+
+
+def test_an_engine_that_does_not_close_does_not_keep_the_process() -> None:
+    command = [sys.executable, "-c", HUNG, str(Path(__file__).parent)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert any("jaxserve is ready" in line for line in process.stdout)
+        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(20) == 1
+        finally:
+            process.kill()
