@@ -87,7 +87,7 @@ def _block(
     rule: Rule,
     keys: int,
 ) -> Parts:
-    """A query block [Q, K, G, D] of one row, first token at `position`, over the row's keys so far, `keys` at a time."""
+    """A query block [Q, K, G, D] of one row, first token at `position`, over `keys` of the row's keys at a time."""
     block, kv_heads, group, dim = q.shape
     pages = min(max(1, keys // pool.size), table.shape[0])
     span = pages * pool.size  # C

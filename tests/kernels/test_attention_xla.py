@@ -147,7 +147,13 @@ def test_prompts_of_several_tiles(monkeypatch: pytest.MonkeyPatch, window: int |
     monkeypatch.setattr(rows_of, "LARGE", rows_of.Tile(32, 16))
     monkeypatch.setattr(rows_of, "SMALL", rows_of.Tile(8, 8))
     jax.clear_caches()
-    rows = [(50, 70), (40, 40), (12, 30), (1, 20), (17, 17)]  # tiles: two large; one of each; two small; none; one large
+    rows = [
+        (50, 70),
+        (40, 40),
+        (12, 30),
+        (1, 20),
+        (17, 17),
+    ]  # tiles: two large; one of each; two small; none; one large
     ragged = make(rows, deal(rows, page=PAGE, pool=POOL), page=PAGE, pool=POOL, tokens=121, width=32)
     q = values(121, 4, DIM)  # 121: a last tile reaches beyond the tokens
     got = attend(q, *pools(2), ragged, window=window)
