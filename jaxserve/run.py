@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import logging
-import os
-import sys
 from collections.abc import Sequence
 
 from jaxserve import flags
@@ -51,11 +48,10 @@ def main(args: argparse.Namespace) -> int:
 
 def _leave(status: int) -> None:
     """End the process without unloading Python: to free all that jax and the model hold takes seconds."""
+    from jaxserve.server.signals import end_process
+
     atexit._run_exitfuncs()
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(status)
+    end_process(status)
 
 
 def serve(config: ServeConfig) -> int:

@@ -43,7 +43,8 @@ class Service:
         self.limits = limits = load_limits(config, self.keys.names)
         instances, rows = max(1, len(engine.info.instances)), self._rows()
         bound = instances * (config.max_num_queued_reqs or QUEUE * rows)
-        self.stage = Stage(limits, self.keys.names, window=WINDOW * instances * rows, bound=bound)
+        timeout = config.queue_timeout or None
+        self.stage = Stage(limits, self.keys.names, window=WINDOW * instances * rows, bound=bound, timeout=timeout)
         self.metrics.register(StageCollector(self.stage, config.names[0]))
         self.draining = False
         self.ending = asyncio.Event()  # set when requests are waited for no longer

@@ -143,5 +143,6 @@ class Double:
     def drain(self, timeout: float) -> bool:
         return True
 
-    def close(self) -> None:
-        pass
+    def close(self) -> bool:
+        """True: nothing is left running."""
+        return True

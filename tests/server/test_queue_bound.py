@@ -24,7 +24,7 @@ def test_the_engine_lets_as_many_requests_wait_as_its_bound_says(engine: Any, mo
     def submit() -> int:
         return int(engine.submit([5, 6, 7], params, slo=SLO(), on_delta=ended.put))
 
-    monkeypatch.setattr(engine, "_bound", 3)
+    monkeypatch.setattr(engine._queue, "bound", 3)
     engine._loop.call_soon_threadsafe(hold)
     try:
         assert held.wait(30)
