@@ -272,7 +272,7 @@ def _followed(
     are made in one way, and what each leaves. Of its cells those of these sets alone are followed."""
     deadline = np.minimum(prompts.deadline, start + NEVER)
     order = deadline.argsort(kind="stable")
-    due, stays, weight = deadline[order], order < forced, supply.weights[tier[order]]
+    due, stays, weight = np.maximum(deadline[order], start), order < forced, supply.weights[tier[order]]
     taken = np.ones((len(sets), len(order)), dtype=bool)
     taken[:, forced:] = sets
     taken = taken[:, order]

@@ -8,7 +8,7 @@ from math import ceil, inf
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.admission.dp import ByDP
@@ -255,6 +255,7 @@ COMING = st.tuples(st.floats(-0.5, 12.0), st.integers(1, 6000), st.sampled_from(
     st.sampled_from([600.0, 1e6]),
     st.booleans(),
 )
+@example("experts", [], [], [(0.0, 1, 0.02, 0), (-0.5, 1, 0.02, 0)], 600.0, True)  # both deadlines have passed
 def test_the_short_ways_through_the_programme_end_where_the_long_one_does(
     model: str,
     rows: list[tuple[float, int]],
