@@ -22,6 +22,7 @@ from jaxserve.config import ServeConfig
 from jaxserve.engine.assemble import CLOSING, Machine, assemble
 from jaxserve.engine.checks import cause, check_request
 from jaxserve.engine.classes import Tallies
+from jaxserve.engine.heartbeat import Heartbeat
 from jaxserve.engine.hygiene import Hygiene, Stalls, least_slack, watched_loop
 from jaxserve.engine.info import EngineInfo, InstanceStats, Stats
 from jaxserve.engine.queue import ROWS, Queue
@@ -64,7 +65,6 @@ class Engine:
         self._ended = False  # nothing is taken in any more; guarded by _lock, as is what ended it
         self._error: str | None = None
         self._left = False  # something on a device hung when the engine was closed
-        self._asked: float | None = None  # when the engine's thread was asked for a sign that it has not given yet
         self._over: OrderedDict[int, RequestMetrics] = OrderedDict()
         self._listeners: dict[int, Callable[[Delta], None]] = {}  # entries are made under _lock
         self._reasons: Counter[str] = Counter()
@@ -73,6 +73,7 @@ class Engine:
         self._stalls = Stalls()
         self._hygiene = Hygiene(self._slack)
         self._loop = watched_loop(self._stalls)
+        self._heartbeat = Heartbeat(self._loop, machine.now)
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._main, name="jaxserve-engine", daemon=True)
 
@@ -323,22 +324,10 @@ class Engine:
         failed. None where all is well."""
         if self._error is not None:
             return f"the engine has failed: {self._error}"
-        silent = self._silence()
+        silent = self._heartbeat.silence()
         if silent > SILENT:
             return f"the engine's thread has not responded for {silent:.0f} s"
         return self._cluster.ailment
-
-    def _silence(self) -> float:
-        """Seconds for which the engine's thread has owed a sign; asks for the next one."""
-        if self._asked is not None:
-            return self._machine.now() - self._asked
-        self._asked = self._machine.now()
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._sign)
-        return 0.0
-
-    def _sign(self) -> None:
-        self._asked = None
 
     def stats(self) -> Stats:
         """A snapshot. Read without a lock: single numbers, each right at its moment."""
