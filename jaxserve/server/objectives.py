@@ -17,7 +17,7 @@ from jaxserve.tiers import canonical, stages_over
 TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 
-SHORTEST, LONGEST = 1e-3, 1e12  # milliseconds: sums and quotients of objectives stay finite
+SHORTEST, LONGEST = 1e-6, 1e12  # milliseconds: sums and quotients of objectives stay finite
 MAX_PRIORITY = 2**31 - 1  # a column of integers in the scheduler
 
 

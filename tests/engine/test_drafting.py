@@ -33,6 +33,7 @@ def start(tiny: Path, **speculative: object) -> Engine:
             max_model_len=64,
             block_size=4,
             kv_cache_memory=1 << 20,
+            max_num_queued_reqs=1000,  # the test that counts draws hands in as many
             speculative_config=json.dumps(settings),
         )
     )
