@@ -19,6 +19,7 @@ SCRIPTS = [
     "colocated",
     "compare",
     "compiles",
+    "cpu_floor",
     "floor_served",
     "full_load",
     "host_gap",
@@ -228,6 +229,16 @@ def test_a_storm(repo: Path, tmp_path: Path) -> None:
     found: dict[str, Any] = json.loads((tmp_path / "soak.json").read_text())
     assert found["requests"] > 5 and found["ends"] and found["wrong"] == []
     assert found["role_changes"] > 3 and found["after"]["moved"] > 0
+
+
+def test_cpu_floor(repo: Path, tmp_path: Path) -> None:
+    path = tmp_path / "floor.json"
+    run(repo, "cpu_floor", "--tokens", "1", "64", "--repeats", "1", "--output", str(path))
+    found = json.loads(path.read_text())
+    one, many = found["rows"]
+    assert one["kv_s"] > 0 == many["kv_s"]  # a step of 64 tokens is a prompt's
+    assert one["weights_s"] == pytest.approx(found["bytes"] / found["bandwidth"])
+    assert many["flops"] == 64 * one["flops"] == 32 * found["bytes"]  # two for each number of four bytes
 
 
 def test_floor_served(repo: Path, tmp_path: Path) -> None:
