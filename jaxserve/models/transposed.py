@@ -47,13 +47,14 @@ class Transposed:
 def product(x: jax.Array, values: jax.Array, dtype: Any = None) -> jax.Array:
     """x [T, I] times a weight that lies as values [..., I]: [T, ...], in `dtype` or that of x."""
     *outputs, inputs = values.shape
-    flat = values.reshape(-1, inputs)  # of several output axes XLA copies the weight at every step
+    last = values.ndim - 1
     multiplied = partial(lax.dot_general, preferred_element_type=dtype)
-    if len(x) > FEW:
-        out = multiplied(x, flat, (((1,), (1,)), ((), ())))
-    else:  # without the barrier XLA would turn the product round, not its result
-        out = lax.optimization_barrier(multiplied(flat, x, (((1,), (1,)), ((), ())))).T
-    return out.reshape(len(x), *outputs)
+    if len(x) > FEW:  # of a weight of several output axes XLA would make a copy first
+        out = multiplied(x, values.reshape(-1, inputs), (((1,), (1,)), ((), ())))
+        return out.reshape(len(x), *outputs)
+    # Without the barrier XLA would turn the product round, not its result.
+    out = lax.optimization_barrier(multiplied(values, x, (((last,), (1,)), ((), ()))))
+    return jnp.moveaxis(out, -1, 0)
 
 
 def narrow_product(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
