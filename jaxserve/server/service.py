@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.config import ServeConfig
+from jaxserve.engine.queue import ROWS
 from jaxserve.errors import InvalidValue, short
 from jaxserve.generation import GenerationFailed, Job, Mailbox, Piece, check_length, merged, pieces
 from jaxserve.pacing import Pace, paced
@@ -28,7 +29,6 @@ from jaxserve.stops import Automaton
 from jaxserve.tokenizer import Tokenizer
 
 WINDOW = 2  # requests in the engine for each that it can run at a time, where clients share it
-QUEUE = 16  # requests that may wait in front of it, likewise, where --max-num-queued-reqs does not say
 
 
 class Service:
@@ -42,7 +42,7 @@ class Service:
         self.metrics = Metrics(engine, config.names[0])
         self.limits = limits = load_limits(config, self.keys.names)
         instances, rows = max(1, len(engine.info.instances)), self._rows()
-        bound = instances * (config.max_num_queued_reqs or QUEUE * rows)
+        bound = instances * (config.max_num_queued_reqs or ROWS * rows)
         timeout = config.queue_timeout or None
         self.stage = Stage(limits, self.keys.names, window=WINDOW * instances * rows, bound=bound, timeout=timeout)
         self.metrics.register(StageCollector(self.stage, config.names[0]))

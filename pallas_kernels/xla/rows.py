@@ -21,7 +21,7 @@ class Tile(NamedTuple):
     keys: int  # C at most
 
 
-# Large products run at two thirds of a CPU's peak, small ones at half of that; a short row fills only a small one.
+# A CPU multiplies large matrices faster; a short row would leave most of a large tile empty.
 LARGE, SMALL = Tile(256, 256), Tile(64, 128)
 
 

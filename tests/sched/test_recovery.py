@@ -1,4 +1,4 @@
-"""A step raised and its pool is new: who is retried how, and what is still known of the cache."""
+"""A step raised and its pool is new: how its requests are retried, and what is still known of the cache."""
 
 from __future__ import annotations
 

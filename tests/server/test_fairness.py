@@ -1,4 +1,4 @@
-"""Limits of each client, and who is next under overload: n times prompts count as so many requests."""
+"""Limits of each client, and the order of clients under overload: n times prompts count as so many requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stage(window: int = 4, bound: int = 1000, *, names: tuple[str, ...] = NAMES,
 
 
 async def served(made: Stage, asked: list[tuple[str, int]]) -> list[str]:
-    """Who was admitted, in order, where all ask at once and each admitted request ends at once."""
+    """Return the clients in the order of admission, where all ask at once and each admitted request ends at once."""
     order: list[str] = []
     async with AsyncExitStack() as full:
         window = made._window or 0
