@@ -135,7 +135,7 @@ def build_executors(config: ExecutorConfig, progress: Progress | None = None) ->
         config.spec.for_tp(config.mesh.tp),
         kv_scales=kv.scaled(config.kv_cache_dtype),
         transposed=platform == "cpu",
-        blockwise=platform == "cpu" and config.mesh.tp == 1,
+        whole=platform == "cpu" and config.mesh.tp == 1,
     )
     auto = "float32" if platform == "cpu" else "bfloat16"
     dtype = jnp.dtype(auto if config.dtype == "auto" else config.dtype)
@@ -185,7 +185,7 @@ def _drafters(config: ExecutorConfig, dtype: Any, meshes: Sequence[Mesh], limits
     if draft is not None:
         assert config.load_draft is not None
         cpu = meshes[0].devices.flat[0].platform == "cpu"
-        draft = replace(draft, transposed=cpu, blockwise=cpu and config.mesh.tp == 1)
+        draft = replace(draft, transposed=cpu, whole=cpu and config.mesh.tp == 1)
         plain = replace(
             config, kv_cache_dtype="auto"
         )  # its pools are of its own type: nothing measures scales for them

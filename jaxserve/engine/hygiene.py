@@ -13,7 +13,8 @@ import sys
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from math import inf
 from time import perf_counter
 
@@ -89,36 +90,52 @@ def least_slack(residents: Iterable[tuple[float, Iterable[Request]]]) -> float:
 
 
 class _Process:
-    """What is the process's and not one engine's: how the collector was set before the first engine served."""
+    """What is the process's and not one engine's: how the collector was set before the first engine needed it off."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._engines = 0
+        self._users = 0
+        self._frozen = False
         self._enabled = True
         self._interval = 0.0
 
-    def hold(self) -> None:
+    def pause(self, *, freeze: bool = False) -> None:
+        """No automatic collection until `resume`. `freeze`: an engine is about to serve."""
         with self._lock:
-            if self._engines == 0:
+            if self._users == 0:
                 self._enabled, self._interval = gc.isenabled(), sys.getswitchinterval()
-            self._engines += 1
+            self._users += 1
             gc.disable()
-            gc.collect()
-            gc.freeze()  # what was loaded stays: looking at it in every collection takes long and finds nothing
-            sys.setswitchinterval(SWITCH)
+            if freeze:
+                gc.collect()
+                gc.freeze()  # what was loaded stays: looking at it in every collection takes long and finds nothing
+                sys.setswitchinterval(SWITCH)
+                self._frozen = True
 
-    def release(self) -> None:
+    def resume(self) -> None:
         with self._lock:
-            self._engines -= 1
-            if self._engines:
+            self._users -= 1
+            if self._users:
                 return
-            gc.unfreeze()
+            if self._frozen:
+                gc.unfreeze()
+                self._frozen = False
             sys.setswitchinterval(self._interval)
             if self._enabled:
                 gc.enable()
 
 
 _process = _Process()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep automatic garbage collection off: for a start, where nearly all that is made stays."""
+    _process.pause()
+    try:
+        yield
+    finally:
+        _process.resume()
 
 
 class Hygiene:
@@ -140,14 +157,14 @@ class Hygiene:
 
     def begin(self) -> None:
         """After warm-up."""
-        _process.hold()
+        _process.pause(freeze=True)
         self._holds, self._full_at, self._blocks = True, perf_counter(), sys.getallocatedblocks()
 
     def end(self) -> None:
         """As it was before; nothing where it has ended, or not begun."""
         if self._holds:
             self._holds = False
-            _process.release()
+            _process.resume()
 
     async def tend(self) -> None:
         """Look for gaps, until cancelled."""

@@ -94,7 +94,7 @@ class DeviceState:
         if self.drafter is not None and batch.drafts is not None:
             self.carry = self.drafter.draft(self.carry, batch.drafts)
         rows, self.pools, hidden = step(self.weights, self.pools, self.carry.tokens, batch.packed)
-        return self._draw(batch, spans, rows, hidden), hidden
+        return self.draw(batch, spans, rows, hidden), hidden
 
     def walk(self, batch: Batch) -> Walk | None:
         """A step that is dispatched by segments; None where it has none."""
@@ -122,9 +122,9 @@ class DeviceState:
         assert self.segments is not None and walk.stream is not None
         rows, hidden = self.segments.end[walk.batch.bucket](self.outer, walk.stream.x, walk.last)
         walk.stream = None
-        return self._draw(walk.batch, spans, rows, hidden), hidden
+        return self.draw(walk.batch, spans, rows, hidden), hidden
 
-    def _draw(self, batch: Batch, spans: Sequence[Span], rows: jax.Array, hidden: jax.Array) -> Drawn:
+    def draw(self, batch: Batch, spans: Sequence[Span], rows: jax.Array, hidden: jax.Array) -> Drawn:
         """Dispatch the drawing of tokens from rows [G, E], and from several of hidden [T, E] where rows drafted."""
         programs, drawn = self.programs, Drawn(rows)
         if self.drafter is not None:

@@ -19,6 +19,7 @@ import numpy as np
 from jaxserve.engine import compat
 from jaxserve.engine.drafters import Call
 from jaxserve.engine.drafts import idle_drafts
+from jaxserve.engine.hygiene import uncollected
 from jaxserve.engine.inputs import Batch, Bucket, Int32, Layout, SlotTable
 from jaxserve.engine.segments import pools_of
 from jaxserve.engine.state import DeviceState
@@ -206,13 +207,13 @@ def _segments(state: DeviceState, slots: SlotTable) -> Iterator[Call]:
 def run_through(state: DeviceState) -> None:
     """Run every program once: what jax and the device set up at a first run is then behind them."""
     limits, slots = state.programs.limits, SlotTable(state.programs.limits)
-    drawn = None
+    drawn, widths = None, set()
     for bucket in limits.buckets:
-        for full in (False, True):
-            batch = idle_batch(bucket, limits.row_pages, slots, full=full)
-            drawn, hidden = state.step(batch)
-            if not full:
-                state.score(hidden, 0, np.zeros(1, np.int32))
+        drawn, hidden = state.step(idle_batch(bucket, limits.row_pages, slots, full=False))
+        state.score(hidden, 0, np.zeros(1, np.int32))
+        if bucket.width not in widths:
+            widths.add(bucket.width)
+            state.draw(idle_batch(bucket, limits.row_pages, slots, full=True), (), drawn.rows, hidden)
         walk = state.walk(idle_batch(bucket, limits.row_pages, slots, full=False))
         if walk is not None:
             while walk.left:
@@ -251,15 +252,19 @@ def warm_up(states: Sequence[DeviceState], progress: Progress | None = None) -> 
     before, loads = counter.compilations_total, counter.cache_loads_total
     todo = [calls(state) for state in states]
     done, total = 0, sum(len(each) for each in todo)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="jaxserve-compile") as pool:
-        for each in todo:
+    threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="jaxserve-compile")
+    with uncollected(), threads as pool:
+        runs = []
+        for state, each in zip(states, todo, strict=True):
             compiling = {pool.submit(_compile, call): call for call in each}
             for finished in as_completed(compiling):
                 finished.result()
                 done += 1
                 if progress is not None:
                     progress(done, total, compiling[finished].label)
-        list(pool.map(run_through, states))
+            runs.append(pool.submit(run_through, state))  # beside the next instance's programs
+        for run in runs:
+            run.result()
     seconds = time.perf_counter() - began
     log.info(
         "warm-up: %d programs for %d instance(s) in %.1f s (%d compiled, %d loaded from the cache)",

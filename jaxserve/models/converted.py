@@ -71,7 +71,7 @@ def load(
             "load_format",
         )
     kept = parts_of(abstract_weights(spec, dtype))  # as it is to lie here; saved is [in, out]
-    spec = replace(spec, transposed=False, blockwise=False)
+    spec = replace(spec, transposed=False, whole=False)
     parts = parts_of(abstract_weights(spec, dtype))
     saved = parts_of(abstract_weights(replace(spec, kv_scales=False), dtype))
     measured = {part: set(_named(tree)) - set(_named(saved[part])) for part, tree in parts.items()}  # never saved
@@ -141,7 +141,7 @@ def _laid(tree: Tree, wanted: Tree, mesh: Mesh) -> Tree:
             return placed
 
         if isinstance(param, Transposed):
-            return Transposed(moved(held, param.values))
+            return replace(param, values=moved(held, param.values))
         if isinstance(param, Quantised) and param.transposed:
             return Quantised(moved(held.values, param.values), moved(held.scale, param.scale), param.axis)
         return held

@@ -72,7 +72,7 @@ Weight = jax.Array | Quantised | Transposed
 def einsum(subscripts: str, x: jax.Array, weight: Weight) -> jax.Array:
     """`jnp.einsum` of x and a weight in any form; the result's last axes are the weight's, without I."""
     if isinstance(weight, Transposed):
-        return product(x, weight.values)
+        return product(x, weight.values, split=weight.split)
     if not isinstance(weight, Quantised):
         out: jax.Array = jnp.einsum(subscripts, x, weight)
         return out

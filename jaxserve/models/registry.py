@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models import manifest
-from jaxserve.models.layers import Decoder, Info, Part, Tree, Turns, tree_of
+from jaxserve.models.layers import SHARDED, Decoder, Info, Part, Tree, Turns, tree_of
 from jaxserve.models.narrow import narrowed
 from jaxserve.models.quantised import Quantised, multiplied_by
 from jaxserve.models.spec import Config, ModelSpec, architecture
@@ -105,8 +105,9 @@ def abstract_weights(spec: ModelSpec, dtype: Any) -> Tree:
     def typed(info: Info) -> Info | Quantised | Transposed:
         made = narrowed(replace(info, dtype=jnp.dtype(dtype)) if info.dtype is None else info, spec.quantised)
         if spec.transposed and isinstance(made, Info) and made.contract == 0:
-            return Transposed(made.inputs_last())
-        if spec.blockwise and isinstance(made, Quantised) and made.axis == 0 and made.per_channel:
+            shared = [at for at, axis in enumerate(made.axes[1:]) if axis in SHARDED]
+            return Transposed(made.inputs_last(), 0 if spec.whole or not shared else shared[0])
+        if spec.whole and isinstance(made, Quantised) and made.axis == 0 and made.per_channel:
             values = made.values.inputs_last()
             return Quantised(values, made.scale.inputs_last(), len(values.shape) - 1)
         return made

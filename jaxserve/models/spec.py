@@ -176,7 +176,7 @@ class ModelSpec:
     quantised: Quantisation | None = None  # weights in 8 bits
     kv_heads_first: bool = False  # in a page of the pools, before its tokens
     transposed: bool = False  # weights lie as [out, in], which is for CPUs: see `models/transposed.py`
-    blockwise: bool = False  # so do those of 8 bits, and are widened block by block: on a CPU, where they are whole
+    whole: bool = False  # and no devices share one; those of 8 bits lie so too then, and are widened block by block
     kv_scales: bool = False  # pools are of 8 bits: beside the weights lies what is divided by before it is kept
     vocab_padding: int = 0  # rows that no id reads at the end of tables, so that shards divide them
 

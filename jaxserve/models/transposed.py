@@ -21,12 +21,13 @@ BLOCK = 1 << 21  # numbers that are widened at a time at most: 8 MiB of float32 
 LEAST = 4  # blocks: without a loop XLA widens on one thread, which takes seven times as long
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["split"])
 @dataclass(frozen=True)
 class Transposed:
     """A weight [I, ...] as values [..., I]: an array, or its description."""
 
     values: Any
+    split: int = 0  # output axis that devices share, where they do
 
     def __getitem__(self, key: Any) -> Transposed:
         """The whole: modules say `weight[...]`."""
@@ -41,14 +42,20 @@ class Transposed:
         return inputs, *outputs
 
     def __rmatmul__(self, x: jax.Array) -> jax.Array:  # x [T, I] @ weight [I, O]
-        return product(x, self.values)
+        return product(x, self.values, split=self.split)
 
 
-def product(x: jax.Array, values: jax.Array, dtype: Any = None) -> jax.Array:
-    """x [T, I] times a weight that lies as values [..., I]: [T, ...], in `dtype` or that of x."""
+def product(x: jax.Array, values: jax.Array, dtype: Any = None, *, split: int = 0) -> jax.Array:
+    """x [T, I] times a weight that lies as values [..., I]: [T, ...], in `dtype` or that of x.
+
+    `split`: the output axis that devices share. One that is not the first cannot be made one with those before it
+    without all devices' parts.
+    """
     *outputs, inputs = values.shape
     last = values.ndim - 1
     multiplied = partial(lax.dot_general, preferred_element_type=dtype)
+    if len(x) > FEW and split:
+        return jnp.stack([product(x, part, dtype, split=split - 1) for part in values], axis=1)
     if len(x) > FEW:  # of a weight of several output axes XLA would make a copy first
         out = multiplied(x, values.reshape(-1, inputs), (((1,), (1,)), ((), ())))
         return out.reshape(len(x), *outputs)

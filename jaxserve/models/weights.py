@@ -10,6 +10,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def reader(path: Path, spec: ModelSpec, dtype: Any) -> Iterator[tuple[Tree, Call
             if isinstance(param, Info):
                 return _built(param, map(read, param.sources))
             if isinstance(param, Transposed):
-                return Transposed(build(param.values))
+                return replace(param, values=build(param.values))
             if param.scale.sources:
                 parts = [list(map(read, info.sources)) for info in (param.values, param.scale)]
             else:
@@ -114,7 +115,7 @@ def random_weights(
 
     def build(param: Param) -> Any:
         if isinstance(param, Transposed):
-            return Transposed(build(param.values))
+            return replace(param, values=build(param.values))
         info = param if isinstance(param, Info) else param.values
         values = _built(info, (_draw(info, source, seed) for source in info.sources))
         if isinstance(param, Info):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.models import registry
 from jaxserve.models.quantised import Quantised, einsum
@@ -46,6 +47,23 @@ def test_few_tokens_have_the_weight_on_the_left(tokens: int, left: bool) -> None
     text = jax.jit(lambda x, w: jnp.tanh(product(x, w)) * 2.0).lower(x, weight.T).compile().as_text()
     (shape,) = re.findall(r"= f32\[(\d+,\d+)\]\S* dot\(", text)
     assert shape == (f"512,{tokens}" if left else f"{tokens},512")
+
+
+@pytest.mark.parametrize("tokens", [8, FEW + 64])
+def test_devices_keep_their_parts_of_a_weight(tokens: int) -> None:
+    """A step of many tokens would otherwise gather gate and up, which lie as [2, F, E] with F split, each time."""
+    spec = replace(registry.spec_from_config(CONFIG).for_tp(2), transposed=True)
+    devices = mesh(2)
+    (weights,) = random_weights(spec, "float32", [devices])
+    x = jax.device_put(np.ones((tokens, spec.dim), np.float32), NamedSharding(devices, PartitionSpec()))
+    turned = [leaf for leaf in jax.tree.leaves(weights["layers"][0], is_leaf=_whole) if isinstance(leaf, Transposed)]
+    split = [one for one in turned if "tp" in one.values.sharding.spec[:-1]]  # not those that devices must sum
+    assert sorted(one.split for one in split) == [0, 1]
+    for one in split:
+        compiled = jax.jit(lambda x, w: einsum("te,e...->t...", x, w)).lower(x, one).compile()
+        assert not re.search(r"all-gather|all-to-all|collective-permute|all-reduce", compiled.as_text())
+        gathered = Transposed(jnp.asarray(np.asarray(one.values)))
+        np.testing.assert_allclose(compiled(x, one), einsum("te,e...->t...", x, gathered), rtol=1e-5, atol=1e-5)
 
 
 def test_the_whole_only_can_be_taken() -> None:
@@ -107,7 +125,7 @@ def test_no_block_is_as_large_as_the_weight_in_memory() -> None:
 def test_random_weights_of_8_bits_are_the_same_model() -> None:
     spec = registry.spec_from_config(CONFIG).quantised_as("int8")
     (plain,) = random_weights(spec, "float32", [mesh(1)])
-    (turned,) = random_weights(replace(spec, transposed=True, blockwise=True), "float32", [mesh(1)])
+    (turned,) = random_weights(replace(spec, transposed=True, whole=True), "float32", [mesh(1)])
     found = [leaf for leaf in jax.tree.leaves(turned, is_leaf=_whole) if isinstance(leaf, Quantised)]
     pairs = zip(
         found, (one for one in jax.tree.leaves(plain, is_leaf=_whole) if isinstance(one, Quantised)), strict=True

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve import LLM
 from jaxserve.engine import hygiene
-from jaxserve.engine.hygiene import EDGES, UNPROMISED, Hygiene, Stalls, least_slack, watched_loop
+from jaxserve.engine.hygiene import EDGES, UNPROMISED, Hygiene, Stalls, least_slack, uncollected, watched_loop
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.request import BEST_EFFORT, Request
 from jaxserve.sched.slo import NO_SLO, SLO
@@ -141,6 +141,20 @@ def test_an_llm_leaves_the_process_as_it_was(process):
     assert gc.isenabled() and sys.getswitchinterval() == interval
     llm.close()
     assert gc.isenabled(), "closing twice changes nothing"
+
+
+def test_a_start_beside_an_engine_that_serves_changes_nothing_for_it(process):
+    gc.unfreeze()
+    serving = Hygiene(lambda: inf)
+    with uncollected():
+        assert not gc.isenabled() and gc.get_freeze_count() == 0
+        serving.begin()
+    assert not gc.isenabled() and gc.get_freeze_count() > 0, "an engine that began meanwhile still serves"
+    with pytest.raises(RuntimeError), uncollected():
+        raise RuntimeError("a program does not compile")
+    assert not gc.isenabled() and gc.get_freeze_count() > 0
+    serving.end()
+    assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
 def test_a_collector_that_was_off_stays_off(process):
