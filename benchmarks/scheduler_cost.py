@@ -1,7 +1,8 @@
 """What deciding costs: CPU time of one step's `decide` and `plan`, by policy and by number of requests.
 
 A mixed instance is kept at so many running and waiting requests: about one ends in each step, and one arrives for
-it, or one in several steps where answers are longer than there are rows (`--answer`). `quiet` and `event` are the steps
+it, or one in several steps where answers are longer than there are rows (`--answer`). `in a step` is how many requests a
+decision puts in a step: more of them take longer to choose. `quiet` and `event` are the steps
 without and with a new request since the one before (of `plan`; of `decide` alone they are in the JSON). `observe` is
 what the step-time model takes to learn from a step; it is part of neither. `recompute` is a decision with nothing kept
 from earlier steps: every table of the instance is filled anew. Then what placing one request costs in a fleet of full
@@ -73,12 +74,14 @@ class Timed:
 
     policy: Policy
     seconds: list[float] = field(default_factory=list)
+    granted: list[int] = field(default_factory=list)  # requests in each step
     view: View | None = None
 
     def decide(self, view: View) -> Decision:
         began = time.process_time()
         decision = self.policy.decide(view)
         self.seconds.append(time.process_time() - began)
+        self.granted.append(len(decision.grants))
         self.view = view
         return decision
 
@@ -170,6 +173,7 @@ def measure(name: str, running: int, waiting: int, steps: int, answer: int = 0, 
     for _ in range(max(steps, 2 * steady.answer)):
         steady.step()
     steady.policy.seconds.clear()
+    steady.policy.granted.clear()
     steady.observed.clear()
     with undisturbed():
         timed = [
@@ -184,6 +188,7 @@ def measure(name: str, running: int, waiting: int, steps: int, answer: int = 0, 
     found: dict[str, object] = {"policy": name, "running": running, "waiting": waiting, "steps": len(plans)}
     found["events"] = len(events)
     found["decoding_in_last_view"] = len(decode)
+    found["granted"] = float(np.mean(steady.policy.granted))
     named = {"decide": steady.policy.seconds, "observe": steady.observed, "plan": plans, "recompute": again}
     for kind, some in (("quiet", quiet), ("event", events)):
         named |= {kind: [spent for spent, _, _ in some], f"decide_{kind}": [decided for _, decided, _ in some]}
@@ -308,9 +313,21 @@ def main() -> int:
         "median_request_ms", [[place(n, instances, residents, args.steps) for n in args.placements] for _ in rounds]
     )
     programme = best("median_admit_ms", [[promise(new, running, args.steps)] for _ in rounds])
-    titles = ["policy", "running", "waiting", "decide", "p99", "plan incl. decide", "p99 ", "observe", "quiet", "event"]
+    titles = [
+        "policy",
+        "running",
+        "waiting",
+        "in a step",
+        "decide",
+        "p99",
+        "plan incl. decide",
+        "p99 ",
+        "observe",
+        "quiet",
+        "event",
+    ]
     titles += ["recompute", "p99  "]
-    keys = ["policy", "running", "waiting"]
+    keys = ["policy", "running", "waiting", "granted"]
     keys += [f"{s}_{label}_ms" for label in ("decide", "plan") for s in ("median", "p99")]
     keys += ["median_observe_ms", "median_quiet_ms", "median_event_ms", "median_recompute_ms", "p99_recompute_ms"]
     print_table("CPU ms per step: median and 99th percentile", titles, [[row[key] for key in keys] for row in rows])

@@ -27,6 +27,7 @@ NOBODY: Order = np.arange(0)
 CATCH_UP = 100.0  # tokens: a row that needs more to be on time again is taken to end before
 ROUNDING = 1e-9  # share of a step: sums of floats may not decide
 PATIENCE = 4.0  # tpot or steps, whichever is longer: after that a row that was left out joins a step
+YOUNG = 4  # rows that are asked one by one whether they can keep their objectives, before all are
 JOINING = 4  # one in so many of the rows that waited that long joins each step
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 Cost = Callable[[Load], float]  # of a step: predicted seconds, or tokens
@@ -270,10 +271,14 @@ def keeps(rows: Rows, start: float, seconds: float) -> bool:
     if not count:
         return False
     seconds *= 1.0 - ROUNDING
-    deadline, tpot, tbt = rows.deadline[:count], rows.tpot[:count], rows.tbt[:count]
-    youngest = float(deadline[-1]) - start, float(tpot[-1]), float(tbt[-1])  # it mostly can: a tenth of the time
-    if _able(*youngest, min(youngest[1:]), seconds) and _began_in_time(rows[count - 1]):
-        return True
+    deadline, tpot, tbt = rows.deadline, rows.tpot, rows.tbt
+    for row in range(count - 1, max(-1, count - 1 - YOUNG), -1):  # one of them mostly can: a tenth of the time
+        mine = tpot.item(row), tbt.item(row)
+        if _able(deadline.item(row) - start, *mine, min(mine), seconds) and _began_in_time(rows[row]):
+            return True
+    if count <= YOUNG:
+        return False
+    deadline, tpot, tbt = deadline[: count - YOUNG], tpot[: count - YOUNG], tbt[: count - YOUNG]
     able = np.flatnonzero(_able(deadline - start, tpot, tbt, np.minimum(tpot, tbt), seconds))
     return any(_began_in_time(rows[row]) for row in able.tolist())
 
@@ -299,15 +304,18 @@ def hopeful(view: View, seconds: float) -> bool:
     return bool((np.isfinite(tpot) & (seconds * (1.0 - ROUNDING) <= tpot)).any())
 
 
-def starved(view: View, left: Order, seconds: float) -> Order:
-    """Of the rows left out of a step of `seconds`, those that have waited for so long that they join it, the longest
-    wait first. Only some join each step, so that it stays short: no row waits for more than PATIENCE + JOINING of its
-    tpot, or of the longest step."""
+def starved(view: View, left: Order) -> Order:
+    """Of the rows left out of a step, those that have waited for so long that they join it, the longest wait first.
+    Only some join each step, so that it stays short: no row waits for more than PATIENCE + JOINING of its tpot, or of
+    steps of all rows."""
     if not len(left):
         return left
     rows = view.decode
     tpot = rows.tpot[left]
     waited = view.start - rows.last(left)
+    if np.maximum.reduce(waited) < PATIENCE * np.minimum.reduce(tpot) and np.maximum.reduce(tpot) < inf:
+        return left[:0]  # what nearly every step finds
+    seconds = view.perf.step_time(decode_load(rows))
     most = PATIENCE * np.maximum(np.where(np.isfinite(tpot), tpot, 0.0), seconds)
     late = np.flatnonzero(~(waited < most))
     late = late[np.argsort(-waited[late], kind="stable")]

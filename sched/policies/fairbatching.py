@@ -90,9 +90,10 @@ class FairBatching:
         batch.decode(by_slack[:urgent], always=True)
         others = by_slack[urgent:]
         if self._anchored and len(others):
-            joining = starved(view, others, view.perf.step_time(decode_load(view.decode)))
-            batch.decode(joining, always=True)
-            others = others[~np.isin(others, joining)]
+            joining = starved(view, others)
+            if len(joining):
+                batch.decode(joining, always=True)
+                others = others[~np.isin(others, joining)]
         (ready, later), best = prompts, others >= served
         last = ready >= view.prefill.standard
         batch.prompts(ready[~last])

@@ -64,7 +64,9 @@ def beside(view: View, grants: tuple[Grant, ...], decode: tuple[Grant, ...]) -> 
         cut, joint = guests(
             view, tuple(Grant(grant.request, min(grant.tokens, GRID)) for grant in grants[:1]), load, inf
         )
-    return cut if not isfinite(bound) or keeps(view.decode, view.start, view.perf.step_time(joint)) else grants
+    if cut == grants or not isfinite(bound):
+        return cut
+    return cut if keeps(view.decode, view.start, view.perf.step_time(joint)) else grants
 
 
 def guests(view: View, grants: tuple[Grant, ...], load: Load, bound: float) -> tuple[tuple[Grant, ...], Load]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..feasibility import decode_load, keeps, starved
+from ..feasibility import keeps, starved
 from ..perf.model import Array
 from ..policy import Decision, Grant, Order, View
 
@@ -47,7 +47,7 @@ class KairosDecode:
             return Decision(tuple(Grant(request.id, 1) for request in rows))
         chosen, left = order[:count], order[count:]
         if not self._literal:
-            chosen = np.concatenate([chosen, starved(view, left, view.perf.step_time(decode_load(rows)))])
+            chosen = np.concatenate([chosen, starved(view, left)])
         return Decision(tuple(Grant(rows[row].id, 1) for row in chosen.tolist()))
 
     def _short_of_room(self, view: View) -> bool:

@@ -214,10 +214,12 @@ class _Step:
         now = self._now(rows)
         others = np.flatnonzero(~now)
         best = np.arange(self._count, len(rows))
-        waited = starved(view, np.concatenate([others, best]), view.perf.step_time(decode_load(rows)))
-        others, best = others[~np.isin(others, waited)], best[~np.isin(best, waited)]
+        left = np.concatenate([others, best]) if len(best) else others
+        waited = starved(view, left)
         self._decode(np.flatnonzero(now))
-        self._decode(waited)
+        if len(waited):
+            others, best = others[~np.isin(others, waited)], best[~np.isin(best, waited)]
+            self._decode(waited)
         pages, slots = held_by_best_effort(view, np.ceil)
         self._room, self._slots = self._room + pages, self._slots + slots
         self._prompts(mine)

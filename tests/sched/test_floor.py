@@ -7,7 +7,6 @@ the whole matrix, and split instances.
 from __future__ import annotations
 
 from functools import cache
-from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from jaxserve.config import load_yaml, preset
 from jaxserve.sched import policies
 from jaxserve.sched.feasibility import JOINING, PATIENCE, keeps, starved
+from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policy import Role, View
 from jaxserve.sched.request import Request
 from jaxserve.sched.sim.floor import CPU, REGIMES, Floor, floor, kept, plain
@@ -154,12 +154,32 @@ def test_a_row_keeps_its_objectives_where_it_is_on_time_or_catches_up() -> None:
     assert not kept_in(gaps, 0.0)
 
 
+@given(st.lists(st.tuples(st.floats(-0.5, 0.5), st.booleans(), st.booleans()), max_size=12), st.floats(0.001, 0.2))
+def test_of_many_rows_one_that_keeps_its_objectives_is_enough(made: list[tuple[float, bool, bool]], seconds: float):
+    rows = [
+        decoding(id, slack, first=0.5 if began else 1.5, tier="best_effort" if best else "standard")
+        for id, (slack, began, best) in enumerate(made)
+    ]
+    alone = [keeps(view([], [row]).decode, 0.0, seconds) for row in rows]
+    assert keeps(view([], rows).decode, 0.0, seconds) == any(alone)
+
+
 def test_rows_left_out_join_by_how_long_they_waited_some_at_a_time() -> None:
     rows = [decoding(id, 9.0) for id in range(9)]
     for row in rows:
         row.token_times = [-0.1 * row.id]
-    at = view([], rows, role=Role.DECODE)
-    left = at.decode.arrival.argsort(kind="stable")
-    assert starved(at, left, 0.01).tolist() == [8, 7, 6], "those of more than 4 tpot, a quarter of them"
-    assert starved(at, left, 0.15).tolist() == [8, 7, 6]
-    assert starved(at, left, 0.19).tolist() == [8] and not len(starved(at, left, inf))
+
+    def joining(seconds: float) -> list[int]:
+        """Where a step of all rows takes so long."""
+        perf = GeneralModel(Coefficients(seconds, 0.0, 0.0, 0.0, 0.0, 0.0), correct=False)
+        at = view([], rows, role=Role.DECODE, perf=perf)
+        return starved(at, at.decode.arrival.argsort(kind="stable")).tolist()
+
+    assert joining(0.01) == [8, 7, 6], "those of more than 4 tpot, a quarter of them"
+    assert joining(0.15) == [8, 7, 6]
+    assert joining(0.19) == [8] and not joining(9.0)
+    for row in rows:
+        row.slo = NO_SLO
+    assert joining(0.15) == [8, 7, 6] and not joining(0.25), "without objectives: 4 steps"
+    rows[0].slo, rows[0].token_times = SLO(1.0, 0.05), [-0.81]
+    assert joining(0.19) == [0, 8], "rows with objectives beside rows without"
