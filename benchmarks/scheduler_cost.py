@@ -1,12 +1,12 @@
 """What deciding costs: CPU time of one step's `decide` and `plan`, by policy and by number of requests.
 
-A mixed instance is kept at so many running and waiting requests: about one ends in each step, and one arrives for
-it, or one in several steps where answers are longer than there are rows (`--answer`). `in a step` is how many requests a
-decision puts in a step: more of them take longer to choose. `quiet` and `event` are the steps
-without and with a new request since the one before (of `plan`; of `decide` alone they are in the JSON). `observe` is
-what the step-time model takes to learn from a step; it is part of neither. `recompute` is a decision with nothing kept
-from earlier steps: every table of the instance is filled anew. Then what placing one request costs in a fleet of full
-instances, its redirects included, and what one run of the dynamic programme of SLOs-Serve costs.
+A mixed instance is kept at so many running and waiting requests: about one ends in each step, and one arrives for it,
+or one in several steps where answers are longer than there are rows (`--answer`). `in a step` is how many requests a
+decision puts in a step: more of them take longer to choose. `quiet` and `event` are the steps without and with a new
+request since the one before (of `plan`; of `decide` alone they are in the JSON). `observe` is what the step-time model
+takes to learn from a step; it is part of neither. `recompute` is a decision with nothing kept from earlier steps:
+every table of the instance is filled anew. Then what placing one request costs in a fleet of full instances, its
+redirects included, and what one run of the dynamic programme of SLOs-Serve costs.
 """
 
 from __future__ import annotations
