@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -174,3 +175,30 @@ def test_the_nightly_is_a_script_that_runs(repo: Path) -> None:
     path = repo / ".ci" / "nightly"
     assert os.access(path, os.X_OK)
     subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def defined(path: Path) -> set[str]:
+    """Names of the tests in a module: functions, methods as `Class::method`, and classes made by assignment."""
+    names = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}::{one.name}" for one in node.body if isinstance(one, ast.FunctionDef)}
+        if isinstance(node, ast.Assign):
+            for target in (one for one in node.targets if isinstance(one, ast.Name)):
+                names |= {target.id, f"{target.id}::runTest"}  # TestPool = Pool.TestCase
+    return names
+
+
+def test_every_test_that_is_named_exists(repo: Path) -> None:
+    """In the pages, where they say what holds something, and in the table of scripts/mutants."""
+    pages = [*repo.glob("*.md"), *(repo / "docs").rglob("*.md"), repo / "scripts" / "mutants.yaml"]
+    named = {
+        (file, name, page.name)
+        for page in pages
+        for file, name in re.findall(r"(tests/[\w/]+\.py)::(\w+(?:::\w+)?)", page.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 50
+    wrong = [one for one in named if not (repo / one[0]).is_file() or one[1] not in defined(repo / one[0])]
+    assert not wrong
