@@ -33,7 +33,7 @@ def test_every_bug_can_be_planted(script: ModuleType, repo: Path) -> None:
 def test_the_committed_list_is_that_of_the_table(script: ModuleType, repo: Path) -> None:
     """Each bug that is in the table was planted once, and caught."""
     newest = max((repo / "benchmarks" / "results").glob("mutants-*.txt"))
-    listed = re.findall(r"^(\S+) +[\d.]+ s  (.+?)  +(\S+\.py) ", newest.read_text(encoding="utf-8"), re.MULTILINE)
+    listed = re.findall(r"^(\S+) +[\d.]+ s  (.+?) +(\S+\.py) ", newest.read_text(encoding="utf-8"), re.MULTILINE)
     assert {verdict for verdict, *_ in listed} == {"caught"}
     assert sorted((name, file) for _, name, file in listed) == sorted((o.name, o.file) for o in script.load(script.TABLE))
 
