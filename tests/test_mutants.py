@@ -30,12 +30,11 @@ def test_every_bug_can_be_planted(script: ModuleType, repo: Path) -> None:
     assert [one.problem(repo) for one in mutants] == [None] * len(mutants)
 
 
-def test_the_committed_list_is_that_of_the_table(script: ModuleType, repo: Path) -> None:
-    """Each bug that is in the table was planted once, and caught."""
+def test_the_newest_list_of_results_has_every_bug_caught(script: ModuleType, repo: Path) -> None:
+    """After a change of the table: run scripts/mutants and commit what it says (its head says how)."""
     newest = max((repo / "benchmarks" / "results").glob("mutants-*.txt"))
-    listed = re.findall(r"^(\S+) +[\d.]+ s  (.+?) +(\S+\.py) ", newest.read_text(encoding="utf-8"), re.MULTILINE)
-    assert {verdict for verdict, *_ in listed} == {"caught"}
-    assert sorted((name, file) for _, name, file in listed) == sorted((o.name, o.file) for o in script.load(script.TABLE))
+    listed = re.findall(r"^(\S+) +[\d.]+ s  (.+?) +\S+\.py ", newest.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(("caught", one.name) for one in script.load(script.TABLE))
 
 
 @pytest.fixture

@@ -66,6 +66,16 @@ def test_the_wheel_holds_every_module_preset_and_the_demo_model(repo: Path, whee
     assert sorted(need - have) == []
 
 
+def test_packaged_patterns_match_files(repo: Path) -> None:
+    """A pattern that matches nothing is a file that was renamed, or never there."""
+    project = tomllib.loads((repo / "pyproject.toml").read_text())
+    for package, patterns in project["tool"]["setuptools"]["package-data"].items():
+        root = repo if package == "*" else repo / package.replace(".", "/")
+        for pattern in patterns:
+            found = pattern.removeprefix("**/")
+            assert any(root.rglob(found)), f"{package}: {pattern} matches no file"
+
+
 def test_the_wheel_leaves_the_standard_librarys_sched_alone(wheel: Path, tmp_path: Path) -> None:
     assert {path.name for path in wheel.iterdir() if not path.name.endswith(".dist-info")} == {
         "jaxserve",
