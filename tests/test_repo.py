@@ -162,7 +162,7 @@ def test_ci_pins_a_version_of_everything_it_installs(repo: Path) -> None:
     """A dependency that is new, or asks for more than is pinned, needs new pins: the file's head says how."""
     project = tomllib.loads((repo / "pyproject.toml").read_text())["project"]
     asked = list(project["dependencies"])
-    for extra in ("train", "test", "dev", "audit"):
+    for extra in ("train", "test", "dev", "audit", "fuzz"):
         asked += project["optional-dependencies"][extra]
     pins: dict[str, list[Requirement]] = {}
     for line in (repo / ".ci" / "constraints.txt").read_text().splitlines():
@@ -185,6 +185,33 @@ def test_the_nightly_is_a_script_that_runs(repo: Path) -> None:
     path = repo / ".ci" / "nightly"
     assert os.access(path, os.X_OK)
     subprocess.run(["bash", "-n", str(path)], check=True)
+    text = path.read_text()
+    (extras,) = re.findall(r"pip install .*'\.\[(.*)\]'", text)
+    assert {"dev", "audit", "fuzz"} <= set(extras.split(",")), "without schemathesis its test is skipped"
+    commands = [words.split()[0] for words in re.findall(r'(?m)^step "[^"]+" (.+)$', text)]
+    assert commands == ["bandit", ".ci/audit", "pytest", "scripts/mutants"]
+    assert all(os.access(repo / command, os.X_OK) for command in commands if "/" in command)
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "audited"),
+    [
+        ("No known vulnerabilities found", 0, True),
+        ("Found 2 known vulnerabilities in 1 package\nName Version ID\njinja2 3.1.5 PYSEC-1", 1, True),
+        ("ERROR:pip_audit._cli:absl-py: Dependency not found on PyPI and could not be audited: absl-py (2.5.1)", 1, False),
+        ("", 127, False),
+    ],
+)
+def test_an_audit_that_reached_no_database_says_so_and_fails(
+    repo: Path, tmp_path: Path, said: str, status: int, audited: bool
+) -> None:
+    fake = tmp_path / "pip-audit"
+    fake.write_text(f'#!/bin/sh\n[ -f .ci/constraints.txt ] || exit 9\ncat <<"."\n{said}\n.\nexit {status}\n')
+    fake.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run([repo / ".ci" / "audit"], env={**os.environ, "PATH": path}, capture_output=True, text=True)
+    assert done.returncode == status and said in done.stdout
+    assert ("NOT AUDITED" in done.stderr) is not audited
 
 
 def defined(path: Path) -> set[str]:
