@@ -198,7 +198,11 @@ def test_the_nightly_is_a_script_that_runs(repo: Path) -> None:
     [
         ("No known vulnerabilities found", 0, True),
         ("Found 2 known vulnerabilities in 1 package\nName Version ID\njinja2 3.1.5 PYSEC-1", 1, True),
-        ("ERROR:pip_audit._cli:absl-py: Dependency not found on PyPI and could not be audited: absl-py (2.5.1)", 1, False),
+        (
+            "ERROR:pip_audit._cli:absl-py: Dependency not found on PyPI and could not be audited: absl-py (2.5.1)",
+            1,
+            False,
+        ),
         ("", 127, False),
     ],
 )

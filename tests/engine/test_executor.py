@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from jaxserve.sched.errors import StepFailed
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import Begin, StepPlan
 
-from .steps import GREEDY, PAGE, ROW_PAGES, SLOTS, Job, alone, executors, generate, run
+from .steps import GREEDY, PAGE, ROW_PAGES, SLOTS, Job, alone, executors, finite_pages, generate, run
 
 PROMPTS = [tuple(int(t) for t in np.random.default_rng(i).integers(2, 96, 5 + 4 * i)) for i in range(6)]
 NEW = 16
@@ -274,12 +274,6 @@ def test_a_row_that_is_not_finite_fails_alone(tiny: Path, reference: list[list[i
     # by zero, and zero times NaN is NaN: the pool itself has to be clean.
     assert heir.computed == 6 and heir.told == 2
     assert finite_pages(executor, heir.pages[: heir.told])
-
-
-def finite_pages(executor: JaxExecutor, pages: Sequence[int]) -> bool:
-    """Whether every number in these pages, of all layers, is finite."""
-    parcel = executor.export_kv(pages)
-    return all(bool(np.isfinite(np.asarray(leaf)).all()) for _, piece in parcel.pieces for leaf in piece)
 
 
 def test_pages_that_no_token_vouches_for_are_zeroed_before_others_fill_them(executor: JaxExecutor) -> None:
