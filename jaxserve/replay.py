@@ -22,6 +22,7 @@ EPILOG = """examples:
   jaxserve replay run.jsonl --save again.json
 """
 SHOWN = 5  # differences
+POOR = 0.5  # mean error of the fitted step times above which what is simulated with them says little
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,13 +50,14 @@ def main(args: argparse.Namespace) -> int:
         print(f"    recorded {difference.recorded}\n    replayed {difference.replayed}")
     saved: dict[str, Any] = {"plans": replayed.plans, "differences": len(replayed.differences)}
     if not args.no_simulate:
-        saved["again"] = _simulate(replayed, args.seed)
+        saved["again"] = show(replayed, args.seed)
     if args.save is not None:
         args.save.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
     return 1 if replayed.differences else 0
 
 
-def _simulate(replayed: Replay, seed: int) -> dict[str, Any]:
+def show(replayed: Replay, seed: int) -> dict[str, Any]:
+    """Print served beside simulated, and how well the step times fit; returns the same as a mapping."""
     outcome = again(replayed, seed)
     table = rows(outcome)
     print_table(
@@ -69,6 +71,8 @@ def _simulate(replayed: Replay, seed: int) -> dict[str, Any]:
         f"({', '.join(f'{kind} {error:.0%}' for kind, error in fit.by_kind.items())}); noise {outcome.noise:.2f}\n"
         f"share of the time computing: served {_shares(outcome.busy)}, simulated {_shares(outcome.simulated.busy)}"
     )
+    if fit.mape > POOR:
+        print("these step times do not fit one model: the simulated column says little (few steps, or a busy machine)")
     return {
         "rows": {name: {"served": a, "simulated": b} for name, a, b in table},
         "fit": {"mape": fit.mape, "by_kind": dict(fit.by_kind), "steps": fit.steps, "noise": outcome.noise},

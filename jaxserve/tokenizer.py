@@ -66,7 +66,8 @@ class Tokenizer:
         if self._reentrant:
             return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         with self._lock:
-            return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+            # quiet of lengths: the limit is the context, and callers check it
+            return list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of some tokens; what is not valid UTF-8 becomes U+FFFD. Ids beyond the vocabulary are empty."""

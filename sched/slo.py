@@ -9,6 +9,7 @@ from .errors import InvalidValue, short
 
 ANSWER = "answer"
 THINKING = "thinking"
+SHORTEST, LONGEST = 1e-9, 1e9  # seconds: sums, differences and quotients of objectives stay finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,8 @@ class SLO:
     """Latency objectives of one request, in seconds.
 
     ttft: arrival to first token. tpot: per token after it, as a mean. tbt: largest gap between two tokens, where
-    set. stages: (stage name, tpot) pairs that override `tpot` for tokens of that stage (`thinking`, `answer`).
+    set. stages: (stage name, tpot) pairs that override `tpot` for tokens of that stage (`thinking`, `answer`). Each is
+    from SHORTEST to LONGEST, or infinite where nothing is promised; InvalidValue otherwise.
     """
 
     ttft: float = 8.0
@@ -28,8 +30,9 @@ class SLO:
         named = [("ttft", self.ttft), ("tpot", self.tpot), ("tbt", self.tbt)]
         named += [(f"stages[{short(stage)}].tpot", tpot) for stage, tpot in self.stages]
         for name, value in named:
-            if value is not None and not value > 0:  # NaN neither
-                raise InvalidValue(f"SLO {name}={short(value)} must be a positive number of seconds", name)
+            if value is not None and not (SHORTEST <= value <= LONGEST or value == inf):  # NaN neither
+                allowed = f"a positive number of seconds, from {SHORTEST:g} to {LONGEST:g}, or infinite"
+                raise InvalidValue(f"SLO {name}={short(value)} must be {allowed}", name)
         for stage, _ in self.stages:
             if stage not in (THINKING, ANSWER):
                 raise InvalidValue(f"SLO stage {short(stage)} must be one of {THINKING!r}, {ANSWER!r}", "stages")

@@ -86,7 +86,7 @@ def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
         return FAILED, f"no end within {TIMEOUT} s"
-    first = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    first = re.search(r"^(?:FAILED|ERROR) (.+?)(?= - |$)", done.stdout, re.MULTILINE)
     lines = (done.stdout + done.stderr).strip().splitlines() or ["no output"]
     return done.returncode, first[1] if first else lines[-1]
 

@@ -211,3 +211,7 @@ def test_a_server_ends_on_sigint():
 def test_a_mesh_is_all_it_takes_on_cpu():
     with Process("--mesh", "2x1") as server:
         assert "prefill-0" in "".join(server.said)
+        server.child.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        status, _ = server.end()
+    assert status == 0 and time.monotonic() - began < 2.0, "an idle server ends at once"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -63,6 +64,16 @@ def test_the_wheel_holds_every_module_preset_and_the_demo_model(repo: Path, whee
     need = expected(repo, "jaxserve", "jaxserve") | expected(repo, "pallas_kernels", "pallas_kernels")
     need |= expected(repo, "sched", "jaxserve/sched") | expected(repo, "configs", "jaxserve/presets")
     assert sorted(need - have) == []
+
+
+def test_packaged_patterns_match_files(repo: Path) -> None:
+    """A pattern that matches nothing is a file that was renamed, or never there."""
+    project = tomllib.loads((repo / "pyproject.toml").read_text())
+    for package, patterns in project["tool"]["setuptools"]["package-data"].items():
+        root = repo if package == "*" else repo / package.replace(".", "/")
+        for pattern in patterns:
+            found = pattern.removeprefix("**/")
+            assert any(root.rglob(found)), f"{package}: {pattern} matches no file"
 
 
 def test_the_wheel_leaves_the_standard_librarys_sched_alone(wheel: Path, tmp_path: Path) -> None:
@@ -151,7 +162,7 @@ def test_ci_pins_a_version_of_everything_it_installs(repo: Path) -> None:
     """A dependency that is new, or asks for more than is pinned, needs new pins: the file's head says how."""
     project = tomllib.loads((repo / "pyproject.toml").read_text())["project"]
     asked = list(project["dependencies"])
-    for extra in ("train", "test", "dev", "audit"):
+    for extra in ("train", "test", "dev", "audit", "fuzz"):
         asked += project["optional-dependencies"][extra]
     pins: dict[str, list[Requirement]] = {}
     for line in (repo / ".ci" / "constraints.txt").read_text().splitlines():
@@ -174,3 +185,61 @@ def test_the_nightly_is_a_script_that_runs(repo: Path) -> None:
     path = repo / ".ci" / "nightly"
     assert os.access(path, os.X_OK)
     subprocess.run(["bash", "-n", str(path)], check=True)
+    text = path.read_text()
+    (extras,) = re.findall(r"pip install .*'\.\[(.*)\]'", text)
+    assert {"dev", "audit", "fuzz"} <= set(extras.split(",")), "without schemathesis its test is skipped"
+    commands = [words.split()[0] for words in re.findall(r'(?m)^step "[^"]+" (.+)$', text)]
+    assert commands == ["bandit", ".ci/audit", "pytest", "scripts/mutants"]
+    assert all(os.access(repo / command, os.X_OK) for command in commands if "/" in command)
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "audited"),
+    [
+        ("No known vulnerabilities found", 0, True),
+        ("Found 2 known vulnerabilities in 1 package\nName Version ID\njinja2 3.1.5 PYSEC-1", 1, True),
+        (
+            "ERROR:pip_audit._cli:absl-py: Dependency not found on PyPI and could not be audited: absl-py (2.5.1)",
+            1,
+            False,
+        ),
+        ("", 127, False),
+    ],
+)
+def test_an_audit_that_reached_no_database_says_so_and_fails(
+    repo: Path, tmp_path: Path, said: str, status: int, audited: bool
+) -> None:
+    fake = tmp_path / "pip-audit"
+    fake.write_text(f'#!/bin/sh\n[ -f .ci/constraints.txt ] || exit 9\ncat <<"."\n{said}\n.\nexit {status}\n')
+    fake.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run([repo / ".ci" / "audit"], env={**os.environ, "PATH": path}, capture_output=True, text=True)
+    assert done.returncode == status and said in done.stdout
+    assert ("NOT AUDITED" in done.stderr) is not audited
+
+
+def defined(path: Path) -> set[str]:
+    """Names of the tests in a module: functions, methods as `Class::method`, and classes made by assignment."""
+    names = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}::{one.name}" for one in node.body if isinstance(one, ast.FunctionDef)}
+        if isinstance(node, ast.Assign):
+            for target in (one for one in node.targets if isinstance(one, ast.Name)):
+                names |= {target.id, f"{target.id}::runTest"}  # TestPool = Pool.TestCase
+    return names
+
+
+def test_every_test_that_is_named_exists(repo: Path) -> None:
+    """In the pages, where they say what holds something, and in the table of scripts/mutants."""
+    pages = [*repo.glob("*.md"), *(repo / "docs").rglob("*.md"), repo / "scripts" / "mutants.yaml"]
+    named = {
+        (file, name, page.name)
+        for page in pages
+        for file, name in re.findall(r"(tests/[\w/]+\.py)::(\w+(?:::\w+)?)", page.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 50
+    wrong = [one for one in named if not (repo / one[0]).is_file() or one[1] not in defined(repo / one[0])]
+    assert not wrong

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jaxserve.config import ServeConfig
 from jaxserve.errors import ECHO, InvalidValue, short
 from jaxserve.sched.request import STANDARD
-from jaxserve.sched.slo import SLO
+from jaxserve.sched.slo import LONGEST, SHORTEST, SLO
 from jaxserve.server.openai import Sampled
 from jaxserve.tiers import canonical, stages_over
 
@@ -17,7 +17,6 @@ from jaxserve.tiers import canonical, stages_over
 TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 
-SHORTEST, LONGEST = 1e-6, 1e12  # milliseconds: sums and quotients of objectives stay finite
 MAX_PRIORITY = 2**31 - 1  # a column of integers in the scheduler
 
 
@@ -77,7 +76,8 @@ def _first(field: tuple[str, float | None], names: tuple[str, ...], headers: Map
 
 
 def _seconds(name: str, milliseconds: float) -> float:
-    if not SHORTEST <= milliseconds <= LONGEST:
-        allowed = f"a positive number of milliseconds, from {SHORTEST:g} to {LONGEST:g}"
+    seconds = milliseconds / 1000.0
+    if not SHORTEST <= seconds <= LONGEST:
+        allowed = f"a positive number of milliseconds, from {SHORTEST * 1e3:g} to {LONGEST * 1e3:g}"
         raise InvalidValue(f"{name}={milliseconds} must be {allowed}; leave it out for the server's own", name)
-    return milliseconds / 1000.0
+    return seconds

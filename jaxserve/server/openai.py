@@ -163,6 +163,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "chat_template": _NOTHING,  # a program from anybody; the server's own is --chat-template
 }
 
+# What a client offers the model is ignored where it says that nothing of it may be called.
+_CHOICES = {"tools": "tool_choice", "functions": "function_call"}
+
 MAX_NAME = 1024  # characters of `cache_salt` and `request_id`
 
 _warned: set[str] = set()
@@ -182,7 +185,7 @@ def parse(raw: bytes, kind: type[M]) -> M:
     if not isinstance(data, dict):
         raise InvalidValue(f"the body must be a JSON object, not {type(data).__name__}")
     for name, neutral in _UNSUPPORTED.items():
-        if name in data and data[name] not in neutral:
+        if name in data and data[name] not in neutral and data.get(_CHOICES.get(name, "")) != "none":
             raise InvalidValue(f"{name} is not supported by this server: leave it out", name)
     try:
         body = kind.model_validate(data)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from jaxserve.engine.build import ExecutorConfig, build_executors, from_folder
 from jaxserve.engine.executor import JaxExecutor
 from jaxserve.engine.mesh import plan_mesh
@@ -112,3 +114,9 @@ def alone(executor: JaxExecutor, job: Job, count: int) -> list[int]:
 
 def run(work: Coroutine[Any, Any, R]) -> R:
     return asyncio.run(work)
+
+
+def finite_pages(executor: JaxExecutor, pages: Sequence[int]) -> bool:
+    """Whether every number in these pages, of all layers, is finite."""
+    parcel = executor.export_kv(pages)
+    return all(bool(np.isfinite(np.asarray(leaf)).all()) for _, piece in parcel.pieces for leaf in piece)

@@ -12,13 +12,17 @@ import pytest
 
 from jaxserve.config import ServeConfig
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.executor import JaxExecutor
 from jaxserve.errors import InvalidValue
 from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import Delta
+from jaxserve.sched.plan import Begin, Delta, Span, StepPlan, StepResult
 from jaxserve.sched.slo import NO_SLO
+from jaxserve.speculative import Speculative
 
+from .steps import GREEDY, Job, alone, executors, finite_pages, generate, run
 from .test_speculate import chi_square
 
+PROMPT = (40, 41, 42, 43, 44, 45, 46)
 REPEATED = (5, 6, 7, 5, 6, 7, 5, 6, 7, 5)
 
 
@@ -123,6 +127,57 @@ def test_text_that_repeats_itself_is_looked_up(tiny: Path) -> None:
         assert stats.compilations_after_warmup == 0
     finally:
         engine.close()
+
+
+def test_a_draft_that_is_not_finite_fails_its_row_alone_and_leaves_nothing(tiny: Path) -> None:
+    """A token is drafted whose embedding is NaN, and would be rejected. The token before it attends to it with a weight
+    of zero, and zero times NaN is NaN: no row keeps such a draft behind its tokens unnoticed, where a kernel would read
+    it for the next request that fills the page in part."""
+    (executor,) = executors(
+        tiny, warm=False, speculative=Speculative("ngram", 2, prompt_lookup_min=1, prompt_lookup_max=2)
+    )
+    state, size, (prompt, draft) = executor.state, 30, text_with_a_wrong_draft(executor)
+    begin, beside = Begin(GREEDY, 0, prompt, (), size, ()), tuple(token for token in PROMPT if token != draft)
+    expected = alone(executor, Job(beside, slot=1), 2)
+
+    async def scenario() -> None:
+        other = Job(beside, slot=1)
+        first = Span(0, 0, 0, size, tuple(range(8)), prompt, 0, True, begin)
+        await executor.submit(StepPlan(0, (first,)))
+        await generate_one(executor, other)
+        sound = state.weights
+        state.weights = sound | {"embed": sound["embed"].at[draft].set(np.nan)}
+        result = await executor.submit(StepPlan(2, (Span(0, 0, size, 3, (8,), (), 2, True), other.span())))
+        assert isinstance(result, StepResult)
+        assert result.failed == {0: "the model's logits are not finite"}
+        assert (*other.output, *result.tokens[1]) == tuple(expected)
+        assert not finite_pages(executor, [7]) and finite_pages(executor, range(7))
+        executor.release([0, 1])
+        state.weights = sound
+        heir = Job((5, 9), pages=(7, 8, 9))
+        await generate(executor, [heir], 1)
+        assert heir.told == 1 and finite_pages(executor, [7])
+        await executor.close()
+
+    run(scenario())
+
+
+async def generate_one(executor: JaxExecutor, job: Job) -> None:
+    """The prompt and the first token of a request, which keeps its slot."""
+    result = await executor.submit(StepPlan(1, (job.span(),)))
+    assert isinstance(result, StepResult)
+    job.settle(result, 0)
+
+
+def text_with_a_wrong_draft(executor: JaxExecutor) -> tuple[tuple[int, ...], int]:
+    """A prompt of different tokens in which its first output occurs, and the token behind it there, which is drafted
+    and is not what comes next."""
+    for seed in range(100):
+        prompt = tuple(np.random.default_rng(seed).permutation(np.arange(2, 96))[:30].tolist())
+        first, second = alone(executor, Job(prompt), 2)
+        if first in prompt[:-2] and (draft := prompt[prompt.index(first) + 1]) != second:
+            return prompt, draft
+    raise AssertionError("no such prompt")
 
 
 def test_a_draft_must_fit_its_model(tiny: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from jaxserve.engine.inputs import SlotTable
 from jaxserve.engine.warmup import compile_counter
 from jaxserve.sched.errors import StepFailed
 from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import StepPlan
+from jaxserve.sched.plan import Begin, StepPlan
 
-from .steps import GREEDY, PAGE, ROW_PAGES, SLOTS, Job, alone, executors, generate, run
+from .steps import GREEDY, PAGE, ROW_PAGES, SLOTS, Job, alone, executors, finite_pages, generate, run
 
 PROMPTS = [tuple(int(t) for t in np.random.default_rng(i).integers(2, 96, 5 + 4 * i)) for i in range(6)]
 NEW = 16
@@ -147,20 +147,25 @@ def test_kv_moves_between_instances(pair: list[JaxExecutor], reference: list[lis
 
 
 def test_every_number_of_pages_moves(pair: list[JaxExecutor]) -> None:
+    """Whole, and onto no page but those that it was sent to: pieces are padded."""
     source, target = pair
+
+    def fill(state: Any, value: Callable[[int, int], float]) -> None:
+        state.pools = [
+            tuple(part.at[:].set(value(layer, i)) for i, part in enumerate(pool))
+            for layer, pool in enumerate(state.pools)
+        ]
 
     async def scenario() -> None:
         for pages in (1, 2, 5, 16, 17, 40):
-            state = source.state
-            state.pools = [
-                tuple(part.at[:].set(float(i + 100 * layer)) for i, part in enumerate(pool))
-                for layer, pool in enumerate(state.pools)
-            ]
+            fill(source.state, lambda layer, i: float(i + 100 * layer))
+            fill(target.state, lambda layer, i: -7.0)
             await target.import_kv(source.export_kv(range(3, 3 + pages)), range(10, 10 + pages))
             for layer, pool in enumerate(target.state.pools):
                 for i, part in enumerate(pool):
-                    got = np.asarray(part[10 : 10 + pages])
-                    assert (got == i + 100 * layer).all(), (pages, layer, i)
+                    got = np.asarray(part)
+                    assert (got[10 : 10 + pages] == i + 100 * layer).all(), (pages, layer, i)
+                    assert (got[:10] == -7).all() and (got[10 + pages :] == -7).all(), (pages, layer, i)
         assert target.export_kv(()).pieces == ()
 
     run(scenario())
@@ -261,19 +266,14 @@ def test_a_row_that_is_not_finite_fails_alone(tiny: Path, reference: list[list[i
     run(generate(executor, jobs, 4, ahead=False))
     assert [job.output for job in jobs[:3]] == expected
     assert [job.failed for job in jobs] == [None] * 3 + ["the model's logits are not finite"]
-    heir = Job(prompts[2], slot=3)  # the same pages: what NaN they hold must not matter
+    heir = Job(prompts[0], slot=3)  # the same pages: what NaN they hold must not matter
     assert heir.pages == jobs[3].pages
     assert not finite_pages(executor, jobs[3].pages[:2])
-    assert alone(executor, heir, 4) == expected[2]
-    # The heir writes only some positions of its last page. XLA ignores what is behind them, but kernels multiply it by
-    # zero, and zero times NaN is NaN: the pool itself has to be clean.
+    assert alone(executor, heir, 2) == expected[0][:2]
+    # The heir writes six of the eight positions of its pages. XLA ignores what is behind them, but kernels multiply it
+    # by zero, and zero times NaN is NaN: the pool itself has to be clean.
+    assert heir.computed == 6 and heir.told == 2
     assert finite_pages(executor, heir.pages[: heir.told])
-
-
-def finite_pages(executor: JaxExecutor, pages: Sequence[int]) -> bool:
-    """Whether every number in these pages, of all layers, is finite."""
-    parcel = executor.export_kv(pages)
-    return all(bool(np.isfinite(np.asarray(leaf)).all()) for _, piece in parcel.pieces for leaf in piece)
 
 
 def test_pages_that_no_token_vouches_for_are_zeroed_before_others_fill_them(executor: JaxExecutor) -> None:
@@ -308,6 +308,22 @@ def test_unused_entries_of_a_table_name_pages_of_the_row(executor: JaxExecutor) 
     assert set(slots.tables[2].tolist()) == {3}
     slots.extend(2, [5])
     assert slots.tables[2].tolist() == [3] + [5] * (ROW_PAGES - 1)
+
+
+def test_a_released_slot_knows_nothing_of_its_request(executor: JaxExecutor) -> None:
+    limits = executor.state.programs.limits
+    slots, fresh = SlotTable(limits), SlotTable(limits)
+    everything = SamplingParams(
+        temperature=0.5, top_p=0.7, top_k=9, logprobs=3, prompt_logprobs=2, presence_penalty=0.5, min_tokens=3,
+        logit_bias=((4, 1.5),), max_tokens=None,
+    )  # fmt: skip
+    slots.begin(2, Begin(everything, 7, PROMPTS[0], (), len(PROMPTS[0]), (1,)))
+    slots.extend(2, [3, 4])
+    assert all((slots.bans, slots.biases, slots.begins, slots.scored)) and slots.held(2) == [3, 4]
+    slots.release(2)
+    for name, value in vars(fresh).items():
+        if name != "tables":  # whose used columns are counted in `pages`
+            np.testing.assert_equal(getattr(slots, name), value, name)
 
 
 def test_nothing_compiles_after_warm_up(pair: list[JaxExecutor]) -> None:

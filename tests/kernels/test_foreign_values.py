@@ -6,6 +6,7 @@ Tables are as the engine makes them (inputs.SlotTable): entries beyond a row's o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,11 +15,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import attention_xla
+from pallas_kernels.hopper import latent
 from pallas_kernels.hopper.decode import Config as DecodeConfig
 from pallas_kernels.hopper.decode import paged_decode
 from pallas_kernels.hopper.prefill import Config as PrefillConfig
 from pallas_kernels.hopper.prefill import paged_prefill
-from pallas_kernels.layout import Ragged
+from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.tpu.config import Config as TpuConfig
 
 from . import tpu
@@ -26,7 +28,8 @@ from .interpreted import needs_interpreter, without_races
 from .ragged import deal, make
 
 POOL, SCALE = 24, 0.15
-FOREIGN = [np.nan, np.inf, -np.inf]
+FOREIGN = [np.inf, -np.inf, np.nan]
+BYTES = {jnp.float8_e4m3fn: [448.0, -448.0, np.nan], jnp.int8: [127.0, -128.0]}  # what pools of 8 bits can hold
 Attend = Callable[[Any, Any, Any, Ragged], jax.Array]
 HASTE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -46,34 +49,51 @@ def check(
     dim: int,
     dtype: Any,
     *,
+    stored: Any = None,  # dtype of the pools; `dtype` where it is None
+    heads: int = 2,
     values: Sequence[float] = FOREIGN,
     hurting: bool = True,
+    tails: bool = False,
 ) -> None:
-    """Zeros in all that is not a row's own, beside the same with values that spread. hurting: rows are spoilt too."""
-    heads = 2
+    """Zeros in all that is not a row's own, beside the same with values that spread.
+
+    hurting: each row in turn is spoilt with the last of `values`, its queries with NaN. tails: what lies behind each
+    row's context in its last page is spoilt too. Hopper's kernels need a pool that is clean there, and the engine sees
+    to that (tests/engine: test_a_row_that_is_not_finite_fails_alone, test_a_draft_that_is_not_finite_...).
+    """
     ragged, tables = ragged_of(rows, page, width=-(-max(context for _, context in rows) // page))
     random = np.random.default_rng(3)
     tokens = sum(length for length, _ in rows)
     q = random.standard_normal((tokens, heads, dim)).astype(np.float32)
     k, v = random.standard_normal((2, POOL, page, 1, dim)).astype(np.float32)
+    if stored is not None:
+        k, v = 20 * k, 20 * v
     own = sorted({number for pages in tables for number in pages})
     others = [number for number in range(POOL) if number not in own]
     assert 0 in others
-    k[others], v[others] = 0.0, 0.0
+    foreign = np.zeros((POOL, page), bool)
+    foreign[others] = True
+    for (_, context), pages in zip(rows, tables, strict=True):
+        foreign[pages[-1], (context - 1) % page + 1 :] = tails
+    k[foreign], v[foreign] = 0.0, 0.0
     arrays = jax.tree.map(jnp.asarray, ragged)
-    plain = np.asarray(attend(*(jnp.asarray(x, dtype) for x in (q, k, v)), arrays), np.float32)
-    assert np.isfinite(plain).all()
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        pools = (jnp.asarray(x).astype(dtype if stored is None else stored) for x in (k, v))
+        return np.asarray(attend(jnp.asarray(q, dtype), *pools, arrays), np.float32)
+
+    plain = run(q, k, v)
+    assert np.isfinite(plain).all() and np.any(plain)
     for value in values:
         worse, worst = k.copy(), v.copy()
-        worse[others], worst[others] = value, value
-        found = attend(*(jnp.asarray(x, dtype) for x in (q, worse, worst)), arrays)
-        np.testing.assert_array_equal(np.asarray(found, np.float32), plain, f"{value} in pages of no row")
+        worse[foreign], worst[foreign] = value, value
+        np.testing.assert_array_equal(run(q, worse, worst), plain, f"{value} in places of no row")
     for row, (length, _) in enumerate(rows if hurting else ()):
         hurt, spoilt, spoiled = q.copy(), k.copy(), v.copy()
         mine = slice(int(ragged.starts[row]), int(ragged.starts[row]) + length)
         hurt[mine] = np.nan
-        spoilt[tables[row]], spoiled[tables[row]] = np.nan, np.nan
-        found = np.asarray(attend(*(jnp.asarray(x, dtype) for x in (hurt, spoilt, spoiled)), arrays), np.float32)
+        spoilt[tables[row]], spoiled[tables[row]] = values[-1], values[-1]
+        found = run(hurt, spoilt, spoiled)
         rest = np.ones(tokens, bool)
         rest[mine] = False
         np.testing.assert_array_equal(found[rest], plain[rest], f"NaN in row {row}")
@@ -87,6 +107,8 @@ def compiled(attend: Attend) -> Attend:
 
 DECODE = ((1, 5), (1, 17), (1, 40))
 CHUNKS = ((9, 9), (1, 18), (20, 30))
+DRAFTS = ((4, 20), (1, 17), (3, 40))  # tokens to verify
+SCALES = Scales(jnp.full(1, 0.03), jnp.full(1, 0.02))
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
@@ -99,20 +121,91 @@ def test_xla(rows: Sequence[tuple[int, int]], heads_first: bool) -> None:
             q, k, v, ragged, scale=SCALE, decode=rows is DECODE, heads_first=heads_first
         )
 
-    check(jax.jit(attend), rows, 4 if rows is CHUNKS else 8, 8, jnp.float32)
+    check(jax.jit(attend), rows, 4 if rows is CHUNKS else 8, 8, jnp.float32, tails=True)
+
+
+def quick_or_full(cases: Sequence[tuple[Any, ...]], quick: Sequence[int]) -> list[Any]:
+    """Parameters, of which those at `quick` run always and the others with `-m full`."""
+    return [
+        pytest.param(*case, id=str(at), marks=() if at in quick else pytest.mark.full) for at, case in enumerate(cases)
+    ]
 
 
 @pytest.mark.full
 def test_hopper_decode() -> None:
-    config = DecodeConfig(workers=2, stages=2, tile=64)
+    decode(DecodeConfig(workers=2, stages=2, tile=64))
 
+
+WARPS = DecodeConfig(workers=2, stages=2, tile=64, consumers=1, warps=True)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("config", "stored", "rows"),
+    quick_or_full(
+        [
+            (WARPS, None, DECODE),
+            (WARPS, jnp.float8_e4m3fn, DECODE),
+            (WARPS, jnp.int8, DECODE),
+            (DecodeConfig(workers=2, stages=2, tile=64), jnp.float8_e4m3fn, DECODE),
+            (DecodeConfig(workers=2, stages=2, tile=64), jnp.int8, DECODE),
+            (replace(WARPS, queries=4), None, DRAFTS),
+            (replace(WARPS, queries=4), jnp.float8_e4m3fn, DRAFTS),
+            (DecodeConfig(workers=2, stages=2, tile=64, queries=4), None, DRAFTS),
+        ],
+        quick=(1,),
+    ),
+)
+def test_hopper_decode_by_warps_and_of_8_bits(
+    config: DecodeConfig, stored: Any, rows: Sequence[tuple[int, int]]
+) -> None:
+    decode(config, stored, rows)
+
+
+def decode(config: DecodeConfig, stored: Any = None, rows: Sequence[tuple[int, int]] = DECODE) -> None:
     def attend(q: Any, k: Any, v: Any, ragged: Ragged) -> jax.Array:
         work = config.plan(ragged, page=16, window=None)
-        return paged_decode(q, k, v, ragged, work, config=config, interpret=interpret, scale=SCALE)[0]
+        options = {} if stored is None else {"scales": SCALES}
+        return paged_decode(q, k, v, ragged, work, config=config, interpret=interpret, scale=SCALE, **options)[0]
 
     with without_races() as interpret:
         run = compiled(attend)
-        check(lambda *given: jax.block_until_ready(run(*given)), DECODE, 16, 64, jnp.bfloat16)
+        values = FOREIGN if stored is None else BYTES[stored]
+        wait: Attend = lambda *given: jax.block_until_ready(run(*given))  # noqa: E731
+        check(wait, rows, 16, 64, jnp.bfloat16, stored=stored, values=values)
+
+
+LATENT = latent.Config(workers=2)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("config", "stored", "rows"),
+    quick_or_full(
+        [
+            (replace(LATENT, warps=True, tile=32), None, DECODE),
+            (LATENT, None, DECODE),
+            (replace(LATENT, warps=True), jnp.float8_e4m3fn, DECODE),
+            (replace(LATENT, warps=True), jnp.int8, DECODE),
+            (replace(LATENT, queries=16), None, DRAFTS),
+            (replace(LATENT, warps=True, tile=32, queries=4), None, DRAFTS),
+            (replace(LATENT, warps=True, queries=4), jnp.float8_e4m3fn, DRAFTS),
+        ],
+        quick=(0,),
+    ),
+)
+def test_hopper_latent(config: latent.Config, stored: Any, rows: Sequence[tuple[int, int]]) -> None:
+    """The pool of latents is keys and values at once."""
+
+    def attend(q: Any, pool: Any, _: Any, ragged: Ragged) -> jax.Array:
+        work = config.plan(ragged, page=16, window=None)
+        return latent.paged_latent(q, pool, work, values=128, config=config, interpret=interpret, scale=SCALE)[0]
+
+    with without_races() as interpret:
+        run = compiled(attend)
+        values = FOREIGN if stored is None else BYTES[stored]
+        wait: Attend = lambda *given: jax.block_until_ready(run(*given))  # noqa: E731
+        check(wait, rows, 16, 128 + latent.TURNING, jnp.bfloat16, stored=stored, heads=4, values=values)
 
 
 def test_hopper_plans_name_no_page_but_the_rows_own() -> None:
@@ -129,16 +222,20 @@ def test_hopper_plans_name_no_page_but_the_rows_own() -> None:
 
 
 @needs_interpreter
-def test_hopper_prefill() -> None:
+@pytest.mark.parametrize("stored", [None, *(pytest.param(one, marks=pytest.mark.full) for one in BYTES)])
+def test_hopper_prefill(stored: Any) -> None:
     config = PrefillConfig(heads=2, keys=64, blocks=2)
 
     def attend(q: Any, k: Any, v: Any, ragged: Ragged) -> jax.Array:
         work = config.plan(ragged, page=16)
-        return paged_prefill(q, k, v, ragged, work, config=config, interpret=interpret, scale=SCALE)[0]
+        options = {} if stored is None else {"scales": SCALES}
+        return paged_prefill(q, k, v, ragged, work, config=config, interpret=interpret, scale=SCALE, **options)[0]
 
     with without_races() as interpret:
         run = compiled(attend)
-        check(lambda *given: jax.block_until_ready(run(*given)), ((9, 9), (20, 30)), 16, 64, jnp.bfloat16)
+        values = FOREIGN if stored is None else BYTES[stored]
+        wait: Attend = lambda *given: jax.block_until_ready(run(*given))  # noqa: E731
+        check(wait, ((9, 9), (20, 30)), 16, 64, jnp.bfloat16, stored=stored, values=values)
 
 
 @pytest.mark.parametrize("above", [None, 1])
@@ -148,4 +245,4 @@ def test_tpu(above: int | None) -> None:
     def attend(q: Any, k: Any, v: Any, ragged: Ragged) -> jax.Array:
         return tpu.run(tpu.Step(q, (k, v), ragged), options)[0]
 
-    check(attend, DECODE if above is None else ((9, 9), (20, 30)), 4 if above else 8, tpu.DIM, jnp.float32)
+    check(attend, DECODE if above is None else ((9, 9), (20, 30)), 4 if above else 8, tpu.DIM, jnp.float32, tails=True)

@@ -10,6 +10,7 @@ from typing import IO
 
 import pytest
 
+from jaxserve.replay import show
 from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.journal import Journal, Replay, Step, replay
 from jaxserve.sched.log import Log
@@ -104,6 +105,17 @@ def test_what_an_instance_rehearsed_is_no_share_of_its_time() -> None:
     busy = again(found).busy
     found.steps += [step._replace(ended=step.ended - 1.0) for step in found.steps]
     assert again(found).busy == busy and all(0 < share <= 1 for share in busy)
+
+
+def test_times_that_fit_no_model_are_said_to_say_little(capsys: pytest.CaptureFixture[str]) -> None:
+    """As those of a few steps on a busy machine: the same sizes take 1 ms and 30 ms."""
+    jobs = [Job(range(100 * i, 100 * i + 8), 12, i * 0.004) for i in range(20)]
+    found = replay(recorded(jobs, "1x1", "kairos").splitlines(), perf)
+    show(found, 0)
+    assert "off by 0% on average" in (said := capsys.readouterr().out) and "says little" not in said
+    found.steps[:] = [step._replace(seconds=(0.001, 0.03)[at % 2]) for at, step in enumerate(found.steps)]
+    show(found, 0)
+    assert "the simulated column says little" in capsys.readouterr().out
 
 
 def test_a_journal_without_a_finished_request_is_refused() -> None:

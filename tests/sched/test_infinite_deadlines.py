@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import random
-from math import inf, isfinite, isnan
+import re
+from itertools import product
+from math import inf, isfinite, isnan, nan
+from typing import Any
 
 import pytest
 
-from jaxserve.sched import policies
+from jaxserve.sched import admission, placement, policies
+from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.policy import Role
 from jaxserve.sched.request import BEST_EFFORT, STANDARD, Request, State
 from jaxserve.sched.sim.executor import END_THINKING
-from jaxserve.sched.slo import ANSWER, NO_SLO, SLO, THINKING
+from jaxserve.sched.slo import ANSWER, LONGEST, NO_SLO, SHORTEST, SLO, THINKING
 from jaxserve.sched.thinking import ThinkingEnd
 
-from .harness import Job
+from .harness import Job, Outcome
 from .laws import Watch
 
 STAGES = [
@@ -70,12 +74,40 @@ def test_an_answer_with_a_finite_tpot_after_infinite_thinking(before: int) -> No
     assert other.budget == inf
 
 
+@pytest.mark.parametrize("seconds", [1e300, -1e300, 1e-300, 0.0, -0.0, nan, -inf, 1.1e9, 0.9e-9])
+@pytest.mark.parametrize("name", ["ttft", "tpot", "tbt", "stages"])
+def test_objectives_beyond_what_can_be_computed_with_are_refused(name: str, seconds: float) -> None:
+    with pytest.raises(InvalidValue, match=f"SLO {name}.*={re.escape(repr(seconds))} must be .* from 1e-09 to 1e\\+09"):
+        SLO(**{name: ((ANSWER, seconds),) if name == "stages" else seconds})  # type: ignore[arg-type]
+
+
+EXTREMES = [SLO(SHORTEST, SHORTEST), SLO(LONGEST, LONGEST), SLO(SHORTEST, LONGEST), SLO(LONGEST, SHORTEST)]
+
+
 @pytest.mark.parametrize("policy", policies.names())
 def test_no_table_ever_holds_nan(policy: str) -> None:
     """Random runs of extreme objectives in which steps raise. Tables are checked at every move of the clock; the policy
-    sees sealed views."""
+    sees sealed views. An overflow in numpy is an error."""
+    outcome = run_extremes(policy, [Role.MIXED])
+    assert all(isfinite(time) for one in outcome.requests for time in one.token_times)
+
+
+PAIRS = list(product(placement.PLACEMENTS, admission.ADMISSIONS))
+
+
+@pytest.mark.parametrize(("place", "admit"), PAIRS)
+def test_placements_and_admissions_compute_with_extreme_objectives(place: str, admit: str) -> None:
+    """Every policy with one pair would be the same sums again: each pair takes the next policy."""
+    names = policies.names()
+    policy = names[PAIRS.index((place, admit)) % len(names)]
+    for roles in ([Role.PREFILL, Role.DECODE], [Role.MIXED, Role.MIXED]):
+        run_extremes(policy, roles, placement=place, admission=admit)
+
+
+def run_extremes(policy: str, roles: list[Role], **shape: Any) -> Outcome:
+    """Each of 30 requests gets an objective at the edge of what is allowed."""
     rng = random.Random(11)
-    slos = [NO_SLO, SLO(ttft=inf), SLO(tpot=inf), SLO(1e-6, 1e-6), SLO(1e9, 1e9), SLO(ttft=1.0, tpot=0.01, tbt=inf)]
+    slos = [NO_SLO, SLO(ttft=inf), SLO(tpot=inf), *EXTREMES, SLO(ttft=1.0, tpot=0.01, tbt=inf), SLO(tbt=SHORTEST)]
     jobs = [
         Job(
             range(index * 40, index * 40 + rng.randint(1, 30)),
@@ -93,7 +125,7 @@ def test_no_table_ever_holds_nan(policy: str) -> None:
         return steps[0] % 17 == 0
 
     outcome = Watch(policy, seal=True).run(
-        jobs, [Role.MIXED], rows=4, pages=60, fails=fails, draft=2, acceptance=0.5, lead=1e-3
+        jobs, roles, rows=4, pages=60, fails=fails, draft=2, acceptance=0.5, lead=1e-3, **shape
     )
     assert len(outcome.requests) == 30
-    assert all(isfinite(time) for one in outcome.requests for time in one.token_times)
+    return outcome

@@ -50,6 +50,42 @@ def test_requests_of_a_failed_step_are_retried_alone() -> None:
     assert not untried
 
 
+def test_a_request_that_is_to_run_alone_does_so_while_another_waits_for_pages() -> None:
+    """The policy decides where the next one to be tried does not fit, and wants them in one step."""
+    one = scheduler()
+    for id, length in enumerate((6, 6, 20)):
+        one.add(request(id, [id] * length))
+    together = one.plan(0.0, 0.0)
+    assert together is not None and [span.request for span in together.spans] == [0, 1, 2]
+    assert one.recover() == []
+    coming = request(9)
+    coming.pages = list(range(11))  # of the instance that computes its prompt
+    reservation = one.reserve(coming)
+    assert reservation is not None and one.blocks.available == 5, "too few for request 2, which is to be tried first"
+    order = []
+    for step in range(5):
+        plan = one.plan(0.0, 0.0)
+        assert plan is not None
+        order.append([span.request for span in plan.spans])
+        settle(one, plan)
+        if step == 2:
+            one.unreserve(reservation)
+    assert order == [[0], [0], [0], [2], [1]], "request 1 was retried beside request 0, which had passed"
+
+
+def test_what_was_reserved_in_a_pool_that_is_gone_is_not_taken_from_the_new_one() -> None:
+    one = scheduler()
+    coming = request(9)
+    coming.pages = [3, 1]  # of the instance that computes its prompt
+    reservation = one.reserve(coming)
+    assert reservation is not None and one.reserved(reservation) and one.blocks.available == 14
+    assert one.recover() == []
+    assert not one.reserved(reservation) and one.blocks.available == 16
+    one.unreserve(reservation)  # its mover hears of the loss later
+    one.check()
+    assert one.blocks.available == 16 and one.running == 0
+
+
 def test_the_request_whose_span_fails_alone_ends_and_the_others_do_not() -> None:
     one = scheduler()
     for id in range(2):

@@ -72,6 +72,17 @@ def test_unsupported_fields_that_say_nothing_are_fine():
     )
 
 
+def test_tools_that_may_not_be_called_are_ignored():
+    """Agent frameworks list their tools in every call, with `tool_choice` "none" where they want text."""
+    offered = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    params_of(chat(tools=offered, tool_choice="none"), VOCAB)
+    params_of(chat(functions=[{"name": "look"}], function_call="none"), VOCAB)
+    for more in ({}, {"tool_choice": "auto"}, {"tool_choice": "required"}, {"function_call": "none"}):
+        with pytest.raises(InvalidValue, match="tool") as caught:
+            chat(tools=offered, **more)
+        assert caught.value.param in ("tools", "tool_choice")
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

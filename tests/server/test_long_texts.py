@@ -9,7 +9,9 @@ import time
 import httpx
 import pytest
 
+import jaxserve.demo
 from jaxserve.server.texts import SHORT, TextThreads
+from jaxserve.tokenizer import Tokenizer
 
 
 def test_texts_too_long_for_the_context_are_never_encoded(fake, monkeypatch):
@@ -129,3 +131,13 @@ def test_encoding_from_many_threads_gives_the_same_ids(tokenizer):
         thread.join()
     assert [made[number] for number in range(len(texts))] == alone
     assert tokenizer.longest_piece == max(map(len, tokenizer._hf.get_vocab()))
+
+
+def test_a_text_longer_than_its_tokenizer_says_is_no_warning(tokenizer, monkeypatch):
+    """The server has its own limit and says so to the client: what transformers logs of another misleads."""
+    monkeypatch.setattr(Tokenizer, "_reentrant", False)  # encodes through transformers' own code
+    own, said = Tokenizer.load(jaxserve.demo.model_path()), []
+    monkeypatch.setattr(own._hf, "model_max_length", 4)
+    monkeypatch.setattr("transformers.tokenization_utils_base.logger.warning", lambda *what: said.append(what))
+    assert own.encode("def main(a, b, c):") == tokenizer._hf.encode("def main(a, b, c):")
+    assert said == []

@@ -1,0 +1,63 @@
+"""Jobs of several outputs between their caller and the engine: all of them or none, and none that nobody reads."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from double import Double
+
+from jaxserve.errors import QueueFull
+from jaxserve.generation import Job, Mailbox, pieces, submit
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.slo import SLO
+from jaxserve.tokenizer import Tokenizer
+
+JOB = Job([5, 6, 7], SamplingParams(max_tokens=200, n=3, ignore_eos=True), SLO())
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2])
+def test_where_one_output_is_refused_those_before_it_are_cancelled(tokenizer: Tokenizer, bound: int) -> None:
+    engine = Double(bound=bound, delay=0.01)
+    with pytest.raises(QueueFull):
+        submit(engine, tokenizer, JOB, lambda choice, delta: None)
+    assert engine.cancelled == dict.fromkeys(range(bound), "abort")
+
+
+@pytest.mark.parametrize("by_task", [False, True])
+def test_closing_or_cancelling_a_stream_cancels_the_outputs_that_have_not_ended(
+    tokenizer: Tokenizer, by_task: bool
+) -> None:
+    engine = Double(delay=0.01)
+
+    async def main() -> None:
+        stream = pieces(engine, tokenizer, JOB, Mailbox(asyncio.get_running_loop()))
+        await anext(stream)
+        if not by_task:
+            await stream.aclose()
+            return
+
+        async def read() -> None:
+            async for _ in stream:
+                pass
+
+        task = asyncio.ensure_future(read())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(main())
+    assert engine.cancelled == dict.fromkeys(range(3), "abort")
+
+
+def test_outputs_that_have_ended_are_not_cancelled(tokenizer: Tokenizer) -> None:
+    engine = Double()
+    job = replace(JOB, params=replace(JOB.params, max_tokens=2))
+
+    async def main() -> None:
+        stream = pieces(engine, tokenizer, job, Mailbox(asyncio.get_running_loop()))
+        assert sum([piece.finish_reason == "length" async for piece in stream]) == 3
+
+    asyncio.run(main())
+    assert engine.cancelled == {}
