@@ -107,6 +107,7 @@ class _Base:
         ):
             if not isinstance(given, kind):
                 raise InvalidValue(f"{name}={given!r} must be {allowed}", name)
+        self.engine.check_outputs(1, params.n)
         tokens = prompt.tokens if prompt.tokens is not None else self.tokenizer.encode(prompt.text or "")
         limit = self.engine.info.max_model_len
         check_length(len(tokens), _capped(params, limit - len(tokens)), limit)
