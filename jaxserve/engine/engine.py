@@ -209,8 +209,7 @@ class Engine:
     def set_roles(self, roles: Mapping[int, Role]) -> tuple[Role, ...]:
         """Change what instances, by index, are for; returns what all are for then. No request is lost.
 
-        Raises InvalidValue, and changes nothing, where an instance is not there, or nobody would be left to prefill
-        or to decode; JaxserveError where the engine has stopped.
+        Raises InvalidValue, changing nothing, where one is unknown or none prefills or decodes; JaxserveError if ended.
         """
 
         async def turned() -> tuple[Role, ...]:
