@@ -23,6 +23,7 @@ from jaxserve.offline import add_piece, blank_output, run_batch, snapshot
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.prompts import Parsed, Prompt, parse_prompt, parse_prompts
 from jaxserve.report.progress import bar
+from jaxserve.salt import salt_of
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.policy import roles_of
 from jaxserve.sched.request import STANDARD
@@ -106,6 +107,7 @@ class _Base:
         ):
             if not isinstance(given, kind):
                 raise InvalidValue(f"{name}={given!r} must be {allowed}", name)
+        self.engine.check_outputs(1, params.n)
         tokens = prompt.tokens if prompt.tokens is not None else self.tokenizer.encode(prompt.text or "")
         limit = self.engine.info.max_model_len
         check_length(len(tokens), _capped(params, limit - len(tokens)), limit)
@@ -117,6 +119,7 @@ class _Base:
             found.priority if priority is None else priority,
             canonical(tier or STANDARD, found),
             text=prompt.text,
+            salt=salt_of("", prompt.cache_salt),
         )
         return job if request_id is None else replace(job, key=request_id)
 
@@ -151,11 +154,12 @@ class LLM(_Base):
     ) -> list[RequestOutput]:
         """Generate for each prompt, in order.
 
-        A prompt is a text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`. `sampling_params`,
-        `slo`, `priority` and `tier` are one for all or one per prompt. `tier` names a tier of the configuration, whose
-        SLO and priority hold unless `slo` or `priority` is given. `use_tqdm` shows a progress bar when it takes longer
-        than a moment. A request that fails has `finish_reason` "error" or "unavailable". Raises InvalidValue for a
-        prompt that is malformed or does not fit, before anything runs.
+        A prompt is a text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; such a mapping may
+        have a `cache_salt`: in the prefix cache, prompts with different ones share nothing. `sampling_params`, `slo`,
+        `priority` and `tier` are one for all or one per prompt. `tier` names a tier of the configuration, whose SLO and
+        priority hold unless `slo` or `priority` is given. `use_tqdm` shows a progress bar when it takes longer than a
+        moment. A request that fails has `finish_reason` "error" or "unavailable". Raises InvalidValue for a prompt that
+        is malformed or does not fit, before anything runs.
         """
         many = parse_prompts(prompts)
         given = ("sampling_params", sampling_params), ("slo", slo), ("priority", priority), ("tier", tier)
@@ -276,10 +280,10 @@ class AsyncLLM(_Base):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the outputs as vLLM does: each RequestOutput holds all of them so far, the last one is `finished`.
 
-        A prompt is a text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`. `request_id` names
-        the request in its outputs and in the journal. `tier` names a tier of the configuration, whose SLO and priority
-        hold unless `slo` or `priority` is given. Closing the iterator, or cancelling the task that reads it, cancels
-        the request in the engine. Raises InvalidValue for a prompt that is malformed or does not fit.
+        Prompts are those of `LLM.generate`. `request_id` names the request in its outputs and in the journal. `tier`
+        names a tier of the configuration, whose SLO and priority hold unless `slo` or `priority` is given. Closing the
+        iterator, or cancelling the task that reads it, cancels the request in the engine. Raises InvalidValue for a
+        prompt that is malformed or does not fit.
         """
         job = self._job(parse_prompt(prompt), sampling_params, slo, priority, tier, request_id)
         whole = blank_output(job)

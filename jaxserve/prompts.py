@@ -1,4 +1,4 @@
-"""Prompts as vLLM's Python API takes them: a text, token ids, or a mapping that holds one of the two."""
+"""Prompts as vLLM's Python API takes them: a text, token ids, or a mapping with one of the two and a cache salt."""
 
 from __future__ import annotations
 
@@ -7,19 +7,24 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 from jaxserve.errors import InvalidValue
+from jaxserve.salt import MAX_SALT
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
-FORMS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
-_KEYS = ("prompt", "prompt_token_ids")
+FORMS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}, either with a 'cache_salt'"
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _SHOWN = 100  # characters of a wrong prompt that an error repeats
 
 
 class Parsed(NamedTuple):
-    """One prompt. `text` is None where only token ids were given, `tokens` where only a text was."""
+    """One prompt. `text` is None where only token ids were given, `tokens` where only a text was.
+
+    In the prefix cache it shares pages only with prompts of the same `cache_salt`.
+    """
 
     text: str | None
     tokens: list[int] | None
+    cache_salt: str | None = None
 
 
 def parse_prompts(given: Any) -> list[Parsed]:
@@ -53,7 +58,11 @@ def _parse_mapping(given: Mapping[str, Any]) -> Parsed:
         raise InvalidValue(f"prompt={_shown(text)} must be a text; token ids go into 'prompt_token_ids'", "prompt")
     if tokens is not None and not _is_sequence(tokens):
         raise InvalidValue(f"prompt_token_ids={_shown(tokens)} must be a list of token ids", "prompt_token_ids")
-    return Parsed(text, None if tokens is None else _token_ids(tokens))
+    salt = given.get("cache_salt")
+    if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= MAX_SALT):
+        shown = f"cache_salt={_shown(salt)} must be a text of 1 to {MAX_SALT} characters"
+        raise InvalidValue(shown, "cache_salt")
+    return Parsed(text, None if tokens is None else _token_ids(tokens), salt)
 
 
 def _token_ids(given: Any) -> list[int]:

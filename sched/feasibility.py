@@ -29,6 +29,9 @@ ROUNDING = 1e-9  # share of a step: sums of floats may not decide
 PATIENCE = 4.0  # tpot or steps, whichever is longer: after that a row that was left out joins a step
 YOUNG = 4  # rows that are asked one by one whether they can keep their objectives, before all are
 JOINING = 4  # one in so many of the rows that waited that long joins each step
+MANY = 512  # jobs
+BINS = 64  # of jobs by their seconds
+GUESSES = 4  # of how many bins fit, before their number is halved
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 Cost = Callable[[Load], float]  # of a step: predicted seconds, or tokens
 
@@ -64,6 +67,9 @@ def on_time_set(start: float, deadline: Array, work: Array, kept: Mask | None = 
     first = int(late.argmax())
     if not late[first]:
         return chosen
+    if kept is None and len(order) >= MANY:
+        chosen[order] = _largest_of_many(start, due, seconds, order)
+        return chosen
     latest = alone[::-1]
     most = latest[np.argsort(-work[latest], kind="stable")]  # the most work first, of equals the later row
     rank = np.empty(len(deadline), dtype=np.intp)
@@ -88,6 +94,59 @@ def on_time_set(start: float, deadline: Array, work: Array, kept: Mask | None = 
             dropped.append(leaves)
     chosen[most[dropped]] = False
     return chosen
+
+
+def _largest_of_many(start: float, due: Array, seconds: Array, rows: Order) -> Mask:
+    """`on_time_set` of jobs in the order of their deadlines, of which only few are looked at one by one.
+
+    Whenever a set is late the longest job in it leaves, so what becomes of a job does not depend on longer ones. Jobs
+    are sorted into bins by their seconds. Those of the first bins, as many as are on time with one another, all stay;
+    jobs of the next bin, and then of the others, join where they fit.
+    """
+    least, span = float(seconds.min()), float(seconds.max() - seconds.min())
+    bins = ((seconds - least) * ((BINS - 1) / span if span else 0.0)).astype(np.intp)
+    total = np.add.accumulate(np.bincount(bins, seconds, BINS))
+    low, spare = 0, due[-1] - start
+    for turn in count():
+        guess = int(np.searchsorted(total, spare, side="right"))
+        low = guess if not turn else min(low - 1, guess) if turn < GUESSES else low // 2
+        chosen: Mask = bins < low
+        ends = start + np.add.accumulate(np.where(chosen, seconds, 0.0))
+        late = float((ends - due).max())
+        if late <= 0.0 or not low:
+            break
+        spare = float(total[low - 1]) - late
+    chosen = chosen | _joining(due - ends, seconds, rows, bins == low)
+    ends = start + np.add.accumulate(np.where(chosen, seconds, 0.0))
+    return chosen | _joining(due - ends, seconds, rows, bins > low)
+
+
+def _joining(slack: Array, seconds: Array, rows: Order, able: Mask) -> Mask:
+    """Which of the jobs that are `able` are on time together beside others that leave so much `slack` at the end of
+    each job, as `on_time_set` picks them. Jobs that do not fit by themselves are left out first: they are in no set
+    that is on time, and of the largest sets that with the least work is the same without them."""
+    joins: Mask = np.zeros(len(slack), dtype=bool)
+    left = np.flatnonzero(able)
+    if not len(left):
+        return joins
+    limits = np.minimum.reduceat(slack, left)  # of what joins, up to the next of these jobs
+    fits = np.flatnonzero(seconds[left] <= np.minimum.accumulate(limits[::-1])[::-1])
+    if not len(fits):
+        return joins
+    left, limits = left[fits], np.minimum.reduceat(limits, fits)
+    most = np.lexsort((-rows[left], -seconds[left]))  # the most work first, of equals the later row
+    rank = np.empty(len(left), dtype=np.intp)
+    rank[most] = np.arange(len(left))
+    weights, heap, dropped, extra = seconds[left[most]].tolist(), list[int](), [], 0.0
+    for one, limit in zip(rank.tolist(), limits.tolist(), strict=True):
+        heappush(heap, one)
+        extra += weights[one]
+        while heap and extra > limit:
+            dropped.append(heappop(heap))
+            extra -= weights[dropped[-1]]
+    joins[left] = True
+    joins[left[most[dropped]]] = False
+    return joins
 
 
 def decode_load(rows: Rows) -> Load:

@@ -305,14 +305,20 @@ def _tupled(value: Any) -> Any:
 def replay(lines: Iterable[str], perf: Callable[[Mapping[str, Any]], PerfModel]) -> Replay:
     """Feed a journal back and compare every plan. `perf` makes a step-time model from its record.
 
-    Raises InvalidValue, naming the line, where a record cannot be read.
+    The last line is ignored where it is cut, as a killed process or a full disk leaves it. Raises InvalidValue, naming
+    the line, where another record cannot be read.
     """
-    records = []
+    records: list[tuple[int, dict[str, Any]]] = []
+    cut: InvalidValue | None = None
     for number, line in enumerate(lines, 1):
+        if cut is not None:
+            raise cut
         try:
             records.append((number, json.loads(line)))
         except json.JSONDecodeError as error:
-            raise InvalidValue(f"journal line {number} is not JSON: {error}") from None
+            cut = InvalidValue(f"journal line {number} is not JSON: {error}")
+    if cut is not None and not records:
+        raise cut
     digests: dict[int, list[bytes]] = {}
     for _, record in records:
         if record["kind"] == "digest":

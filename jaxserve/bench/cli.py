@@ -10,6 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from jaxserve.bench.backends import BACKENDS
 from jaxserve.bench.client import Target
 from jaxserve.bench.load import parse_slo_class
 from jaxserve.bench.result import METRICS
@@ -22,8 +23,6 @@ EPILOG = """examples:
   jaxserve bench --trace azure_conv.csv --num-prompts 200 --prompt-scale 8 --ttft-slo 2s --tpot-slo 50ms
   jaxserve bench --slo-class chat=0.7,ttft:500,tpot:50 --slo-class batch=0.3,ttft:8000,tpot:200 --find-goodput
 """
-
-BACKENDS = ("openai", "openai-chat", "vllm", "sglang", "jaxserve")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,12 +37,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_server(group: Any) -> None:
     add = group.add_argument
-    add("--backend", choices=BACKENDS, default="openai", help="openai-chat uses /v1/chat/completions [openai]")
+    add(
+        "--backend",
+        choices=BACKENDS,
+        default="jaxserve",
+        help="what the server takes: openai standard fields and text alone; vllm and sglang also token ids and "
+        "ignore_eos; jaxserve also objectives; -chat: /v1/chat/completions, with text [jaxserve]",
+    )
     add("--base-url", metavar="URL", help="instead of --host and --port")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8000)
     add("--endpoint", metavar="PATH", help="instead of /v1/completions or /v1/chat/completions; needs --client http")
     add("--model", help="name to ask for [the first of /v1/models]")
+    add(
+        "--tokenizer",
+        metavar="NAME",
+        help="model folder or Hugging Face name: prompts are text of exact lengths. Without it the -chat and openai "
+        "backends get common words, about one token each, and others token ids",
+    )
     add("--api-key", default="none")
     add("--header", nargs="+", default=[], type=_pair, metavar="NAME=VALUE", help="sent with every request")
     add("--extra-body", type=_object, default={}, metavar="JSON", help="fields added to every request")
@@ -75,8 +86,7 @@ def _add_requests(group: Any) -> None:
     add(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="outputs have the length asked for [on]",
+        help="outputs have the length asked for; no field of OpenAI's API [on, but for openai and openai-chat]",
     )
     add("--seed", type=int, default=0)
 
@@ -100,7 +110,12 @@ def _add_load(group: Any) -> None:
 
 def _add_objectives(group: Any) -> None:
     add = group.add_argument
-    add("--ttft-slo", type=_seconds, metavar="8s", help="sent with each request that has none of its own")
+    add(
+        "--ttft-slo",
+        type=_seconds,
+        metavar="8s",
+        help="of each request that has none of its own; sent to jaxserve, and judged here whatever the backend",
+    )
     add("--tpot-slo", type=_seconds, metavar="50ms", help="likewise")
     add(
         "--slo-class",
@@ -187,6 +202,10 @@ def plan_of(args: argparse.Namespace) -> Plan:
         percentiles = tuple(float(number) for number in args.metric_percentiles.split(","))
     except ValueError as error:
         raise InvalidValue(f"metric_percentiles={args.metric_percentiles!r}: {error}", "metric_percentiles") from error
+    for one in args.slo_class:
+        if not BACKENDS[args.backend].objectives and (one.slo.service_tier or one.slo.stages):
+            what = f"slo_class of {one.slo.name!r} has a tier or a stage, which the server judges"
+            raise InvalidValue(f"{what}, and --backend {args.backend} sends no objectives: use jaxserve", "slo_class")
     own = {name: getattr(args, name) for name in Plan.__dataclass_fields__ if hasattr(args, name)}
     own |= {
         "dataset_name": dataset,
@@ -204,15 +223,17 @@ def plan_of(args: argparse.Namespace) -> Plan:
 
 def target_of(args: argparse.Namespace) -> Target:
     """Where the flags say to send; the model may still be "", see Session."""
+    backend = BACKENDS[args.backend]
     base = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/").removesuffix("/v1")
     return Target(
         base_url=base,
         model=args.model or "",
-        chat=args.backend == "openai-chat",
+        chat=backend.chat,
         endpoint=args.endpoint,
         headers=dict(args.header),
         extra_body=args.extra_body,
-        ignore_eos=args.ignore_eos,
+        ignore_eos=backend.ignore_eos if args.ignore_eos is None else args.ignore_eos,
+        objectives=backend.objectives,
         api_key=args.api_key,
     )
 

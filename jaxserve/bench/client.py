@@ -14,6 +14,7 @@ from jaxserve.bench.load import Call
 from jaxserve.errors import InvalidValue
 
 LINE = 1 << 20  # bytes: an event with many log-probabilities is one long line
+SHOWN = 300  # characters of a refusal
 TIMEOUT = 6 * 3600.0  # seconds; a benchmark waits for the slowest request
 
 
@@ -59,6 +60,7 @@ class Target:
     headers: Mapping[str, str] = field(default_factory=dict)
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     ignore_eos: bool = True
+    objectives: bool = True  # send those of each call
     api_key: str = "none"
 
     @property
@@ -71,7 +73,7 @@ class Target:
         body["stream_options"] = {"include_usage": True}
         if self.chat:
             if not isinstance(call.prompt, str):
-                raise InvalidValue("a chat endpoint takes text, not token ids; give --dataset-name custom", "backend")
+                raise InvalidValue("a chat endpoint takes text, not token ids", "backend")
             body["messages"] = [{"role": "user", "content": call.prompt}]
             body["max_completion_tokens"] = call.output_tokens
         else:
@@ -82,7 +84,8 @@ class Target:
     def extra(self, call: Call) -> dict[str, Any]:
         """The fields that it has not: the objectives of the request, and what the command line adds."""
         body: dict[str, Any] = {"ignore_eos": True} if self.ignore_eos else {}
-        body |= {name: value for name, value in call.slo.body().items() if value is not None}
+        if self.objectives:
+            body |= {name: value for name, value in call.slo.body().items() if value is not None}
         return body | dict(self.extra_body)
 
 
@@ -162,6 +165,8 @@ class OpenAISender:
             async with await self._create(**body, extra_body=extra) as stream:
                 async for event in stream:
                     self._read(event, clock)
+        except openai.APIStatusError as error:  # its message leaves out bodies that are not in OpenAI's shape
+            outcome.error = f"HTTP {error.status_code}: {error.response.text[:SHOWN]}"
         except (openai.OpenAIError, OSError) as error:
             outcome.error = f"{type(error).__name__}: {error}"
         except Exception as error:  # the HTTP library's own: its name differs between versions of openai
@@ -203,7 +208,7 @@ class HttpSender:
             async with self._client.post(target.base_url + target.path, json=body) as response:
                 if response.status != 200:
                     text = await response.text(errors="replace")
-                    outcome.error = f"HTTP {response.status}: {text[:300]}"
+                    outcome.error = f"HTTP {response.status}: {text[:SHOWN]}"
                 else:
                     outcome.error = await _read_stream(response.content, clock)
         except (aiohttp.ClientError, OSError) as error:

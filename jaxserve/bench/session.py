@@ -13,7 +13,8 @@ from typing import Any
 
 import aiohttp
 
-from jaxserve.bench import load, result
+from jaxserve.bench import load, result, texts
+from jaxserve.bench.backends import BACKENDS
 from jaxserve.bench.client import Sender, Target, open_sender
 from jaxserve.bench.drive import Probe, Run, drive, find_goodput
 from jaxserve.errors import InvalidValue
@@ -21,13 +22,6 @@ from jaxserve.report.plot import Panel, Series, lines
 from jaxserve.report.progress import bar
 from jaxserve.report.table import print_table
 
-# What /tokenize is asked for, to learn ids that the server's vocabulary holds.
-SAMPLE = (
-    "the of and to in is that it was for on are as with his they at be this from have or by one had not but what all "
-    "were when we there can an your which their said if do will each about how up out them then she many some so these "
-    "would other into has more her two like him see time could no make than first been its who now people my made over "
-    "did down only way find use may water long little very after words called just where most know"
-)
 FALLBACK = range(32, 256)  # ids, where the server has no /tokenize
 
 
@@ -35,7 +29,8 @@ FALLBACK = range(32, 256)  # ids, where the server has no /tokenize
 class Plan:
     """What to send and how to judge it; the names are those of the flags."""
 
-    backend: str = "openai"
+    backend: str = "jaxserve"
+    tokenizer: str | None = None
     dataset_name: str = "random"
     dataset_path: Path | None = None
     num_prompts: int | None = 100
@@ -95,6 +90,14 @@ class Plan:
             calls = load.schedule(calls, load.arrivals(count, self.request_rate, self.burstiness, seed))
         return load.with_classes(calls, self.classes, self.seed)
 
+    def writer(self) -> texts.Writer | None:
+        """What makes text of prompts; None where token ids are sent. Raises InvalidValue."""
+        if self.tokenizer is None and not BACKENDS[self.backend].text:
+            return None
+        if self.vocabulary:
+            raise InvalidValue("--random-ids names token ids, and prompts are sent as text here", "random_ids")
+        return texts.WordWriter() if self.tokenizer is None else texts.TokenizerWriter.load(self.tokenizer)
+
     @property
     def classes(self) -> tuple[load.SloClass, ...]:
         if self.slo_class or (self.ttft_slo is None and self.tpot_slo is None):
@@ -111,7 +114,7 @@ class Plan:
 
 
 async def discover(target: Target, vocabulary: Sequence[int]) -> tuple[Target, Sequence[int]]:
-    """Fill in the model's name and token ids that are in its vocabulary, by asking the server.
+    """Fill in the model's name, and token ids of its vocabulary where none are given, by asking the server.
 
     Raises InvalidValue where the server cannot be reached.
     """
@@ -122,7 +125,7 @@ async def discover(target: Target, vocabulary: Sequence[int]) -> tuple[Target, S
                 async with http.get(target.base_url + "/v1/models", raise_for_status=True) as answer:
                     target = replace(target, model=str((await answer.json())["data"][0]["id"]))
             if not vocabulary:
-                body = {"model": target.model, "prompt": SAMPLE, "add_special_tokens": False}
+                body = {"model": target.model, "prompt": texts.SAMPLE, "add_special_tokens": False}
                 async with http.post(target.base_url + "/tokenize", json=body) as answer:
                     found = (await answer.json()).get("tokens") if answer.status == 200 else None
                 vocabulary = sorted(set(found)) if found else FALLBACK
@@ -141,22 +144,29 @@ class Session:
         self.client = client
         self.goals = result.Goals.parse(plan.goodput)
         self.vocabulary = plan.vocabulary
+        self.writer = plan.writer()
 
     async def run(self) -> int:
         plan = self.plan
-        self.target, self.vocabulary = await discover(self.target, plan.vocabulary)
+        known = plan.vocabulary if self.writer is None else self.writer.vocabulary
+        self.target, self.vocabulary = await discover(self.target, known)
         async with open_sender(self.client, self.target) as sender:
             if plan.num_warmups:
                 warm = replace(plan, dataset_name="random", num_prompts=plan.num_warmups, request_rate=inf)
-                await drive(warm.calls(self.vocabulary, plan.seed + 1_000_003), sender, max_concurrency=8)
+                await drive(self._calls(plan.seed + 1_000_003, warm), sender, max_concurrency=8)
             if plan.find_goodput:
                 return await self._search(sender)
-            calls = plan.calls(self.vocabulary, plan.seed)
+            calls = self._calls(plan.seed)
             run = await self._drive(calls, sender, "requests")
         found = self.result(run, plan.rate(calls))
         self.show(run, found)
         self._save(found, [run])
         return 0 if found["completed"] else 1
+
+    def _calls(self, seed: int, plan: Plan | None = None) -> list[load.Call]:
+        """The calls of a plan, with prompts as the server takes them."""
+        calls = (plan or self.plan).calls(self.vocabulary, seed)
+        return calls if self.writer is None else texts.as_text(calls, self.writer)
 
     async def _drive(self, calls: Sequence[load.Call], sender: Sender, label: str | None) -> Run:
         with bar(label) if label else nullcontext() as progress:
@@ -170,7 +180,7 @@ class Session:
         tried: list[dict[str, Any]] = []
 
         async def measure(rate: float) -> float:
-            calls = plan.calls(self.vocabulary, plan.seed + len(runs))
+            calls = self._calls(plan.seed + len(runs))
             own = plan.rate(calls)
             if isinf(own):
                 times = load.arrivals(len(calls), rate, plan.burstiness, plan.seed + len(runs))

@@ -87,7 +87,9 @@ class Machine:
         self.patience = Patience()
         self._journal: Journal | None = None  # open for as long as the machine lives
         if config.journal is not None:
-            self._journal = Journal(Path(config.journal).open("w", encoding="utf-8"), _journal_stopped)  # noqa: SIM115
+            # Line by line, so that a process that is killed leaves all but the line it was writing.
+            file = Path(config.journal).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115
+            self._journal = Journal(file, _journal_stopped)
 
     def cluster(self, finished: Callable[[Request], None]) -> Cluster:
         """A new cluster over the executors."""

@@ -164,6 +164,10 @@ class Engine:
             self._loop.call_soon_threadsafe(self._enter, request)
         return id
 
+    def check_outputs(self, prompts: int, n: int) -> None:
+        """Raises InvalidValue where the queue never has room for `n` outputs of each of so many prompts."""
+        self._queue.check_outputs(prompts, n, sum(role is not Role.DECODE for role in self.roles))
+
     def cancel(self, request: int, reason: str = "abort") -> None:
         """End a request early; nothing where it is over."""
         with suppress(RuntimeError):  # the loop is closed: all are over
@@ -205,8 +209,7 @@ class Engine:
     def set_roles(self, roles: Mapping[int, Role]) -> tuple[Role, ...]:
         """Change what instances, by index, are for; returns what all are for then. No request is lost.
 
-        Raises InvalidValue, and changes nothing, where an instance is not there, or nobody would be left to prefill
-        or to decode; JaxserveError where the engine has stopped.
+        Raises InvalidValue, changing nothing, where one is unknown or none prefills or decodes; JaxserveError if ended.
         """
 
         async def turned() -> tuple[Role, ...]:

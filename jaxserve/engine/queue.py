@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from jaxserve.sched.errors import QueueFull
+from jaxserve.errors import InvalidValue, QueueFull, short
 
 ROWS = 16  # requests that may wait for each row of an instance, where nothing else is said
 RECENT = 64  # ends of requests from which the rate is taken
@@ -41,6 +41,16 @@ class Queue:
             f"{waiting} requests wait, and max_num_queued_reqs={self.bound} for each of {instances} instances that "
             "take prompts: try again later",
             self.retry_after(waiting),
+        )
+
+    def check_outputs(self, prompts: int, n: int, instances: int) -> None:
+        """Raises InvalidValue where one request has more outputs than `instances` may ever have waiting."""
+        if self.bound is None or prompts * n <= (most := self.bound * max(1, instances)):
+            return
+        raise InvalidValue(
+            f"{prompts} prompts times n={short(n)} are {short(prompts * n)} outputs, and at most {most} may wait "
+            f"(max_num_queued_reqs={self.bound} for each of {instances} instances that take prompts): ask for fewer",
+            "n",
         )
 
     def retry_after(self, waiting: int) -> float:

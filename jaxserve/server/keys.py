@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -12,6 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from jaxserve.errors import InvalidValue
+from jaxserve.salt import salt_of
 from jaxserve.settings import HttpSettings, check_key
 
 logger = logging.getLogger("jaxserve.server")
@@ -69,10 +69,7 @@ class Keys:
 
         Clients are kept apart as soon as there are several, and requests with different `cache_salt` always.
         """
-        apart = client if len(self.names) > 1 else ""
-        if not apart and cache_salt is None:
-            return b""
-        return blake2b(json.dumps([apart, cache_salt]).encode(), digest_size=16, person=b"jaxserve salt").digest()
+        return salt_of(client if len(self.names) > 1 else "", cache_salt)
 
     def _digest(self, key: str) -> bytes:
         return blake2b(key.encode("utf-8", "surrogateescape"), key=self._secret, digest_size=32).digest()

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from jaxserve.errors import ECHO, InvalidValue, short
+from jaxserve.salt import MAX_SALT
 from jaxserve.sched.params import SamplingParams
 
 logger = logging.getLogger("jaxserve.server")
@@ -166,7 +167,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 # What a client offers the model is ignored where it says that nothing of it may be called.
 _CHOICES = {"tools": "tool_choice", "functions": "function_call"}
 
-MAX_NAME = 1024  # characters of `cache_salt` and `request_id`
+MAX_REQUEST_ID = 1024  # characters
 
 _warned: set[str] = set()
 _MAX_WARNED = 1000  # a client that makes names up must not fill the log or the memory
@@ -307,9 +308,10 @@ def params_of(body: Sampled, vocab_size: int) -> SamplingParams:
         raise InvalidValue(
             f"best_of={short(body.best_of)} above n={short(body.n or 1)} is not supported: use n", "best_of"
         )
-    for name, value in (("cache_salt", body.cache_salt), ("request_id", body.request_id)):
-        if value is not None and not 1 <= len(value) <= MAX_NAME:
-            raise InvalidValue(f"{name} has {len(value)} characters: 1 to {MAX_NAME} are allowed", name)
+    names = ("cache_salt", body.cache_salt, MAX_SALT), ("request_id", body.request_id, MAX_REQUEST_ID)
+    for name, value, most in names:
+        if value is not None and not 1 <= len(value) <= most:
+            raise InvalidValue(f"{name} has {len(value)} characters: 1 to {most} are allowed", name)
     given: dict[str, Any] = {
         "n": body.n,
         "min_tokens": body.min_tokens,

@@ -50,12 +50,16 @@ class Prompts:
         """Run `work`, which reads `size` characters or tokens, on one of the threads."""
         return await self._threads.run(work, size)
 
-    async def of(self, body: Sampled, n: int) -> list[Prompt]:
-        """Return the prompts of a body whose every prompt gets `n` outputs. Raises InvalidValue."""
+    async def of(self, body: Sampled, n: int, check: Callable[[int, int], None]) -> list[Prompt]:
+        """Return the prompts of a body whose every prompt gets `n` outputs.
+
+        Raises InvalidValue, also where `check(prompts, n)` does: before any text is encoded.
+        """
         count = prompt_count(body.prompt) if isinstance(body, CompletionBody) else 1
         if count * n > MAX_OUTPUTS:
             message = f"{count} prompts times n={short(n)} are {short(count * n)} outputs: at most {MAX_OUTPUTS}"
             raise InvalidValue(message, "n")
+        check(count, n)
         if isinstance(body, ChatBody):
             return [await self._conversation(body, bool(body.add_special_tokens))]  # the template writes special tokens
         assert isinstance(body, CompletionBody)

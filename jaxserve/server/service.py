@@ -81,7 +81,7 @@ class Service:
         goals = goals._replace(pace=goals.pace and bool(body.stream))  # a whole answer is told at its end anyway
         chat = isinstance(body, ChatBody)
         name = f"{'chatcmpl' if chat else 'cmpl'}-{body.request_id or request_id}"
-        prompts = await self.prompts.of(body, params.n)
+        prompts = await self.prompts.of(body, params.n, self.engine.check_outputs)
         stops = await self.prompts.run(lambda: Automaton(params.stop), 0) if params.stop else Automaton(())
         salt = self.keys.salt(client, body.cache_salt)
         jobs = []

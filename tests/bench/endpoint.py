@@ -8,7 +8,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
+
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
 
 
 @dataclass
@@ -16,7 +19,8 @@ class Endpoint:
     """Delays in seconds. Writer of `bodies` and `headers`: the server's thread; read them once it has stopped.
 
     fail: every so-many-th request gets a 503. cut: every so-many-th stream breaks off after two tokens.
-    slots: requests served at once, the others wait; 0 is no limit.
+    slots: requests served at once, the others wait; 0 is no limit. strict: 422 for fields that OpenAI's API has not
+    and for prompts that are no text, and no /tokenize.
     """
 
     ttft: float = 0.05
@@ -26,6 +30,7 @@ class Endpoint:
     slots: int = 0
     usage: bool = True
     tokenize: bool = True
+    strict: bool = False
     in_stream_error: bool = False
     port: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -83,10 +88,12 @@ class Endpoint:
             return _json(writer, 200, {"object": "list", "data": [{"id": "toy", "object": "model"}]})
         if path == "/tokenize":
             found = {"tokens": [10, 11, 12, 11]} if self.tokenize else {"error": "no such path"}
-            return _json(writer, 200 if self.tokenize else 404, found)
+            return _json(writer, 200 if self.tokenize and not self.strict else 404, found)
         self.bodies.append(body)
         self.headers.append(headers)
         number = len(self.bodies)
+        if self.strict and (problem := _not_standard(path, body)):
+            return _json(writer, 422, {"detail": problem})
         if self.fail and number % self.fail == 0:
             return _json(writer, 503, {"error": {"message": "the queue is full", "type": "overloaded"}})
         async with self._gate:
@@ -115,6 +122,15 @@ class Endpoint:
         data = b"data: [DONE]\n\n"
         writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n0\r\n\r\n")
         await writer.drain()
+
+
+def _not_standard(path: str, body: dict[str, Any]) -> str:
+    """What OpenAI's API has not in a body; its own client says what it has."""
+    params = chat_params if "chat" in path else completion_params
+    known = get_type_hints(params.CompletionCreateParamsStreaming).keys()
+    if unknown := sorted(set(body) - known):
+        return f"Extra inputs are not permitted: {unknown}"
+    return "" if "messages" in body or isinstance(body["prompt"], str) else "prompt must be a string"
 
 
 class _Cut(Exception):

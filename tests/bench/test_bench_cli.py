@@ -13,6 +13,7 @@ import pytest
 from jaxserve.__main__ import main as jaxserve
 from jaxserve.bench import cli
 from jaxserve.flags import TeachingParser
+from jaxserve.tokenizer import Tokenizer
 
 from .endpoint import Endpoint
 
@@ -95,10 +96,61 @@ def test_chat_and_custom_prompts(tmp_path: Path) -> None:
     path = tmp_path / "load.jsonl"
     path.write_text('{"prompt": "one two three", "output_tokens": 3}\n')
     with FAST.running() as endpoint:
-        flags = ["--backend", "openai-chat", "--dataset-name", "custom", "--dataset-path", str(path)]
+        flags = ["--backend", "jaxserve-chat", "--dataset-name", "custom", "--dataset-path", str(path)]
         assert bench(endpoint, *flags, "--num-prompts", "3", "--tpot-slo", "5s") == 0
         assert endpoint.bodies[-1]["messages"] == [{"role": "user", "content": "one two three"}]
         assert endpoint.bodies[-1]["tpot_slo_ms"] == 5000.0
+
+
+STRICT = "--num-prompts 4 --random-input-len 40 --random-output-len 3 --ttft-slo 5s --slo-class a=1,tpot:5000"
+
+
+@pytest.mark.parametrize("client", ["openai", "http"])
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_openai_servers_get_standard_fields_and_text(backend: str, client: str, tmp_path: Path) -> None:
+    flags = [*STRICT.split(), "--backend", backend, "--client", client, "--save-result", "--result-dir", str(tmp_path)]
+    with Endpoint(ttft=0.0, gap=0.0, strict=True).running() as endpoint:
+        assert bench(endpoint, *flags) == 0
+    found = saved(tmp_path)
+    assert (found["completed"], found["failed"]) == (4, 0)
+    assert found["slo_attainment"] == 1.0, "objectives are judged though they are not sent"
+    for body in endpoint.bodies:
+        text = body["messages"][0]["content"] if "chat" in backend else body["prompt"]
+        assert len(text.split()) == 40
+
+
+def test_a_tokenizer_makes_text_of_exact_lengths(repo: Path, tmp_path: Path) -> None:
+    folder = repo / "jaxserve" / "demo" / "model"
+    flags = f"--num-prompts 4 --random-input-len 40 --random-output-len 2 --tokenizer {folder} --save-result"
+    with Endpoint(ttft=0.0, gap=0.0, strict=True, usage=False).running() as endpoint:
+        command = [*flags.split(), "--backend", "openai", "--result-dir", str(tmp_path)]
+        assert bench(endpoint, *command) == 0
+    encode = Tokenizer.load(folder).encode
+    assert [len(encode(body["prompt"], False)) for body in endpoint.bodies] == [40] * 4
+    assert len({body["prompt"] for body in endpoint.bodies}) == 4
+    assert saved(tmp_path)["total_input_tokens"] == 160
+
+
+def test_what_is_asked_for_is_sent_to_openai_servers_too() -> None:
+    with Endpoint(ttft=0.0, gap=0.0).running() as endpoint:
+        flags = ["--backend", "openai", "--ignore-eos", "--extra-body", '{"top_k": 3}']
+        assert bench(endpoint, "--num-prompts", "1", *flags) == 0
+    assert endpoint.bodies[0]["ignore_eos"] is True and endpoint.bodies[0]["top_k"] == 3
+
+
+def test_a_refusal_is_shown_with_what_the_server_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with Endpoint(strict=True).running() as endpoint:
+        assert bench(endpoint, "--num-prompts", "1", "--backend", "openai", "--ignore-eos") == 1
+    assert "Extra inputs are not permitted: ['ignore_eos']" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("backend", ["vllm", "jaxserve"])
+def test_other_servers_get_what_they_take(backend: str) -> None:
+    with Endpoint(ttft=0.0, gap=0.0).running() as endpoint:
+        assert bench(endpoint, *STRICT.split(), "--backend", backend) == 0
+    for body in endpoint.bodies:
+        assert body["ignore_eos"] is True and isinstance(body["prompt"], list)
+        assert ("tpot_slo_ms" in body) is (backend == "jaxserve")
 
 
 def test_without_tokenize_ids_are_guessed_and_can_be_named() -> None:
@@ -125,6 +177,9 @@ def test_status_is_1_when_nothing_succeeded(capsys: pytest.CaptureFixture[str]) 
         ("--goodput itl:5", "goodput"),
         ("--find-goodput", "objectives"),
         ("--request-rate 0", "request_rate"),
+        ("--backend openai --random-ids 3:9", "prompts are sent as text"),
+        ("--backend openai --slo-class a=1,tier:batch", "--backend openai sends no objectives"),
+        ("--tokenizer nowhere/at/all", "no tokenizer could be loaded"),
     ],
 )
 def test_what_a_person_got_wrong_is_one_line(flags: str, part: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ SCRIPTS = [
     "compare",
     "compiles",
     "cpu_floor",
+    "fault_matrix",
     "floor_served",
     "full_load",
     "host_gap",

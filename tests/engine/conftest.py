@@ -1,14 +1,19 @@
-"""A tiny random Llama in a folder, and executors on it."""
+"""A tiny random Llama in a folder, executors on it, and engines to break."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:  # pytest may read this file before tests/conftest.py has configured jax
+    from jaxserve.engine.assemble import Machine
     from jaxserve.engine.executor import JaxExecutor
+
+    from .faults import Starter
 
 
 @pytest.fixture(scope="session")
@@ -50,3 +55,26 @@ def pair(tiny: Path) -> list[JaxExecutor]:
     from .steps import executors
 
     return executors(tiny, "2x2")
+
+
+@pytest.fixture(scope="module")
+def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
+    """The demo model on the mesh that the test module names as MESH."""
+    from jaxserve.config import ServeConfig
+    from jaxserve.engine.assemble import assemble
+
+    from .faults import SMALL
+
+    made = assemble(ServeConfig.load(mesh=request.module.MESH, **SMALL))
+    yield made
+    asyncio.run(made.close())
+
+
+@pytest.fixture
+def start(machine: Machine) -> Iterator[Starter]:
+    """Starts engines on that machine; they are closed when the test ends."""
+    from .faults import Starter
+
+    starter = Starter(machine)
+    yield starter
+    starter.end()

@@ -1,7 +1,8 @@
 """The fault matrix on two instances of two emulated devices each: what every request gets. Nothing is lost in silence.
 
 A sample of it, on one device an instance, is in test_faults.py and runs always; in virtual time, with two instances of
-each kind, it is tests/sched/test_fault_matrix.py.
+each kind, it is tests/sched/test_fault_matrix.py. Signals to a whole process are in tests/server/test_killed.py.
+`python benchmarks/fault_matrix.py` makes a table of what each request got.
 """
 
 from __future__ import annotations
@@ -9,38 +10,37 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jaxserve.config import ServeConfig
-from jaxserve.engine import assemble
 from jaxserve.engine.assemble import Machine
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import JaxserveError
 from jaxserve.sched.plan import UNAVAILABLE, StepPlan
 
-from .faults import LONG, SMALL, Heard, Starter, Stuck
+from .faults import LONG, Heard, Starter, Stuck
 
+MESH = "2x2"  # of the fixture `machine`
 COUNT = 12
 PREFILL, DECODE = 0, 1
+INSTANCES = ("the prefill instance", "the decode instance")
+TOLD = {"length": "finished", UNAVAILABLE: "503 unavailable", "error": "500 error", "abort": "cancelled"}
 pytestmark = pytest.mark.full
 
 
-@pytest.fixture(scope="module")
-def machine() -> Iterator[Machine]:
-    made = assemble.assemble(ServeConfig.load(mesh="2x2", **SMALL))
-    yield made
-    asyncio.run(made.close())
-
-
 @pytest.fixture
-def start(machine: Machine) -> Iterator[Starter]:
-    starter = Starter(machine)
-    yield starter
-    starter.end()
+def record(record_property: Callable[[str, object], None]) -> Callable[[str, str, Counter[str]], None]:
+    """Note a row of the table that benchmarks/fault_matrix.py writes."""
+
+    def note(fault: str, at: str, found: Counter[str]) -> None:
+        record_property("fault", fault)
+        record_property("at", at)
+        record_property("got", ", ".join(f"{found[reason]} × {said}" for reason, said in TOLD.items() if found[reason]))
+
+    return note
 
 
 def ends(many: list[Heard]) -> Counter[str]:
@@ -60,7 +60,7 @@ def works(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("index", [PREFILL, DECODE])
-def test_a_step_raises(machine: Machine, start: Starter, index: int) -> None:
+def test_a_step_raises(machine: Machine, start: Starter, record: Any, index: int) -> None:
     engine, done = start(), []
 
     def raises(plan: StepPlan) -> None:
@@ -69,16 +69,19 @@ def test_a_step_raises(machine: Machine, start: Starter, index: int) -> None:
             raise OSError("injected")
 
     machine.executors[index].fault = raises
-    assert ends([Heard(engine, LONG) for _ in range(COUNT)]) == {"length": COUNT}
+    found = ends([Heard(engine, LONG) for _ in range(COUNT)])
+    record("a step raises", INSTANCES[index], found)
+    assert found == {"length": COUNT}
     machine.executors[index].fault = None
     works(engine)
 
 
 @pytest.mark.parametrize("index", [PREFILL, DECODE])
-def test_a_step_hangs(machine: Machine, start: Starter, index: int) -> None:
+def test_a_step_hangs(machine: Machine, start: Starter, record: Any, index: int) -> None:
     engine = start(patience=0.5)
     stuck = Stuck(machine, index)
     found = ends([Heard(engine, LONG) for _ in range(COUNT)])
+    record("a step hangs", INSTANCES[index], found)
     assert set(found) <= {"length", UNAVAILABLE} and found[UNAVAILABLE] >= 1, found
     assert not engine.healthy
     stuck.free.set()
@@ -86,7 +89,7 @@ def test_a_step_hangs(machine: Machine, start: Starter, index: int) -> None:
 
 
 @pytest.mark.parametrize("index", [PREFILL, DECODE])
-def test_a_step_returns_late(machine: Machine, start: Starter, index: int) -> None:
+def test_a_step_returns_late(machine: Machine, start: Starter, record: Any, index: int) -> None:
     engine, done = start(patience=5.0), []
 
     def late(plan: StepPlan) -> None:
@@ -95,13 +98,20 @@ def test_a_step_returns_late(machine: Machine, start: Starter, index: int) -> No
             time.sleep(1.0)
 
     machine.executors[index].fault = late
-    assert ends([Heard(engine, LONG) for _ in range(COUNT)]) == {"length": COUNT}
+    found = ends([Heard(engine, LONG) for _ in range(COUNT)])
+    record("a step returns late", INSTANCES[index], found)
+    assert found == {"length": COUNT}
     works(engine)
 
 
 @pytest.mark.parametrize(("times", "expected"), [(2, {"length": COUNT}), (3 * COUNT, {"error": COUNT})])
 def test_transfers_fail(
-    machine: Machine, start: Starter, monkeypatch: pytest.MonkeyPatch, times: int, expected: dict[str, int]
+    machine: Machine,
+    start: Starter,
+    record: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    times: int,
+    expected: dict[str, int],
 ) -> None:
     engine = start(placement="least_work")
     moves, count = machine.executors[DECODE].import_kv, [0]
@@ -113,11 +123,13 @@ def test_transfers_fail(
         await moves(*given)
 
     monkeypatch.setattr(machine.executors[DECODE], "import_kv", fails)
-    assert ends([Heard(engine, LONG) for _ in range(COUNT)]) == expected
+    found = ends([Heard(engine, LONG) for _ in range(COUNT)])
+    record(f"{'two' if times == 2 else 'all'} KV transfers fail", INSTANCES[DECODE], found)
+    assert found == expected
     works(engine)
 
 
-def test_a_transfer_hangs(machine: Machine, start: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transfer_hangs(machine: Machine, start: Starter, record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(patience=0.5, placement="least_work")
     moves, count = machine.executors[DECODE].import_kv, [0]
 
@@ -126,12 +138,14 @@ def test_a_transfer_hangs(machine: Machine, start: Starter, monkeypatch: pytest.
         await (asyncio.sleep(3600) if count[0] == 2 else moves(*given))
 
     monkeypatch.setattr(machine.executors[DECODE], "import_kv", hangs)
-    assert ends([Heard(engine, LONG) for _ in range(COUNT)]) == {"length": COUNT - 1, UNAVAILABLE: 1}
+    found = ends([Heard(engine, LONG) for _ in range(COUNT)])
+    record("a KV transfer hangs", INSTANCES[DECODE], found)
+    assert found == {"length": COUNT - 1, UNAVAILABLE: 1}
     works(engine)
 
 
 @pytest.mark.parametrize("index", [PREFILL, DECODE])
-def test_a_thread_dies(machine: Machine, start: Starter, index: int) -> None:
+def test_a_thread_dies(machine: Machine, start: Starter, record: Any, index: int) -> None:
     engine = start()
     many = [Heard(engine, LONG) for _ in range(COUNT)]
 
@@ -141,25 +155,30 @@ def test_a_thread_dies(machine: Machine, start: Starter, index: int) -> None:
 
     machine.executors[index].fault = dies
     found = ends(many)
+    record("the thread of an instance dies", INSTANCES[index], found)
     assert set(found) <= {"length", "error"} and found["error"] >= 1, found
     with pytest.raises(JaxserveError, match="SystemExit: injected"):
         Heard(engine)
 
 
-def test_clients_vanish(machine: Machine, start: Starter) -> None:
+def test_clients_vanish(start: Starter, record: Any) -> None:
     engine = start()
     many = [Heard(engine, LONG) for _ in range(COUNT)]
     many[0].first()
     for one in many[::2]:
         engine.cancel(one.id)
-    assert ends(many) == {"abort": COUNT // 2, "length": COUNT // 2}
+    found = ends(many)
+    record("half of the clients vanish", "the server", found)
+    assert found == {"abort": COUNT // 2, "length": COUNT // 2}
     works(engine)
 
 
-def test_the_disk_is_full(start: Starter) -> None:
+def test_the_disk_is_full(start: Starter, record: Any) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
     engine = start(journal="/dev/full")
-    assert ends([Heard(engine, LONG) for _ in range(COUNT)]) == {"length": COUNT}
+    found = ends([Heard(engine, LONG) for _ in range(COUNT)])
+    record("the disk of the journal is full", "the process", found)
+    assert found == {"length": COUNT}
     assert engine.stats().journal_errors == 1
     works(engine)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jaxserve.config import ServeConfig
 from jaxserve.engine import assemble
 from jaxserve.engine.assemble import Machine
 from jaxserve.errors import JaxserveError, QueueFull
@@ -22,21 +19,9 @@ from jaxserve.sched.errors import Unavailable
 from jaxserve.sched.plan import UNAVAILABLE, Delta, StepPlan
 from jaxserve.sched.slo import NO_SLO
 
-from .faults import LONG, PARAMS, SMALL, Heard, Starter, Stuck
+from .faults import LONG, PARAMS, Heard, Starter, Stuck
 
-
-@pytest.fixture(scope="module")
-def machine() -> Iterator[Machine]:
-    made = assemble.assemble(ServeConfig.load(mesh="2x1", **SMALL))
-    yield made
-    asyncio.run(made.close())
-
-
-@pytest.fixture
-def start(machine: Machine) -> Iterator[Starter]:
-    starter = Starter(machine)
-    yield starter
-    starter.end()
+MESH = "2x1"  # of the fixture `machine`
 
 
 @pytest.mark.parametrize("index", [0, 1])

@@ -88,3 +88,14 @@ def test_no_prompt_is_written() -> None:
 def test_a_broken_line_is_named() -> None:
     with pytest.raises(InvalidValue, match="line 1 is not JSON"):
         replay(["{"], perf)
+
+
+@pytest.mark.parametrize("kept", [1, 20, -1])
+def test_a_cut_last_line_is_ignored(kept: int) -> None:
+    """A process that is killed, or a disk that is full, cuts the last line."""
+    lines = recorded([Job(range(9), 4, 0.0), Job(range(12), 3, 0.1)], "2x1", "kairos").splitlines()
+    whole, cut = lines[: len(lines) // 2], lines[len(lines) // 2][:kept]
+    outcome = replay([*whole, cut], perf)
+    assert outcome.differences == [] and outcome.plans == replay(whole, perf).plans > 0
+    with pytest.raises(InvalidValue, match=f"line {len(whole) + 1} is not JSON"):
+        replay([*whole, cut, *lines[len(whole) + 1 :]], perf)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from jaxserve.sched import feasibility
 from jaxserve.sched.admission.dp import ByDP
 from jaxserve.sched.feasibility import (
     chunk_times,
@@ -78,6 +79,34 @@ def test_the_on_time_set_is_that_of_a_loop(jobs: list[tuple[float, float, bool]]
     work, due, kept = (np.array(column) for column in zip(*jobs, strict=True))
     stays = kept if keep else None
     assert on_time_set(start, due, work, stays).tolist() == plain_set(start, due, work, stays).tolist()
+
+
+EIGHTHS = st.integers(0, 96).map(lambda count: count / 8)  # sums are exact, whatever their order
+
+
+@given(st.lists(st.tuples(EIGHTHS, st.one_of(EIGHTHS, st.just(inf))), min_size=1, max_size=40), EIGHTHS)
+@settings(max_examples=400)
+def test_the_on_time_set_of_many_is_that_of_a_loop(jobs: list[tuple[float, float]], start: float) -> None:
+    work, due = (np.array(column) for column in zip(*jobs, strict=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feasibility, "MANY", 1)
+        found = on_time_set(start, due, work).tolist()
+    assert found == plain_set(start, due, work, None).tolist()
+
+
+@pytest.mark.parametrize("count", [feasibility.MANY, 3000])
+@pytest.mark.parametrize("load", [1.05, 1.5, 20.0])
+@pytest.mark.parametrize("equal", [False, True], ids=["spread", "equal"])
+def test_the_on_time_set_of_a_long_queue_is_that_of_a_loop(count: int, load: float, equal: bool) -> None:
+    """`load`: work over time. Deadlines are spread over a minute, or those of requests that came at once; many prompts
+    are of one length."""
+    random = np.random.default_rng(count)
+    due = np.sort(8.0 + random.choice([0.0, 5.0] if equal else random.uniform(0.0, 60.0, count), count))
+    work = random.choice([0.5, 1.0, 1.0, 4.0, 20.0], count) * random.choice([1.0, random.uniform()], count)
+    work *= load * float(due[-1]) / work.sum()
+    found = on_time_set(0.0, due, work)
+    assert found.tolist() == plain_set(0.0, due, work, None).tolist()
+    assert found.any() and not found.all()
 
 
 @given(MODEL, st.integers(0, 3000), st.integers(1, 3000), st.floats(0.0, 0.1), st.sampled_from([1, 64]))

@@ -123,6 +123,10 @@ class Double:
         with self._lock:
             self._running.discard(request.id)
 
+    def check_outputs(self, prompts: int, n: int) -> None:
+        if prompts * n > self.bound:
+            raise InvalidValue(f"{prompts * n} outputs, and at most {self.bound} may wait", "n")
+
     def cancel(self, request: int, reason: str = "abort") -> None:
         self.cancelled.setdefault(request, reason)
 

@@ -86,6 +86,9 @@ def test_prompts_are_taken_as_vllm_takes_them(llm):
     [
         ({"text": "def main("}, "a prompt with 'text' is not supported: it must be a text, a list of token ids"),
         ({"prompt": "x", "multi_modal_data": {"image": 1}}, "'multi_modal_data' is not supported"),
+        ({"prompt": "x", "cache_salt": ""}, "cache_salt='' must be a text of 1 to 1024 characters"),
+        ({"prompt": "x", "cache_salt": "s" * 1025}, "cache_salt='sss.* must be a text of 1 to 1024 characters"),
+        ({"prompt": "x", "cache_salt": 7}, "cache_salt=7 must be a text"),
         ({"prompt": [5, 6]}, r"prompt=\[5, 6\] must be a text; token ids go into 'prompt_token_ids'"),
         ({"prompt_token_ids": "def"}, "prompt_token_ids='def' must be a list of token ids"),
         ({"prompt_token_ids": [5, "a"]}, "token id 'a' must be a whole number"),
@@ -233,6 +236,19 @@ def test_the_prefix_cache_is_reset_when_nothing_runs(llm, allm, engine):
         return answer
 
     assert asyncio.run(busy()) is False and cached() > 0
+
+
+def test_prompts_with_different_cache_salts_share_no_pages(llm, allm):
+    ids = llm.tokenizer.encode("import sys\n" * 20)
+
+    def cached(prompt: Any) -> int:
+        return llm.generate(prompt, GREEDY)[0].metrics.cached
+
+    red, blue, green = ({"prompt_token_ids": ids, "cache_salt": salt} for salt in ("red", "blue", "green"))
+    for prompt in (ids, red, blue):
+        assert cached(prompt) == 0 < cached(prompt), "a prompt with another salt was found, or its own was not"
+    streamed = asyncio.run(last(allm.generate(green, GREEDY)))
+    assert streamed.outputs[0].metrics.cached == 0 < cached(green)
 
 
 def test_metrics_are_those_of_a_server(llm):

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve import SLO, QueueFull, SamplingParams
+from jaxserve import LLM, SLO, InvalidValue, QueueFull, SamplingParams
+from jaxserve.config import ServeConfig
 from jaxserve.sched.plan import Delta
 
 
@@ -37,3 +38,32 @@ def test_the_engine_lets_as_many_requests_wait_as_its_bound_says(engine: Any, mo
     assert {ended.get(timeout=30).finish_reason for _ in range(3)} == {"length"}
     submit()  # there is room again
     assert ended.get(timeout=30).finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "n", "outputs"), [(["a"], 4, None), (["a", "b"], 2, None), (["a"], 5, 5), (["a"] * 5, 1, 5)]
+)
+def test_more_outputs_than_may_ever_wait_are_400(
+    live: Any, monkeypatch: pytest.MonkeyPatch, prompts: list[str], n: int, outputs: int | None
+) -> None:
+    monkeypatch.setattr(live.engine._queue, "bound", 4)
+    answer = live.http.post("/v1/completions", json={"prompt": prompts, "n": n, "max_tokens": 1})
+    if outputs is None:
+        assert answer.status_code == 200 and len(answer.json()["choices"]) == 4
+        return
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "n" and "Retry-After" not in answer.headers
+    assert (
+        f"are {outputs} outputs, and at most 4 may wait (max_num_queued_reqs=4 for each of 1 inst" in error["message"]
+    )
+
+
+def test_more_outputs_than_may_ever_wait_are_refused_offline(
+    engine: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(config=ServeConfig(), engine=engine, tokenizer_object=tokenizer)
+    monkeypatch.setattr(engine._queue, "bound", 4)
+    params = SamplingParams(n=4, max_tokens=1, ignore_eos=True)
+    assert [len(one.outputs) for one in llm.generate(["a", "b"], params)] == [4, 4]
+    with pytest.raises(InvalidValue, match="n=5 are 5 outputs, and at most 4"):
+        llm.generate("a", SamplingParams(n=5, max_tokens=1))

@@ -1,0 +1,86 @@
+"""Prompts as text, for servers that take no token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from jaxserve.bench.load import Call
+from jaxserve.tokenizer import Tokenizer
+
+# Common words, each one token of most vocabularies. /tokenize is asked for them to learn ids that a server has.
+SAMPLE = (
+    "the of and to in is that it was for on are as with his they at be this from have or by one had not but what all "
+    "were when we there can an your which their said if do will each about how up out them then she many some so these "
+    "would other into has more her two like him see time could no make than first been its who now people my made over "
+    "did down only way find use may water long little very after words called just where most know"
+)
+ROUNDS = 8  # of bringing a text to its length
+
+
+class Writer(Protocol):
+    """Makes text of token ids."""
+
+    @property
+    def vocabulary(self) -> Sequence[int]:
+        """The ids that it knows."""
+        ...
+
+    def write(self, tokens: Sequence[int]) -> tuple[str, int]:
+        """Return the text of some ids and its length in tokens, 0 where only the server can tell."""
+        ...
+
+
+class WordWriter:
+    """A common word for each id: lengths are about right for most models, without their tokenizer."""
+
+    def __init__(self) -> None:
+        self._words = SAMPLE.split()
+
+    @property
+    def vocabulary(self) -> Sequence[int]:
+        return range(len(self._words))
+
+    def write(self, tokens: Sequence[int]) -> tuple[str, int]:
+        return " ".join(self._words[token] for token in tokens), 0
+
+
+class TokenizerWriter:
+    """Text that a model's tokenizer encodes to the length asked for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids = sorted(set(tokenizer.encode(SAMPLE, add_special_tokens=False)))
+
+    @classmethod
+    def load(cls, name: str) -> TokenizerWriter:
+        """Load by Hugging Face name or folder. Raises InvalidValue."""
+        return cls(Tokenizer.load(name))
+
+    @property
+    def vocabulary(self) -> Sequence[int]:
+        return self._ids
+
+    def write(self, tokens: Sequence[int]) -> tuple[str, int]:
+        """Neighbours may encode to fewer tokens than they are, so a text is cut and filled up until it fits."""
+        wanted, given = len(tokens), list(tokens)
+        for turn in range(ROUNDS):
+            text = self._tokenizer.decode(given)
+            found = self._tokenizer.encode(text, add_special_tokens=False)
+            if len(found) == wanted:
+                break
+            missing = wanted - len(found)
+            given = found[:wanted] + [tokens[(turn + at) % wanted] for at in range(missing)]
+        return text, len(found)
+
+
+def as_text(calls: Sequence[Call], writer: Writer) -> list[Call]:
+    """Return the same calls with text for token ids."""
+    made = []
+    for call in calls:
+        if not isinstance(call.prompt, str):
+            text, count = writer.write(call.prompt)
+            call = replace(call, prompt=text, prompt_tokens=count)
+        made.append(call)
+    return made

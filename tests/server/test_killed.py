@@ -1,0 +1,222 @@
+"""The rest of the fault matrix: a served process on two instances of two emulated devices is told to end, or killed.
+
+Clients ask for streams and whole answers; some requests run, others wait. Faults under a server that lives on are in
+tests/engine/test_fault_matrix.py.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxserve.replay import perf_of
+from jaxserve.sched.journal import replay
+
+pytestmark = pytest.mark.full
+FLAGS = (
+    "--mesh 2x2 --max-model-len 256 --max-num-seqs 8 --max-num-batched-tokens 64 --kv-cache-memory 32MiB "
+    "--preempt-boundary chunk --disable-log-stats"
+)
+TOKENS = 240
+BODY: dict[str, Any] = {"prompt": "def main(", "max_tokens": TOKENS, "temperature": 0.0}
+EXTRA = {"ignore_eos": True}
+JOIN = 60.0  # seconds in which every client hears how its request ended
+FINISHED = "finished"
+EVENT = "error event and [DONE]"
+REFUSED = "503 shutting_down"
+BROKEN = "connection broken"
+
+
+class Served:
+    """A server in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str, log: Path) -> None:
+        self.process = process
+        self.url = url
+        self.log = log
+        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=JOIN, max_retries=0)
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric over its labels."""
+        families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=JOIN).text)
+        return sum(one.value for family in families for one in family.samples if one.name == f"jaxserve:{name}")
+
+
+@contextmanager
+def served(folder: Path, *flags: str) -> Iterator[Served]:
+    """Start a server and wait until it is ready."""
+    log = folder / "server.log"
+    command = [sys.executable, "-m", "jaxserve.run", *FLAGS.split(), *flags]
+    with log.open("w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    try:
+        assert process.stdout is not None
+        found = (re.search(r"ready at (http://[\d.:]+)\.", line) for line in process.stdout)
+        ready = next((match for match in found if match), None)
+        assert ready is not None, log.read_text()[-2000:]
+        yield Served(process, ready[1], log)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def whole(server: Served) -> str:
+    """Ask for a whole answer and return what came of it."""
+    try:
+        made = server.client.completions.create(model="jaxserve-demo", extra_body=EXTRA, **BODY)
+    except openai.APIStatusError as error:
+        return f"{error.status_code} {error.code}"
+    except openai.APIConnectionError:
+        return BROKEN
+    assert made.usage is not None and made.usage.completion_tokens == TOKENS
+    return FINISHED
+
+
+def stream(server: Served) -> str:
+    """Ask for a stream and return what came of it."""
+    reason = None
+    try:
+        for chunk in server.client.completions.create(model="jaxserve-demo", extra_body=EXTRA, stream=True, **BODY):
+            reason = chunk.choices[0].finish_reason
+    except openai.APIStatusError as error:
+        return f"{error.status_code} {error.code}"
+    except (openai.APIConnectionError, httpx.TransportError):
+        return BROKEN
+    except openai.APIError as error:
+        assert error.code == "shutting_down"
+        return EVENT
+    assert reason == "length"
+    return FINISHED
+
+
+def lines(server: Served) -> str:
+    """The same without the openai package, which does not show whether `[DONE]` came."""
+    got: list[str] = []
+    try:
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json={**BODY, **EXTRA, "stream": True}, timeout=JOIN
+        ) as answer:
+            if answer.status_code != 200:
+                answer.read()
+                return f"{answer.status_code} {answer.json()['error']['code']}"
+            got += (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+    except httpx.TransportError:
+        return BROKEN
+    assert got[-1] == "[DONE]", got[-2:]
+    if '"shutting_down"' in got[-2]:
+        return EVENT
+    assert '"finish_reason":"length"' in got[-2], got[-2]
+    return FINISHED
+
+
+KINDS: dict[Callable[[Served], str], str] = {whole: "whole answer", stream: "stream", lines: "stream"}
+
+
+class Clients:
+    """Clients under way: 8 whose requests run, and 16 whose requests wait, of every kind."""
+
+    def __init__(self, server: Served, threads: ThreadPoolExecutor) -> None:
+        self._asked: list[tuple[str, Future[str]]] = []
+        kinds = [whole, stream, whole, lines]
+        for kind in kinds * 2:
+            self._asked.append((f"running {KINDS[kind]}", threads.submit(kind, server)))
+        wait(lambda: server.metric("num_requests_running") >= 8 and server.metric("generation_tokens_total") >= 16)
+        for kind in kinds * 4:
+            self._asked.append((f"queued {KINDS[kind]}", threads.submit(kind, server)))
+        wait(lambda: server.metric("num_requests_waiting") >= 4)
+
+    def got(self) -> dict[str, Counter[str]]:
+        """Wait for all of them: how many requests of each kind got what. Fails where one hangs."""
+        made: dict[str, Counter[str]] = {}
+        for kind, future in self._asked:
+            made.setdefault(kind, Counter())[future.result(JOIN)] += 1
+        return made
+
+
+def wait(reached: Callable[[], bool]) -> None:
+    end = time.monotonic() + JOIN
+    while not reached():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(32) as made:
+        yield made
+
+
+@pytest.fixture
+def record(record_property: Callable[[str, object], None]) -> Callable[[str, dict[str, Counter[str]]], None]:
+    """Note a row of the table that benchmarks/fault_matrix.py writes."""
+
+    def note(fault: str, got: dict[str, Counter[str]]) -> None:
+        record_property("fault", fault)
+        record_property("at", "the process")
+        told = (
+            f"{kind}: " + ", ".join(f"{n} × {what}" for what, n in sorted(each.items())) for kind, each in got.items()
+        )
+        record_property("got", "; ".join(told))
+
+    return note
+
+
+def test_sigterm_lets_requests_finish(tmp_path: Path, threads: ThreadPoolExecutor, record: Any) -> None:
+    with served(tmp_path, "--port", "0", "--drain-timeout", "50s") as server:
+        clients = Clients(server, threads)
+        server.process.send_signal(signal.SIGTERM)
+        wait(lambda: whole(server) == REFUSED)
+        got = clients.got()
+        assert server.process.wait(10) == 0
+        record("SIGTERM", got)
+        assert all(set(each) == {FINISHED} for each in got.values()), got
+        assert "Traceback" not in server.log.read_text()
+
+
+def test_sigterm_past_its_drain_timeout(tmp_path: Path, threads: ThreadPoolExecutor, record: Any) -> None:
+    with served(tmp_path, "--port", "0", "--drain-timeout", "100ms") as server:
+        clients = Clients(server, threads)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        got = clients.got()
+        assert time.monotonic() - began < 5.0
+        assert server.process.wait(10) == 0
+        record("SIGTERM past the drain timeout", got)
+        assert got["running stream"] == {EVENT: 4} and got["running whole answer"] == {REFUSED: 4}, got
+        assert got["queued whole answer"] == {REFUSED: 8}
+        assert set(got["queued stream"]) <= {EVENT, REFUSED} and got["queued stream"].total() == 8
+        assert "Traceback" not in server.log.read_text()
+
+
+def test_sigkill(tmp_path: Path, threads: ThreadPoolExecutor, record: Any) -> None:
+    journal = tmp_path / "journal.jsonl"
+    with served(tmp_path, "--port", "0", "--journal", str(journal)) as server:
+        clients = Clients(server, threads)
+        server.process.kill()
+        got = clients.got()
+        record("SIGKILL", got)
+        assert all(set(each) == {BROKEN} for each in got.values()), got
+        assert server.process.wait(10) == -signal.SIGKILL
+        port = server.url.rpartition(":")[2]
+    replayed = replay(journal.read_text().splitlines(), perf_of)
+    assert not replayed.differences
+    assert sum(len(one.output) for one in replayed.requests.values()) >= 16 and len(replayed.requests) >= 12
+    with served(tmp_path, "--port", port, "--journal", str(journal)) as server:
+        assert list(threads.map(lambda kind: kind(server), KINDS)) == [FINISHED] * len(KINDS)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+    assert not replay(journal.read_text().splitlines(), perf_of).differences
