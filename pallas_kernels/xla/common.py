@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.layout import MASKED
 
@@ -95,15 +96,16 @@ class Pages:
     def read(self, ids: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
         """Whole pages `ids` [..., c] as keys and values [..., c * B, K, D], or [..., K, c * B, D] with heads first. One
         gather each, of long contiguous slices."""
-        shape = [*ids.shape[:-1], ids.shape[-1] * self.size]
-        shape.insert(len(shape) - 1 if self.heads_first else len(shape), self.heads)
-        if self.heads_first:  # a head's tokens of a page are a row
-            ids = jnp.stack([ids * self.heads + head for head in range(self.heads)], axis=-2)
+        *rows, count = ids.shape
+        merged = (self.heads, count * self.size) if self.heads_first else (count * self.size, self.heads)
+        places = (0, 2, 3) if self.heads_first else (1, 2, 3)  # of a page's axes in the result, after `rows`
+        dims = lax.GatherDimensionNumbers(
+            offset_dims=tuple(len(rows) + place for place in places), collapsed_slice_dims=(0,), start_index_map=(0,)
+        )
 
         def taken(pool: jax.Array) -> jax.Array:
-            rows = pool.reshape(-1, self.size * pool.shape[3]) if self.heads_first else pool
-            got = jnp.take(rows, ids, axis=0, mode="clip")
-            return got.reshape(*shape, pool.shape[3]).astype(dtype)
+            got = lax.gather(pool, ids[..., None], dims, (1, *pool.shape[1:]), mode="clip")
+            return got.reshape(*rows, *merged, pool.shape[3]).astype(dtype)
 
         return taken(self.k), taken(self.v)
 
