@@ -66,6 +66,19 @@ def test_every_page_is_in_the_navigation(repo: Path) -> None:
     assert sorted(listed) == [str(page.relative_to(repo / "docs")) for page in pages(repo)]
 
 
+def test_pages_hold_no_history(repo: Path) -> None:
+    """Commits, and figures without a command, belong in docs/log.md."""
+    found = []
+    for page in pages(repo):
+        if page.name == "log.md":
+            continue
+        text = page.read_text(encoding="utf-8")
+        hashes = [word for word in re.findall(r"\b[0-9a-f]{7,40}\b", text) if re.search("[a-f]", word)]
+        found += [f"{page.relative_to(repo)}: {word}" for word in hashes if re.search("[0-9]", word)]
+        found += [f"{page.relative_to(repo)}: by hand" for _ in re.findall(r"by\s+hand\b(?!-)", text)]
+    assert found == []
+
+
 def test_links_that_leave_the_site_are_rewritten(repo: Path) -> None:
     hook = load(repo, "docs_links")
     page = "guide/plan.md"
