@@ -131,7 +131,9 @@ def test_a_full_queue(fake):
         assert check(refused, 503)["code"] == "queue_full" and refused.headers["Retry-After"] == "2"
         check(live.http.post("/v1/completions", json={**GOOD, "stream": True}), 503)
     live.quiet()
-    check(live.http.post("/v1/completions", json={**GOOD, "n": 3}), 503)
+    check(live.http.post("/v1/completions", json={**GOOD, "n": 3}), 400, "n")  # which never fit
+    with live.http.stream("POST", "/v1/completions", json={**GOOD, "stream": True}):
+        check(live.http.post("/v1/completions", json={**GOOD, "n": 2}), 503)
     live.quiet()
     assert live.http.post("/v1/completions", json=GOOD).status_code == 200
 
