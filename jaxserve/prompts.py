@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 from jaxserve.errors import InvalidValue
-from jaxserve.salt import MAX_SALT
+from jaxserve.salt import check_salt
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -59,9 +59,8 @@ def _parse_mapping(given: Mapping[str, Any]) -> Parsed:
     if tokens is not None and not _is_sequence(tokens):
         raise InvalidValue(f"prompt_token_ids={_shown(tokens)} must be a list of token ids", "prompt_token_ids")
     salt = given.get("cache_salt")
-    if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= MAX_SALT):
-        shown = f"cache_salt={_shown(salt)} must be a text of 1 to {MAX_SALT} characters"
-        raise InvalidValue(shown, "cache_salt")
+    if salt is not None:
+        check_salt(salt)
     return Parsed(text, None if tokens is None else _token_ids(tokens), salt)
 
 

@@ -243,7 +243,10 @@ def _output(group: Any) -> None:
         "--skip", type=int, default=0, metavar="N", help="do not count the first and last N requests [0]"
     )
     group.add_argument(
-        "--horizon", type=seconds, metavar="TIME", help="stop after this time; who is not over then has missed its SLO"
+        "--horizon",
+        type=seconds,
+        metavar="TIME",
+        help="stop after this time; requests that run then have missed their SLO",
     )
     group.add_argument("--out", type=Path, metavar="DIR", help="write results.json, results.csv and plots there")
     group.add_argument(

@@ -43,16 +43,15 @@ class WaitingRoom:
         self._requests[request.id] = request
         self.backlog += request.remaining
 
-    def discard(self, request: Request) -> bool:
-        """Take a request out; False where it is not here."""
+    def discard(self, request: Request) -> None:
+        """Take a request out; nothing where it is not here."""
         if self._requests.pop(request.id, None) is None:
-            return False
+            return
         place = key(request)
         at = bisect_left(self._keys, place)
         assert self._keys[at] == place, f"{request} is not in its place"
         del self._keys[at]
         self.backlog -= request.remaining
-        return True
 
     def first(self) -> Request | None:
         """The request that is served next; None without one."""

@@ -3,12 +3,14 @@ and a server started by a test inherits them."""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import hypothesis
 import pytest
@@ -81,6 +83,22 @@ def compiled_is_let_go() -> Callable[[int], None]:
 def repo() -> Path:
     """Root of the checkout."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def load_file(repo: Path) -> Callable[[str], ModuleType]:
+    """Imports a Python file that is in no package, by its path in the checkout."""
+
+    def load(path: str) -> ModuleType:
+        name = Path(path).stem
+        spec = importlib.util.spec_from_file_location(name, repo / path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # dataclasses look themselves up there
+        spec.loader.exec_module(module)
+        return module
+
+    return load
 
 
 @pytest.fixture(scope="session")

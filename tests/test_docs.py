@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -14,14 +14,6 @@ import pytest
 from jaxserve.sched import admission, placement, policies
 
 LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]+))?\)")
-
-
-def load(repo: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, repo / "scripts" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def pages(repo: Path) -> list[Path]:
@@ -79,8 +71,8 @@ def test_pages_hold_no_history(repo: Path) -> None:
     assert found == []
 
 
-def test_links_that_leave_the_site_are_rewritten(repo: Path) -> None:
-    hook = load(repo, "docs_links")
+def test_links_that_leave_the_site_are_rewritten(load_file: Callable[[str], ModuleType]) -> None:
+    hook = load_file("scripts/docs_links.py")
     page = "guide/plan.md"
     text = "[presets](../../configs/device/published.yaml), [kernels](../reference/kernels.md#a), [x](../../nowhere)"
     assert hook.rewrite(text, page, None) == (

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -13,13 +11,8 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def script(repo: Path) -> ModuleType:
-    described = importlib.util.spec_from_file_location("mutants", repo / "scripts" / "mutants.py")
-    assert described is not None and described.loader is not None
-    module = importlib.util.module_from_spec(described)
-    sys.modules["mutants"] = module  # dataclasses look themselves up there
-    described.loader.exec_module(module)
-    return module
+def script(load_file: Callable[[str], ModuleType]) -> ModuleType:
+    return load_file("scripts/mutants.py")
 
 
 def test_every_bug_can_be_planted(script: ModuleType, repo: Path) -> None:

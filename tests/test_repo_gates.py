@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-
-def load(repo: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, repo / "scripts" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def write(root: Path, name: str, text: str) -> None:
@@ -41,21 +33,26 @@ def function(name: str, lines: int) -> str:
     ],
 )
 def test_size_gate(
-    repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, text: str, found: str | None
+    load_file: Callable[[str], ModuleType],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    path: str,
+    text: str,
+    found: str | None,
 ) -> None:
     write(tmp_path, path, text)
-    assert load(repo, "size_gate").main(tmp_path) == (0 if found is None else 1)
+    assert load_file("scripts/size_gate.py").main(tmp_path) == (0 if found is None else 1)
     out = capsys.readouterr().out
     assert out == "" if found is None else found in out
 
 
 def test_size_gate_reads_what_lies_behind_a_link_once(
-    repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    load_file: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, "sched/a.py", "x = 1\n" * 401)
     (tmp_path / "jaxserve").mkdir()
     (tmp_path / "jaxserve/sched").symlink_to("../sched")
-    assert load(repo, "size_gate").main(tmp_path) == 1
+    assert load_file("scripts/size_gate.py").main(tmp_path) == 1
     assert capsys.readouterr().out.count("\n") == 1
 
 
@@ -81,9 +78,11 @@ def test_size_gate_reads_what_lies_behind_a_link_once(
         "asyncio.to_thread(f)",
     ],
 )
-def test_sched_gate_refuses(repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
+def test_sched_gate_refuses(
+    load_file: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
     write(tmp_path, "sched/policies/a.py", f"import asyncio\nimport datetime\n{line}\n")
-    assert load(repo, "sched_gate").main(tmp_path) == 1
+    assert load_file("scripts/sched_gate.py").main(tmp_path) == 1
     assert capsys.readouterr().out.startswith("sched/policies/a.py:3: ")
 
 
@@ -100,6 +99,6 @@ def test_sched_gate_refuses(repo: Path, tmp_path: Path, capsys: pytest.CaptureFi
         "def time(self): return self.now",
     ],
 )
-def test_sched_gate_allows(repo: Path, tmp_path: Path, line: str) -> None:
+def test_sched_gate_allows(load_file: Callable[[str], ModuleType], tmp_path: Path, line: str) -> None:
     write(tmp_path, "sched/policies/a.py", line + "\n")
-    assert load(repo, "sched_gate").main(tmp_path) == 0
+    assert load_file("scripts/sched_gate.py").main(tmp_path) == 0

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from jaxserve.errors import ECHO, InvalidValue, short
-from jaxserve.salt import MAX_SALT
+from jaxserve.salt import check_salt
 from jaxserve.sched.params import SamplingParams
 
 logger = logging.getLogger("jaxserve.server")
@@ -308,10 +308,11 @@ def params_of(body: Sampled, vocab_size: int) -> SamplingParams:
         raise InvalidValue(
             f"best_of={short(body.best_of)} above n={short(body.n or 1)} is not supported: use n", "best_of"
         )
-    names = ("cache_salt", body.cache_salt, MAX_SALT), ("request_id", body.request_id, MAX_REQUEST_ID)
-    for name, value, most in names:
-        if value is not None and not 1 <= len(value) <= most:
-            raise InvalidValue(f"{name} has {len(value)} characters: 1 to {most} are allowed", name)
+    if body.cache_salt is not None:
+        check_salt(body.cache_salt)
+    if body.request_id is not None and not 1 <= len(body.request_id) <= MAX_REQUEST_ID:
+        what = f"request_id has {len(body.request_id)} characters: 1 to {MAX_REQUEST_ID} are allowed"
+        raise InvalidValue(what, "request_id")
     given: dict[str, Any] = {
         "n": body.n,
         "min_tokens": body.min_tokens,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -16,13 +16,8 @@ PAPERS = ("deflection", "fairbatching", "flowprefill", "kairos")
 
 
 @pytest.fixture(scope="module")
-def page(repo: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("page", repo / "benchmarks" / "reproduce" / "page.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["page"] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
+def page(load_file: Callable[[str], ModuleType]) -> ModuleType:
+    return load_file("benchmarks/reproduce/page.py")
 
 
 @pytest.mark.parametrize("paper", PAPERS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -163,16 +164,23 @@ def test_hopper_decode_by_warps_and_of_8_bits(
 
 
 def decode(config: DecodeConfig, stored: Any = None, rows: Sequence[tuple[int, int]] = DECODE) -> None:
-    def attend(q: Any, k: Any, v: Any, ragged: Ragged) -> jax.Array:
+    def attend(interpret: Any, q: Any, k: Any, v: Any, ragged: Ragged) -> jax.Array:
         work = config.plan(ragged, page=16, window=None)
         options = {} if stored is None else {"scales": SCALES}
         return paged_decode(q, k, v, ragged, work, config=config, interpret=interpret, scale=SCALE, **options)[0]
 
+    interpreted(attend, rows, 64, stored)
+
+
+def interpreted(
+    attend: Callable[..., jax.Array], rows: Sequence[tuple[int, int]], dim: int, stored: Any, **more: Any
+) -> None:
+    """`check` of a kernel for Hopper, which `attend` calls with the interpreter's settings as its first argument."""
     with without_races() as interpret:
-        run = compiled(attend)
+        run = compiled(partial(attend, interpret))
         values = FOREIGN if stored is None else BYTES[stored]
         wait: Attend = lambda *given: jax.block_until_ready(run(*given))  # noqa: E731
-        check(wait, rows, 16, 64, jnp.bfloat16, stored=stored, values=values)
+        check(wait, rows, 16, dim, jnp.bfloat16, stored=stored, values=values, **more)
 
 
 LATENT = latent.Config(workers=2)
@@ -197,15 +205,11 @@ LATENT = latent.Config(workers=2)
 def test_hopper_latent(config: latent.Config, stored: Any, rows: Sequence[tuple[int, int]]) -> None:
     """The pool of latents is keys and values at once."""
 
-    def attend(q: Any, pool: Any, _: Any, ragged: Ragged) -> jax.Array:
+    def attend(interpret: Any, q: Any, pool: Any, _: Any, ragged: Ragged) -> jax.Array:
         work = config.plan(ragged, page=16, window=None)
         return latent.paged_latent(q, pool, work, values=128, config=config, interpret=interpret, scale=SCALE)[0]
 
-    with without_races() as interpret:
-        run = compiled(attend)
-        values = FOREIGN if stored is None else BYTES[stored]
-        wait: Attend = lambda *given: jax.block_until_ready(run(*given))  # noqa: E731
-        check(wait, rows, 16, 128 + latent.TURNING, jnp.bfloat16, stored=stored, heads=4, values=values)
+    interpreted(attend, rows, 128 + latent.TURNING, stored, heads=4)
 
 
 def test_hopper_plans_name_no_page_but_the_rows_own() -> None:
@@ -226,16 +230,12 @@ def test_hopper_plans_name_no_page_but_the_rows_own() -> None:
 def test_hopper_prefill(stored: Any) -> None:
     config = PrefillConfig(heads=2, keys=64, blocks=2)
 
-    def attend(q: Any, k: Any, v: Any, ragged: Ragged) -> jax.Array:
+    def attend(interpret: Any, q: Any, k: Any, v: Any, ragged: Ragged) -> jax.Array:
         work = config.plan(ragged, page=16)
         options = {} if stored is None else {"scales": SCALES}
         return paged_prefill(q, k, v, ragged, work, config=config, interpret=interpret, scale=SCALE, **options)[0]
 
-    with without_races() as interpret:
-        run = compiled(attend)
-        values = FOREIGN if stored is None else BYTES[stored]
-        wait: Attend = lambda *given: jax.block_until_ready(run(*given))  # noqa: E731
-        check(wait, ((9, 9), (20, 30)), 16, 64, jnp.bfloat16, stored=stored, values=values)
+    interpreted(attend, ((9, 9), (20, 30)), 64, stored)
 
 
 @pytest.mark.parametrize("above", [None, 1])
