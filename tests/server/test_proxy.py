@@ -96,7 +96,7 @@ class Proxy:
 @pytest.fixture
 def page(repo: Path) -> str:
     """The configuration on the page, as a template of `str.format`."""
-    (found,) = re.findall(r"```nginx\n(.*?)```", (repo / "docs" / "security.md").read_text(), re.S)
+    (found,) = re.findall(r"```nginx\n(.*?)```", (repo / "docs" / "guide" / "security.md").read_text(), re.S)
     text = found.replace("{", "{{").replace("}", "}}")
     for said, tested in SHORTER.items():
         assert text.count(said) == 1, said

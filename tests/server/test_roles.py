@@ -1,4 +1,4 @@
-"""Roles of a running server: read, changed while streams run, refused where nobody would be left."""
+"""Roles of a running server: read, changed while streams run, refused where none would be left to prefill or decode."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from jaxserve import LLM
+from jaxserve import LLM, SamplingParams
 from jaxserve.errors import InvalidValue
 from jaxserve.sched.policy import Role
 
@@ -91,7 +91,8 @@ def test_roles_by_python(two, tokenizer):
     llm = LLM(engine=two.engine, tokenizer_object=tokenizer)
     assert llm.roles == ("prefill", "decode")
     assert llm.set_roles({1: "mixed", 0: "mixed"}) == llm.roles == ("mixed", "mixed")
-    assert llm.generate("def main(")[0].outputs[0].finish_reason == "length"
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    assert llm.generate("def main(", greedy)[0].outputs[0].finish_reason == "length"
     assert llm.set_roles(["decode", "prefill"]) == ("decode", "prefill")
     with pytest.raises(InvalidValue, match="need each other"):
         llm.set_roles({0: "prefill"})
