@@ -13,6 +13,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+pytest.register_assert_rewrite("tests.support")
 ROOT = Path(__file__).resolve().parent.parent
 
 # The same examples on every run; HYPOTHESIS_PROFILE=random looks for new ones.

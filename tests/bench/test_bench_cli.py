@@ -13,8 +13,7 @@ import pytest
 from jaxserve.__main__ import main as jaxserve
 from jaxserve.bench import cli
 from jaxserve.flags import TeachingParser
-
-from .endpoint import Endpoint
+from tests.support.bench.endpoint import Endpoint
 
 FAST = Endpoint(ttft=0.02, gap=0.002)
 

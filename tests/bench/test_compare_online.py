@@ -17,8 +17,7 @@ import pytest
 
 from jaxserve.bench.client import Outcome
 from jaxserve.bench.load import Call, Objective
-
-from .endpoint import Endpoint
+from tests.support.bench.endpoint import Endpoint
 
 VOCABULARY = range(16, 400)
 

@@ -16,8 +16,7 @@ from jaxserve.capacity.fit import Setting, choose, fit, largest, remedy
 from jaxserve.errors import InvalidValue
 from jaxserve.models.published import published, published_spec
 from jaxserve.models.registry import spec_from_config
-
-from .test_costs import KV, SIZES
+from tests.support.capacity.sizes import KV, SIZES
 
 SPEC = spec_from_config({**SIZES, "max_position_embeddings": 64})
 WEIGHTS = Costs.of(SPEC, 1, "float32").weights

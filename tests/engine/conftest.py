@@ -39,7 +39,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def executor(tiny: Path) -> JaxExecutor:
-    from .steps import executors
+    from tests.support.engine.steps import executors
 
     return executors(tiny)[0]
 
@@ -47,6 +47,6 @@ def executor(tiny: Path) -> JaxExecutor:
 @pytest.fixture(scope="session")
 def pair(tiny: Path) -> list[JaxExecutor]:
     """Two instances of two devices."""
-    from .steps import executors
+    from tests.support.engine.steps import executors
 
     return executors(tiny, "2x2")

@@ -16,8 +16,7 @@ from jaxserve.errors import InvalidValue
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import Delta
 from jaxserve.sched.slo import NO_SLO
-
-from .test_speculate import chi_square
+from tests.support.engine.statistics import chi_square
 
 REPEATED = (5, 6, 7, 5, 6, 7, 5, 6, 7, 5)
 

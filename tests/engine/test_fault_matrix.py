@@ -21,8 +21,7 @@ from jaxserve.engine.assemble import Machine
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import JaxserveError
 from jaxserve.sched.plan import UNAVAILABLE, StepPlan
-
-from .faults import LONG, SMALL, Heard, Starter, Stuck
+from tests.support.engine.faults import LONG, SMALL, Heard, Starter, Stuck
 
 COUNT = 12
 PREFILL, DECODE = 0, 1

@@ -21,8 +21,7 @@ from jaxserve.errors import JaxserveError, QueueFull
 from jaxserve.sched.errors import Unavailable
 from jaxserve.sched.plan import UNAVAILABLE, Delta, StepPlan
 from jaxserve.sched.slo import NO_SLO
-
-from .faults import LONG, PARAMS, SMALL, Heard, Starter, Stuck
+from tests.support.engine.faults import LONG, PARAMS, SMALL, Heard, Starter, Stuck
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,8 @@ from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
 from pallas_kernels.dispatch import attention
 from pallas_kernels.layout import Ragged
-
-from .perplexity import demo, perplexity, unquantised
-from .steps import POOL, executors
+from tests.support.engine.perplexity import demo, perplexity, unquantised
+from tests.support.engine.steps import POOL, executors
 
 SPEC = registry.spec_from_config(
     {

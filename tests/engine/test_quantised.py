@@ -22,9 +22,8 @@ from jaxserve.models import registry
 from jaxserve.models.published import published_spec
 from jaxserve.models.quantisation import FLAG
 from pallas_kernels.experts import resolve_experts
-
-from .perplexity import demo, perplexity, unquantised
-from .steps import Job, alone, executors
+from tests.support.engine.perplexity import demo, perplexity, unquantised
+from tests.support.engine.steps import Job, alone, executors
 
 
 @pytest.mark.parametrize("name", list(FLAG))

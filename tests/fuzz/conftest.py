@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,8 +10,6 @@ import jaxserve.demo
 from jaxserve.config import ServeConfig
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True, scope="module")

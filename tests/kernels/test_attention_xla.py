@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from pallas_kernels import attention_xla
 from pallas_kernels.layout import MASKED, Ragged, Scales
 from pallas_kernels.xla import rows as rows_of
-
-from . import reference
-from .ragged import deal, make
+from tests.support.kernels import reference
+from tests.support.kernels.ragged import deal, make
 
 Floats = npt.NDArray[np.float32]
 Pools = list[tuple[jax.Array, jax.Array]]

@@ -25,8 +25,7 @@ from pallas_kernels.hopper.borders import Config, heuristic, supports
 from pallas_kernels.hopper.borders import borders as by_mosaic
 from pallas_kernels.xla.borders import bisected, swept
 from pallas_kernels.xla.borders import borders as by_xla
-
-from .interpreted import needs_interpreter, without_races
+from tests.support.kernels.interpreted import needs_interpreter, without_races
 
 Array = npt.NDArray[Any]
 ROUNDING = 3e-6  # of a mass

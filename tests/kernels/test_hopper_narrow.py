@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from pallas_kernels.hopper.narrow import Config, Spec, Work, candidates, heuristic, narrow_matmul
 from pallas_kernels.hopper.spec import SMEM
-
-from .interpreted import needs_interpreter, without_races
-from .reference import doubles, error
+from tests.support.kernels.interpreted import needs_interpreter, without_races
+from tests.support.kernels.reference import doubles, error
 
 LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, of the whole output
 SMALL = Config(tokens=8, depth=64, stages=2, workers=2)

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.layout import Ragged
 from pallas_kernels.plan.decode import DecodeWork, plan_decode
-
-from .ragged import deal, make
+from tests.support.kernels.ragged import deal, make
 
 PAGE, QUERIES, ROWS = 16, 4, 8
 

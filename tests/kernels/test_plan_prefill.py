@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.layout import Ragged
 from pallas_kernels.plan.prefill import BEGIN, POSITION, ROW, TOKENS, PrefillWork, most_tiles, plan_prefill
-
-from .ragged import deal, make
+from tests.support.kernels.ragged import deal, make
 
 PAGE, POOL, KEYS, TOKENS_MOST, ROWS_MOST = 8, 200, 16, 64, 8
 

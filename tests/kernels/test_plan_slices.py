@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.plan.slices import most_slices, sliced
-
-from .ragged import deal, make
+from tests.support.kernels.ragged import deal, make
 
 PAGE = 4
 

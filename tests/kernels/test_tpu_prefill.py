@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from pallas_kernels.tpu import prefill
 from pallas_kernels.tpu.config import Config, Shape
 from pallas_kernels.tpu.plan import most_items, plan_prefill
-
-from .ragged import deal, make
-from .tpu import Options, check, run, step
+from tests.support.kernels.ragged import deal, make
+from tests.support.kernels.tpu import Options, check, run, step
 
 PAGE, TILE = 4, 8
 plan = jax.jit(plan_prefill, static_argnames=("queries", "above"))

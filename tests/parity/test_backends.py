@@ -16,8 +16,7 @@ from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import StepPlan
 from jaxserve.sched.request import Request
 from pallas_kernels import compat
-
-from .law import LENGTH, SPEC, Ask, Model, Setup, compare
+from tests.support.parity.law import LENGTH, SPEC, Ask, Model, Setup, compare
 
 pytestmark = pytest.mark.timeout(1800)  # interpreted kernels take minutes, on a busy machine many
 PAGES, TOKENS = 40, 4

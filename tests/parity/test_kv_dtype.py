@@ -12,10 +12,9 @@ from functools import cache
 import pytest
 
 from jaxserve.models import registry
-
-from .law import LENGTH, PAGE, SPEC, Model, Setup, hold
-from .test_families import FAMILIES, SIZES
-from .test_law import ROOMY, asks
+from tests.support.parity.asks import ROOMY, asks
+from tests.support.parity.families import FAMILIES, SIZES
+from tests.support.parity.law import LENGTH, PAGE, SPEC, Model, Setup, hold
 
 CLOSE = 0.05
 TIGHT = LENGTH // PAGE + 4

@@ -20,9 +20,8 @@ from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.policy import Decision, Grant, View
 from jaxserve.sched.request import Request
 from jaxserve.speculative import Speculative
-
-from .law import LENGTH, PAGE, SPEC, Ask, Setup, compare, weights
-from .test_law import STYLES
+from tests.support.parity.asks import STYLES
+from tests.support.parity.law import LENGTH, PAGE, SPEC, Ask, Setup, compare, weights
 
 DRAFT = 4
 ROOMY, TIGHT = 200, LENGTH // PAGE + 2

@@ -16,8 +16,7 @@ from jaxserve.sched.policy import Limits, Role
 from jaxserve.sched.request import BEST_EFFORT, STANDARD, Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo import SLO
-
-from .harness import Job, simulate
+from tests.support.sched.harness import Job, simulate
 
 # 10 ms a step, 1 ms a prompt token, 1 ms a row
 PERF = Coefficients(0.010, 1e-3, 1e-3, 0.0, 0.0, 0.0)

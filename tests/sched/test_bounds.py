@@ -17,8 +17,7 @@ from jaxserve.sched.sim.bounds import bounds, goodput_bounds
 from jaxserve.sched.sim.oracle import Details, goodput_bound, sustained_bound
 from jaxserve.sched.sim.sweep import goodput_search
 from jaxserve.sched.slo import SLO
-
-from .test_sim import CHAT, TINY
+from tests.support.sched.presets import CHAT, TINY
 
 QUIET = replace(TINY, noise=0.0)
 HARD = replace(CHAT, ttft=0.02, tpot=0.003)

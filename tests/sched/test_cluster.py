@@ -13,29 +13,10 @@ from hypothesis import strategies as st
 from jaxserve.sched.errors import StepFailed
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import StepPlan
-from jaxserve.sched.policy import Role
 from jaxserve.sched.request import BEST_EFFORT
 from jaxserve.sched.slo import SLO
-
-from .harness import Job, Outcome, simulate
-
-PD = (Role.PREFILL, Role.DECODE)
-ROLES = {"1x1": (Role.MIXED,), "2x1": PD, "4x1": (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)}
-
-
-def check_complete(outcome: Outcome, jobs: list[Job], *, cancelled: bool = False) -> None:
-    """Every request is told of once, in order, with exactly its tokens."""
-    assert [request.id for request in outcome.requests] == list(range(len(jobs)))
-    for request, job in zip(outcome.requests, jobs, strict=True):
-        told = [token for delta in outcome.deltas[request.id] for token in delta.tokens]
-        reasons = [delta.finish_reason for delta in outcome.deltas[request.id] if delta.finish_reason]
-        assert told == request.output and len(reasons) == 1
-        assert request.token_times == sorted(request.token_times)
-        if request.finish_reason in ("stop", "length"):
-            assert len(told) == min(job.output, request.limit)
-            assert reasons == ["stop" if job.output <= request.limit else "length"]
-        else:
-            assert cancelled and request.finish_reason == "abort"
+from tests.support.sched.complete import JOB, PD, ROLES, check_complete
+from tests.support.sched.harness import Job, simulate
 
 
 @pytest.mark.parametrize("roles", ROLES)
@@ -44,18 +25,6 @@ def test_serves_a_mixed_load(roles: str, policy: str) -> None:
     draw = random.Random(1)
     jobs = [Job(range(1000 * i, 1000 * i + draw.randint(1, 60)), draw.randint(1, 30), i * 0.002) for i in range(40)]
     check_complete(simulate(jobs, ROLES[roles], policy=policy), jobs)
-
-
-JOB = st.builds(
-    lambda start, prompt, output, arrival, cancel: Job(
-        range(start, start + prompt), output, arrival, cancel_at=None if cancel is None else arrival + cancel
-    ),
-    start=st.sampled_from([0, 0, 1000, 2000]),  # equal starts share prefixes
-    prompt=st.integers(1, 20),
-    output=st.integers(1, 14),
-    arrival=st.floats(0, 0.05),
-    cancel=st.none() | st.floats(0, 0.05),
-)
 
 
 @given(

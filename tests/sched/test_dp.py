@@ -28,8 +28,7 @@ from jaxserve.sched.request import BEST_EFFORT, Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo import SLO, THINKING
 from jaxserve.sched.thinking import ThinkingEnd
-
-from .harness import Job, simulate
+from tests.support.sched.harness import Job, simulate
 
 TOKEN = Coefficients(fixed=0, prefill=1 / 6, decode=1 / 6, quadratic=0, longest=0, context=0)  # six tokens per second
 LARGE = Limits(tokens=8192, rows=256, pages=10_000, page_size=16)

@@ -16,9 +16,8 @@ from jaxserve.sched.perf.drafted import FIRST, Drafted
 from jaxserve.sched.perf.model import GeneralModel, Load
 from jaxserve.sched.policies import drafting
 from jaxserve.sched.policies.drafting import lengths_of
-
-from .harness import COEFFICIENTS, Job, Outcome, simulate
-from .test_speculation import JOB, check
+from tests.support.sched.harness import COEFFICIENTS, Job, Outcome, simulate
+from tests.support.sched.speculation import JOB, check
 
 CHEAP = replace(COEFFICIENTS, fixed=5e-3, draft=2e-4)
 DEAR = replace(COEFFICIENTS, fixed=1e-3, decode=1e-3, draft=2e-3)

@@ -27,10 +27,8 @@ from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load
 from jaxserve.sched.policy import Limits, Role, View
 from jaxserve.sched.request import BEST_EFFORT, Request, State
 from jaxserve.sched.slo import SLO
-
-from .test_orders import begun
-from .test_policies import decoding, prompt
-from .test_policies import view as view_of
+from tests.support.sched.views import begun, decoding, prompt
+from tests.support.sched.views import view as view_of
 
 # 10 ms a step, 1 ms a prompt token, 1 ms a row, 1 us a token of the longest context, 0.1 us of any other
 PERF = GeneralModel(Coefficients(0.010, 1e-3, 1e-3, 0.0, 1e-6, 1e-7), correct=False)

@@ -21,8 +21,7 @@ from jaxserve.sched.request import Request
 from jaxserve.sched.sim.floor import CPU, REGIMES, Floor, floor, kept, plain
 from jaxserve.sched.sim.latency import Latency
 from jaxserve.sched.slo import NO_SLO, SLO
-
-from .test_colocated import STEEP, decoding, prompt, view
+from tests.support.sched.colocated import STEEP, decoding, prompt, view
 
 VARIANTS = [
     "fairbatching:budget=fixed",

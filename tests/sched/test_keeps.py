@@ -18,11 +18,10 @@ from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.sim import Arrival, Mesh, simulate
 from jaxserve.sched.sim.options import Options
 from jaxserve.sched.slo import SLO
-
-from .harness import Job
-from .test_laws import ADMISSIONS, JOBS, POLICIES, SHAPE
-from .test_roles import SEVERAL, TURNS, check, check_replay, journalled, run
-from .test_unified import LATENCY
+from tests.support.sched.cases import ADMISSIONS, JOBS, POLICIES, SHAPE
+from tests.support.sched.harness import Job
+from tests.support.sched.latency import LATENCY
+from tests.support.sched.roles import SEVERAL, TURNS, check, check_replay, journalled, run
 
 D, P = Role.DECODE, Role.PREFILL
 SOME = st.integers(1, 3)  # every so many requests are kept

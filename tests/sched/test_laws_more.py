@@ -18,8 +18,7 @@ from jaxserve.sched.sim.bounds import bounds
 from jaxserve.sched.sim.oracle import Details, bound
 from jaxserve.sched.sim.workload import scale_slo
 from jaxserve.sched.slo import SLO
-
-from .test_laws import ADMISSIONS, PLACEMENTS, POLICIES
+from tests.support.sched.cases import ADMISSIONS, PLACEMENTS, POLICIES
 
 EXACT = Coefficients(1e-3, 1e-4, 1e-5, 1e-8, 1e-7, 1e-8)
 TINY = Latency("tiny", kv_bytes_per_token=1000, kv_tokens=400, page_size=4, coefficients=EXACT, link_bandwidth=1e9)

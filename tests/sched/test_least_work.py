@@ -22,11 +22,10 @@ from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.sim import Arrival, Latency, Options, Report, simulate
 from jaxserve.sched.sim.executor import SimExecutor
 from jaxserve.sched.slo import SLO
-
-from .harness import COEFFICIENTS, Job
-from .harness import simulate as serve
-from .test_cluster import JOB, ROLES, check_complete
-from .test_journal import perf, recorded
+from tests.support.sched.complete import JOB, ROLES, check_complete
+from tests.support.sched.harness import COEFFICIENTS, Job
+from tests.support.sched.harness import simulate as serve
+from tests.support.sched.recorded import perf, recorded
 
 EXACT = Coefficients(fixed=0.010, prefill=1e-4, decode=1e-4, quadratic=0.0, longest=1e-7, context=1e-7)
 DEVICE = Latency("test", kv_bytes_per_token=1000, kv_tokens=100_000, page_size=16, coefficients=EXACT)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import random
 from bisect import bisect_left
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -16,13 +15,12 @@ from jaxserve.sched.boundary import stopping
 from jaxserve.sched.counters import BLOCKING
 from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.log import Log
-from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load
+from jaxserve.sched.perf.model import Load
 from jaxserve.sched.plan import StepPlan
 from jaxserve.sched.policy import Decision, Grant, Limits, Role, View
 from jaxserve.sched.slo import SLO
-
-from .harness import COEFFICIENTS, Job, Outcome, simulate
-from .test_cluster import ROLES, check_complete
+from tests.support.sched.complete import ROLES, check_complete
+from tests.support.sched.harness import COEFFICIENTS, Job, Outcome, perf, simulate
 
 LONG, SHORT = 800, 10  # tokens
 T_LONG, T_SHORT = (COEFFICIENTS.step_time(Load().add_chunk(tokens, 0)) for tokens in (LONG, SHORT))
@@ -244,10 +242,6 @@ class Orderly(Chaos):
 def test_the_same_jobs_give_the_same_history(jobs, seed) -> None:  # type: ignore[no-untyped-def]
     first, second = (preempting(jobs, pages=12, rows=3, tokens=9, policy=lambda: Chaos(seed)) for _ in range(2))
     assert first.plans == second.plans and first.ended == second.ended and first.counters == second.counters
-
-
-def perf(record: Mapping[str, Any]) -> GeneralModel:
-    return GeneralModel(Coefficients(**record["coefficients"]))
 
 
 @given(

@@ -15,8 +15,7 @@ from jaxserve.sched.sim import NAMED, Arrival, Options, simulate
 from jaxserve.sched.sim.executor import END_THINKING
 from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.slo import SLO, THINKING
-
-from .test_sim import TINY
+from tests.support.sched.presets import TINY
 
 QUIET = replace(TINY, noise=0.0)
 

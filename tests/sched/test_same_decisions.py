@@ -37,9 +37,8 @@ from jaxserve.sched.policy import Role
 from jaxserve.sched.request import Request, State
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo import SLO
-
-from .test_placement import decodes, instance, request
-from .test_policies import decoding, view
+from tests.support.sched.fleet import decodes, instance, request
+from tests.support.sched.views import decoding, view
 
 GENERAL = Coefficients(5e-3, 2e-5, 1e-5, 1e-10, 1e-8, 1e-8)
 MODELS: dict[str, PerfModel] = {

@@ -16,9 +16,8 @@ from jaxserve.sched.policy import Grant, one_each
 from jaxserve.sched.request import BEST_EFFORT, STANDARD, Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo import SLO
-
-from .harness import Job, Outcome, simulate
-from .test_cluster import ROLES
+from tests.support.sched.complete import ROLES
+from tests.support.sched.harness import Job, Outcome, simulate
 
 JOB = st.builds(
     lambda prompt, output, arrival, tpot, tier: Job(

@@ -28,9 +28,8 @@ from jaxserve.sched.request import BEST_EFFORT, STANDARD, Request, State
 from jaxserve.sched.roster import Roster
 from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
 from jaxserve.sched.slo import SLO
-
-from .harness import COEFFICIENTS, Job, Outcome
-from .harness import simulate as run
+from tests.support.sched.harness import COEFFICIENTS, Job, Outcome
+from tests.support.sched.harness import simulate as run
 
 DEVICE = Coefficients(fixed=10e-3, prefill=1e-4, decode=5e-5, quadratic=0, longest=0, context=0)
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from conftest import SMALL, Live
+from tests.support.server.live import SMALL, Live
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue

@@ -19,8 +19,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
-from conftest import MODEL, SMALL, Live
 from prometheus_client.parser import text_string_to_metric_families
+from tests.support.server.live import MODEL, SMALL, Live
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue

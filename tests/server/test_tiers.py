@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
-from conftest import SMALL, Live
+from tests.support.server.live import SMALL, Live
 
 from jaxserve.config import ServeConfig
 from jaxserve.server.service import Service
