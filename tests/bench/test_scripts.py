@@ -109,7 +109,7 @@ def tables_of(page: str) -> dict[str, str]:
     return dict(re.findall(r"<!-- table: (.*?) -->\n(.*?)<!-- end -->", page, re.DOTALL))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_served_policies(repo: Path, tmp_path: Path) -> None:
     """Two cases of it; a second run finds them, serves nothing, and writes the tables into the page."""
     path, page = tmp_path / "served.json", tmp_path / "served.md"
@@ -241,6 +241,7 @@ def test_cpu_floor(repo: Path, tmp_path: Path) -> None:
     assert many["flops"] == 64 * one["flops"] == 32 * found["bytes"]  # two for each number of four bytes
 
 
+@pytest.mark.full
 def test_floor_served(repo: Path, tmp_path: Path) -> None:
     path = tmp_path / "floor.json"
     flags = "--model demo --policies unified --requests 4 --prompt 8 --tokens 6 --repeats 1 --output"

@@ -28,7 +28,7 @@ def start(tiny: Path, **speculative: object) -> Engine:
             model=str(tiny),
             mesh="1x1",
             max_num_seqs=2,
-            max_num_batched_tokens=32,
+            max_num_batched_tokens=16,
             max_model_len=64,
             block_size=4,
             kv_cache_memory=1 << 20,

@@ -16,6 +16,7 @@ from jaxserve.engine.sampling import BAD, Column, Rows, draw, heated_and_cut
 from jaxserve.engine.speculate import GUESSED, NONE, ngram, probabilistic, salted, strict
 from jaxserve.sched.params import SamplingParams
 from tests.support.engine.statistics import Array, V, chi_square, table
+from tests.support.examples import examples
 
 DRAWS, DEPTH = 24_576, 2
 RANDOM = np.random.default_rng(0)
@@ -91,7 +92,7 @@ def test_rejection_sampling_keeps_what_it_can() -> None:
     assert 0.5 * most < kept["strict"] <= most + 0.02
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     temperature=st.sampled_from([0.0, 0.7, 1.3]),
@@ -146,7 +147,7 @@ def looked_up(text: list[int], count: int, least: int, most: int) -> list[int] |
     return None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     texts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=24), min_size=3, max_size=3),
     bounds=st.sampled_from([(1, 1), (1, 3), (2, 4), (3, 3)]),

@@ -13,6 +13,11 @@ from jaxserve.tokenizer import Tokenizer
 
 
 @pytest.fixture(autouse=True, scope="module")
+def _little_memory() -> None:
+    """Nothing: the engine here lives on, and says how often it compiles."""
+
+
+@pytest.fixture(autouse=True, scope="module")
 def _few_mappings(compiled_is_let_go: Callable[[int], None]) -> None:
     """Before the engine only, which lives on."""
     compiled_is_let_go(10_000)

@@ -101,7 +101,7 @@ EXPERTS = registry.spec_from_config(
     }
 )  # fmt: skip
 EIGHT = [
-    pytest.param("tpu", "int8", id="tpu-int8"),
+    pytest.param("tpu", "int8", id="tpu-int8", marks=pytest.mark.full),
     pytest.param("tpu", "fp8", id="tpu-fp8", marks=pytest.mark.full),
     pytest.param("mosaic_gpu", "int8", id="mosaic_gpu-int8", marks=needs_interpreter),
     pytest.param("mosaic_gpu", "fp8", id="mosaic_gpu-fp8", marks=[needs_interpreter, pytest.mark.full]),

@@ -15,6 +15,7 @@ from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import StepPlan
 from jaxserve.sched.request import BEST_EFFORT
 from jaxserve.sched.slo import SLO
+from tests.support.examples import examples
 from tests.support.sched.complete import JOB, PD, ROLES, check_complete
 from tests.support.sched.harness import Job, simulate
 
@@ -36,7 +37,7 @@ def test_serves_a_mixed_load(roles: str, policy: str) -> None:
     tokens=st.integers(1, 16),
     first_token=st.sampled_from(["prefill", "decode"]),
 )
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_pools_of_a_few_pages_never_deadlock(jobs, roles, policy, pages, rows, tokens, first_token) -> None:  # type: ignore[no-untyped-def]
     """A request of up to 34 tokens in pools of 36 to 56: admission, growth, drops and hand-overs all collide."""
     outcome = simulate(
@@ -50,7 +51,7 @@ def test_pools_of_a_few_pages_never_deadlock(jobs, roles, policy, pages, rows, t
     roles=st.sampled_from(list(ROLES.values())),
     every=st.integers(3, 7),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_steps_that_raise_cost_no_token(jobs, roles, every) -> None:  # type: ignore[no-untyped-def]
     seen = [0]
 
@@ -82,7 +83,7 @@ def test_the_request_at_fault_fails_alone() -> None:
     every=st.integers(2, 5),
     pages=st.integers(9, 14),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_transfers_that_raise_cost_no_token(jobs, roles, every, pages) -> None:  # type: ignore[no-untyped-def]
     """Every second to fifth transfer raises: it is tried again from what the source still holds, three times."""
     seen = [0]

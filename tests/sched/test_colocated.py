@@ -20,6 +20,7 @@ from jaxserve.sched.request import BEST_EFFORT, Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
 from jaxserve.sched.slo import NO_SLO, SLO
+from tests.support.examples import examples
 from tests.support.sched.colocated import EXACT, STEEP, decoding, prompt, view
 from tests.support.sched.complete import JOB, ROLES, check_complete
 from tests.support.sched.harness import Job
@@ -247,7 +248,7 @@ class Load:
     rows=st.integers(1, 4),
     tokens=st.integers(1, 16),
 )
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_an_instance_with_requests_never_idles(name, loads, pages, rows, tokens) -> None:  # type: ignore[no-untyped-def]
     scheduler = Scheduler(policies.make(name), GeneralModel(EXACT), Limits(tokens, rows, pages, 4))
     coming = sorted(
@@ -289,7 +290,7 @@ def test_an_instance_with_requests_never_idles(name, loads, pages, rows, tokens)
     rows=st.integers(1, 4),
     tokens=st.integers(1, 16),
 )
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 def test_nothing_is_lost_whatever_the_roles(jobs, roles, policy, pages, rows, tokens) -> None:  # type: ignore[no-untyped-def]
     """A request of up to 34 tokens in pools of 36 to 56, cancelled at times: pages and requests are conserved."""
     check_complete(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.journal import replay
+from tests.support.examples import examples
 from tests.support.sched.complete import JOB, ROLES
 from tests.support.sched.harness import Job
 from tests.support.sched.recorded import perf, recorded
@@ -21,7 +22,7 @@ from tests.support.sched.recorded import perf, recorded
     policy=st.sampled_from(["distserve", "kairos"]),
     every=st.sampled_from([4, 7, 10_000]),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_replay_reproduces_every_plan(jobs: list[Job], roles: str, policy: str, every: int) -> None:
     text = recorded(jobs, roles, policy, every)
     outcome = replay(text.splitlines(), perf)

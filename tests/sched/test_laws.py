@@ -23,6 +23,7 @@ from jaxserve.sched.policy import Decision, Limits, Role, View, in_order
 from jaxserve.sched.request import BEST_EFFORT, Request
 from jaxserve.sched.slo import SLO
 from jaxserve.sched.table import Table
+from tests.support.examples import examples
 from tests.support.sched.cases import (
     ADMISSIONS,
     JOBS,
@@ -70,7 +71,7 @@ def check(policy: str, case: Case, jobs: list[Job], shape: dict[str, Any]) -> No
     assert [one.token_times for one in outcome.requests] == [one.token_times for one in same.requests]
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(policy=st.sampled_from(POLICIES), case=st.sampled_from(CASES), jobs=JOBS, shape=SHAPE)
 def test_nothing_is_lost_and_nothing_stands_still(policy, case, jobs, shape) -> None:  # type: ignore[no-untyped-def]
     check(policy, case, jobs, shape)
@@ -118,7 +119,7 @@ def shuffled(count: int) -> list[int]:
     return random.Random(count).sample(range(count), count)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(policy=st.sampled_from(POLICIES), case=st.sampled_from(CASES), jobs=JOBS, shape=SHAPE, data=st.data())
 def test_no_policy_sees_an_output_length(policy, case, jobs, shape, data) -> None:  # type: ignore[no-untyped-def]
     places = data.draw(st.permutations(range(len(jobs))))

@@ -16,6 +16,7 @@ from jaxserve.sched.policy import Role
 from jaxserve.sched.request import BEST_EFFORT, Request, State
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo import SLO
+from tests.support.examples import examples
 from tests.support.sched.fleet import decodes, fleet, instance, request
 from tests.support.sched.harness import Job
 from tests.support.sched.harness import simulate as serve
@@ -243,7 +244,7 @@ def test_who_has_begun_or_has_a_token_never_moves(name: str) -> None:
     name=st.sampled_from(["deflect:dropped", "unified:margin=1.0", "unified"]),
     roles=st.sampled_from([(P, D), (P, P, D, D), (M, M)]),
 )
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_moves_are_of_waiting_requests_and_lose_nothing(prompts, name, roles) -> None:  # type: ignore[no-untyped-def]
     moved: list[int] = []
 

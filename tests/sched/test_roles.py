@@ -16,12 +16,13 @@ from jaxserve.sched.policy import Role
 from jaxserve.sched.sim import Latency, Mesh, Options, Report, simulate
 from jaxserve.sched.sim.workload import Arrival
 from jaxserve.sched.slo import SLO
+from tests.support.examples import examples
 from tests.support.sched.cases import ADMISSIONS, JOBS, PLACEMENTS, POLICIES, SHAPE, drawn
 from tests.support.sched.harness import COEFFICIENTS, Job
 from tests.support.sched.roles import SEVERAL, TURNS, D, M, P, Turns, check, check_replay, journalled, run
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     policy=st.sampled_from(POLICIES),
     mesh=st.sampled_from(sorted(SEVERAL)),
@@ -55,7 +56,7 @@ def test_no_change_of_roles_loses_anything_under_any_policy(policy: str) -> None
 # what is journalled
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     jobs=JOBS,
     mesh=st.sampled_from(["1P1D", "2P2D"]),

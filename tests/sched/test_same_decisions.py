@@ -37,6 +37,7 @@ from jaxserve.sched.policy import Role
 from jaxserve.sched.request import Request, State
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo import SLO
+from tests.support.examples import examples
 from tests.support.sched.fleet import decodes, instance, request
 from tests.support.sched.views import decoding, view
 
@@ -168,7 +169,7 @@ class Plain:
         return at.start + ceil(tokens / chunk) * bound if chunk >= 1 else inf
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.integers(0, 1 << 20), st.integers(1, 25))
 def test_prompts_move_as_if_nothing_was_kept(seed: int, prompts: int) -> None:
     random = np.random.default_rng(seed)
@@ -189,7 +190,7 @@ def test_prompts_move_as_if_nothing_was_kept(seed: int, prompts: int) -> None:
         moved += len(moves)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(st.integers(0, 1 << 20))
 def test_paths_that_are_kept_are_those_worked_out_anew(seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -220,7 +221,7 @@ def test_paths_that_are_kept_are_those_worked_out_anew(seed: int) -> None:
     assert len(paths._places) < 500, "lengths that nobody has any more are forgotten"
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(st.integers(0, 1 << 20), st.sampled_from([Role.PREFILL, Role.DECODE, Role.MIXED]), st.sampled_from([0, 2]))
 def test_the_programme_admits_as_if_nothing_was_kept(seed: int, role: Role, draft: int) -> None:
     random = np.random.default_rng(seed)
@@ -245,7 +246,7 @@ ROW = st.tuples(st.floats(0.02, 0.1), st.integers(1, 4000))
 COMING = st.tuples(st.floats(-0.5, 12.0), st.integers(1, 6000), st.sampled_from([0.02, 0.05, 0.1]), st.integers(0, 300))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     MODEL,
     st.lists(ROW, max_size=40),

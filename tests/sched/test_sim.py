@@ -23,6 +23,7 @@ from jaxserve.sched.sim import NAMED, Arrival, Latency, Mesh, Options, Report, l
 from jaxserve.sched.sim.workload import Arrivals
 from jaxserve.sched.slo import SLO
 from jaxserve.yamlio import load_yaml
+from tests.support.examples import examples
 from tests.support.sched.presets import CHAT, ROOT, TINY
 
 TRACES = ROOT.parent / "shared" / "traces"
@@ -110,7 +111,7 @@ REQUEST = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     requests=st.lists(REQUEST, min_size=1, max_size=10),
     policy=st.sampled_from(POLICIES),

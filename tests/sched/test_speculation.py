@@ -15,6 +15,7 @@ from jaxserve.sched.plan import StepPlan
 from jaxserve.sched.policies.speculation import Supply, Terms, accepted, counted_on, prompt_room
 from jaxserve.sched.policy import Decision, Grant, Role, View
 from jaxserve.sched.request import BEST_EFFORT, STANDARD, State
+from tests.support.examples import examples
 from tests.support.sched.harness import Job, Outcome, simulate
 from tests.support.sched.speculation import JOB, check
 
@@ -162,7 +163,7 @@ class Drafting:
     tokens=st.integers(1, 16),
     lead=st.sampled_from([0.0, 4e-4, 1.0]),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_drafting_loses_and_invents_no_token(  # type: ignore[no-untyped-def]
     jobs, roles, lengths, acceptance, draft, pages, tokens, lead
 ) -> None:
@@ -182,7 +183,7 @@ def test_drafting_loses_and_invents_no_token(  # type: ignore[no-untyped-def]
 
 
 @given(jobs=st.lists(JOB, min_size=1, max_size=5), every=st.integers(3, 7), acceptance=st.sampled_from([0.3, 1.0]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_a_step_that_raises_while_it_verifies_costs_no_token(  # type: ignore[no-untyped-def]
     jobs, every, acceptance
 ) -> None:
@@ -287,7 +288,7 @@ def test_objectives_take_the_pages_of_best_effort_and_it_finishes() -> None:
     pages=st.integers(11, 18),
     draft=st.integers(0, 3),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_best_effort_loses_pages_never_tokens(jobs, pages, draft) -> None:  # type: ignore[no-untyped-def]
     tiered = []
     for job, tier in jobs:

@@ -14,6 +14,11 @@ from jaxserve.tokenizer import Tokenizer
 from tests.support.server.live import ADMIN, SMALL, Live
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _little_memory() -> None:
+    """Nothing: the engine here lives on, and says how often it compiles."""
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _few_mappings(compiled_is_let_go: Callable[[int], None]) -> None:
     """Before the first engine only: those here live on, and say how often they compile."""
