@@ -231,6 +231,7 @@ def test_a_storm(repo: Path, tmp_path: Path) -> None:
     assert found["role_changes"] > 3 and found["after"]["moved"] > 0
 
 
+@pytest.mark.full
 def test_cpu_floor(repo: Path, tmp_path: Path) -> None:
     path = tmp_path / "floor.json"
     run(repo, "cpu_floor", "--tokens", "1", "64", "--repeats", "1", "--output", str(path))

@@ -64,6 +64,7 @@ def served(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[Sa
     return [output[id] for id in ids]
 
 
+@pytest.mark.full
 def test_a_model_that_drafts_for_itself_is_always_right(itself: Engine) -> None:
     """So its KV is complete: after prompts, after drafts that all held, and in pages that others computed."""
     before = itself.stats().counters
@@ -78,6 +79,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(itself: Engine) -> None:
     assert after.compilations_after_warmup == 0
 
 
+@pytest.mark.full
 def test_rows_that_draw_alone_beside_rows_that_draft(itself: Engine) -> None:
     """Penalties, biases, log-probabilities are for single tokens; the others draft in the same steps."""
     alone = [
@@ -91,6 +93,7 @@ def test_rows_that_draw_alone_beside_rows_that_draft(itself: Engine) -> None:
     assert set(together[2]) == {11}
 
 
+@pytest.mark.full
 def test_draws_are_the_targets(itself: Engine, tiny: Path) -> None:
     """Tokens 2 and 3 of many requests against their exact chances, all continuations summed, by transformers."""
     import torch

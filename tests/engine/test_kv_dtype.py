@@ -52,7 +52,12 @@ def test_the_flag_and_the_engine_know_the_same_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [pytest.param("bfloat16", 0.01, marks=pytest.mark.full), ("fp8", 0.01), ("int8", 0.01)]
+    ("name", "most"),
+    [
+        pytest.param("bfloat16", 0.01, marks=pytest.mark.full),
+        ("fp8", 0.01),
+        pytest.param("int8", 0.01, marks=pytest.mark.full),
+    ],
 )  # shares of the perplexity
 def test_the_demo_model_loses_at_most_one_per_cent(name: str, most: float) -> None:
     executor = demo(kv_cache_dtype=name)
