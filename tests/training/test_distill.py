@@ -25,9 +25,9 @@ from jaxserve.training.net import Net, NetConfig
 
 WORDS = "def return self class import value for in if not None True name print path open read write line text"
 TINY = [
-    "--samples", "96", "--length", "48", "--rows", "8", "--long-length", "64", "--steps", "60", "--rate", "0.02",
+    "--samples", "128", "--length", "48", "--rows", "8", "--long-length", "64", "--steps", "60", "--rate", "0.02",
     "--drafted", "3", "--report-every", "20", "--dim", "32", "--layers", "1", "--head-dim", "16",
-    "--max-num-seqs", "8", "--max-num-batched-tokens", "32", "--kv-cache-memory", "16MiB",
+    "--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--kv-cache-memory", "16MiB",
 ]  # fmt: skip
 
 
