@@ -21,10 +21,12 @@ from jaxserve.config import ServeConfig
 SOURCES = ("jaxserve", "sched", "configs", "pallas_kernels", "pyproject.toml", "README.md", "LICENSE")
 
 
-def python(code: str, *, cwd: Path, path: Path | None = None) -> str:
+def python(code: str, *flags: str, cwd: Path, path: Path | None = None) -> str:
     """Output of `code` run by a new interpreter that sees this environment and, before it, `path`."""
     environment = {**os.environ, "PYTHONPATH": str(path) if path else ""}
-    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -91,7 +93,8 @@ def test_a_copy_that_dropped_the_link_says_so(repo: Path, tmp_path: Path) -> Non
     (tmp_path / "jaxserve").mkdir()
     shutil.copy(repo / "jaxserve/__init__.py", tmp_path / "jaxserve/__init__.py")
     code = "try:\n    import jaxserve\nexcept ImportError as error:\n    print(error)"
-    assert "jaxserve/sched is missing" in python(code, cwd=tmp_path, path=tmp_path)
+    # -S: an editable install would find the checkout's jaxserve.sched.
+    assert "jaxserve/sched is missing" in python(code, "-S", cwd=tmp_path, path=tmp_path)
 
 
 def test_the_links_are_links(repo: Path) -> None:
@@ -179,6 +182,11 @@ def test_ci_pins_a_version_of_everything_it_installs(repo: Path) -> None:
             assert requirement.specifier.contains(version), f"{pin} is pinned, and pyproject.toml asks {requirement}"
     run = (repo / ".ci" / "run").read_text()
     assert run.count("pip install --quiet -c .ci/constraints.txt") == 2
+
+
+@pytest.mark.parametrize("name", ["run", "nightly", "compiler"])
+def test_ci_is_bash_that_can_be_read(repo: Path, name: str) -> None:
+    subprocess.run(["bash", "-n", str(repo / ".ci" / name)], check=True)
 
 
 def test_the_nightly_is_a_script_that_runs(repo: Path) -> None:
