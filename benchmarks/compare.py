@@ -7,7 +7,7 @@ feed-forward 2816, vocabulary 4096).
     python benchmarks/compare.py --python vllm=/opt/vllm/bin/python        # jaxserve, transformers and vLLM
     python benchmarks/compare.py --sides jaxserve transformers             # what the extra `test` has
 
-Sides: `jaxserve`; `vllm`, which wants a Python of its own (docs/compare.md says how to make one for CPUs);
+Sides: `jaxserve`; `vllm`, which wants a Python of its own (docs/guide/compare.md says how to make one for CPUs);
 `transformers`, batched `generate`; `continuous`, its continuous batching. What is measured, medians of `--repeats`:
 
     tokens/s   requests * tokens / seconds of the whole call
@@ -28,7 +28,7 @@ TTFT and TPOT, the share of requests sent that kept both objectives, seconds fro
     python benchmarks/compare.py --http --server llamacpp=build/bin/llama-server # llama.cpp beside jaxserve
 
 llama.cpp's server gets the same weights as a GGUF file of float32, written for the run, 32 slots of 1024 tokens, a
-float32 KV cache and no prompt cache. docs/compare.md says how to build it.
+float32 KV cache and no prompt cache. docs/guide/compare.md says how to build it.
 """
 
 from __future__ import annotations

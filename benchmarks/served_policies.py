@@ -1,6 +1,6 @@
 """Every policy served over HTTP, on the same arrivals, and simulated with the step times of that very run.
 
-    python benchmarks/served_policies.py --page docs/served.md     # all: two models, four mixes, every policy
+    python benchmarks/served_policies.py --page docs/research/served.md     # all: two models, four mixes, every policy
     python benchmarks/served_policies.py --models demo --mixes chat --policies "unified sarathi unified@mixed"
 
 Models: `llama`, 104 M random parameters, and `demo`, the one that comes with jaxserve; two instances, of one CPU core

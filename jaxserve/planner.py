@@ -31,7 +31,7 @@ examples:
   # With the step programs compiled for the device (packages of the `gate` extra; minutes)
   jaxserve plan --model llama3-8b --devices h200:1 --compile
 
-docs/plan.md says what is counted, and what is not.
+docs/guide/plan.md says what is counted, and what is not.
 """
 # Settings of the engine that decide what fits; they mean here what they mean there.
 SETTINGS = (

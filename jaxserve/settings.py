@@ -47,7 +47,7 @@ class HttpSettings:
     )  # fmt: skip
     limits: str | None = flag(
         None, "server", "YAML file with limits of each API key: requests at a time, share of the queue, tokens per "
-        "second, weight, and whether priority and which tiers it may ask for (docs/security.md).", metavar="FILE",
+        "second, weight, and whether priority and which tiers it may ask for (docs/guide/security.md).", metavar="FILE",
     )  # fmt: skip
     served_model_name: tuple[str, ...] = flag(
         (), "server", "Names that requests may give as `model`. Default: the model's.", metavar="NAME"

@@ -46,7 +46,7 @@ examples:
   jaxserve simulate --qps 3 --coefficient context=40e-9
 
 A latency preset says how long a step takes (configs/latency/*.yaml), a workload preset what arrives
-(configs/workload/*.yaml). docs/simulator.md says what the model leaves out.
+(configs/workload/*.yaml). docs/guide/simulator.md says what the model leaves out.
 """
 
 

@@ -197,8 +197,9 @@ def test_the_nightly_is_a_script_that_runs(repo: Path) -> None:
     (extras,) = re.findall(r"pip install .*'\.\[(.*)\]'", text)
     assert {"dev", "audit", "fuzz"} <= set(extras.split(",")), "without schemathesis its test is skipped"
     commands = [words.split()[0] for words in re.findall(r'(?m)^step "[^"]+" (.+)$', text)]
-    assert commands == ["bandit", ".ci/audit", "pytest", "scripts/mutants"]
-    assert all(os.access(repo / command, os.X_OK) for command in commands if "/" in command)
+    assert {"bandit", ".ci/audit", "pytest", "scripts/mutants"} <= set(commands)
+    ours = [command for command in commands if command.startswith((".ci/", "scripts/"))]
+    assert ours and all(os.access(repo / command, os.X_OK) for command in ours)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Load-aware prefill deflection on two prefill and two decode instances, in the simulator.
 
 TTFT counts to the arrival of the KV at the decode side, as in that paper. `python benchmarks/reproduce/deflection.py
-all` writes docs/reproduction and its JSON.
+all` writes docs/research and its JSON.
 """
 
 from __future__ import annotations

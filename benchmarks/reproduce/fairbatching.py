@@ -1,6 +1,6 @@
 """FairBatching's tables and figures (arXiv 2510.14392): the paper's beside ours, in simulation.
 
-`python benchmarks/reproduce/fairbatching.py all` writes docs/reproduction and its JSON; with the traces' files also the
+`python benchmarks/reproduce/fairbatching.py all` writes docs/research and its JSON; with the traces' files also the
 tables of real traces: `--trace burstgpt=FILE --trace azure=FILE`. A peak is the best of a few rates, which are given as
 shares of what prompts alone would allow.
 """

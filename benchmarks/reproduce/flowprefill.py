@@ -1,7 +1,7 @@
 """FlowPrefill's figures in the simulator: goodput, SLO scale, orders, batching, chunks, models, motivation.
 
 Prompts alone, as the paper counts TTFT alone: every request ends with its first token. 800 requests and two seeds a
-cell unless the page says otherwise. `python benchmarks/reproduce/flowprefill.py all` writes docs/reproduction and its
+cell unless the page says otherwise. `python benchmarks/reproduce/flowprefill.py all` writes docs/research and its
 JSON. Figures 12 and 16, of stopped steps, are made by flowprefill_stops.py.
 """
 

@@ -1,6 +1,6 @@
 """Kairos's figures (arXiv 2605.02329) in the simulator, to the letter and repaired, on K128.
 
-`python benchmarks/reproduce/kairos.py all` writes docs/reproduction and its JSON. Figure 4 is of prompts alone: every
+`python benchmarks/reproduce/kairos.py all` writes docs/research and its JSON. Figure 4 is of prompts alone: every
 request ends with its first token, so that the decode side plays no part.
 """
 

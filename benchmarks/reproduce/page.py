@@ -1,7 +1,7 @@
 """The tables of a reproduction page: made by a script, kept as JSON, and written between the markers of the page.
 
 A script gives `run` its makers, functions that return a Table. `SCRIPT all` makes every table, writes
-benchmarks/results/PAGE-DATE.json and puts each table into docs/reproduction/PAGE.md, between the lines
+benchmarks/results/PAGE-DATE.json and puts each table into docs/research/PAGE.md, between the lines
 `<!-- table: NAME -->` and `<!-- end -->`; prose around them is written by hand. A table made with other than its own
 number of requests or seeds is printed only.
 """
@@ -30,7 +30,7 @@ from PIL import Image
 from jaxserve.report.plot import COLOURS, MARKERS, Panel
 from jaxserve.report.table import markdown, print_table
 
-PAGES = common.ROOT / "docs" / "reproduction"
+PAGES = common.ROOT / "docs" / "research"
 PLOTS = PAGES / "plots"
 DIGITS = 3  # significant, of a figure on a page; a curve in the JSON has one more
 SUMMARY = "results"  # the marker of the line that says how the tables were made
@@ -151,7 +151,7 @@ def marked(name: str) -> re.Pattern[str]:
 
 
 def picture(name: str, panels: Sequence[Panel], columns: int = 2) -> None:
-    """Draw panels with one legend into docs/reproduction/plots, small: at most some tens of KB."""
+    """Draw panels with one legend into docs/research/plots, small: at most some tens of KB."""
     PLOTS.mkdir(exist_ok=True)
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(3.3 * columns, 2.3 * rows + 0.5), layout="constrained")

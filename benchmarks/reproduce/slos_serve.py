@@ -1,6 +1,6 @@
 """The figures of SLOs-Serve (arXiv 2504.08784, section 6) in the simulator.
 
-`slos_serve.py all` makes every table, puts each between its markers in docs/reproduction/slos_serve.md and all of them
+`slos_serve.py all` makes every table, puts each between its markers in docs/research/slos_serve.md and all of them
 into one JSON file; `slos_serve.py TABLE` makes one again and leaves the others as they are. Capacity is the highest
 rate per GPU at which 90 % of the requests keep their TTFT and the mean time per token over every ten tokens. Models,
 devices and lengths: the page.
@@ -43,7 +43,7 @@ from slos_serve_systems import (
 
 from jaxserve.report.table import markdown, print_table
 
-PAGE = common.ROOT / "docs" / "reproduction" / "slos_serve.md"
+PAGE = common.ROOT / "docs" / "research" / "slos_serve.md"
 PAPER = {"chatbot": "1.41–1.70", "coder": "up to 2.1", "summarizer": "1.14–1.17", "toolllm": "up to 1.9"}
 PARTS = (
     System("speculation as published (`caution=0`)", "slos_serve:caution=0", spec=True),

@@ -1,6 +1,6 @@
 """Models by name, and the pure functions that the engine calls.
 
-To add a family, see docs/add-a-model.md.
+To add a family, see docs/reference/add-a-model.md.
 """
 
 from __future__ import annotations

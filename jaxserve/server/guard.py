@@ -82,7 +82,7 @@ class Guard:
         return path != _OPEN if self._protect else any(_below(path, prefix) for prefix in _WORK)
 
     def _check_admin(self, scope: Scope, headers: Headers) -> None:
-        """An administrator's key; and nothing that a web page could send: see docs/security.md.
+        """An administrator's key; and nothing that a web page could send: see docs/guide/security.md.
 
         A browser posts other content types than JSON across origins without asking, and with DNS rebinding reaches
         loopback under the name of the page.

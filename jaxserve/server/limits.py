@@ -65,7 +65,7 @@ def load_limits(settings: HttpSettings, names: tuple[str, ...]) -> ClientLimitsF
         return ClientLimitsFile()
     path = Path(settings.limits)
     if not path.is_file():
-        raise InvalidValue(f"limits={str(path)!r} does not exist: docs/security.md has an example", "limits")
+        raise InvalidValue(f"limits={str(path)!r} does not exist: docs/guide/security.md has an example", "limits")
     made = load_yaml(path, ClientLimitsFile)
     for name in made.keys:
         if name not in names:

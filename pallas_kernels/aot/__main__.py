@@ -2,7 +2,8 @@
 
 Exits 1, naming the case, the figure and the bound, where a program does not compile, spills registers, uses more of
 them than recorded, serialises wgmma, lacks an instruction it needs, does not change in place what it is given, copies
-a weight or a pool, is cut into several CUDA graphs, or does not fit the memory of a device. docs/kernels.md says more.
+a weight or a pool, is cut into several CUDA graphs, or does not fit the memory of a device.
+docs/reference/kernels.md says more.
 """
 
 from __future__ import annotations

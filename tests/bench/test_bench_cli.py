@@ -213,8 +213,9 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no OpenAI-compatible server answers" in capsys.readouterr().err
 
 
-def test_the_readmes_commands_parse(repo: Path) -> None:
-    text = (repo / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+def test_the_commands_of_the_guide_parse(repo: Path) -> None:
+    pages = [repo / "README.md", *sorted((repo / "docs" / "guide").glob("*.md"))]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages).replace("\\\n", " ")
     commands = re.findall(r"(?m)^jaxserve bench (.*)$", text) + re.findall(r"(?m)^  jaxserve bench (.*)$", cli.EPILOG)
     assert len(commands) >= 4
     for command in commands:

@@ -29,7 +29,7 @@ def page(repo: Path) -> ModuleType:
 def test_a_page_shows_its_newest_results(page: ModuleType, repo: Path, paper: str) -> None:
     path = page.newest(paper)
     assert path is not None
-    text = (repo / "docs" / "reproduction" / f"{paper}.md").read_text()
+    text = (repo / "docs" / "research" / f"{paper}.md").read_text()
     blocks = page.blocks(path, json.loads(path.read_text()))
     marked = re.findall(r"<!-- table: (\S+) -->", text)
     assert len(marked) == len(set(marked)) and set(marked) >= set(blocks), "results without a marker"
@@ -40,7 +40,7 @@ def test_a_page_shows_its_newest_results(page: ModuleType, repo: Path, paper: st
 
 @pytest.mark.parametrize("paper", PAPERS)
 def test_pictures_of_a_page_are_there_and_small(repo: Path, paper: str) -> None:
-    folder = repo / "docs" / "reproduction"
+    folder = repo / "docs" / "research"
     for name in re.findall(r"!\[[^]]*\]\(([^)]+)\)", (folder / f"{paper}.md").read_text()):
         assert (folder / name).is_file(), name
         if name.startswith("plots/"):

@@ -117,7 +117,7 @@ def test_simulation_cost(repo: Path, tmp_path: Path) -> None:
 
 def test_slos_serve_tables(repo: Path, tmp_path: Path) -> None:
     """The page shows the newest results, a table each; one that is printed only leaves both as they are."""
-    page = repo / "docs" / "reproduction" / "slos_serve.md"
+    page = repo / "docs" / "research" / "slos_serve.md"
     before, path = page.read_text(), tmp_path / "found.json"
     helps = run(repo, "reproduce/slos_serve", "--help")
     newest = sorted((repo / "benchmarks" / "results").glob("slos_serve-*.json"))[-1]
@@ -140,7 +140,7 @@ def tables_of(page: str) -> dict[str, str]:
 def test_served_policies(repo: Path, tmp_path: Path) -> None:
     """Two cases of it; a second run finds them, serves nothing, and writes the tables into the page."""
     path, page = tmp_path / "served.json", tmp_path / "served.md"
-    before = (repo / "docs" / "served.md").read_text()
+    before = (repo / "docs" / "research" / "served.md").read_text()
     page.write_text(before)
     flags = [
         "--models",

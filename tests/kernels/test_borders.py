@@ -120,7 +120,7 @@ def test_xla_keeps_what_float64_keeps(kind: str, where: str) -> None:
     assert np.asarray(found.sweeps).max() <= (65 if where == "on a CPU" else 25)
 
 
-LOOKS = {  # of 128,256 logits, on average and at most: the table of docs/kernels.md
+LOOKS = {  # of 128,256 logits, on average and at most: the table of docs/reference/kernels.md
     ("zipf", Asks(top_k=50)): (1.0, 1),
     ("zipf", Asks(top_p=0.9)): (1.0, 1),
     ("zipf", Asks(top_k=50, top_p=0.9)): (1.0, 1),

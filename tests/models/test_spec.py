@@ -240,7 +240,7 @@ def test_the_bias_that_chooses_experts_stays_in_float32() -> None:
 
 
 def test_the_docs_name_every_architecture() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "models.md").read_text(encoding="utf-8")
     assert [name for name in registry.FAMILIES if f"`{name}`" not in page] == []
 
 

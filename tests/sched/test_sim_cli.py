@@ -244,9 +244,9 @@ def test_help_teaches_by_examples(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_example_of_the_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "docs" / "simulator.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "guide" / "simulator.md").read_text(encoding="utf-8")
     [example] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len([line for line in example.splitlines() if line and "import" not in line]) <= 10
-    exec(compile(example, "docs/simulator.md", "exec"), {"__name__": "example"})
+    exec(compile(example, "docs/guide/simulator.md", "exec"), {"__name__": "example"})
     printed = capsys.readouterr().out
     assert [line.split()[0] for line in printed.splitlines()] == ["kairos", "LongestFirst"]

@@ -1,0 +1,98 @@
+"""The documentation: pages written from code are current, links lead somewhere, and figures name their source."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from jaxserve.sched import admission, placement, policies
+
+LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]+))?\)")
+
+
+def load(repo: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, repo / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def pages(repo: Path) -> list[Path]:
+    return sorted((repo / "docs").rglob("*.md"))
+
+
+def prose(text: str) -> str:
+    """The text without blocks of code."""
+    return re.sub(r"(?ms)^ *```.*?^ *```", "", text)
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MkDocs make them."""
+    heads = re.findall(r"(?m)^#+ +(.*)$", prose(path.read_text(encoding="utf-8")))
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+def test_pages_from_code_are_current(repo: Path) -> None:
+    """Flags, metrics and names; `python scripts/docs.py` writes them anew."""
+    command = [sys.executable, "scripts/docs.py", "--check"]
+    done = subprocess.run(command, cwd=repo, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_links_lead_to_files_and_headings(repo: Path) -> None:
+    broken = []
+    for page in pages(repo):
+        for path, anchor in LINK.findall(prose(page.read_text(encoding="utf-8"))):
+            if "://" in path:
+                continue
+            target = page.parent / path if path else page
+            if not target.exists():
+                broken.append(f"{page.relative_to(repo)}: {path}")
+            elif anchor and target.suffix == ".md" and anchor not in anchors(target):
+                broken.append(f"{page.relative_to(repo)}: {path}#{anchor}")
+    assert broken == []
+
+
+def test_every_page_is_in_the_navigation(repo: Path) -> None:
+    navigation = (repo / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    listed = re.findall(r"([\w/.-]+\.md)$", navigation, re.MULTILINE)
+    assert sorted(listed) == [str(page.relative_to(repo / "docs")) for page in pages(repo)]
+
+
+def test_pages_hold_no_history(repo: Path) -> None:
+    """Commits, and figures without a command, belong in docs/log.md."""
+    found = []
+    for page in pages(repo):
+        if page.name == "log.md":
+            continue
+        text = page.read_text(encoding="utf-8")
+        hashes = [word for word in re.findall(r"\b[0-9a-f]{7,40}\b", text) if re.search("[a-f]", word)]
+        found += [f"{page.relative_to(repo)}: {word}" for word in hashes if re.search("[0-9]", word)]
+        found += [f"{page.relative_to(repo)}: by hand" for _ in re.findall(r"by\s+hand\b(?!-)", text)]
+    assert found == []
+
+
+def test_links_that_leave_the_site_are_rewritten(repo: Path) -> None:
+    hook = load(repo, "docs_links")
+    page = "guide/plan.md"
+    text = "[presets](../../configs/device/published.yaml), [kernels](../reference/kernels.md#a), [x](../../nowhere)"
+    assert hook.rewrite(text, page, None) == (
+        "presets (`configs/device/published.yaml`), [kernels](../reference/kernels.md#a), [x](../../nowhere)"
+    )
+    assert hook.rewrite("[README](../../README.md#more)", page, "https://example.org/jaxserve") == (
+        "[README](https://example.org/jaxserve/blob/main/README.md#more)"
+    )
+    assert hook.rewrite("[README.md](../../README.md)", page, None) == "`README.md`"
+
+
+@pytest.mark.parametrize("names", [policies.names(), sorted(placement.PLACEMENTS), sorted(admission.ADMISSIONS)])
+def test_the_page_of_policies_has_every_name(repo: Path, names: list[str]) -> None:
+    page = (repo / "docs" / "reference" / "policies.md").read_text(encoding="utf-8")
+    assert [name for name in names if not re.search(rf"`{name}[`:]", page)] == []
