@@ -80,7 +80,13 @@ def copy_tree(root: Path, target: Path) -> None:
 def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
     """Run pytest in a copy -> (status, the first test that failed, or the last line)."""
     # Files change within a second and may keep their size, by which Python would take old bytecode for theirs.
-    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_PROFILE": "first"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HYPOTHESIS_PROFILE": "first",
+        "PYTEST_XDIST_AUTO_NUM_WORKERS": "0",
+    }
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT)

@@ -3,6 +3,7 @@ and a server started by a test inherits them."""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
 import os
@@ -11,19 +12,23 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import hypothesis
 import pytest
 
+pytest.register_assert_rewrite("tests.support")
 ROOT = Path(__file__).resolve().parent.parent
 
-# The same examples on every run; HYPOTHESIS_PROFILE=random looks for new ones.
-hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, database=None, print_blob=True)
+# The same examples on every run: few in the bare one, all with `-m full`. HYPOTHESIS_PROFILE=random looks for
+# new ones. tests/support/examples.py applies the same share to tests with a number of their own.
+DRAWN: dict[str, Any] = {"deadline": None, "database": None, "derandomize": True}
+hypothesis.settings.register_profile("bare", **DRAWN, max_examples=25, print_blob=True)
+hypothesis.settings.register_profile("full", **DRAWN, max_examples=100, print_blob=True)
 # For scripts/mutants: that an example fails is enough, it need not be small.
 FIRST = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
-hypothesis.settings.register_profile("first", derandomize=True, deadline=None, database=None, phases=FIRST)
+hypothesis.settings.register_profile("first", **DRAWN, max_examples=100, phases=FIRST)
 hypothesis.settings.register_profile("random", deadline=None, max_examples=500, print_blob=True)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,6 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     marks = str(config.getoption("markexpr", default=""))
     if "gpu" not in marks or "not gpu" in marks:
         os.environ["JAX_PLATFORMS"] = "cpu"
+    whole = "full" in marks.replace("not full", "")
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "full" if whole else "bare"))
     defaults = {
         "JAX_NUM_CPU_DEVICES": "8",
         # An implicit broadcast is an error. Strict dtype promotion would be too, but optax's adamw computes
@@ -52,7 +59,33 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache entry")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """`-n auto`, which is the default."""
+    from tests.support import workers
+
+    return workers.number(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files that share an engine are one worker's. An explicit --dist has its way."""
+    from tests.support import workers
+
+    return workers.Grouped(config, log) if config.option.dist == "load" else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sort by groups where there are workers: every worker must see the same order."""
+    if hasattr(config, "workerinput"):
+        from tests.support import workers
+
+        items.sort(key=lambda item: workers.place(item.nodeid.partition("::")[0]))
+
+
 MAPS, OFTEN = Path("/proc/self/maps"), 25
+MEMORY, HELD = Path("/proc/self/statm"), 2 << 30  # bytes that a worker may hold before it lets go
 _tests = itertools.count(1)
 
 
@@ -63,6 +96,14 @@ def _few_mappings() -> Iterator[None]:
     yield
     if next(_tests) % OFTEN == 0:
         let_go(40_000)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _little_memory() -> None:
+    """Between files a worker lets go of what is compiled where it holds much: several of them share a machine."""
+    if MEMORY.exists() and int(MEMORY.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > HELD:
+        gc.collect()
+        let_go(0)
 
 
 def let_go(most: int) -> None:

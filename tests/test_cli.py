@@ -195,6 +195,7 @@ def test_a_server_drains_on_sigterm():
     assert "uvicorn.access" not in said
 
 
+@pytest.mark.full
 @pytest.mark.timeout(240)
 def test_a_server_ends_on_sigint():
     with (

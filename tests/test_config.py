@@ -267,8 +267,8 @@ def test_a_copy_without_the_link_says_so(tmp_path, repo):
     (tmp_path / "jaxserve").mkdir()
     (tmp_path / "jaxserve" / "__init__.py").write_text((repo / "jaxserve" / "__init__.py").read_text())
     done = subprocess.run(
-        [sys.executable, "-c", "import jaxserve"], cwd=tmp_path, capture_output=True, text=True, env={}
-    )
+        [sys.executable, "-S", "-c", "import jaxserve"], cwd=tmp_path, capture_output=True, text=True, env={}
+    )  # -S: an editable install would find the checkout's jaxserve.sched
     assert done.returncode == 1 and "ln -s ../sched jaxserve/sched" in done.stderr
 
 

@@ -14,8 +14,7 @@ from jaxserve.__main__ import main as jaxserve
 from jaxserve.bench import cli
 from jaxserve.flags import TeachingParser
 from jaxserve.tokenizer import Tokenizer
-
-from .endpoint import Endpoint
+from tests.support.bench.endpoint import Endpoint
 
 FAST = Endpoint(ttft=0.02, gap=0.002)
 

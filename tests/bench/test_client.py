@@ -11,8 +11,7 @@ from jaxserve.bench.client import Outcome, Target, open_sender
 from jaxserve.bench.drive import Run, drive
 from jaxserve.bench.load import Call, Objective
 from jaxserve.errors import InvalidValue
-
-from .endpoint import Endpoint
+from tests.support.bench.endpoint import Endpoint
 
 CLIENTS = ["openai", "http"]
 SLACK = 0.06  # seconds that a busy two-core machine may add

@@ -17,8 +17,7 @@ import pytest
 
 from jaxserve.bench.client import Outcome
 from jaxserve.bench.load import Call, Objective
-
-from .endpoint import Endpoint
+from tests.support.bench.endpoint import Endpoint
 
 VOCABULARY = range(16, 400)
 
@@ -105,7 +104,7 @@ def test_sides_that_cannot_start_say_why(online: Any, tmp_path: Path, monkeypatc
         assert ("No such file" if server else "--server llamacpp=FILE is missing") in str(failure.value)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_compare_http(repo: Path, tmp_path: Path) -> None:
     """The demo model's server from start to table; sides without a server, or that do not start, are left out."""

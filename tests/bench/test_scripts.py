@@ -55,9 +55,35 @@ def test_every_script_is_tested(repo: Path) -> None:
     assert sorted(path.stem for path in (repo / "benchmarks").glob("*.py")) == sorted([*SCRIPTS, "common"])
 
 
+HELPS = """
+import contextlib, io, json, runpy, sys
+sys.path.insert(0, "benchmarks")
+found = {}
+for script in sys.argv[1:]:
+    sys.argv, said = [f"benchmarks/{script}.py", "--help"], io.StringIO()
+    with contextlib.redirect_stdout(said):
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            found[script] = [end.code, said.getvalue()]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def helps(repo: Path) -> dict[str, tuple[int, str]]:
+    """What each script says to --help, and the status it ends with: all in one process."""
+    command = [sys.executable, "-W", "error", "-c", HELPS, *SCRIPTS]
+    done = subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, tuple[int, str]] = json.loads(done.stdout)
+    return found
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help(repo: Path, script: str) -> None:
-    assert "--output" in run(repo, script, "--help")
+def test_help(helps: dict[str, tuple[int, str]], script: str) -> None:
+    status, said = helps[script]
+    assert status == 0 and "--output" in said
 
 
 def test_overload(repo: Path, tmp_path: Path) -> None:
@@ -110,7 +136,7 @@ def tables_of(page: str) -> dict[str, str]:
     return dict(re.findall(r"<!-- table: (.*?) -->\n(.*?)<!-- end -->", page, re.DOTALL))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_served_policies(repo: Path, tmp_path: Path) -> None:
     """Two cases of it; a second run finds them, serves nothing, and writes the tables into the page."""
     path, page = tmp_path / "served.json", tmp_path / "served.md"
@@ -232,6 +258,7 @@ def test_a_storm(repo: Path, tmp_path: Path) -> None:
     assert found["role_changes"] > 3 and found["after"]["moved"] > 0
 
 
+@pytest.mark.full
 def test_cpu_floor(repo: Path, tmp_path: Path) -> None:
     path = tmp_path / "floor.json"
     run(repo, "cpu_floor", "--tokens", "1", "64", "--repeats", "1", "--output", str(path))
@@ -242,6 +269,7 @@ def test_cpu_floor(repo: Path, tmp_path: Path) -> None:
     assert many["flops"] == 64 * one["flops"] == 32 * found["bytes"]  # two for each number of four bytes
 
 
+@pytest.mark.full
 def test_floor_served(repo: Path, tmp_path: Path) -> None:
     path = tmp_path / "floor.json"
     flags = "--model demo --policies unified --requests 4 --prompt 8 --tokens 6 --repeats 1 --output"

@@ -16,15 +16,10 @@ from jaxserve.models.published import published, published_spec
 from jaxserve.models.registry import spec_from_config
 from pallas_kernels.aot import bounds
 from pallas_kernels.aot.targets import TARGETS
+from tests.support.capacity.sizes import KV, SIZES
 
-# V=96, E=32, L=2, H=4, K=2, D=8, F=64
-SIZES: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 64, "architectures": ["LlamaForCausalLM"],
-}  # fmt: skip
 QKV, OUT, MLP, HEAD = 32 * (4 + 2 * 2) * 8, 4 * 8 * 32, 3 * 32 * 64, 96 * 32
 MATRICES, NORMS = 2 * (QKV + OUT + MLP), 2 * 2 * 32 + 32
-KV = 2 * 2 * 2 * 8 * 4  # k and v, L, K, D, float32
 
 
 def costs(tp: int = 1, **changes: Any) -> Costs:

@@ -16,8 +16,8 @@ from jaxserve.capacity.fit import Setting, choose, fit, largest, remedy
 from jaxserve.errors import InvalidValue
 from jaxserve.models.published import published, published_spec
 from jaxserve.models.registry import spec_from_config
-
-from .test_costs import KV, SIZES
+from tests.support.capacity.sizes import KV, SIZES
+from tests.support.examples import examples
 
 SPEC = spec_from_config({**SIZES, "max_position_embeddings": 64})
 WEIGHTS = Costs.of(SPEC, 1, "float32").weights
@@ -69,7 +69,7 @@ def test_a_cpu_shares_one_memory_among_instances() -> None:
     assert two.tokens == pytest.approx(one.tokens / 2, rel=0.07)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(1, 4000), st.floats(1e-4, 0.2), st.integers(1, 64))
 def test_the_largest_batch_cannot_be_larger(pages: int, tpot: float, context: int) -> None:
     asked, costs = setting(tpot=tpot, context=context), Costs.of(SPEC, 1, "float32")

@@ -13,8 +13,7 @@ import pytest
 from jaxserve.__main__ import main
 from jaxserve.models import published
 from jaxserve.models.hub import ModelNotFound
-
-from .test_costs import SIZES
+from tests.support.capacity.sizes import SIZES
 
 
 def plan(*words: str) -> int:

@@ -12,8 +12,7 @@ import pytest
 if TYPE_CHECKING:  # pytest may read this file before tests/conftest.py has configured jax
     from jaxserve.engine.assemble import Machine
     from jaxserve.engine.executor import JaxExecutor
-
-    from .faults import Starter
+    from tests.support.engine.faults import Starter
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +43,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def executor(tiny: Path) -> JaxExecutor:
-    from .steps import executors
+    from tests.support.engine.steps import executors
 
     return executors(tiny)[0]
 
@@ -52,7 +51,7 @@ def executor(tiny: Path) -> JaxExecutor:
 @pytest.fixture(scope="session")
 def pair(tiny: Path) -> list[JaxExecutor]:
     """Two instances of two devices."""
-    from .steps import executors
+    from tests.support.engine.steps import executors
 
     return executors(tiny, "2x2")
 
@@ -62,8 +61,7 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     """The demo model on the mesh that the test module names as MESH."""
     from jaxserve.config import ServeConfig
     from jaxserve.engine.assemble import assemble
-
-    from .faults import SMALL
+    from tests.support.engine.faults import SMALL
 
     made = assemble(ServeConfig.load(mesh=request.module.MESH, **SMALL))
     yield made
@@ -73,7 +71,7 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
 @pytest.fixture
 def start(machine: Machine) -> Iterator[Starter]:
     """Starts engines on that machine; they are closed when the test ends."""
-    from .faults import Starter
+    from tests.support.engine.faults import Starter
 
     starter = Starter(machine)
     yield starter

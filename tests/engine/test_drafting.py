@@ -18,9 +18,8 @@ from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import Begin, Delta, Span, StepPlan, StepResult
 from jaxserve.sched.slo import NO_SLO
 from jaxserve.speculative import Speculative
-
-from .steps import GREEDY, Job, alone, executors, finite_pages, generate, run
-from .test_speculate import chi_square
+from tests.support.engine.statistics import chi_square
+from tests.support.engine.steps import GREEDY, Job, alone, executors, finite_pages, generate, run
 
 PROMPT = (40, 41, 42, 43, 44, 45, 46)
 REPEATED = (5, 6, 7, 5, 6, 7, 5, 6, 7, 5)
@@ -33,7 +32,7 @@ def start(tiny: Path, **speculative: object) -> Engine:
             model=str(tiny),
             mesh="1x1",
             max_num_seqs=2,
-            max_num_batched_tokens=32,
+            max_num_batched_tokens=16,
             max_model_len=64,
             block_size=4,
             kv_cache_memory=1 << 20,
@@ -69,6 +68,7 @@ def served(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[Sa
     return [output[id] for id in ids]
 
 
+@pytest.mark.full
 def test_a_model_that_drafts_for_itself_is_always_right(itself: Engine) -> None:
     """So its KV is complete: after prompts, after drafts that all held, and in pages that others computed."""
     before = itself.stats().counters
@@ -83,6 +83,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(itself: Engine) -> None:
     assert after.compilations_after_warmup == 0
 
 
+@pytest.mark.full
 def test_rows_that_draw_alone_beside_rows_that_draft(itself: Engine) -> None:
     """Penalties, biases, log-probabilities are for single tokens; the others draft in the same steps."""
     alone = [
@@ -96,6 +97,7 @@ def test_rows_that_draw_alone_beside_rows_that_draft(itself: Engine) -> None:
     assert set(together[2]) == {11}
 
 
+@pytest.mark.full
 def test_draws_are_the_targets(itself: Engine, tiny: Path) -> None:
     """Tokens 2 and 3 of many requests against their exact chances, all continuations summed, by transformers."""
     import torch

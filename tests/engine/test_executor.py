@@ -18,8 +18,18 @@ from jaxserve.engine.warmup import compile_counter
 from jaxserve.sched.errors import StepFailed
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import Begin, StepPlan
-
-from .steps import GREEDY, PAGE, ROW_PAGES, SLOTS, Job, alone, executors, finite_pages, generate, run
+from tests.support.engine.steps import (
+    GREEDY,
+    PAGE,
+    ROW_PAGES,
+    SLOTS,
+    Job,
+    alone,
+    executors,
+    finite_pages,
+    generate,
+    run,
+)
 
 PROMPTS = [tuple(int(t) for t in np.random.default_rng(i).integers(2, 96, 5 + 4 * i)) for i in range(6)]
 NEW = 16

@@ -20,8 +20,7 @@ from jaxserve.engine.assemble import Machine
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import JaxserveError
 from jaxserve.sched.plan import UNAVAILABLE, StepPlan
-
-from .faults import LONG, Heard, Starter, Stuck
+from tests.support.engine.faults import LONG, Heard, Starter, Stuck
 
 MESH = "2x2"  # of the fixture `machine`
 COUNT = 12

@@ -18,8 +18,7 @@ from jaxserve.errors import JaxserveError, QueueFull
 from jaxserve.sched.errors import Unavailable
 from jaxserve.sched.plan import UNAVAILABLE, Delta, StepPlan
 from jaxserve.sched.slo import NO_SLO
-
-from .faults import LONG, PARAMS, Heard, Starter, Stuck
+from tests.support.engine.faults import LONG, PARAMS, Heard, Starter, Stuck
 
 MESH = "2x1"  # of the fixture `machine`
 

@@ -20,10 +20,9 @@ from jaxserve.engine.hosts import Leading, OutOfStep, follow
 from jaxserve.engine.inputs import SlotTable
 from jaxserve.engine.warmup import idle_batch
 from jaxserve.sched.errors import InvalidValue
-
-from .host import DRAFTS, LONG, NEW, PARAMS, PROMPTS, REPEATED, WRONG, Case
-from .mixed import jobs_of
-from .steps import Job, alone, executors
+from tests.support.engine.host import DRAFTS, LONG, NEW, PARAMS, PROMPTS, REPEATED, WRONG, Case
+from tests.support.engine.mixed import jobs_of
+from tests.support.engine.steps import Job, alone, executors
 
 LIMIT = 200  # seconds until processes that wait for each other are ended
 
@@ -49,7 +48,7 @@ def together(case: Case, repo: Path, folder: Path) -> tuple[dict[str, Any], list
     running, logs = [], [folder / f"host{rank}.log" for rank in range(case.processes)]
     try:
         for rank, log in enumerate(logs):
-            command = [sys.executable, "-m", "tests.engine.host", json.dumps(asdict(replace(case, rank=rank)))]
+            command = [sys.executable, "-m", "tests.support.engine.host", json.dumps(asdict(replace(case, rank=rank)))]
             with log.open("w") as errors:
                 out = subprocess.PIPE if rank == 0 else errors
                 running.append(subprocess.Popen(command, cwd=repo, stdout=out, stderr=errors, text=True))

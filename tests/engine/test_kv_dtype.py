@@ -21,9 +21,8 @@ from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
 from pallas_kernels.dispatch import attention
 from pallas_kernels.layout import Ragged
-
-from .perplexity import demo, perplexity, unquantised
-from .steps import POOL, executors
+from tests.support.engine.perplexity import demo, perplexity, unquantised
+from tests.support.engine.steps import POOL, executors
 
 SPEC = registry.spec_from_config(
     {
@@ -53,7 +52,12 @@ def test_the_flag_and_the_engine_know_the_same_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("bfloat16", 0.01), ("fp8", 0.01), ("int8", 0.01)]
+    ("name", "most"),
+    [
+        pytest.param("bfloat16", 0.01, marks=pytest.mark.full),
+        ("fp8", 0.01),
+        pytest.param("int8", 0.01, marks=pytest.mark.full),
+    ],
 )  # shares of the perplexity
 def test_the_demo_model_loses_at_most_one_per_cent(name: str, most: float) -> None:
     executor = demo(kv_cache_dtype=name)

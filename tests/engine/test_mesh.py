@@ -23,8 +23,7 @@ from jaxserve.engine.warmup import compile_counter, use_persistent_cache
 from jaxserve.models import registry, weights
 from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.policy import Role
-
-from .steps import LENGTH, Job, alone, executors
+from tests.support.engine.steps import LENGTH, Job, alone, executors
 
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 

@@ -8,8 +8,7 @@ import pytest
 from jaxserve.engine.executor import JaxExecutor
 from jaxserve.engine.inputs import Limits
 from jaxserve.sched.params import SamplingParams
-
-from .steps import GREEDY, Job, alone
+from tests.support.engine.steps import GREEDY, Job, alone
 
 PROMPT = (7, 3, 9, 3, 20, 41, 5)
 
@@ -44,7 +43,7 @@ def test_penalties_see_prompt_and_output(executor: JaxExecutor) -> None:
 
 
 def test_a_neighbour_that_needs_more_changes_nothing(executor: JaxExecutor) -> None:
-    from .steps import generate, run
+    from tests.support.engine.steps import generate, run
 
     jobs = [Job(PROMPT, slot=0), Job(PROMPT, SamplingParams(top_p=0.5, logprobs=2, max_tokens=None), slot=1)]
     run(generate(executor, jobs, 8))
@@ -69,7 +68,7 @@ def test_logprobs_are_those_of_the_model_before_any_parameter(executor: JaxExecu
 @pytest.mark.parametrize("chunk", [3, 12, 40])
 def test_prompt_logprobs(executor: JaxExecutor, chunk: int) -> None:
     """Those of the prompt's second half are what the model says when it decodes that half."""
-    from .steps import generate, run
+    from tests.support.engine.steps import generate, run
 
     start = Job(PROMPT, SamplingParams(temperature=0, logprobs=2, max_tokens=None))
     alone(executor, start, 10)
@@ -84,7 +83,7 @@ def test_prompt_logprobs(executor: JaxExecutor, chunk: int) -> None:
 
 
 def test_long_prompts_are_scored_in_blocks(executor: JaxExecutor) -> None:
-    from .steps import generate, run
+    from tests.support.engine.steps import generate, run
 
     prompt = tuple(int(t) for t in np.random.default_rng(0).integers(2, 96, 60))
     job = Job(prompt, SamplingParams(temperature=0, prompt_logprobs=0, max_tokens=None))

@@ -22,12 +22,13 @@ from jaxserve.models import registry
 from jaxserve.models.published import published_spec
 from jaxserve.models.quantisation import FLAG
 from pallas_kernels.experts import resolve_experts
+from tests.support.engine.perplexity import demo, perplexity, unquantised
+from tests.support.engine.steps import Job, alone, executors
 
-from .perplexity import demo, perplexity, unquantised
-from .steps import Job, alone, executors
 
-
-@pytest.mark.parametrize("name", list(FLAG))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if name == "fp8" else []) for name in FLAG]
+)
 def test_the_demo_model_loses_at_most_one_per_cent(name: str) -> None:
     executor = demo(spec=registry.load_spec(model_path()).quantised_as(name))
     tree = executor.state.weights["layers"]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from jaxserve.engine import sampling
-from jaxserve.engine.inputs import Limits, SlotTable, banned, check_adjusted
+from jaxserve.engine.inputs import SlotTable, banned, check_adjusted
 from jaxserve.engine.logprobs import CHUNK, best, logprobs_of
 from jaxserve.engine.results import unpack
 from jaxserve.engine.sampling import (
@@ -21,7 +21,6 @@ from jaxserve.engine.sampling import (
     MOST_COUNTED,
     SEEN_IN_PROMPT,
     Adjust,
-    Column,
     Rows,
     argmax,
     gumbel,
@@ -29,24 +28,14 @@ from jaxserve.engine.sampling import (
 from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import Begin
+from tests.support.engine.statistics import DRAWS, LIMITS, V, table
 
 draw, draw_full = jax.jit(sampling.draw), jax.jit(sampling.draw_full)
-V, DRAWS = 24, 4096
-LIMITS = Limits(slots=4, tokens=16, pages=8, page_size=4, row_pages=4, vocab=V)
 LOGITS = np.random.default_rng(0).normal(size=V).astype(np.float32) * 2
 HISTORY = np.array([3, 3, 3, 7, 9], np.int64)  # drawn before
 PROMPT = np.array([1, 3, 12], np.int64)
 
 Array = npt.NDArray[Any]
-
-
-def table(params: SamplingParams, draws: int, *, seed: int = 1) -> Rows:
-    """`draws` rows of one request at successive positions."""
-    slots = SlotTable(LIMITS)
-    slots.begin(2, Begin(params, seed, (), (), 3, (1,)))
-    columns = np.repeat(slots.columns[2][None], draws, axis=0)
-    columns[:, Column.POSITION] = np.arange(draws)
-    return Rows(jnp.asarray(columns))
 
 
 def counts() -> jax.Array:

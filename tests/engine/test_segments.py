@@ -29,10 +29,10 @@ from jaxserve.sched.errors import InvalidValue, StepFailed
 from jaxserve.sched.executor import Step
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import Begin, Span, StepPlan, StepResult, Suspended
-from tests.parity.test_families import FAMILIES, SIZES
-
-from .mixed import Mixed, jobs_of
-from .steps import GREEDY, Job, alone, executors, generate, run
+from tests.support.engine.mixed import Mixed, jobs_of
+from tests.support.engine.steps import GREEDY, Job, alone, executors, generate, run
+from tests.support.examples import examples
+from tests.support.parity.families import FAMILIES, SIZES
 
 SAMPLED = SamplingParams(temperature=1.0, logprobs=3, max_tokens=None)
 PENALISED = SamplingParams(temperature=0.9, repetition_penalty=1.3, max_tokens=None)
@@ -175,7 +175,7 @@ ACTION = st.tuples(
 
 
 @given(actions=st.lists(ACTION, max_size=24))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_steps_stopped_at_random_keep_their_tokens(
     cut: JaxExecutor, expected: list[list[int]], actions: list[tuple[int, int, int | None, str]]
 ) -> None:

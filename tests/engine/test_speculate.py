@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,10 +15,9 @@ from jaxserve.engine import speculate
 from jaxserve.engine.sampling import BAD, Column, Rows, draw, heated_and_cut
 from jaxserve.engine.speculate import GUESSED, NONE, ngram, probabilistic, salted, strict
 from jaxserve.sched.params import SamplingParams
+from tests.support.engine.statistics import Array, V, chi_square, table
+from tests.support.examples import examples
 
-from .test_sampling import V, table
-
-Array = npt.NDArray[Any]
 DRAWS, DEPTH = 24_576, 2
 RANDOM = np.random.default_rng(0)
 TARGET = (RANDOM.normal(size=(DEPTH + 1, V)) * 2).astype(np.float32)  # logits at the three positions of a row
@@ -55,20 +52,6 @@ def drawn(params: SamplingParams, guesses: Array, method: str) -> tuple[Array, A
 def expected(params: SamplingParams, position: int) -> Array:
     rows = table(params, 1)
     return np.asarray(jax.nn.softmax(heated_and_cut(jnp.asarray(TARGET[position : position + 1]), rows)))[0]
-
-
-def chi_square(counts: Array, chances: Array) -> float:
-    """The p-value of counts, tokens that are expected less than five times taken together."""
-    from scipy.stats import chi2
-
-    want = chances * counts.sum()
-    assert not counts[chances < 1e-20].any(), "a token that is cut off was drawn"
-    rare = want < 5
-    seen, hoped = counts[~rare].tolist(), want[~rare].tolist()
-    if want[rare].sum() > 1:
-        seen, hoped = [*seen, counts[rare].sum()], [*hoped, want[rare].sum()]
-    statistic = sum((a - b) ** 2 / b for a, b in zip(seen, hoped, strict=True))
-    return float(chi2.sf(statistic, max(1, len(seen) - 1)))
 
 
 @pytest.mark.parametrize("method", ["strict", "probabilistic"])
@@ -109,7 +92,7 @@ def test_rejection_sampling_keeps_what_it_can() -> None:
     assert 0.5 * most < kept["strict"] <= most + 0.02
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     temperature=st.sampled_from([0.0, 0.7, 1.3]),
@@ -164,7 +147,7 @@ def looked_up(text: list[int], count: int, least: int, most: int) -> list[int] |
     return None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     texts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=24), min_size=3, max_size=3),
     bounds=st.sampled_from([(1, 1), (1, 3), (2, 4), (3, 3)]),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +11,10 @@ from jaxserve.config import ServeConfig
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
 
-sys.path.insert(0, str(Path(__file__).parent))
+
+@pytest.fixture(autouse=True, scope="module")
+def _little_memory() -> None:
+    """Nothing: the engine here lives on, and says how often it compiles."""
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mutation import Case, case
 
 from jaxserve.server.app import create_app
 from jaxserve.server.service import Service
+from tests.support.fuzz.mutation import Case, case
 
 BARE, FULL = 2_000, 100_000
 AT_ONCE = 24

@@ -21,7 +21,8 @@ from pallas_kernels.aot.rules import Bound, bound_of, excess, laws
 from pallas_kernels.aot.targets import GB, TARGETS
 
 H200 = TARGETS["h200"]
-HERE = Path(__file__).parent
+ROOT = Path(__file__).resolve().parents[2]
+PLANTED = ROOT / "tests" / "support" / "kernels"
 
 REPORT = """ptxas info    : Compiling entry function 'kernel_mosaic_gpu_kernel' for 'sm_90a'
 ptxas info    : Function properties for kernel_mosaic_gpu_kernel
@@ -276,7 +277,7 @@ def test_the_package_s_bounds_can_be_read() -> None:
 
 
 def test_two_cases_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.syspath_prepend(str(PLANTED))
     with pytest.raises(ValueError, match="sound"):
         collect(["planted", "planted"])
     assert [case.name for case in collect(["planted"])][:2] == ["sound", "spills"]
@@ -297,7 +298,7 @@ def test_the_table_shows_failures_without_figures(capsys: pytest.CaptureFixture[
 
 
 def gate(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([str(HERE), str(HERE.parent.parent)])
+    paths = os.pathsep.join([str(PLANTED), str(ROOT)])
     return subprocess.run(
         [sys.executable, "-m", "pallas_kernels.aot", *arguments],
         env={**os.environ, "PYTHONPATH": paths, **environment},

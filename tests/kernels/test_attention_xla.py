@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from pallas_kernels import attention_xla
 from pallas_kernels.layout import MASKED, Ragged, Scales
 from pallas_kernels.xla import rows as rows_of
-
-from . import reference
-from .ragged import deal, make
+from tests.support.examples import examples
+from tests.support.kernels import reference
+from tests.support.kernels.ragged import deal, make
 
 Floats = npt.NDArray[np.float32]
 Pools = list[tuple[jax.Array, jax.Array]]
@@ -129,7 +129,7 @@ def test_every_step_equals_the_reference(
     ),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_any_step_equals_the_dense_twin(rows: list[tuple[int, int]], seed: int) -> None:
     """Rows of `length` new tokens after `past` old ones, in one program of 45 tokens and 12 rows."""
     steps = [(length, past + length if length else 0) for length, past in rows]

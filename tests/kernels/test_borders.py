@@ -25,8 +25,8 @@ from pallas_kernels.hopper.borders import Config, heuristic, supports
 from pallas_kernels.hopper.borders import borders as by_mosaic
 from pallas_kernels.xla.borders import bisected, swept
 from pallas_kernels.xla.borders import borders as by_xla
-
-from .interpreted import needs_interpreter, without_races
+from tests.support.examples import examples
+from tests.support.kernels.interpreted import needs_interpreter, without_races
 
 Array = npt.NDArray[Any]
 ROUNDING = 3e-6  # of a mass
@@ -143,7 +143,7 @@ def test_a_row_is_looked_at_as_seldom_as_told(kind: str, asks: Asks) -> None:
     assert sweeps.mean() <= mean and sweeps.max() <= most
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.integers(0, 2**31), st.integers(0, 90), st.floats(1e-6, 1.0), st.floats(0.0, 0.5), st.sampled_from(KINDS))
 def test_small_rows(seed: int, top_k: int, top_p: float, min_p: float, kind: str) -> None:
     global RANDOM

@@ -24,10 +24,9 @@ from pallas_kernels.dispatch import BACKENDS, Choice, Spec, Unsupported, attenti
 from pallas_kernels.hopper.decode import Config
 from pallas_kernels.hopper.spec import Spec as Wanted
 from pallas_kernels.layout import Ragged
-
-from .ragged import deal, make
-from .reference import attention as reference
-from .reference import rotate, written
+from tests.support.kernels.ragged import deal, make
+from tests.support.kernels.reference import attention as reference
+from tests.support.kernels.reference import rotate, written
 
 CPU = Spec("float32", platform="cpu", heads=4, kv_heads=2, head_dim=16, page=16)
 H200 = Spec(

@@ -23,10 +23,9 @@ from pallas_kernels.hopper.prefill import Config as PrefillConfig
 from pallas_kernels.hopper.prefill import paged_prefill
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.tpu.config import Config as TpuConfig
-
-from . import tpu
-from .interpreted import needs_interpreter, without_races
-from .ragged import deal, make
+from tests.support.kernels import tpu
+from tests.support.kernels.interpreted import needs_interpreter, without_races
+from tests.support.kernels.ragged import deal, make
 
 POOL, SCALE = 24, 0.15
 FOREIGN = [np.inf, -np.inf, np.nan]

@@ -21,9 +21,8 @@ from pallas_kernels.hopper import grouped
 from pallas_kernels.hopper.grouped import Config, Spec, candidates, heuristic, plan
 from pallas_kernels.plan.experts import Groups, plan_experts
 from pallas_kernels.xla.grouped import grouped_matmul as by_xla
-
-from .interpreted import needs_interpreter, without_races
-from .reference import doubles, error
+from tests.support.kernels.interpreted import needs_interpreter, without_races
+from tests.support.kernels.reference import doubles, error
 
 H200 = experts.Spec("bfloat16", 128, 2048, 768, platform="gpu", device="NVIDIA H200", capability="9.0")
 # Which expert each pair chose, of three: sizes on both sides of a tile, none, one, all, and some that are elsewhere.

@@ -16,10 +16,9 @@ from pallas_kernels.hopper import decode
 from pallas_kernels.hopper.decode import Config, candidates, heuristic, paged_decode
 from pallas_kernels.hopper.spec import SMEM, Spec
 from pallas_kernels.layout import MASKED, Ragged, Scales
-
-from .interpreted import needs_interpreter, without_races
-from .ragged import deal, make
-from .reference import attention, error, quantised
+from tests.support.kernels.interpreted import needs_interpreter, without_races
+from tests.support.kernels.ragged import deal, make
+from tests.support.kernels.reference import attention, error, quantised
 
 LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, of the whole output
 POOL, SCALE = 24, 0.15

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from pallas_kernels.hopper.narrow import Config, Spec, Work, candidates, heuristic, narrow_matmul
 from pallas_kernels.hopper.spec import SMEM
-
-from .interpreted import needs_interpreter, without_races
-from .reference import doubles, error
+from tests.support.examples import examples
+from tests.support.kernels.interpreted import needs_interpreter, without_races
+from tests.support.kernels.reference import doubles, error
 
 LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, of the whole output
 SMALL = Config(tokens=8, depth=64, stages=2, workers=2)
@@ -83,7 +83,7 @@ def test_tiles_that_are_freed_before_they_are_read_are_caught(monkeypatch: pytes
         check(Spec(8, 256, 128, 1), replace(SMALL, workers=1, stages=2))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(st.integers(1, 12), st.integers(1, 20), st.integers(1, 140))
 def test_every_step_of_every_strip_is_some_blocks_and_shares_are_equal(strips: int, steps: int, workers: int) -> None:
     work = Work(strips, steps, workers)

@@ -14,8 +14,7 @@ from jax import lax
 from pallas_kernels import compat
 from pallas_kernels.compat import plgpu
 from pallas_kernels.interpret import cast, interpreter, watch_races, wgmma
-
-from .interpreted import needs_interpreter
+from tests.support.kernels.interpreted import needs_interpreter
 
 ROWS, TILES = 64, 3
 TILED = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)

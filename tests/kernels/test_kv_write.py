@@ -14,10 +14,9 @@ from pallas_kernels.hopper.kv_write import Config, candidates, heuristic, rope_a
 from pallas_kernels.hopper.spec import Spec
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.xla.write import rope_and_write_xla
-
-from . import reference
-from .interpreted import needs_interpreter, without_races
-from .ragged import deal, make
+from tests.support.kernels import reference
+from tests.support.kernels.interpreted import needs_interpreter, without_races
+from tests.support.kernels.ragged import deal, make
 
 PAGE, POOL = 16, 8
 ROWS = [(1, 17), (3, 16), (1, 1), (2, 33)]  # around the ends of a page

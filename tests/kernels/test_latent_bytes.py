@@ -15,9 +15,8 @@ import pytest
 from pallas_kernels.backends import xla
 from pallas_kernels.layout import Ragged
 from pallas_kernels.xla.write import LARGEST
-
-from . import reference
-from .ragged import deal, make
+from tests.support.kernels import reference
+from tests.support.kernels.ragged import deal, make
 
 PAGE, POOL, HEADS, RANK, TURNED, SCALE = 4, 48, 5, 24, 8, 0.1
 DIM = RANK + TURNED

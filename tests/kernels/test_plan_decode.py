@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from pallas_kernels.layout import Ragged
 from pallas_kernels.plan.decode import DecodeWork, plan_decode
-
-from .ragged import deal, make
+from tests.support.examples import examples
+from tests.support.kernels.ragged import deal, make
 
 PAGE, QUERIES, ROWS = 16, 4, 8
 
@@ -75,7 +75,7 @@ def seen(rows: list[tuple[int, int]], cut: Cut) -> set[tuple[int, int]]:
 
 
 @given(steps, cuts)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_every_tile_that_a_token_sees_is_read_once(steps: list[tuple[int, int]], cut: Cut) -> None:
     rows = contexts(steps)
     found = Counter(one for share in read(plan(rows, cut)) for one in share)
@@ -84,7 +84,7 @@ def test_every_tile_that_a_token_sees_is_read_once(steps: list[tuple[int, int]],
 
 
 @given(steps, cuts)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_no_worker_has_more_than_an_equal_share(steps: list[tuple[int, int]], cut: Cut) -> None:
     rows = contexts(steps)
     shares = read(plan(rows, cut))
@@ -97,7 +97,7 @@ def test_no_worker_has_more_than_an_equal_share(steps: list[tuple[int, int]], cu
 
 
 @given(steps, cuts)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_items_are_few_dense_and_found_from_their_rows(steps: list[tuple[int, int]], cut: Cut) -> None:
     work = plan(contexts(steps), cut)
     assert work.row.shape == (cut.workers + ROWS,)

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.plan import experts as plan
+from tests.support.examples import examples
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     chosen=st.lists(st.integers(-1, 5), min_size=1, max_size=40),
     experts=st.sampled_from([1, 5]),

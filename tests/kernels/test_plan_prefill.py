@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pallas_kernels.layout import Ragged
 from pallas_kernels.plan.prefill import BEGIN, POSITION, ROW, TOKENS, PrefillWork, most_tiles, plan_prefill
-
-from .ragged import deal, make
+from tests.support.examples import examples
+from tests.support.kernels.ragged import deal, make
 
 PAGE, POOL, KEYS, TOKENS_MOST, ROWS_MOST = 8, 200, 16, 64, 8
 
@@ -38,7 +38,7 @@ def plan(rows: list[tuple[int, int]], tile: int = 8, above: int = 2, window: int
     past=st.lists(st.integers(0, 60), min_size=ROWS_MOST, max_size=ROWS_MOST),
     options=st.sampled_from([(4, 0, None), (8, 4, 10), (32, 1, 1)]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_every_token_of_a_long_row_is_in_exactly_one_tile(
     lengths: list[int], past: list[int], options: tuple[int, int, int | None]
 ) -> None:

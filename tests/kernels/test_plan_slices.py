@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.plan.slices import most_slices, sliced
-
-from .ragged import deal, make
+from tests.support.examples import examples
+from tests.support.kernels.ragged import deal, make
 
 PAGE = 4
 
@@ -18,7 +18,7 @@ PAGE = 4
 cut_into = jax.jit(sliced, static_argnames="queries")  # of one shape: five programs
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12)), min_size=1, max_size=4), st.integers(1, 5))
 def test_every_token_is_in_one_slice_of_its_row(drawn: list[tuple[int, int]], queries: int) -> None:
     rows = [(length, length + before if length else 0) for length, before in drawn]

@@ -13,9 +13,8 @@ import pytest
 from jaxserve.models.quantised import Quantised, einsum, multiplied_by
 from pallas_kernels.choice import Unsupported
 from pallas_kernels.products import MosaicProducts, Spec, XlaProducts, products, resolve_products
-
-from .interpreted import needs_interpreter
-from .reference import error
+from tests.support.kernels.interpreted import needs_interpreter
+from tests.support.kernels.reference import error
 
 H200 = Spec("bfloat16", "float8_e4m3fn", True, platform="gpu", device="NVIDIA H200", capability="9.0")
 

@@ -14,9 +14,8 @@ from pallas_kernels.backends.base import Spec
 from pallas_kernels.tpu import body, config, decode
 from pallas_kernels.tpu.config import Config, Shape
 from pallas_kernels.tpu.plan import plan_decode
-
-from .ragged import deal, make
-from .tpu import POOL, Options, check, races_found, run, step
+from tests.support.kernels.ragged import deal, make
+from tests.support.kernels.tpu import POOL, Options, check, races_found, run, step
 
 PAGE = 4
 # Around the ends of pages, and of tiles of two pages.

@@ -8,10 +8,9 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu.kv_write import write_kv
-
-from . import reference
-from .ragged import deal, make
-from .tpu import races_found
+from tests.support.kernels import reference
+from tests.support.kernels.ragged import deal, make
+from tests.support.kernels.tpu import races_found
 
 
 def test_tokens_land_on_their_pages_and_padding_nowhere() -> None:

@@ -10,9 +10,8 @@ import pytest
 from pallas_kernels.backends import tpu
 from pallas_kernels.backends.base import Spec
 from pallas_kernels.tpu.lanes import Row, row_of
-
-from . import reference
-from .ragged import deal, make
+from tests.support.kernels import reference
+from tests.support.kernels.ragged import deal, make
 
 SPEC = Spec("float32", platform="cpu", heads=8, kv_heads=4, head_dim=64, page=16, interpret=True)
 

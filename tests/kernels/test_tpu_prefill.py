@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from pallas_kernels.tpu import prefill
 from pallas_kernels.tpu.config import Config, Shape
 from pallas_kernels.tpu.plan import most_items, plan_prefill
-
-from .ragged import deal, make
-from .tpu import Options, check, run, step
+from tests.support.examples import examples
+from tests.support.kernels.ragged import deal, make
+from tests.support.kernels.tpu import Options, check, run, step
 
 PAGE, TILE = 4, 8
 plan = jax.jit(plan_prefill, static_argnames=("queries", "above"))
@@ -70,7 +70,7 @@ def test_a_step_of_decode_rows_only() -> None:
     rows=st.lists(st.tuples(st.integers(0, 13), st.integers(0, 9)), min_size=1, max_size=6),
     cut=st.sampled_from([(1, 0), (4, 1), (8, 4)]),
 )
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_every_token_of_its_rows_is_in_one_item(rows: list[tuple[int, int]], cut: tuple[int, int]) -> None:
     """Rows of `length` tokens after `past`: items tile each row, and fit their static bound."""
     queries, above = cut

@@ -17,9 +17,8 @@ from jaxserve.errors import InvalidValue
 from jaxserve.models import converted, registry
 from jaxserve.models.manifest import FOLDER, NAME
 from jaxserve.models.weights import WeightsError, load_weights
-
-from .driver import mesh, peer
-from .test_parity import CASES
+from tests.support.models.configs import CASES
+from tests.support.models.driver import mesh, peer
 
 pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed; pip install 'jaxserve[orbax]'")
 

@@ -15,8 +15,7 @@ from safetensors.numpy import save_file
 
 from jaxserve.models import registry, weights
 from jaxserve.models.layers import Info
-
-from .driver import mesh
+from tests.support.models.driver import mesh
 
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 4,

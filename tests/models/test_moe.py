@@ -14,8 +14,7 @@ from jaxserve.models.spec import ModelSpec
 from jaxserve.models.weights import random_weights
 from pallas_kernels.dispatch import attention
 from pallas_kernels.experts import XlaExperts
-
-from .driver import mesh
+from tests.support.models.driver import mesh
 
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 24, "hidden_size": 8, "num_hidden_layers": 1, "head_dim": 8,

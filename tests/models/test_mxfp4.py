@@ -18,9 +18,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from jaxserve.models.mxfp4 import dequantised
 from jaxserve.models.registry import load_spec
 from jaxserve.models.weights import WeightsError, load_weights, random_weights
-
-from .driver import Driver, expected, mesh, peer
-from .test_parity import GPT_OSS, TOKENS
+from tests.support.models.configs import GPT_OSS, TOKENS
+from tests.support.models.driver import Driver, expected, mesh, peer
 
 WIDTH = {**GPT_OSS, "intermediate_size": 32, "num_hidden_layers": 1}  # whole blocks of 32 both ways
 

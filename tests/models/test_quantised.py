@@ -24,9 +24,8 @@ from jaxserve.models.quantisation import FLAG, Quantisation, read
 from jaxserve.models.quantised import Quantised
 from jaxserve.models.spec import ModelSpec
 from jaxserve.models.weights import WeightsError, load_weights, random_weights, shardings
-
-from .driver import Driver, mesh, peer
-from .test_parity import CASES, FULL, TOKENS
+from tests.support.models.configs import CASES, FULL, TOKENS
+from tests.support.models.driver import Driver, mesh, peer
 
 MODELS = CASES | FULL
 Tensors = dict[str, npt.NDArray[Any]]

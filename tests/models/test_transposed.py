@@ -16,9 +16,8 @@ from jaxserve.models import registry
 from jaxserve.models.quantised import Quantised, einsum
 from jaxserve.models.transposed import BLOCK, FEW, Transposed, _blocks, product
 from jaxserve.models.weights import random_weights
-
-from .driver import mesh
-from .test_weights import CONFIG
+from tests.support.models.configs import CONFIG
+from tests.support.models.driver import mesh
 
 
 def made(tokens: int, *outputs: int, inputs: int = 24) -> tuple[jax.Array, jax.Array]:

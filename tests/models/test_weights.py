@@ -20,19 +20,10 @@ from jaxserve.models.layers import Info
 from jaxserve.models.registry import spec_from_config
 from jaxserve.models.spec import ModelSpec
 from jaxserve.models.weights import WeightsError, load_weights, random_weights, shardings
-
-from .driver import mesh
+from tests.support.models.configs import CONFIG
+from tests.support.models.driver import mesh
 
 Tensors = dict[str, npt.NDArray[Any]]
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 24,
-    "hidden_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 16,
-}
 
 
 @pytest.fixture

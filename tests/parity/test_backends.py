@@ -16,8 +16,7 @@ from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import StepPlan
 from jaxserve.sched.request import Request
 from pallas_kernels import compat
-
-from .law import LENGTH, SPEC, Ask, Model, Setup, compare
+from tests.support.parity.law import LENGTH, SPEC, Ask, Model, Setup, compare
 
 pytestmark = pytest.mark.timeout(1800)  # interpreted kernels take minutes, on a busy machine many
 PAGES, TOKENS = 40, 4
@@ -102,7 +101,7 @@ EXPERTS = registry.spec_from_config(
     }
 )  # fmt: skip
 EIGHT = [
-    pytest.param("tpu", "int8", id="tpu-int8"),
+    pytest.param("tpu", "int8", id="tpu-int8", marks=pytest.mark.full),
     pytest.param("tpu", "fp8", id="tpu-fp8", marks=pytest.mark.full),
     pytest.param("mosaic_gpu", "int8", id="mosaic_gpu-int8", marks=needs_interpreter),
     pytest.param("mosaic_gpu", "fp8", id="mosaic_gpu-fp8", marks=[needs_interpreter, pytest.mark.full]),

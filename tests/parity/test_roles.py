@@ -16,9 +16,8 @@ from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.placement import Placement
 from jaxserve.sched.policy import Role
-
-from .law import compare
-from .test_law import ROOMY, TIGHT, alone, asks, setup
+from tests.support.parity.asks import ROOMY, TIGHT, alone, asks, setup
+from tests.support.parity.law import compare
 
 CASES = list(itertools.product(("2x1", "4x2"), (ROOMY, TIGHT), ("distserve", "kairos", "unified"), (1, 2)))
 BARE = [("2x1", ROOMY, "unified", 1), ("2x1", TIGHT, "distserve", 2), ("4x2", ROOMY, "kairos", 1)]

@@ -9,8 +9,7 @@ import pytest
 from jaxserve.replay import perf_of
 from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.sim.again import again
-
-from .test_law import ROOMY, TIGHT, Faults, asks, setup
+from tests.support.parity.asks import ROOMY, TIGHT, Faults, asks, setup
 
 
 @pytest.mark.parametrize(("mesh", "pages", "policy"), [("1x1", TIGHT, "kairos"), ("4x2", ROOMY, "kairos")])

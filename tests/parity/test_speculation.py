@@ -20,9 +20,8 @@ from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.policy import Decision, Grant, View
 from jaxserve.sched.request import Request
 from jaxserve.speculative import Speculative
-
-from .law import LENGTH, PAGE, SPEC, Ask, Setup, compare, weights
-from .test_law import STYLES
+from tests.support.parity.asks import STYLES
+from tests.support.parity.law import LENGTH, PAGE, SPEC, Ask, Setup, compare, weights
 
 DRAFT = 4
 ROOMY, TIGHT = 200, LENGTH // PAGE + 2
@@ -94,7 +93,7 @@ CASES = [
     for mesh, tokens, pages in (("1x1", 64, ROOMY), ("1x2", 16, TIGHT), ("2x1", 64, TIGHT))
     for drafter in ("ngram", "close", "other")
 ]
-SAMPLE = [("1x1", 64, ROOMY, "ngram"), ("1x2", 16, TIGHT, "other"), ("2x1", 64, TIGHT, "close")]
+SAMPLE = [("1x1", 64, ROOMY, "ngram"), ("2x1", 64, TIGHT, "close")]
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)

@@ -11,9 +11,8 @@ import pytest
 from jaxserve.sched.cluster import Cluster
 from jaxserve.sched.grant import evict_best_effort
 from jaxserve.sched.request import BEST_EFFORT, STANDARD
-
-from .law import Ask, compare
-from .test_law import ROOMY, TIGHT, alone, asks, setup
+from tests.support.parity.asks import ROOMY, TIGHT, alone, asks, setup
+from tests.support.parity.law import Ask, compare
 
 PLACEMENTS = ("deflect:faster", "deflect:slo", "unified")
 CASES = list(itertools.product(("1x1", "2x1", "4x2"), (ROOMY, TIGHT), ("distserve", "kairos", "unified"), PLACEMENTS))

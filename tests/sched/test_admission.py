@@ -16,8 +16,8 @@ from jaxserve.sched.policy import Limits, Role
 from jaxserve.sched.request import BEST_EFFORT, STANDARD, Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo import SLO
-
-from .harness import Job, simulate
+from tests.support.examples import examples
+from tests.support.sched.harness import Job, simulate
 
 # 10 ms a step, 1 ms a prompt token, 1 ms a row
 PERF = Coefficients(0.010, 1e-3, 1e-3, 0.0, 0.0, 0.0)
@@ -108,7 +108,7 @@ JOB = st.builds(
 
 
 @given(jobs=st.lists(JOB, min_size=1, max_size=10), name=st.sampled_from(ALL), mesh=st.sampled_from("MPD"))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_refused_requests_are_told_so_and_demoted_ones_lose_no_token(jobs, name, mesh) -> None:  # type: ignore[no-untyped-def]
     roles = (Role.MIXED,) if mesh == "M" else (Role.PREFILL, Role.DECODE)
     outcome = simulate(jobs, roles, policy="fairbatching", admission=name, pages=40)

@@ -24,9 +24,8 @@ from jaxserve.sched.sim.latency import Latency
 from jaxserve.sched.sim.options import Options
 from jaxserve.sched.sim.simulate import Logs
 from jaxserve.sched.slo import SLO, THINKING
-
-from .harness import COEFFICIENTS, Job
-from .test_journal import perf, recorded
+from tests.support.sched.harness import COEFFICIENTS, Job
+from tests.support.sched.recorded import perf, recorded
 
 
 def journalled(file: IO[str], recipe: Recipe, options: Mapping[str, object] | None = None) -> Logs:

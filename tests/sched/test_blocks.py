@@ -9,6 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multip
 
 from jaxserve.sched.blocks import BlockManager, chain
 from jaxserve.sched.errors import InvalidValue
+from tests.support.examples import examples
 
 SIZE = 2
 
@@ -69,7 +70,7 @@ class Pool(RuleBasedStateMachine):
 
 
 TestPool = Pool.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=40)
+TestPool.settings = settings(max_examples=examples(60), stateful_step_count=40)
 
 
 def test_the_least_recently_used_page_goes_first() -> None:

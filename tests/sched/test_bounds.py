@@ -17,15 +17,15 @@ from jaxserve.sched.sim.bounds import bounds, goodput_bounds
 from jaxserve.sched.sim.oracle import Details, goodput_bound, sustained_bound
 from jaxserve.sched.sim.sweep import goodput_search
 from jaxserve.sched.slo import SLO
-
-from .test_sim import CHAT, TINY
+from tests.support.examples import examples
+from tests.support.sched.presets import CHAT, TINY
 
 QUIET = replace(TINY, noise=0.0)
 HARD = replace(CHAT, ttft=0.02, tpot=0.003)
 MESHES = {"1": Mesh(1), "1P1D": Mesh(2), "2 mixed": Mesh(2, colocated=True), "1P2D": Mesh(3, prefill=1)}
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(
     mesh=st.sampled_from(sorted(MESHES)),
     policy=st.sampled_from(["distserve", "kairos", "edf", "sarathi", "unified"]),

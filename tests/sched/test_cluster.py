@@ -13,29 +13,11 @@ from hypothesis import strategies as st
 from jaxserve.sched.errors import StepFailed
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import StepPlan
-from jaxserve.sched.policy import Role
 from jaxserve.sched.request import BEST_EFFORT
 from jaxserve.sched.slo import SLO
-
-from .harness import Job, Outcome, simulate
-
-PD = (Role.PREFILL, Role.DECODE)
-ROLES = {"1x1": (Role.MIXED,), "2x1": PD, "4x1": (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)}
-
-
-def check_complete(outcome: Outcome, jobs: list[Job], *, cancelled: bool = False) -> None:
-    """Every request is told of once, in order, with exactly its tokens."""
-    assert [request.id for request in outcome.requests] == list(range(len(jobs)))
-    for request, job in zip(outcome.requests, jobs, strict=True):
-        told = [token for delta in outcome.deltas[request.id] for token in delta.tokens]
-        reasons = [delta.finish_reason for delta in outcome.deltas[request.id] if delta.finish_reason]
-        assert told == request.output and len(reasons) == 1
-        assert request.token_times == sorted(request.token_times)
-        if request.finish_reason in ("stop", "length"):
-            assert len(told) == min(job.output, request.limit)
-            assert reasons == ["stop" if job.output <= request.limit else "length"]
-        else:
-            assert cancelled and request.finish_reason == "abort"
+from tests.support.examples import examples
+from tests.support.sched.complete import JOB, PD, ROLES, check_complete
+from tests.support.sched.harness import Job, simulate
 
 
 @pytest.mark.parametrize("roles", ROLES)
@@ -44,18 +26,6 @@ def test_serves_a_mixed_load(roles: str, policy: str) -> None:
     draw = random.Random(1)
     jobs = [Job(range(1000 * i, 1000 * i + draw.randint(1, 60)), draw.randint(1, 30), i * 0.002) for i in range(40)]
     check_complete(simulate(jobs, ROLES[roles], policy=policy), jobs)
-
-
-JOB = st.builds(
-    lambda start, prompt, output, arrival, cancel: Job(
-        range(start, start + prompt), output, arrival, cancel_at=None if cancel is None else arrival + cancel
-    ),
-    start=st.sampled_from([0, 0, 1000, 2000]),  # equal starts share prefixes
-    prompt=st.integers(1, 20),
-    output=st.integers(1, 14),
-    arrival=st.floats(0, 0.05),
-    cancel=st.none() | st.floats(0, 0.05),
-)
 
 
 @given(
@@ -67,7 +37,7 @@ JOB = st.builds(
     tokens=st.integers(1, 16),
     first_token=st.sampled_from(["prefill", "decode"]),
 )
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_pools_of_a_few_pages_never_deadlock(jobs, roles, policy, pages, rows, tokens, first_token) -> None:  # type: ignore[no-untyped-def]
     """A request of up to 34 tokens in pools of 36 to 56: admission, growth, drops and hand-overs all collide."""
     outcome = simulate(
@@ -81,7 +51,7 @@ def test_pools_of_a_few_pages_never_deadlock(jobs, roles, policy, pages, rows, t
     roles=st.sampled_from(list(ROLES.values())),
     every=st.integers(3, 7),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_steps_that_raise_cost_no_token(jobs, roles, every) -> None:  # type: ignore[no-untyped-def]
     seen = [0]
 
@@ -113,7 +83,7 @@ def test_the_request_at_fault_fails_alone() -> None:
     every=st.integers(2, 5),
     pages=st.integers(9, 14),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_transfers_that_raise_cost_no_token(jobs, roles, every, pages) -> None:  # type: ignore[no-untyped-def]
     """Every second to fifth transfer raises: it is tried again from what the source still holds, three times."""
     seen = [0]

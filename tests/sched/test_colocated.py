@@ -13,51 +13,22 @@ from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.buckets import Buckets
 from jaxserve.sched.perf.learned import LearnedModel
-from jaxserve.sched.perf.model import Coefficients, GeneralModel
+from jaxserve.sched.perf.model import GeneralModel
 from jaxserve.sched.plan import StepResult
 from jaxserve.sched.policy import Limits, Role, View
-from jaxserve.sched.request import BEST_EFFORT, Request, State
+from jaxserve.sched.request import BEST_EFFORT, Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
 from jaxserve.sched.slo import NO_SLO, SLO
-from jaxserve.sched.table import Table
+from tests.support.examples import examples
+from tests.support.sched.colocated import EXACT, STEEP, decoding, prompt, view
+from tests.support.sched.complete import JOB, ROLES, check_complete
+from tests.support.sched.harness import Job
+from tests.support.sched.harness import simulate as serve
 
-from .harness import Job
-from .harness import simulate as serve
-from .test_cluster import JOB, ROLES, check_complete
-
-# 10 ms + 0.1 ms per prompt token + 1 ms per decoding row, whatever the contexts; FLAT has contexts cost 10 us a token
-EXACT = Coefficients(fixed=0.010, prefill=1e-4, decode=1e-3, quadratic=0.0, longest=0.0, context=0.0)
-PERF = GeneralModel(EXACT, correct=False)
-STEEP = GeneralModel(Coefficients(0.010, 1e-4, 1e-3, 0.0, 1e-5, 1e-5), correct=False)
 DEVICE = Latency("test", kv_bytes_per_token=1000, kv_tokens=100_000, coefficients=EXACT)
 NAMES = ["sarathi", "sarathi:tokens=3", "vllm", "vllm:tokens=5", "fairbatching", "fairbatching:anchor=arrival"]
 NAMES += ["fairbatching:budget=fixed:4", "fairbatching:budget=fixed", "fairbatching:budget=tokens+on_time_set"]
-
-
-def prompt(id: int, tokens: int, due: float = 8.0, tier: str = "standard", runs: bool = False) -> Request:
-    one = Request(id, range(tokens), SamplingParams(), SLO(ttft=8.0), due - 8.0, tier=tier)
-    one.state = State.RUNNING if runs else State.WAITING
-    return one
-
-
-def decoding(id: int, due: float, context: int = 100, tier: str = "standard", first: float = 0.0) -> Request:
-    one = Request(id, range(context), SamplingParams(max_tokens=1000), SLO(ttft=1.0, tpot=0.05), 0.0, tier=tier)
-    one.state, one.computed, one.output = State.RUNNING, context, [1]
-    one.first_token_at, one.token_times, one.budget = first, [first], due - first
-    return one
-
-
-def view(prefill: list[Request], decode: list[Request], **more: object) -> View:
-    tables = Table(), Table()
-    for table, requests in zip(tables, (prefill, decode), strict=True):
-        for request in requests:
-            table.add(request)
-    fields: dict[str, object] = {
-        "now": 0.0, "start": 0.0, "role": Role.MIXED, "limits": Limits(8192, 256, 1000, 16), "free_pages": 900,
-        "free_slots": 256 - sum(one.state is State.RUNNING for one in prefill + decode), "kv_waiting": 0, "perf": PERF,
-    }  # fmt: skip
-    return View(prefill=tables[0], decode=tables[1], **{**fields, **more})  # type: ignore[arg-type]
 
 
 def step(name: str, at: View) -> list[tuple[int, int]]:
@@ -277,7 +248,7 @@ class Load:
     rows=st.integers(1, 4),
     tokens=st.integers(1, 16),
 )
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_an_instance_with_requests_never_idles(name, loads, pages, rows, tokens) -> None:  # type: ignore[no-untyped-def]
     scheduler = Scheduler(policies.make(name), GeneralModel(EXACT), Limits(tokens, rows, pages, 4))
     coming = sorted(
@@ -319,7 +290,7 @@ def test_an_instance_with_requests_never_idles(name, loads, pages, rows, tokens)
     rows=st.integers(1, 4),
     tokens=st.integers(1, 16),
 )
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 def test_nothing_is_lost_whatever_the_roles(jobs, roles, policy, pages, rows, tokens) -> None:  # type: ignore[no-untyped-def]
     """A request of up to 34 tokens in pools of 36 to 56, cancelled at times: pages and requests are conserved."""
     check_complete(

@@ -22,10 +22,8 @@ from jaxserve.sched.request import BEST_EFFORT, Request
 from jaxserve.sched.sim import NAMED, Latency, Options
 from jaxserve.sched.sim import simulate as simulated
 from jaxserve.sched.slo import SLO
-
-from .harness import COEFFICIENTS, Job, Outcome, simulate
-from .test_policies import PERF, decoding, prompt, view
-from .test_preemption import perf
+from tests.support.sched.harness import COEFFICIENTS, Job, Outcome, perf, simulate
+from tests.support.sched.views import PERF, decoding, prompt, view
 
 LONG = 1600  # tokens, 94 ms
 T_LONG = COEFFICIENTS.step_time(Load().add_chunk(LONG, 0))

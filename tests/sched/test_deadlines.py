@@ -11,9 +11,8 @@ from jaxserve.sched.plan import StepPlan
 from jaxserve.sched.request import State
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo import SLO
-
-from .harness import Job, simulate
-from .test_cluster import ROLES
+from tests.support.sched.complete import ROLES
+from tests.support.sched.harness import Job, simulate
 
 TPOT = 0.125  # a power of two: sums of it are exact
 

@@ -28,8 +28,8 @@ from jaxserve.sched.request import BEST_EFFORT, Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo import SLO, THINKING
 from jaxserve.sched.thinking import ThinkingEnd
-
-from .harness import Job, simulate
+from tests.support.examples import examples
+from tests.support.sched.harness import Job, simulate
 
 TOKEN = Coefficients(fixed=0, prefill=1 / 6, decode=1 / 6, quadratic=0, longest=0, context=0)  # six tokens per second
 LARGE = Limits(tokens=8192, rows=256, pages=10_000, page_size=16)
@@ -99,7 +99,7 @@ CASE = st.tuples(
 
 
 @given(CASE, st.booleans())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_no_set_of_more_value_exists(case, weighed: bool) -> None:  # type: ignore[no-untyped-def]
     """Two tiers, prompts forced in, memory, values by priority: of all subsets none that is feasible is worth more than
     the one found. Where all are worth the same, that is the largest."""
@@ -158,7 +158,7 @@ def recurrence(deadline: list[float], tokens: list[float], rate: Callable[[int],
     st.lists(st.tuples(st.integers(0, 30), st.integers(1, 40)), min_size=1, max_size=9),
     st.sampled_from([3.0, 8.0, 20.0]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_equals_the_recurrence_as_printed(rows: list[tuple[int, int]], capacity: float) -> None:
     deadline, tokens = [float(row[0]) for row in rows], [float(row[1]) for row in rows]
     none: Mask = np.zeros(len(rows), dtype=bool)

@@ -13,6 +13,7 @@ from jaxserve.sched.policies import dp
 from jaxserve.sched.policies.dp import admitted, largest_set, tier_of, tiers, values
 from jaxserve.sched.policies.speculation import Supply, Terms
 from jaxserve.sched.policies.standing import Prompts, Standing
+from tests.support.examples import examples
 
 TOKEN = Coefficients(fixed=0, prefill=1 / 6, decode=1 / 6, quadratic=0, longest=0, context=0)  # six tokens per second
 TERMS = Terms(GeneralModel(TOKEN, correct=False), 8192, 1.0, margin=0.0)
@@ -33,7 +34,7 @@ def prompts(deadline: list[float], tokens: list[float], tpot: float = 1.0) -> Pr
     st.sampled_from([1e9, 3.0]),
     st.integers(-5, 5),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_the_promised_are_worth_the_most_whatever_the_way_to_them(
     jobs: list[tuple[int, int, float, int]], running: int, free: float, level: int
 ) -> None:

@@ -16,9 +16,9 @@ from jaxserve.sched.perf.drafted import FIRST, Drafted
 from jaxserve.sched.perf.model import GeneralModel, Load
 from jaxserve.sched.policies import drafting
 from jaxserve.sched.policies.drafting import lengths_of
-
-from .harness import COEFFICIENTS, Job, Outcome, simulate
-from .test_speculation import JOB, check
+from tests.support.examples import examples
+from tests.support.sched.harness import COEFFICIENTS, Job, Outcome, simulate
+from tests.support.sched.speculation import JOB, check
 
 CHEAP = replace(COEFFICIENTS, fixed=5e-3, draft=2e-4)
 DEAR = replace(COEFFICIENTS, fixed=1e-3, decode=1e-3, draft=2e-3)
@@ -78,7 +78,7 @@ def test_the_most_is_always_drafted_where_it_shall_be() -> None:
     assert lengths <= {0, 1, 2, 3, 4} and drafted(outcome) > 0.95
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(jobs=st.lists(JOB, min_size=1, max_size=6), acceptance=st.floats(0, 1), adaptive=st.booleans())
 def test_no_token_is_lost_or_invented(jobs: list[Job], acceptance: float, adaptive: bool) -> None:
     policy = "sarathi:tokens=16/draft" + ("" if adaptive else ":no-adaptive")

@@ -14,8 +14,7 @@ from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.perf.model import GeneralModel
 from jaxserve.sched.plan import UNAVAILABLE, StepPlan
 from jaxserve.sched.policy import Limits, Role
-
-from .harness import COEFFICIENTS, Job, simulate
+from tests.support.sched.harness import COEFFICIENTS, Job, simulate
 
 SPLIT = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
 NAMES = ("prefill0", "prefill1", "decode2", "decode3")

@@ -27,10 +27,9 @@ from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load
 from jaxserve.sched.policy import Limits, Role, View
 from jaxserve.sched.request import BEST_EFFORT, Request, State
 from jaxserve.sched.slo import SLO
-
-from .test_orders import begun
-from .test_policies import decoding, prompt
-from .test_policies import view as view_of
+from tests.support.examples import examples
+from tests.support.sched.views import begun, decoding, prompt
+from tests.support.sched.views import view as view_of
 
 # 10 ms a step, 1 ms a prompt token, 1 ms a row, 1 us a token of the longest context, 0.1 us of any other
 PERF = GeneralModel(Coefficients(0.010, 1e-3, 1e-3, 0.0, 1e-6, 1e-7), correct=False)
@@ -60,7 +59,7 @@ def solve(start: float, jobs: list[tuple[int, int, bool]], *, kept: bool = False
 
 
 @given(jobs=JOBS, start=st.integers(0, 5))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_no_larger_set_is_on_time(jobs: list[tuple[int, int, bool]], start: int) -> None:
     chosen = solve(start, jobs)
     assert on_time(start, jobs, chosen)
@@ -69,7 +68,7 @@ def test_no_larger_set_is_on_time(jobs: list[tuple[int, int, bool]], start: int)
 
 
 @given(jobs=JOBS, start=st.integers(0, 5))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_whoever_is_kept_stays_while_the_kept_alone_are_on_time(jobs: list[tuple[int, int, bool]], start: int) -> None:
     chosen = solve(start, jobs, kept=True)
     assert on_time(start, jobs, chosen)
@@ -104,7 +103,7 @@ def test_the_one_with_the_most_work_leaves_and_of_equals_the_later() -> None:
     grid=st.sampled_from([1, 7, GRID]),
     quadratic=st.sampled_from([0.0, 1e-7]),
 )
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_the_largest_chunk_is_the_largest_that_fits(rows, done, left, bound, grid, quadratic) -> None:  # type: ignore[no-untyped-def]
     perf = GeneralModel(Coefficients(0.010, 1e-3, 1e-3, quadratic, 1e-6, 1e-7), correct=False)
     load = Load(decode=len(rows), longest=max(rows, default=0), context=sum(rows))

@@ -21,8 +21,8 @@ from jaxserve.sched.request import Request
 from jaxserve.sched.sim.floor import CPU, REGIMES, Floor, floor, kept, plain
 from jaxserve.sched.sim.latency import Latency
 from jaxserve.sched.slo import NO_SLO, SLO
-
-from .test_colocated import STEEP, decoding, prompt, view
+from tests.support.examples import examples
+from tests.support.sched.colocated import STEEP, decoding, prompt, view
 
 VARIANTS = [
     "fairbatching:budget=fixed",
@@ -103,7 +103,7 @@ def hopeless(id: int, why: str, late: float) -> Request:
     prompts=st.lists(st.integers(1, 900), min_size=1, max_size=6),
     due=st.sampled_from([1.0, 60.0]),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_where_no_row_can_gain_everything_runs(
     reasons: list[tuple[str, float]], prompts: list[int], due: float
 ) -> None:

@@ -15,9 +15,8 @@ from jaxserve.sched.policies.flowprefill import FlowPrefill
 from jaxserve.sched.policy import Decision, Task, View
 from jaxserve.sched.request import BEST_EFFORT, Request, State
 from jaxserve.sched.slo import SLO
-
-from .harness import Job, simulate
-from .test_policies import PERF, prompt, view
+from tests.support.sched.harness import Job, simulate
+from tests.support.sched.views import PERF, prompt, view
 
 K = 1024
 

@@ -25,6 +25,7 @@ from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
 from jaxserve.sched.slo import SLO
 from jaxserve.sched.table import Table
+from tests.support.examples import examples
 
 LARGE = Coefficients(fixed=5e-3, prefill=2e-5, decode=1e-5, quadratic=1e-10, longest=1e-8, context=1e-8)
 SMALL = Coefficients(fixed=12e-3, prefill=7e-5, decode=1e-5, quadratic=3e-9, longest=1e-7, context=1e-7, draft=1e-3)
@@ -111,7 +112,7 @@ def served(policy: SlosServe, one: Request, perf: PerfModel, within: Limits, rol
         "share": 0.0,
     }
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_the_policy_demotes_no_request_that_is_feasible_alone(case) -> None:  # type: ignore[no-untyped-def]
     perf, prompt, chunk = case["perf"], case["prompt"], case["chunk"]
     hit = int(case["share"] * prompt)
@@ -122,7 +123,7 @@ def test_the_policy_demotes_no_request_that_is_feasible_alone(case) -> None:  # 
 
 
 @given(CASE)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_the_admission_admits_each_request_that_is_feasible_alone(case) -> None:  # type: ignore[no-untyped-def]
     perf, prompt, chunk = case["perf"], case["prompt"], case["chunk"]
     server = Scheduler(Fcfs(), perf, limits(chunk, case["draft"]), case["role"])
@@ -138,7 +139,7 @@ def test_the_admission_admits_each_request_that_is_feasible_alone(case) -> None:
     truth=st.sampled_from([LARGE, SMALL]),
     tokens=st.sampled_from([256, 8192]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_requests_that_come_one_by_one_are_all_in_time(  # type: ignore[no-untyped-def]
     policy, admission, prompts, times, slack, truth, tokens
 ) -> None:

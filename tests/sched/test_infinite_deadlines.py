@@ -18,9 +18,8 @@ from jaxserve.sched.request import BEST_EFFORT, STANDARD, Request, State
 from jaxserve.sched.sim.executor import END_THINKING
 from jaxserve.sched.slo import ANSWER, LONGEST, NO_SLO, SHORTEST, SLO, THINKING
 from jaxserve.sched.thinking import ThinkingEnd
-
-from .harness import Job, Outcome
-from .laws import Watch
+from tests.support.sched.harness import Job, Outcome
+from tests.support.sched.laws import Watch
 
 STAGES = [
     SLO(tpot=inf, stages=((THINKING, inf), (ANSWER, 0.05))),

@@ -2,48 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.errors import InvalidValue
-from jaxserve.sched.journal import Journal, replay
-from jaxserve.sched.log import Log
-from jaxserve.sched.perf.model import PerfModel
-from jaxserve.sched.perf.recipe import Recipe
-from jaxserve.sched.plan import StepPlan
-from jaxserve.sched.policy import Limits, Role
-
-from .harness import COEFFICIENTS, Job, simulate
-from .test_cluster import JOB, ROLES
-
-
-def perf(record: Mapping[str, Any]) -> PerfModel:
-    return Recipe.of(record).make()
-
-
-def recorded(jobs: list[Job], roles: str, policy: str, every: int = 10_000, placement: str = "least_work") -> str:
-    file, count = io.StringIO(), [0]
-    journal = Journal(file)
-    limits = Limits(16, 4, 14, 4)
-
-    def log(name: str) -> Log:
-        role = Role(name.rstrip("0123456789"))
-        described = Recipe("general", coefficients=COEFFICIENTS).record()
-        return journal.instance(name, policy=policy, limits=limits, role=role, prefix_caching=True, perf=described)
-
-    def fails(name: str, plan: StepPlan) -> bool:
-        count[0] += 1
-        return count[0] % every == 0 and count[0] < 40
-
-    shape = {"policy": policy, "placement": placement, "log": log, "fails": fails}
-    simulate(jobs, ROLES[roles], pages=14, rows=4, tokens=16, **shape)
-    return file.getvalue()
+from jaxserve.sched.journal import replay
+from tests.support.examples import examples
+from tests.support.sched.complete import JOB, ROLES
+from tests.support.sched.harness import Job
+from tests.support.sched.recorded import perf, recorded
 
 
 @given(
@@ -52,7 +22,7 @@ def recorded(jobs: list[Job], roles: str, policy: str, every: int = 10_000, plac
     policy=st.sampled_from(["distserve", "kairos"]),
     every=st.sampled_from([4, 7, 10_000]),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_replay_reproduces_every_plan(jobs: list[Job], roles: str, policy: str, every: int) -> None:
     text = recorded(jobs, roles, policy, every)
     outcome = replay(text.splitlines(), perf)

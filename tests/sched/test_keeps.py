@@ -18,11 +18,11 @@ from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.sim import Arrival, Mesh, simulate
 from jaxserve.sched.sim.options import Options
 from jaxserve.sched.slo import SLO
-
-from .harness import Job
-from .test_laws import ADMISSIONS, JOBS, POLICIES, SHAPE
-from .test_roles import SEVERAL, TURNS, check, check_replay, journalled, run
-from .test_unified import LATENCY
+from tests.support.examples import examples
+from tests.support.sched.cases import ADMISSIONS, JOBS, POLICIES, SHAPE
+from tests.support.sched.harness import Job
+from tests.support.sched.latency import LATENCY
+from tests.support.sched.roles import SEVERAL, TURNS, check, check_replay, journalled, run
 
 D, P = Role.DECODE, Role.PREFILL
 SOME = st.integers(1, 3)  # every so many requests are kept
@@ -37,7 +37,7 @@ def keeping(some: int = 1) -> object:
     return patch.object(LeastWork, "keeps", keeps, create=True)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     policy=st.sampled_from(POLICIES),
     mesh=st.sampled_from(sorted(SEVERAL)),
@@ -52,7 +52,7 @@ def test_nothing_is_lost_whoever_is_kept(policy, mesh, admission, jobs, shape, s
         check(policy, (mesh, "least_work", admission), jobs, shape, turns)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     jobs=JOBS,
     mesh=st.sampled_from(["1P1D", "2P2D"]),

@@ -20,52 +20,23 @@ from jaxserve.sched import policies
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.model import GeneralModel
 from jaxserve.sched.policy import Decision, Limits, Role, View, in_order
-from jaxserve.sched.request import BEST_EFFORT, STANDARD, Request
+from jaxserve.sched.request import BEST_EFFORT, Request
 from jaxserve.sched.slo import SLO
 from jaxserve.sched.table import Table
+from tests.support.examples import examples
+from tests.support.sched.cases import (
+    ADMISSIONS,
+    JOBS,
+    MESHES,
+    PLACEMENTS,
+    POLICIES,
+    SHAPE,
+    Case,
+    drawn,
+)
+from tests.support.sched.harness import COEFFICIENTS, Job, Outcome
+from tests.support.sched.laws import REQUEST, Watch, check_tokens, check_told, first_difference, sealed
 
-from .harness import COEFFICIENTS, Job, Outcome
-from .laws import REQUEST, Watch, check_tokens, check_told, first_difference, sealed
-
-VARIANTS = [
-    "fairbatching:anchor=arrival",
-    "fairbatching:budget=fixed",
-    "fairbatching:budget=fixed:24",
-    "fairbatching:budget=tokens",
-    "fairbatching:on_time_set",
-    "flowprefill:batch=0",
-    "flowprefill:literal",
-    "flowprefill:order=edf+no-preempt",
-    "kairos:greedy+margin=0.2",
-    "kairos:literal",
-    "kairos:no-pack+quadratic",
-    "kairos:verbatim",
-    "prefill=kairos:literal,decode=continuous",
-    "prefill=sedf,decode=kairos",
-    "sarathi:tokens=8",
-    "slos_serve:no-admit",
-    "slos_serve:no-dynamic+no-spec",
-    "unified:keep=0.5+ageing=0.5",
-    "unified:no-preempt",
-    "vllm:tokens=16",
-]
-POLICIES = [*policies.names(), *VARIANTS]
-P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
-MESHES = {"1": (M,), "1P1D": (P, D), "2P2D": (P, P, D, D), "2 mixed": (M, M), "1P2D": (P, D, D)}
-PLACEMENTS = [
-    "deflect:dropped",
-    "deflect:faster",
-    "deflect:slo",
-    "fewest_requests",
-    "least_work",
-    "least_work:give_back",
-    "next_replica",
-    "prefill_budget",
-    "round_robin",
-    "unified",
-]
-ADMISSIONS = ["none", "pab", "pab:refuse", "dp"]
-Case = tuple[str, str, str]  # mesh, placement, admission
 CASES: list[Case] = list(product(MESHES, PLACEMENTS, ADMISSIONS))
 
 
@@ -84,35 +55,6 @@ def test_the_sample_meets_every_pair() -> None:
         assert {(case[one], case[other]) for case in cases} == {(case[one], case[other]) for case in CASES}
 
 
-SLOS = [SLO(ttft, tpot) for ttft, tpot in product((0.004, 0.02, 0.1, 8.0), (0.0015, 0.004, 0.05))] + [SLO(inf, inf)]
-JOB = st.builds(
-    lambda start, prompt, output, arrival, slo, tier: Job(
-        range(start, start + prompt), output, arrival, slo=SLO(inf, inf) if tier == BEST_EFFORT else slo, tier=tier
-    ),
-    start=st.sampled_from([0, 0, 1000, 2000]),  # equal starts share prefixes
-    prompt=st.integers(1, 60),
-    output=st.integers(1, 14),
-    arrival=st.floats(0, 0.03),
-    slo=st.sampled_from(SLOS),
-    tier=st.sampled_from([STANDARD, STANDARD, STANDARD, BEST_EFFORT]),
-)
-JOBS = st.lists(JOB, min_size=2, max_size=10)
-FIELDS: dict[str, list[Any]] = {
-    "pages": [20, 24, 40, 200],
-    "rows": [1, 3, 8],
-    "tokens": [4, 16, 48],
-    "prompts": [1, 1 << 30],
-    "preemptible": [True, False],
-    "suspended": [1, 3],
-    "lead": [0.0, 0.0, 0.0005],
-    "draft": [0, 0, 3],
-    "acceptance": [0.6],
-    "first_token": ["prefill", "decode"],
-    "prefix_caching": [True, False],
-}
-SHAPE = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in FIELDS.items()})
-
-
 def serve(policy: str, case: Case, jobs: list[Job], shape: dict[str, Any], *, seal: bool) -> tuple[Watch, Outcome]:
     mesh, placement, admission = case
     watch = Watch(policy, seal=seal)
@@ -129,22 +71,10 @@ def check(policy: str, case: Case, jobs: list[Job], shape: dict[str, Any]) -> No
     assert [one.token_times for one in outcome.requests] == [one.token_times for one in same.requests]
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(policy=st.sampled_from(POLICIES), case=st.sampled_from(CASES), jobs=JOBS, shape=SHAPE)
 def test_nothing_is_lost_and_nothing_stands_still(policy, case, jobs, shape) -> None:  # type: ignore[no-untyped-def]
     check(policy, case, jobs, shape)
-
-
-def drawn(seed: object) -> tuple[list[Job], dict[str, Any]]:
-    """As JOBS and SHAPE, by a seed."""
-    draw = random.Random(str(seed))
-    jobs = []
-    for _ in range(draw.randint(4, 14)):
-        start, tier = draw.choice([0, 0, 1000, 2000]), draw.choice([STANDARD, STANDARD, STANDARD, BEST_EFFORT])
-        slo = SLO(inf, inf) if tier == BEST_EFFORT else draw.choice(SLOS)
-        prompt = range(start, start + draw.randint(1, 60))
-        jobs.append(Job(prompt, draw.randint(1, 14), draw.uniform(0, 0.03), slo=slo, tier=tier))
-    return jobs, {name: draw.choice(values) for name, values in FIELDS.items()}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -189,7 +119,7 @@ def shuffled(count: int) -> list[int]:
     return random.Random(count).sample(range(count), count)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(policy=st.sampled_from(POLICIES), case=st.sampled_from(CASES), jobs=JOBS, shape=SHAPE, data=st.data())
 def test_no_policy_sees_an_output_length(policy, case, jobs, shape, data) -> None:  # type: ignore[no-untyped-def]
     places = data.draw(st.permutations(range(len(jobs))))

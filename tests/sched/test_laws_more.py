@@ -18,8 +18,8 @@ from jaxserve.sched.sim.bounds import bounds
 from jaxserve.sched.sim.oracle import Details, bound
 from jaxserve.sched.sim.workload import scale_slo
 from jaxserve.sched.slo import SLO
-
-from .test_laws import ADMISSIONS, PLACEMENTS, POLICIES
+from tests.support.examples import examples
+from tests.support.sched.cases import ADMISSIONS, PLACEMENTS, POLICIES
 
 EXACT = Coefficients(1e-3, 1e-4, 1e-5, 1e-8, 1e-7, 1e-8)
 TINY = Latency("tiny", kv_bytes_per_token=1000, kv_tokens=400, page_size=4, coefficients=EXACT, link_bandwidth=1e9)
@@ -85,7 +85,7 @@ def test_the_bound_can_be_reached() -> None:
     assert found.bound.attained == sum(one.attained for one in report.measured) == 2
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     blind=st.sampled_from(BLIND),
     placement=st.sampled_from(["fewest_requests", "least_work", "round_robin"]),

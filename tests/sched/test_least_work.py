@@ -22,11 +22,11 @@ from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.sim import Arrival, Latency, Options, Report, simulate
 from jaxserve.sched.sim.executor import SimExecutor
 from jaxserve.sched.slo import SLO
-
-from .harness import COEFFICIENTS, Job
-from .harness import simulate as serve
-from .test_cluster import JOB, ROLES, check_complete
-from .test_journal import perf, recorded
+from tests.support.examples import examples
+from tests.support.sched.complete import JOB, ROLES, check_complete
+from tests.support.sched.harness import COEFFICIENTS, Job
+from tests.support.sched.harness import simulate as serve
+from tests.support.sched.recorded import perf, recorded
 
 EXACT = Coefficients(fixed=0.010, prefill=1e-4, decode=1e-4, quadratic=0.0, longest=1e-7, context=1e-7)
 DEVICE = Latency("test", kv_bytes_per_token=1000, kv_tokens=100_000, page_size=16, coefficients=EXACT)
@@ -71,7 +71,7 @@ def test_a_prefix_is_worth_what_it_saves_and_no_more() -> None:
 
 
 @given(backlogs=st.lists(st.lists(st.integers(1, 5000), max_size=4), min_size=1, max_size=5), new=st.integers(1, 5000))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_orders_all_instances_by_their_backlog(backlogs: list[list[int]], new: int) -> None:
     instances = []
     for number, backlog in enumerate(backlogs):
@@ -168,7 +168,7 @@ def test_nothing_comes_back_that_takes_pages_from_those_who_wait() -> None:
     pages=st.integers(9, 14),
     every=st.integers(2, 9),
 )
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 def test_giving_back_loses_nothing(jobs, roles, pages, every) -> None:  # type: ignore[no-untyped-def]
     """Small pools, cancelled requests and transfers that fail: all pages are free or findable at the end."""
     count = [0]
@@ -182,7 +182,7 @@ def test_giving_back_loses_nothing(jobs, roles, pages, every) -> None:  # type: 
 
 
 @given(jobs=st.lists(JOB, min_size=1, max_size=8), every=st.sampled_from([5, 10_000]))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_what_comes_back_is_in_the_journal(jobs: list[Job], every: int) -> None:
     text = recorded(jobs, "4x1", "distserve", every, GIVE)
     assert replay(text.splitlines(), perf).differences == []

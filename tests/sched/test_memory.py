@@ -14,8 +14,7 @@ from jaxserve.sched.policy import Limits, Role
 from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo import SLO
-
-from .harness import COEFFICIENTS
+from tests.support.sched.harness import COEFFICIENTS
 
 SIZE, PAGES, ROWS = 4, 16, 4
 PROMPT = list(range(100, 114))  # three full pages and two tokens

@@ -19,6 +19,7 @@ from jaxserve.sched.sim import NAMED, Arrival, Latency, Mesh, Options, simulate
 from jaxserve.sched.sim.oracle import Bound, Details, bound, goodput_bound, most_on_time, most_value
 from jaxserve.sched.sim.oracle.work import Server, jobs
 from jaxserve.sched.slo import SLO
+from tests.support.examples import examples
 
 COEFFICIENTS = Coefficients(1e-3, 1e-4, 1e-5, 1e-8, 1e-7, 1e-8, w_moe=1e-3, p_moe=0.1)
 TINY = Latency("tiny", 1000, kv_tokens=2000, page_size=4, coefficients=COEFFICIENTS, link_bandwidth=1e9)
@@ -48,7 +49,7 @@ def brute_force(release: Any, deadline: Any, work: Any) -> int:
     )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(JOBS, st.integers(1, 8))
 def test_kise_ibaraki_mine_is_exact(jobs: Jobs, window: int) -> None:
     release, deadline, work = columns(jobs, window)
@@ -89,7 +90,7 @@ def test_one_long_prompt_before_many_short_ones() -> None:
     assert most_on_time([], [], []) == 0
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(JOBS)
 @example([(0, 4, 2), (1, 1, 1), (0, 4, 1)])
 def test_windows_never_say_less_than_can_be_done(jobs: Jobs) -> None:
@@ -98,7 +99,7 @@ def test_windows_never_say_less_than_can_be_done(jobs: Jobs) -> None:
     assert brute_force(release, deadline, work) <= value + 1e-9 <= len(jobs) + 2e-9
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(JOBS, st.lists(st.floats(0.1, 1.0), min_size=8, max_size=8))
 def test_windows_solve_the_linear_program(jobs: Jobs, values: list[float]) -> None:
     release, deadline, work = columns(jobs)
@@ -132,7 +133,7 @@ SHARING = st.builds(
 WORKLOADS = st.one_of(*(st.lists(one, min_size=2, max_size=30) for one in (REQUEST, ONE_SLO, SHARING)))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     WORKLOADS,
     st.sampled_from(["distserve", "kairos"]),

@@ -14,11 +14,10 @@ from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.policies.ordered import LONG, PERIOD
 from jaxserve.sched.policy import Limits, View
-from jaxserve.sched.request import BEST_EFFORT, Request, State
+from jaxserve.sched.request import BEST_EFFORT, Request
 from jaxserve.sched.slo import SLO
-
-from .harness import Job, simulate
-from .test_policies import order, prompt, view
+from tests.support.sched.harness import Job, simulate
+from tests.support.sched.views import begun, order, prompt, view
 
 ORDERS = ("fcfs", "sjf", "edf", "deadline_edf", "sedf", "kairos", "kairos:literal", "kairos:verbatim", "flowprefill")
 AGEING = ("sjf", "edf", "deadline_edf", "sedf", "kairos", "kairos:literal", "flowprefill")
@@ -26,11 +25,6 @@ AGEING = ("sjf", "edf", "deadline_edf", "sedf", "kairos", "kairos:literal", "flo
 
 def first(name: str, at: View) -> int:
     return policies.make(f"prefill={name},decode=continuous").decide(at).grants[0].request
-
-
-def begun(one: Request, computed: int) -> Request:
-    one.state, one.computed, one.slot = State.RUNNING, computed, 0
-    return one
 
 
 def due(id: int, length: int, at: float, arrival: float = 0.0) -> Request:

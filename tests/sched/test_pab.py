@@ -24,6 +24,7 @@ from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
 from jaxserve.sched.slo import SLO
 from jaxserve.sched.table import Table
+from tests.support.examples import examples
 
 PROMISED = SLO(ttft=0.5, tpot=0.05)
 # a = 10 ms, b = b_dec = 0.1 ms, c = 0.1 us
@@ -117,7 +118,7 @@ TIMES = st.floats(-1, 1)
     prompts=st.lists(st.tuples(LENGTHS, TIMES), max_size=4),
     more=st.tuples(LENGTHS, TIMES),
 )
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_a_request_more_never_raises_the_budget(rows, prompts, more) -> None:  # type: ignore[no-untyped-def]
     decode = [decoding(id, *row) for id, row in enumerate(rows)]
     prefill = [waiting(100 + id, *prompt) for id, prompt in enumerate(prompts)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -11,48 +10,19 @@ from hypothesis import strategies as st
 
 from jaxserve.sched import placement
 from jaxserve.sched.admission.none import Everybody
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.placement import Fleet, Move
 from jaxserve.sched.plan import StepResult
-from jaxserve.sched.policies.sarathi import Sarathi
-from jaxserve.sched.policy import Limits, Role
+from jaxserve.sched.policy import Role
 from jaxserve.sched.request import BEST_EFFORT, Request, State
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo import SLO
+from tests.support.examples import examples
+from tests.support.sched.fleet import decodes, fleet, instance, request
+from tests.support.sched.harness import Job
+from tests.support.sched.harness import simulate as serve
 
-from .harness import Job
-from .harness import simulate as serve
-
-# 10 ms a step, 1 ms a prompt token, 1 ms a row
-PERF = Coefficients(0.010, 1e-3, 1e-3, 0.0, 0.0, 0.0)
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 ROLES = (P, P, D, D)
-
-
-def instance(role: Role, pages: int = 6000, rows: int = 256) -> Scheduler:
-    return Scheduler(Sarathi(), GeneralModel(PERF, correct=False), Limits(8192, rows, pages, 16), role)
-
-
-def request(id: int, tokens: int, ttft: float = 8.0, tier: str = "standard", tpot: float = 0.05) -> Request:
-    slo = SLO(inf, inf) if tier == BEST_EFFORT else SLO(ttft, tpot)
-    return Request(id, range(100_000 * id, 100_000 * id + tokens), SamplingParams(), slo, 0.0, tier=tier)
-
-
-def fleet(instances: Sequence[Scheduler], transfer: float = 0.0) -> Fleet:
-    return Fleet(0.0, instances, lambda tokens: transfer * tokens)
-
-
-def decodes(one: Scheduler, id: int, context: int, tpot: float = 0.05) -> None:
-    """A row that decodes there, its prompt done at time 0."""
-    row = request(id, context, tpot=tpot)
-    row.params = SamplingParams(max_tokens=1000)
-    row.limit = 1000
-    one.add(row)
-    while not row.output:
-        plan = one.plan(0.0, 0.0)
-        assert plan is not None
-        one.settle(StepResult(plan.step, 0.0, 0.0, tuple((7,) if span.samples else () for span in plan.spans)))
 
 
 def test_a_fleet_knows_who_takes_prompts_and_who_decodes() -> None:
@@ -274,7 +244,7 @@ def test_who_has_begun_or_has_a_token_never_moves(name: str) -> None:
     name=st.sampled_from(["deflect:dropped", "unified:margin=1.0", "unified"]),
     roles=st.sampled_from([(P, D), (P, P, D, D), (M, M)]),
 )
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_moves_are_of_waiting_requests_and_lose_nothing(prompts, name, roles) -> None:  # type: ignore[no-untyped-def]
     moved: list[int] = []
 

@@ -6,48 +6,15 @@ import pytest
 
 from jaxserve.sched import policies
 from jaxserve.sched.errors import InvalidValue
-from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.continuous import Continuous
 from jaxserve.sched.policies.fcfs import Fcfs
 from jaxserve.sched.policies.kairos_decode import KairosDecode
 from jaxserve.sched.policies.kairos_prefill import KairosPrefill
-from jaxserve.sched.policy import Limits, Policy, Role, View
-from jaxserve.sched.request import BEST_EFFORT, Request, State
-from jaxserve.sched.slo import NO_SLO, SLO
-from jaxserve.sched.table import Table
-
-# one second per 1,000 prompt tokens; a decode step costs 10 ms + 1 ms per 1,000 tokens of its longest row
-PERF = GeneralModel(
-    Coefficients(fixed=0.010, prefill=1e-3, decode=0.0, quadratic=0.0, longest=1e-6, context=0.0), correct=False
-)
-
-
-def prompt(id: int, length: int, arrival: float = 0.0, slo: SLO | None = None, tier: str = "standard") -> Request:
-    return Request(id, range(length), SamplingParams(), slo or SLO(ttft=8.0), arrival, tier=tier)
-
-
-def decoding(id: int, context: int, due: float, last: float = 0.0) -> Request:
-    one = Request(id, range(context - 1), SamplingParams(max_tokens=1000), SLO(tpot=0.05), 0.0)
-    one.state, one.computed, one.output = State.RUNNING, context - 1, [1]
-    one.first_token_at, one.token_times, one.budget = 0.0, [last], due
-    return one
-
-
-def view(prefill: list[Request], decode: list[Request], **more: object) -> View:
-    tables = Table(), Table()
-    for table, requests in zip(tables, (prefill, decode), strict=True):
-        for request in requests:
-            table.add(request)
-    fields: dict[str, object] = {
-        "now": 0.0, "start": 0.0, "role": Role.PREFILL, "limits": Limits(8192, 256, 1000, 16), "free_pages": 900,
-        "free_slots": 256 - sum(one.state is State.RUNNING for one in prefill + decode), "kv_waiting": 0, "perf": PERF,
-    }  # fmt: skip
-    return View(prefill=tables[0], decode=tables[1], **{**fields, **more})  # type: ignore[arg-type]
-
-
-def order(policy: Policy, at: View) -> list[int]:
-    return [grant.request for grant in policy.decide(at).grants]
+from jaxserve.sched.policy import Limits, Role
+from jaxserve.sched.request import BEST_EFFORT, State
+from jaxserve.sched.slo import NO_SLO
+from tests.support.sched.views import decoding, order, prompt, view
 
 
 def test_fcfs_is_by_arrival_and_best_effort_last() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import random
 from bisect import bisect_left
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -16,13 +15,13 @@ from jaxserve.sched.boundary import stopping
 from jaxserve.sched.counters import BLOCKING
 from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.log import Log
-from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load
+from jaxserve.sched.perf.model import Load
 from jaxserve.sched.plan import StepPlan
 from jaxserve.sched.policy import Decision, Grant, Limits, Role, View
 from jaxserve.sched.slo import SLO
-
-from .harness import COEFFICIENTS, Job, Outcome, simulate
-from .test_cluster import ROLES, check_complete
+from tests.support.examples import examples
+from tests.support.sched.complete import ROLES, check_complete
+from tests.support.sched.harness import COEFFICIENTS, Job, Outcome, perf, simulate
 
 LONG, SHORT = 800, 10  # tokens
 T_LONG, T_SHORT = (COEFFICIENTS.step_time(Load().add_chunk(tokens, 0)) for tokens in (LONG, SHORT))
@@ -178,7 +177,7 @@ JOB = st.builds(
     segments=st.integers(1, 10),
     lead=st.sampled_from([0.0, 0.002]),
 )
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_tiny_pools_with_preemption_never_deadlock(  # type: ignore[no-untyped-def]
     jobs, roles, seed, pages, rows, tokens, suspended, segments, lead
 ) -> None:
@@ -199,7 +198,7 @@ def test_tiny_pools_with_preemption_never_deadlock(  # type: ignore[no-untyped-d
 
 
 @given(jobs=st.lists(JOB, min_size=1, max_size=6), every=st.integers(3, 7), seed=st.integers(0, 1000))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_steps_that_raise_among_suspended_ones_cost_no_token(jobs, every, seed) -> None:  # type: ignore[no-untyped-def]
     seen = [0]
 
@@ -213,7 +212,7 @@ def test_steps_that_raise_among_suspended_ones_cost_no_token(jobs, every, seed) 
 
 
 @given(jobs=st.lists(JOB, min_size=1, max_size=10), seed=st.none() | st.integers(0, 1000), segments=st.integers(1, 10))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_preemption_neither_adds_nor_saves_work(jobs, seed, segments) -> None:  # type: ignore[no-untyped-def]
     """One prompt a step in whole chunks: the same steps in any order, so as many seconds as without preemption."""
     whole = [Job(one.prompt, 1, one.arrival, one.slo) for one in jobs]
@@ -240,14 +239,10 @@ class Orderly(Chaos):
 
 
 @given(jobs=st.lists(JOB, min_size=1, max_size=8), seed=st.integers(0, 1000))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_the_same_jobs_give_the_same_history(jobs, seed) -> None:  # type: ignore[no-untyped-def]
     first, second = (preempting(jobs, pages=12, rows=3, tokens=9, policy=lambda: Chaos(seed)) for _ in range(2))
     assert first.plans == second.plans and first.ended == second.ended and first.counters == second.counters
-
-
-def perf(record: Mapping[str, Any]) -> GeneralModel:
-    return GeneralModel(Coefficients(**record["coefficients"]))
 
 
 @given(
@@ -255,7 +250,7 @@ def perf(record: Mapping[str, Any]) -> GeneralModel:
     roles=st.sampled_from(list(ROLES)),
     every=st.sampled_from([4, 7, 10_000]),
 )
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_a_journal_with_preemption_gives_the_same_plans(jobs, roles, every) -> None:  # type: ignore[no-untyped-def]
     file, count = io.StringIO(), [0]
     journal = Journal(file)

@@ -21,6 +21,7 @@ from jaxserve.sched.prefix_hits import PrefixHits
 from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo import SLO
+from tests.support.examples import examples
 
 PERF = Coefficients(1e-3, 1e-5, 1e-5, 0.0, 0.0, 0.0)
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=8)  # of two tokens, so that many share a prefix
@@ -91,7 +92,7 @@ class Hits(RuleBasedStateMachine):
 
 
 TestHits = Hits.TestCase
-TestHits.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestHits.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 
 
 def instance(pages: int = 400) -> Scheduler:

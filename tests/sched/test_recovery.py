@@ -11,8 +11,7 @@ from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo import SLO
-
-from .harness import COEFFICIENTS
+from tests.support.sched.harness import COEFFICIENTS
 
 PROMPT = list(range(100, 114))
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import random
-from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import inf
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,40 +12,17 @@ from hypothesis import strategies as st
 
 from jaxserve.sched.cluster import check_roles
 from jaxserve.sched.errors import InvalidValue
-from jaxserve.sched.journal import Journal, replay
-from jaxserve.sched.log import Log
-from jaxserve.sched.perf.model import Coefficients, GeneralModel
-from jaxserve.sched.policy import Limits, Role
+from jaxserve.sched.policy import Role
 from jaxserve.sched.sim import Latency, Mesh, Options, Report, simulate
 from jaxserve.sched.sim.workload import Arrival
 from jaxserve.sched.slo import SLO
-
-from . import harness
-from .harness import COEFFICIENTS, Job
-from .laws import Watch, check_tokens, check_told
-from .test_laws import ADMISSIONS, JOBS, MESHES, PLACEMENTS, POLICIES, SHAPE, Case, drawn
-
-P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
-SEVERAL = {name: roles for name, roles in MESHES.items() if len(roles) > 1}
-TURN = st.tuples(st.floats(0, 0.06), st.dictionaries(st.integers(0, 3), st.sampled_from([P, D, M]), min_size=1))
-TURNS = st.lists(TURN, min_size=1, max_size=8)
-Turns = Sequence[tuple[float, Mapping[int, Role]]]
+from tests.support.examples import examples
+from tests.support.sched.cases import ADMISSIONS, JOBS, PLACEMENTS, POLICIES, SHAPE, drawn
+from tests.support.sched.harness import COEFFICIENTS, Job
+from tests.support.sched.roles import SEVERAL, TURNS, D, M, P, Turns, check, check_replay, journalled, run
 
 
-def check(policy: str, case: Case, jobs: list[Job], shape: dict[str, Any], turns: Turns) -> None:
-    """All laws that hold where roles stay, and that equal runs have equal histories."""
-    mesh, placement, admission = case
-    histories = []
-    for _ in range(2):
-        watch = Watch(policy, seal=False)
-        outcome = watch.run(jobs, MESHES[mesh], placement=placement, admission=admission, turns=turns, **shape)
-        check_told(outcome, jobs, admission.endswith(":refuse"))
-        check_tokens(outcome, watch.records, page_size=4)
-        histories.append((watch.records, [one.token_times for one in outcome.requests]))
-    assert histories[0] == histories[1]
-
-
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     policy=st.sampled_from(POLICIES),
     mesh=st.sampled_from(sorted(SEVERAL)),
@@ -82,27 +56,7 @@ def test_no_change_of_roles_loses_anything_under_any_policy(policy: str) -> None
 # what is journalled
 
 
-def perf(record: Mapping[str, Any]) -> GeneralModel:
-    return GeneralModel(Coefficients(**record["coefficients"]))
-
-
-def journalled(jobs: list[Job], mesh: str, policy: str, shape: dict[str, Any], turns: Turns) -> list[str]:
-    file = io.StringIO()
-    journal = Journal(file)
-    limits = Limits(16, 4, 24, 4)
-
-    def log(name: str) -> Log:
-        described = {"coefficients": {field: getattr(COEFFICIENTS, field) for field in COEFFICIENTS.__slots__}}
-        role = Role(name.rstrip("0123456789"))
-        return journal.instance(name, policy=policy, limits=limits, role=role, prefix_caching=True, perf=described)
-
-    harness.simulate(
-        jobs, SEVERAL[mesh], policy=policy, log=log, turns=turns, tokens=16, rows=4, pages=24, page_size=4, **shape
-    )
-    return file.getvalue().splitlines()
-
-
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     jobs=JOBS,
     mesh=st.sampled_from(["1P1D", "2P2D"]),
@@ -115,17 +69,7 @@ def test_changes_of_roles_are_journalled(jobs, mesh, policy, first, lead, turns)
     check_replay(journalled(jobs, mesh, policy, {"first_token": first, "lead": lead}, turns))
 
 
-def check_replay(lines: list[str]) -> None:
-    """All that was planned is planned again, and nothing else."""
-    outcome = replay(lines, perf)
-    assert outcome.differences == [] and outcome.plans == sum('"kind":"planned"' in line for line in lines)
-
-
 # what happens in particular
-
-
-def run(turns: Turns, jobs: Sequence[Job], roles: Sequence[Role] = (P, D), **shape: Any) -> harness.Outcome:
-    return harness.simulate(list(jobs), roles, turns=turns, **{"pages": 200, **shape})
 
 
 def test_what_decodes_moves_where_its_instance_prefills_from_now_on() -> None:

@@ -15,8 +15,8 @@ from jaxserve.sched.sim import NAMED, Arrival, Options, simulate
 from jaxserve.sched.sim.executor import END_THINKING
 from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.slo import SLO, THINKING
-
-from .test_sim import TINY
+from tests.support.examples import examples
+from tests.support.sched.presets import TINY
 
 QUIET = replace(TINY, noise=0.0)
 
@@ -52,7 +52,7 @@ class Drafts:
         return Decision((*rows, *(Grant(one.id, one.remaining) for one in view.prefill)))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(thought=st.integers(1, 12), answer=st.integers(0, 12), draft=st.integers(0, 3), seed=st.integers(0, 5))
 def test_thinking_ends_at_its_token_and_the_answer_has_its_own_objective(
     thought: int, answer: int, draft: int, seed: int

@@ -38,9 +38,9 @@ from jaxserve.sched.policy import Role
 from jaxserve.sched.request import Request, State
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo import SLO
-
-from .test_placement import decodes, instance, request
-from .test_policies import decoding, view
+from tests.support.examples import examples
+from tests.support.sched.fleet import decodes, instance, request
+from tests.support.sched.views import decoding, view
 
 GENERAL = Coefficients(5e-3, 2e-5, 1e-5, 1e-10, 1e-8, 1e-8)
 MODELS: dict[str, PerfModel] = {
@@ -198,7 +198,7 @@ class Plain:
         return at.start + ceil(tokens / chunk) * bound if chunk >= 1 else inf
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.integers(0, 1 << 20), st.integers(1, 25))
 def test_prompts_move_as_if_nothing_was_kept(seed: int, prompts: int) -> None:
     random = np.random.default_rng(seed)
@@ -219,7 +219,7 @@ def test_prompts_move_as_if_nothing_was_kept(seed: int, prompts: int) -> None:
         moved += len(moves)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(st.integers(0, 1 << 20))
 def test_paths_that_are_kept_are_those_worked_out_anew(seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -250,7 +250,7 @@ def test_paths_that_are_kept_are_those_worked_out_anew(seed: int) -> None:
     assert len(paths._places) < 500, "lengths that nobody has any more are forgotten"
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(st.integers(0, 1 << 20), st.sampled_from([Role.PREFILL, Role.DECODE, Role.MIXED]), st.sampled_from([0, 2]))
 def test_the_programme_admits_as_if_nothing_was_kept(seed: int, role: Role, draft: int) -> None:
     random = np.random.default_rng(seed)
@@ -275,7 +275,7 @@ ROW = st.tuples(st.floats(0.02, 0.1), st.integers(1, 4000))
 COMING = st.tuples(st.floats(-0.5, 12.0), st.integers(1, 6000), st.sampled_from([0.02, 0.05, 0.1]), st.integers(0, 300))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     MODEL,
     st.lists(ROW, max_size=40),

@@ -16,9 +16,9 @@ from jaxserve.sched.policy import Grant, one_each
 from jaxserve.sched.request import BEST_EFFORT, STANDARD, Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo import SLO
-
-from .harness import Job, Outcome, simulate
-from .test_cluster import ROLES
+from tests.support.examples import examples
+from tests.support.sched.complete import ROLES
+from tests.support.sched.harness import Job, Outcome, simulate
 
 JOB = st.builds(
     lambda prompt, output, arrival, tpot, tier: Job(
@@ -58,7 +58,7 @@ def history(outcome: Outcome) -> list[Any]:
     draft=st.sampled_from([0, 2]),
     lead=st.sampled_from([0.0, 0.0005]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_the_short_way_ends_where_the_long_one_does(**case: Any) -> None:
     short = simulate(**case, tokens=16, acceptance=0.5, scheduler=Checked)
     with pytest.MonkeyPatch.context() as patch:

@@ -18,26 +18,16 @@ from hypothesis import strategies as st
 from jaxserve.sched.errors import InvalidValue
 from jaxserve.sched.journal import Journal
 from jaxserve.sched.log import Log
-from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.policy import Limits, Role
-from jaxserve.sched.sim import NAMED, Arrival, Latency, Mesh, Options, Report, Workload, load_trace, simulate
-from jaxserve.sched.sim.workload import Arrivals, Lengths
+from jaxserve.sched.sim import NAMED, Arrival, Latency, Mesh, Options, Report, load_trace, simulate
+from jaxserve.sched.sim.workload import Arrivals
 from jaxserve.sched.slo import SLO
 from jaxserve.yamlio import load_yaml
+from tests.support.examples import examples
+from tests.support.sched.presets import CHAT, ROOT, TINY
 
-ROOT = Path(__file__).resolve().parents[2]
 TRACES = ROOT.parent / "shared" / "traces"
 H200 = load_yaml(ROOT / "configs" / "latency" / "minimax-m2.5-h200-tp4.yaml", Latency)
-TINY = Latency(
-    name="tiny",
-    kv_bytes_per_token=1000,
-    kv_tokens=160,
-    page_size=4,
-    coefficients=Coefficients(1e-3, 1e-4, 1e-5, 1e-8, 1e-7, 1e-8),
-    link_bandwidth=1e9,
-    noise=0.05,
-)
-CHAT = Workload("chat", Lengths("uniform", low=1, high=60), Lengths("uniform", low=1, high=30), ttft=0.1, tpot=0.01)
 POLICIES = ["distserve", "kairos", "prefill=kairos,decode=continuous"]
 
 
@@ -121,7 +111,7 @@ REQUEST = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     requests=st.lists(REQUEST, min_size=1, max_size=10),
     policy=st.sampled_from(POLICIES),

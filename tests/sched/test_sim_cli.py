@@ -19,8 +19,7 @@ from jaxserve.sched.perf.model import Load
 from jaxserve.sched.sim import Arrival, Latency, sweep
 from jaxserve.simulate import _read_workload, add_arguments, parse_policies, parse_rates, processes
 from jaxserve.yamlio import load_yaml
-
-from .test_sim import CHAT, ROOT, TINY
+from tests.support.sched.presets import CHAT, ROOT, TINY
 
 RATES = ([20, 40], [30], [20, 30, 40])  # the processes stay from one sweep to the next
 TRACE = "id,arrival_s,input_tokens,output_tokens\n" + "".join(

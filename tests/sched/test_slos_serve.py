@@ -28,9 +28,9 @@ from jaxserve.sched.request import BEST_EFFORT, STANDARD, Request, State
 from jaxserve.sched.roster import Roster
 from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
 from jaxserve.sched.slo import SLO
-
-from .harness import COEFFICIENTS, Job, Outcome
-from .harness import simulate as run
+from tests.support.examples import examples
+from tests.support.sched.harness import COEFFICIENTS, Job, Outcome
+from tests.support.sched.harness import simulate as run
 
 DEVICE = Coefficients(fixed=10e-3, prefill=1e-4, decode=5e-5, quadratic=0, longest=0, context=0)
 
@@ -326,7 +326,7 @@ JOB = st.builds(
     policy=st.sampled_from(["slos_serve", "slos_serve:no-admit", "slos_serve:no-dynamic"]),
     lead=st.sampled_from([0.0, 4e-4]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_nobody_starves_in_pools_of_a_few_pages(  # type: ignore[no-untyped-def]
     jobs, roles, pages, rows, tokens, draft, policy, lead
 ) -> None:

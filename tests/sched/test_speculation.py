@@ -10,15 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.acceptance import Drafts
-from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load
 from jaxserve.sched.plan import StepPlan
 from jaxserve.sched.policies.speculation import Supply, Terms, accepted, counted_on, prompt_room
 from jaxserve.sched.policy import Decision, Grant, Role, View
 from jaxserve.sched.request import BEST_EFFORT, STANDARD, State
-from jaxserve.sched.sim.executor import EOS, FILLER
-
-from .harness import Job, Outcome, simulate
+from tests.support.examples import examples
+from tests.support.sched.harness import Job, Outcome, simulate
+from tests.support.sched.speculation import JOB, check
 
 # ---- what drafting gains, and what steps leave -------------------------------------------------------------------
 
@@ -154,56 +153,6 @@ class Drafting:
         return Decision((*grants, *(Grant(one.id, one.remaining) for one in view.prefill)))
 
 
-def check(outcome: Outcome, jobs: list[Job], draft: int, page_size: int) -> None:
-    for request, job in zip(outcome.requests, jobs, strict=True):
-        told = [token for delta in outcome.deltas[request.id] for token in delta.tokens]
-        assert told == request.output
-        if request.finish_reason == "abort":
-            continue
-        count = min(job.output, request.limit)
-        assert told == ([FILLER] * (job.output - 1) + [EOS])[:count]
-        assert request.finish_reason == ("stop" if job.output <= request.limit else "length")
-        assert request.inflight == 0
-    check_plans(outcome.plans, jobs, draft, page_size)
-
-
-def check_plans(plans: list[tuple[str, StepPlan]], jobs: list[Job], draft: int, page_size: int) -> None:
-    """Every span has its pages, starts where valid KV ends, and drafts only behind a whole prompt."""
-    pages: dict[tuple[str, int], int] = {}
-    ends: dict[tuple[str, int], int] = {}
-    for name, plan in plans:
-        for span in plan.spans:
-            at = (name, span.slot)
-            if span.begin is not None:
-                pages[at] = 0
-            pages[at] += len(span.new_pages)
-            assert pages[at] * page_size >= span.start + span.length, "a span without pages"
-            assert 0 <= span.draft <= draft and span.length > span.draft
-            if span.draft:
-                assert span.start >= len(jobs[span.request].prompt), "drafted before the prompt was done"
-                assert span.samples
-            if span.begin is None:
-                assert span.start <= ends[at], "the cursor left a hole"
-            ends[at] = span.start + span.length
-
-
-JOB = st.builds(
-    lambda start, prompt, output, arrival, cancel, most: Job(
-        range(start, start + prompt),
-        output,
-        arrival,
-        params=SamplingParams(max_tokens=most),
-        cancel_at=None if cancel is None else arrival + cancel,
-    ),
-    start=st.sampled_from([0, 0, 1000, 2000]),
-    prompt=st.integers(1, 20),
-    output=st.integers(1, 24),
-    arrival=st.floats(0, 0.05),
-    cancel=st.none() | st.none() | st.floats(0, 0.05),
-    most=st.none() | st.integers(1, 24),
-)
-
-
 @given(
     jobs=st.lists(JOB, min_size=1, max_size=7),
     roles=st.sampled_from([(Role.MIXED,), (Role.PREFILL, Role.DECODE)]),
@@ -214,7 +163,7 @@ JOB = st.builds(
     tokens=st.integers(1, 16),
     lead=st.sampled_from([0.0, 4e-4, 1.0]),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_drafting_loses_and_invents_no_token(  # type: ignore[no-untyped-def]
     jobs, roles, lengths, acceptance, draft, pages, tokens, lead
 ) -> None:
@@ -234,7 +183,7 @@ def test_drafting_loses_and_invents_no_token(  # type: ignore[no-untyped-def]
 
 
 @given(jobs=st.lists(JOB, min_size=1, max_size=5), every=st.integers(3, 7), acceptance=st.sampled_from([0.3, 1.0]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_a_step_that_raises_while_it_verifies_costs_no_token(  # type: ignore[no-untyped-def]
     jobs, every, acceptance
 ) -> None:
@@ -339,7 +288,7 @@ def test_objectives_take_the_pages_of_best_effort_and_it_finishes() -> None:
     pages=st.integers(11, 18),
     draft=st.integers(0, 3),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_best_effort_loses_pages_never_tokens(jobs, pages, draft) -> None:  # type: ignore[no-untyped-def]
     tiered = []
     for job, tier in jobs:

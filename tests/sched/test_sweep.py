@@ -19,8 +19,7 @@ from jaxserve.sched.sim import Arrival, Mesh, Options, simulate, sweep
 from jaxserve.sched.sim.predict import perf_model
 from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.sim.sweep import goodput_search
-
-from .test_sim import CHAT, TINY
+from tests.support.sched.presets import CHAT, TINY
 
 QUIET = replace(TINY, noise=0.0)
 

@@ -17,8 +17,7 @@ from jaxserve.sched.sim.explain import explain
 from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.sim.timeline import trace, transfers
 from jaxserve.sched.slo import SLO
-
-from .test_sim import CHAT, TINY
+from tests.support.sched.presets import CHAT, TINY
 
 QUIET = replace(TINY, noise=0.0)
 

@@ -13,9 +13,8 @@ from jaxserve.sched.memory import Reservation
 from jaxserve.sched.plan import KvParcel
 from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
-
-from .harness import Flaky, Job, simulate
-from .test_cluster import ROLES
+from tests.support.sched.complete import ROLES
+from tests.support.sched.harness import Flaky, Job, simulate
 
 WRONG: list[str] = []  # what was seen where an exception would be taken for a failed transfer
 

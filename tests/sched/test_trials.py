@@ -9,8 +9,7 @@ import pytest
 
 from jaxserve.sched.plan import StepPlan
 from jaxserve.sched.policy import Role
-
-from .harness import Job, Outcome, simulate
+from tests.support.sched.harness import Job, Outcome, simulate
 
 MIXED = Role.MIXED
 

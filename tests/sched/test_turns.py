@@ -15,10 +15,9 @@ from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.sim import Arrival, Mesh, simulate
 from jaxserve.sched.sim.options import Options
 from jaxserve.sched.slo import SLO
-
-from .test_placement import decodes, fleet, instance
-from .test_placement import request as prompt
-from .test_unified import LATENCY
+from tests.support.sched.fleet import decodes, fleet, instance
+from tests.support.sched.fleet import request as prompt
+from tests.support.sched.latency import LATENCY
 
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 

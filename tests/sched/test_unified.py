@@ -6,17 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.policies.unified import Unified
 from jaxserve.sched.policy import Limits, Role, Task
 from jaxserve.sched.request import BEST_EFFORT, Request
 from jaxserve.sched.sim import Arrival, Mesh, simulate
-from jaxserve.sched.sim.latency import Latency
 from jaxserve.sched.sim.options import Options
 from jaxserve.sched.slo import SLO
-
-from .test_orders import begun
-from .test_policies import decoding, prompt, view
+from tests.support.sched.latency import LATENCY, TRUTH
+from tests.support.sched.views import begun, decoding, prompt, view
 
 # a second per 1,000 prompt tokens, 10 ms a step; see test_policies.PERF
 LIMITS = Limits(8192, 256, 1000, 16, preemptible=True)
@@ -218,10 +215,6 @@ def test_beside_decoding_prompts_are_on_time_at_the_speed_that_is_left() -> None
     assert granted(policy.decide(at)) == [0, 2]
     assert policy.decide(at).demote == ()  # the row may end
     assert granted(policy.decide(replace(at, role=Role.PREFILL, decode=view([], []).decode)))[0] == 1
-
-
-TRUTH = Coefficients(fixed=0.002, prefill=1e-4, decode=1e-5, quadratic=0.0, longest=1e-7, context=0.0)
-LATENCY = Latency("toy", kv_bytes_per_token=1000, kv_tokens=400_000, coefficients=TRUTH, layers=10)
 
 
 @pytest.mark.parametrize("placement", ["unified", "deflect:dropped"])

@@ -16,9 +16,8 @@ from jaxserve.sched.request import BEST_EFFORT, STANDARD, Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo import NO_SLO, SLO
 from jaxserve.sched.waiting_room import shown
-
-from .harness import COEFFICIENTS, Job
-from .laws import Watch
+from tests.support.sched.harness import COEFFICIENTS, Job
+from tests.support.sched.laws import Watch
 
 
 def request(id: int, tier: str = BEST_EFFORT, priority: int = 0, arrival: float | None = None) -> Request:

@@ -12,9 +12,8 @@ from jaxserve.sched.plan import UNAVAILABLE, StepPlan
 from jaxserve.sched.policy import Role
 from jaxserve.sched.sim import clock
 from jaxserve.sched.watchdog import Patience, Watchdog
-
-from . import harness
-from .harness import Job, Outcome
+from tests.support.sched import harness
+from tests.support.sched.harness import Job, Outcome
 
 PREFILL, DECODE, MIXED = Role.PREFILL, Role.DECODE, Role.MIXED
 HANG = 300.0  # seconds

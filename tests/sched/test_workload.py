@@ -34,6 +34,7 @@ from jaxserve.sched.sim.workload import (
     validate,
 )
 from jaxserve.sched.slo import SLO
+from tests.support.examples import examples
 
 RANDOM = np.random.default_rng
 
@@ -117,7 +118,7 @@ PARTS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(parts=PARTS, common=st.booleans(), count=st.integers(1, 200), rate=st.floats(0.1, 50), seed=st.integers(0, 99))
 def test_laws_of_mixtures(parts, common, count, rate, seed) -> None:  # type: ignore[no-untyped-def]
     mix = Mix("any", tuple(Share(share, workload) for share, workload in parts), POISSON if common else None)

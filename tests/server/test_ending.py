@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -103,10 +102,9 @@ main(parser.parse_args(["--port", "0", "--drain-timeout", "0.3"]))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_streams_and_process(number):
+def test_a_signal_ends_streams_and_process(number, repo):
     """The signal handlers of a process of its own, with a stream open and then idle."""
-    folder = os.path.dirname(__file__)
-    command = [sys.executable, "-c", SERVE, folder]
+    command = [sys.executable, "-c", SERVE, str(repo / "tests" / "support" / "server")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         url = f"http://127.0.0.1:{int(process.stdout.readline())}"
         for _ in range(200):

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from conftest import SMALL, Live
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
 from jaxserve.server.keys import Keys, warn_if_open
 from jaxserve.server.service import Service
+from tests.support.server.live import SMALL, Live
 
 ROLES = "/v1/admin/roles"
 GOOD = {"prompt": "def main(", "max_tokens": 2}

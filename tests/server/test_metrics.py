@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from double import Double
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.engine.info import Promise
 from jaxserve.sched.slo import SLO
 from jaxserve.server.main import promise_line
 from jaxserve.server.metrics import StatsLine
+from tests.support.server.double import Double
 
 NAMES = [
     "time_to_first_token_seconds",

@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
-from conftest import MODEL, SMALL, Live
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.config import ServeConfig
@@ -27,6 +26,7 @@ from jaxserve.errors import InvalidValue
 from jaxserve.sched import admission, placement, policies
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
+from tests.support.server.live import MODEL, SMALL, Live
 
 pytestmark = pytest.mark.slow
 

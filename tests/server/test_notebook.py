@@ -57,7 +57,7 @@ nbformat.write(notebook, path)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_notebook_runs_in_a_kernel(
     notebook: Any, repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

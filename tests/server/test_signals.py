@@ -92,8 +92,8 @@ sys.exit(main.run(ServeConfig.load(port=0, disable_log_stats=True)))
 """
 
 
-def test_an_engine_that_does_not_close_does_not_keep_the_process() -> None:
-    command = [sys.executable, "-c", HUNG, str(Path(__file__).parent)]
+def test_an_engine_that_does_not_close_does_not_keep_the_process(repo: Path) -> None:
+    command = [sys.executable, "-c", HUNG, str(repo / "tests" / "support" / "server")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert any("jaxserve is ready" in line for line in process.stdout)

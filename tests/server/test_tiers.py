@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
-from conftest import SMALL, Live
 
 from jaxserve.config import ServeConfig
 from jaxserve.server.service import Service
+from tests.support.server.live import SMALL, Live
 
 PROMPTS = [f"def add_{n}(a, b):\n    " + "x = a + b\n    " * 12 for n in range(8)]
 

@@ -55,6 +55,7 @@ def held_out(out: Path) -> list[samples.Sample]:
     return [one for one in found if one.held_out]
 
 
+@pytest.mark.full
 def test_a_draft_learns_and_the_report_is_what_transformers_finds(target: Path, made: Path) -> None:
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
@@ -89,6 +90,7 @@ def untrained(target: Path, made: Path) -> float:
     return measure(given, weights, rebuilder(net), flat_params(net)[1], held_out(made), drafted=3).overlap
 
 
+@pytest.mark.full
 def test_a_run_broken_off_and_resumed_ends_with_the_same_weights(
     target: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

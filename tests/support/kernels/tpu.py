@@ -17,9 +17,8 @@ from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.tpu.config import Config
 from pallas_kernels.tpu.kernel import paged_attention
 from pallas_kernels.tpu.plan import plan_decode, plan_prefill
-
-from . import reference
-from .ragged import deal, make
+from tests.support.kernels import reference
+from tests.support.kernels.ragged import deal, make
 
 POOL, DIM = 48, 16
 TOLERANCE = {"float32": 2e-6, "bfloat16": 6e-3}

@@ -1,4 +1,4 @@
-"""A process of an instance over several: `python -m tests.engine.host CASE`, CASE being a `Case` in JSON.
+"""A process of an instance over several: `python -m tests.support.engine.host CASE`, CASE being a `Case` in JSON.
 
 The leader prints one line of JSON: tokens of each request by round, and how often steps were stopped.
 """
@@ -23,9 +23,8 @@ from jaxserve.sched.errors import StepFailed
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import Begin, Span, StepPlan, StepResult
 from jaxserve.speculative import Speculative
-
-from .mixed import Action, Mixed, jobs_of
-from .steps import GREEDY, PAGE, Job, executors, run
+from tests.support.engine.mixed import Action, Mixed, jobs_of
+from tests.support.engine.steps import GREEDY, PAGE, Job, executors, run
 
 SAMPLED = SamplingParams(temperature=1.0, logprobs=3, prompt_logprobs=2, max_tokens=None)
 PENALISED = SamplingParams(temperature=0.9, repetition_penalty=1.3, logit_bias=((5, 2.0),), max_tokens=None)

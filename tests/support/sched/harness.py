@@ -224,3 +224,7 @@ def _instances(
         executor.lead = shape.lead
         instances.append(Instance(name, scheduler, executor))
     return instances
+
+
+def perf(record: Mapping[str, Any]) -> GeneralModel:
+    return GeneralModel(Coefficients(**record["coefficients"]))

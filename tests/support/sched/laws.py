@@ -17,8 +17,7 @@ from jaxserve.sched.policy import Decision, Policy, Rows, Task, View
 from jaxserve.sched.request import BEST_EFFORT, Request, RequestView, State
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.sim import clock
-
-from .harness import Job, Outcome, simulate
+from tests.support.sched.harness import Job, Outcome, simulate
 
 Record = tuple[float, str, str, Any]  # when, instance, kind, what
 

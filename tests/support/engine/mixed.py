@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from jaxserve.engine.executor import JaxExecutor
 from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.plan import StepPlan, StepResult, Suspended
-
-from .steps import Job
+from tests.support.engine.steps import Job
 
 Action = tuple[int, int, int | None, str]  # which request, tokens, segments ahead (None: to the end), what to do
 

@@ -1,0 +1,46 @@
+"""What tests of drawn tokens share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from jaxserve.engine.inputs import Limits, SlotTable
+from jaxserve.engine.sampling import (
+    Column,
+    Rows,
+)
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.plan import Begin
+
+V, DRAWS = 24, 4096
+LIMITS = Limits(slots=4, tokens=16, pages=8, page_size=4, row_pages=4, vocab=V)
+
+
+def table(params: SamplingParams, draws: int, *, seed: int = 1) -> Rows:
+    """`draws` rows of one request at successive positions."""
+    slots = SlotTable(LIMITS)
+    slots.begin(2, Begin(params, seed, (), (), 3, (1,)))
+    columns = np.repeat(slots.columns[2][None], draws, axis=0)
+    columns[:, Column.POSITION] = np.arange(draws)
+    return Rows(jnp.asarray(columns))
+
+
+Array = npt.NDArray[Any]
+
+
+def chi_square(counts: Array, chances: Array) -> float:
+    """The p-value of counts, tokens that are expected less than five times taken together."""
+    from scipy.stats import chi2
+
+    want = chances * counts.sum()
+    assert not counts[chances < 1e-20].any(), "a token that is cut off was drawn"
+    rare = want < 5
+    seen, hoped = counts[~rare].tolist(), want[~rare].tolist()
+    if want[rare].sum() > 1:
+        seen, hoped = [*seen, counts[rare].sum()], [*hoped, want[rare].sum()]
+    statistic = sum((a - b) ** 2 / b for a, b in zip(seen, hoped, strict=True))
+    return float(chi2.sf(statistic, max(1, len(seen) - 1)))

@@ -1,0 +1,40 @@
+"""Views of one colocated instance."""
+
+from __future__ import annotations
+
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.perf.model import Coefficients, GeneralModel
+from jaxserve.sched.policy import Limits, Role, View
+from jaxserve.sched.request import Request, State
+from jaxserve.sched.slo import SLO
+from jaxserve.sched.table import Table
+
+# 10 ms + 0.1 ms per prompt token + 1 ms per decoding row, whatever the contexts; FLAT has contexts cost 10 us a token
+EXACT = Coefficients(fixed=0.010, prefill=1e-4, decode=1e-3, quadratic=0.0, longest=0.0, context=0.0)
+PERF = GeneralModel(EXACT, correct=False)
+STEEP = GeneralModel(Coefficients(0.010, 1e-4, 1e-3, 0.0, 1e-5, 1e-5), correct=False)
+
+
+def prompt(id: int, tokens: int, due: float = 8.0, tier: str = "standard", runs: bool = False) -> Request:
+    one = Request(id, range(tokens), SamplingParams(), SLO(ttft=8.0), due - 8.0, tier=tier)
+    one.state = State.RUNNING if runs else State.WAITING
+    return one
+
+
+def decoding(id: int, due: float, context: int = 100, tier: str = "standard", first: float = 0.0) -> Request:
+    one = Request(id, range(context), SamplingParams(max_tokens=1000), SLO(ttft=1.0, tpot=0.05), 0.0, tier=tier)
+    one.state, one.computed, one.output = State.RUNNING, context, [1]
+    one.first_token_at, one.token_times, one.budget = first, [first], due - first
+    return one
+
+
+def view(prefill: list[Request], decode: list[Request], **more: object) -> View:
+    tables = Table(), Table()
+    for table, requests in zip(tables, (prefill, decode), strict=True):
+        for request in requests:
+            table.add(request)
+    fields: dict[str, object] = {
+        "now": 0.0, "start": 0.0, "role": Role.MIXED, "limits": Limits(8192, 256, 1000, 16), "free_pages": 900,
+        "free_slots": 256 - sum(one.state is State.RUNNING for one in prefill + decode), "kv_waiting": 0, "perf": PERF,
+    }  # fmt: skip
+    return View(prefill=tables[0], decode=tables[1], **{**fields, **more})  # type: ignore[arg-type]

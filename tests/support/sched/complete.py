@@ -1,0 +1,38 @@
+"""Roles of small clusters, and what a complete outcome is."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from jaxserve.sched.policy import Role
+from tests.support.sched.harness import Job, Outcome
+
+PD = (Role.PREFILL, Role.DECODE)
+ROLES = {"1x1": (Role.MIXED,), "2x1": PD, "4x1": (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)}
+
+
+def check_complete(outcome: Outcome, jobs: list[Job], *, cancelled: bool = False) -> None:
+    """Every request is told of once, in order, with exactly its tokens."""
+    assert [request.id for request in outcome.requests] == list(range(len(jobs)))
+    for request, job in zip(outcome.requests, jobs, strict=True):
+        told = [token for delta in outcome.deltas[request.id] for token in delta.tokens]
+        reasons = [delta.finish_reason for delta in outcome.deltas[request.id] if delta.finish_reason]
+        assert told == request.output and len(reasons) == 1
+        assert request.token_times == sorted(request.token_times)
+        if request.finish_reason in ("stop", "length"):
+            assert len(told) == min(job.output, request.limit)
+            assert reasons == ["stop" if job.output <= request.limit else "length"]
+        else:
+            assert cancelled and request.finish_reason == "abort"
+
+
+JOB = st.builds(
+    lambda start, prompt, output, arrival, cancel: Job(
+        range(start, start + prompt), output, arrival, cancel_at=None if cancel is None else arrival + cancel
+    ),
+    start=st.sampled_from([0, 0, 1000, 2000]),  # equal starts share prefixes
+    prompt=st.integers(1, 20),
+    output=st.integers(1, 14),
+    arrival=st.floats(0, 0.05),
+    cancel=st.none() | st.floats(0, 0.05),
+)

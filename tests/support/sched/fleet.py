@@ -1,0 +1,44 @@
+"""Views of several instances, as routers see them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.perf.model import Coefficients, GeneralModel
+from jaxserve.sched.placement import Fleet
+from jaxserve.sched.plan import StepResult
+from jaxserve.sched.policies.sarathi import Sarathi
+from jaxserve.sched.policy import Limits, Role
+from jaxserve.sched.request import BEST_EFFORT, Request
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.slo import SLO
+
+# 10 ms a step, 1 ms a prompt token, 1 ms a row
+PERF = Coefficients(0.010, 1e-3, 1e-3, 0.0, 0.0, 0.0)
+
+
+def instance(role: Role, pages: int = 6000, rows: int = 256) -> Scheduler:
+    return Scheduler(Sarathi(), GeneralModel(PERF, correct=False), Limits(8192, rows, pages, 16), role)
+
+
+def request(id: int, tokens: int, ttft: float = 8.0, tier: str = "standard", tpot: float = 0.05) -> Request:
+    slo = SLO(inf, inf) if tier == BEST_EFFORT else SLO(ttft, tpot)
+    return Request(id, range(100_000 * id, 100_000 * id + tokens), SamplingParams(), slo, 0.0, tier=tier)
+
+
+def fleet(instances: Sequence[Scheduler], transfer: float = 0.0) -> Fleet:
+    return Fleet(0.0, instances, lambda tokens: transfer * tokens)
+
+
+def decodes(one: Scheduler, id: int, context: int, tpot: float = 0.05) -> None:
+    """A row that decodes there, its prompt done at time 0."""
+    row = request(id, context, tpot=tpot)
+    row.params = SamplingParams(max_tokens=1000)
+    row.limit = 1000
+    one.add(row)
+    while not row.output:
+        plan = one.plan(0.0, 0.0)
+        assert plan is not None
+        one.settle(StepResult(plan.step, 0.0, 0.0, tuple((7,) if span.samples else () for span in plan.spans)))

@@ -1,0 +1,62 @@
+"""Runs in which roles change."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from jaxserve.sched.journal import Journal, replay
+from jaxserve.sched.log import Log
+from jaxserve.sched.policy import Limits, Role
+from tests.support.sched import harness
+from tests.support.sched.cases import MESHES, Case
+from tests.support.sched.harness import COEFFICIENTS, Job, perf
+from tests.support.sched.laws import Watch, check_tokens, check_told
+
+P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
+SEVERAL = {name: roles for name, roles in MESHES.items() if len(roles) > 1}
+TURN = st.tuples(st.floats(0, 0.06), st.dictionaries(st.integers(0, 3), st.sampled_from([P, D, M]), min_size=1))
+TURNS = st.lists(TURN, min_size=1, max_size=8)
+Turns = Sequence[tuple[float, Mapping[int, Role]]]
+
+
+def check(policy: str, case: Case, jobs: list[Job], shape: dict[str, Any], turns: Turns) -> None:
+    """All laws that hold where roles stay, and that equal runs have equal histories."""
+    mesh, placement, admission = case
+    histories = []
+    for _ in range(2):
+        watch = Watch(policy, seal=False)
+        outcome = watch.run(jobs, MESHES[mesh], placement=placement, admission=admission, turns=turns, **shape)
+        check_told(outcome, jobs, admission.endswith(":refuse"))
+        check_tokens(outcome, watch.records, page_size=4)
+        histories.append((watch.records, [one.token_times for one in outcome.requests]))
+    assert histories[0] == histories[1]
+
+
+def journalled(jobs: list[Job], mesh: str, policy: str, shape: dict[str, Any], turns: Turns) -> list[str]:
+    file = io.StringIO()
+    journal = Journal(file)
+    limits = Limits(16, 4, 24, 4)
+
+    def log(name: str) -> Log:
+        described = {"coefficients": {field: getattr(COEFFICIENTS, field) for field in COEFFICIENTS.__slots__}}
+        role = Role(name.rstrip("0123456789"))
+        return journal.instance(name, policy=policy, limits=limits, role=role, prefix_caching=True, perf=described)
+
+    harness.simulate(
+        jobs, SEVERAL[mesh], policy=policy, log=log, turns=turns, tokens=16, rows=4, pages=24, page_size=4, **shape
+    )
+    return file.getvalue().splitlines()
+
+
+def check_replay(lines: list[str]) -> None:
+    """All that was planned is planned again, and nothing else."""
+    outcome = replay(lines, perf)
+    assert outcome.differences == [] and outcome.plans == sum('"kind":"planned"' in line for line in lines)
+
+
+def run(turns: Turns, jobs: Sequence[Job], roles: Sequence[Role] = (P, D), **shape: Any) -> harness.Outcome:
+    return harness.simulate(list(jobs), roles, turns=turns, **{"pages": 200, **shape})

@@ -1,0 +1,68 @@
+"""A server in a thread of the test's process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+
+from jaxserve.server.main import Ending, listen_on, serve
+from jaxserve.server.service import Service
+
+MODEL = "jaxserve-demo"
+SMALL = {
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "kv_cache_memory": "32MiB",
+    "disable_log_stats": True,
+}
+ADMIN = "boss"  # the admin key of `live`
+
+
+class Live:
+    """A server in a thread of this process."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.engine: Any = service.engine
+        self._sock = listen_on("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._sock.getsockname()[1]}"
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._main, daemon=True)
+        self._thread.start()
+        assert self._ready.wait(30), "the server did not come up"
+        self.http = httpx.Client(base_url=self.url, timeout=120)
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=120, max_retries=0)
+
+    def _main(self) -> None:
+        asyncio.run(serve(self.service, self._sock, self._started))
+
+    def _started(self, ending: Ending) -> None:
+        self.ending, self._loop = ending, asyncio.get_running_loop()
+        self._ready.set()
+
+    def call(self, work: Callable[[], None]) -> None:
+        """Run something on the server's loop."""
+        self._loop.call_soon_threadsafe(work)
+
+    def quiet(self, timeout: float = 30.0) -> None:
+        """Wait until nothing runs; fails where something stays."""
+        end = time.monotonic() + timeout
+        while (stats := self.engine.stats()).running or stats.waiting or self.service.active:
+            assert time.monotonic() < end, stats
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        self.http.close()
+        self.client.close()
+        if self._thread.is_alive():
+            self.call(self.ending.now)
+            self._thread.join(30)
+        self._sock.close()
+        self.service.close()

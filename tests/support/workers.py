@@ -1,0 +1,68 @@
+"""How tests are dealt to the workers of pytest-xdist: what shares an engine goes to one worker, long work first."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+MOST = 4  # workers; each may hold 4 GiB, most of it programs that XLA has compiled
+FEW = 3  # files given by name are run here and now
+
+# Files that share fixtures of a session, or executors that are cached in a process. Longest first: a group that starts
+# last would run alone at the end. Every other file is a group of its own.
+GROUPS = {
+    "server": ("tests/server/",),
+    "schedules": ("tests/parity/test_law.py", "tests/parity/test_roles.py", "tests/parity/test_served_journal.py",
+                  "tests/parity/test_tiers.py"),
+    "steps": ("tests/engine/test_executor.py", "tests/engine/test_hosts.py", "tests/engine/test_mesh.py",
+              "tests/engine/test_parameters.py", "tests/engine/test_segments.py"),
+    "parity": ("tests/parity/",),
+    "precision": ("tests/engine/test_kv_dtype.py", "tests/engine/test_quantised.py"),
+    "names": ("tests/server/test_names.py",),
+    "scripts": ("tests/bench/test_scripts.py",),
+    "distillation": ("tests/training/",),
+    "logits": ("tests/models/test_parity.py",),
+    "drafting": ("tests/engine/test_drafting.py",),
+    "profile": ("tests/engine/test_profile.py",),
+    "faults": ("tests/engine/test_faults.py", "tests/engine/test_fault_matrix.py"),
+    "cli": ("tests/test_cli.py",),
+}  # fmt: skip
+ORDER = {name: place for place, name in enumerate(GROUPS)}
+
+
+def group(path: str) -> str:
+    """The group of a file: the longest pattern that it starts with decides."""
+    fits = [(len(start), name) for name, starts in GROUPS.items() for start in starts if path.startswith(start)]
+    return max(fits)[1] if fits else path
+
+
+def place(path: str) -> tuple[int, str]:
+    """Sorts tests into the order in which their groups are dealt out."""
+    name = group(path)
+    return ORDER.get(name, len(ORDER)), name
+
+
+def number(config: pytest.Config) -> int:
+    """How many workers `-n auto` means; 0 runs tests in this process, which a few tests start sooner in."""
+    if given := os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
+        return int(given)
+    files = [argument for argument in config.args if argument.endswith(".py")]
+    few = len(files) == len(config.args) <= FEW or any("::" in argument for argument in config.args)
+    if few or config.option.keyword or config.option.collectonly:
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MOST)
+
+
+class Grouped(LoadScopeScheduling):  # type: ignore[misc]
+    """Deals out groups in the order of the collection."""
+
+    def __init__(self, config: pytest.Config, log: Any = None) -> None:
+        super().__init__(config, log)
+        config.option.loadscopereorder = False
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group(nodeid.partition("::")[0])
