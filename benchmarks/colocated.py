@@ -28,10 +28,10 @@ from common import add_output, clustered, save, submit
 from jaxserve.config import ServeConfig
 from jaxserve.engine.assemble import Machine, assemble
 from jaxserve.report.table import print_table
-from jaxserve.sched.counters import Counters
-from jaxserve.sched.request import Request
+from jaxserve.sched.api.request import Request
+from jaxserve.sched.api.slo import NO_SLO, SLO
+from jaxserve.sched.instance.stats import Counters
 from jaxserve.sched.sim import Arrival
-from jaxserve.sched.slo import NO_SLO, SLO
 
 LENGTH, CHUNK, ROWS = 2048, 2048, 16
 TALK, SHORT, LONG = (32, 1800), (48, 4), (1800, 2)  # tokens of prompt and output

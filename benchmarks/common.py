@@ -184,8 +184,8 @@ async def clustered(machine: Any, over: list[Any]) -> AsyncIterator[Any]:
 
 async def submit(cluster: Any, now: Callable[[], float], arrivals: Sequence[Any]) -> None:
     """Every arrival at its time, to a cluster that runs: random tokens, greedy, an output of just its length."""
-    from jaxserve.sched.params import SamplingParams
-    from jaxserve.sched.request import Request
+    from jaxserve.sched.api.params import SamplingParams
+    from jaxserve.sched.api.request import Request
 
     draw, began = random.Random(0), now()
     for id, one in enumerate(arrivals):

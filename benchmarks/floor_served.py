@@ -31,8 +31,8 @@ from jaxserve.engine.assemble import Machine, assemble
 from jaxserve.engine.engine import Engine
 from jaxserve.report.table import print_table
 from jaxserve.sched import policies
+from jaxserve.sched.api.slo import NO_SLO, SLO
 from jaxserve.sched.sim.floor import LEAST
-from jaxserve.sched.slo import NO_SLO, SLO
 
 PLAIN = "vllm"
 REGIMES = ("none", "below")

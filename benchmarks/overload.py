@@ -22,13 +22,13 @@ import numpy as np
 
 from jaxserve.report.table import print_table
 from jaxserve.sched import policies
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import StepResult
+from jaxserve.sched.api.policy import Decision, Limits, Policy, Role, View
+from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, Request
+from jaxserve.sched.api.slo import NO_SLO, SLO
+from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
-from jaxserve.sched.plan import StepResult
-from jaxserve.sched.policy import Decision, Limits, Policy, Role, View
-from jaxserve.sched.request import BEST_EFFORT, STANDARD, Request
-from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.slo import NO_SLO, SLO
 
 COEFFICIENTS = Coefficients(fixed=5e-3, prefill=2e-5, decode=1e-5, quadratic=1e-10, longest=1e-8, context=1e-8)
 PAGE = 16

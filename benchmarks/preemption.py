@@ -33,9 +33,9 @@ from jaxserve.models import registry
 from jaxserve.models.published import published_spec
 from jaxserve.models.spec import ModelSpec
 from jaxserve.report.table import print_table
-from jaxserve.sched.boundary import Boundary
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import Begin, Span, StepPlan, StepResult, Suspended
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Begin, Span, StepPlan, StepResult, Suspended
+from jaxserve.sched.api.preemption import Boundary
 
 SHORT = 64  # tokens of the prompt that comes
 GREEDY = SamplingParams(temperature=0.0)

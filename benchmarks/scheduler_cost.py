@@ -23,25 +23,26 @@ import common
 import numpy as np
 
 from jaxserve.report.table import print_table
-from jaxserve.sched import placement as placements
 from jaxserve.sched import policies
-from jaxserve.sched.blocks import BlockManager
-from jaxserve.sched.memory import Memory
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched import routing as placements
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.perf import Load
+from jaxserve.sched.api.plan import StepPlan, StepResult
+from jaxserve.sched.api.policy import Decision, Limits, Policy, Role, View
+from jaxserve.sched.api.request import Request
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.instance.block_pool import BlockManager
+from jaxserve.sched.instance.kv_manager import Memory
+from jaxserve.sched.instance.prefix_hits import PrefixHits
+from jaxserve.sched.instance.request_queues import Roster
+from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf import registry
 from jaxserve.sched.perf.buckets import Buckets
-from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load
+from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.perf.registry import KINDS
-from jaxserve.sched.placement import PLACEMENTS, Fleet
-from jaxserve.sched.plan import StepPlan, StepResult
-from jaxserve.sched.policies.dp import admitted
-from jaxserve.sched.policies.standing import idle_of, prompts_of, standing_of, terms_of
-from jaxserve.sched.policy import Decision, Limits, Policy, Role, View
-from jaxserve.sched.prefix_hits import PrefixHits
-from jaxserve.sched.request import Request
-from jaxserve.sched.roster import Roster
-from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.slo import SLO
+from jaxserve.sched.policies.slos_serve.commitments import idle_of, prompts_of, standing_of, terms_of
+from jaxserve.sched.policies.slos_serve.dp import admitted
+from jaxserve.sched.routing import PLACEMENTS, Fleet
 
 # About an 8B model on one large accelerator; the cost of deciding does not depend on them.
 COEFFICIENTS = Coefficients(fixed=5e-3, prefill=2e-5, decode=1e-5, quadratic=1e-10, longest=1e-8, context=1e-8)

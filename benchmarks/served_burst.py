@@ -32,14 +32,15 @@ from jaxserve.config import ServeConfig
 from jaxserve.engine.assemble import Machine, assemble
 from jaxserve.replay import perf_of
 from jaxserve.report.table import print_table
+from jaxserve.sched.api.perf import Load
+from jaxserve.sched.api.request import Request
+from jaxserve.sched.api.slo import NO_SLO, SLO
 from jaxserve.sched.journal import replay
 from jaxserve.sched.metrics import Measured, measure, stage_allowance, summarize
 from jaxserve.sched.perf.fit import fit
-from jaxserve.sched.perf.model import Coefficients, Load
-from jaxserve.sched.request import Request
+from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.sim import Arrival, Mesh, Options, simulate
 from jaxserve.sched.sim.latency import Latency
-from jaxserve.sched.slo import NO_SLO, SLO
 
 MESH, LENGTH, CHUNK, ROWS, PAGE = "4x2", 2048, 512, 32, 16
 SHORT, LONG = (48, 24), (1400, 8)  # tokens of prompt and output

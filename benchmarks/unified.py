@@ -27,6 +27,7 @@ from common import origin
 from jaxserve.config import load_yaml, preset
 from jaxserve.report import progress
 from jaxserve.report.table import print_table
+from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.sim import Arrival, Mesh
 from jaxserve.sched.sim.latency import Latency
 from jaxserve.sched.sim.options import Options
@@ -34,7 +35,6 @@ from jaxserve.sched.sim.oracle import Details, goodput_bound, sustained_bound
 from jaxserve.sched.sim.scenarios import NAMED
 from jaxserve.sched.sim.sweep import goodput_search
 from jaxserve.sched.sim.traces import load_trace
-from jaxserve.sched.slo import SLO
 
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 GOAL = 0.9

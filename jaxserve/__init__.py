@@ -21,8 +21,8 @@ if importlib.util.find_spec("jaxserve.sched") is None:
 if TYPE_CHECKING:
     from jaxserve.errors import InvalidValue, JaxserveError, QueueFull
     from jaxserve.llm import LLM, AsyncLLM, RequestOutput
-    from jaxserve.sched.params import SamplingParams
-    from jaxserve.sched.slo import SLO
+    from jaxserve.sched.api.params import SamplingParams
+    from jaxserve.sched.api.slo import SLO
 
 from jaxserve.version import __version__
 
@@ -42,8 +42,8 @@ _HOME = {
     "LLM": "jaxserve.llm",
     "AsyncLLM": "jaxserve.llm",
     "RequestOutput": "jaxserve.llm",
-    "SamplingParams": "jaxserve.sched.params",
-    "SLO": "jaxserve.sched.slo",
+    "SamplingParams": "jaxserve.sched.api.params",
+    "SLO": "jaxserve.sched.api.slo",
     "InvalidValue": "jaxserve.errors",
     "JaxserveError": "jaxserve.errors",
     "QueueFull": "jaxserve.errors",

@@ -15,11 +15,12 @@ from jaxserve import speculative
 from jaxserve.allowed import CHOICES, RANGES
 from jaxserve.elsewhere import argument_hint
 from jaxserve.errors import InvalidValue, short
-from jaxserve.sched import admission, placement, policies
-from jaxserve.sched.boundary import DEPTH, Boundary
+from jaxserve.sched import admission, policies
+from jaxserve.sched import routing as placement
+from jaxserve.sched.api.preemption import DEPTH, Boundary
+from jaxserve.sched.api.slo import ANSWER, SLO, THINKING
 from jaxserve.sched.perf import KINDS
 from jaxserve.sched.sim.latency import Latency
-from jaxserve.sched.slo import ANSWER, SLO, THINKING
 from jaxserve.settings import Bytes, HttpSettings, flag
 from jaxserve.speculative import Speculative
 from jaxserve.tiers import AUTO, Classes, Objective, Tier, load_tiers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import NamedTuple, Protocol
 
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.api.params import SamplingParams
 from jaxserve.stops import Automaton, StopStrings
 
 _WINDOW = 16  # tokens decoded together at most: bounds the work per token

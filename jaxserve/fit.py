@@ -15,10 +15,10 @@ import yaml
 
 from jaxserve.errors import InvalidValue
 from jaxserve.report.table import print_table
+from jaxserve.sched.api.perf import Load
 from jaxserve.sched.perf.buckets import NONE, Padded
 from jaxserve.sched.perf.compare import Score, compare
 from jaxserve.sched.perf.fit import Fit, fit, to_total
-from jaxserve.sched.perf.model import Load
 from jaxserve.sched.perf.recipe import Recipe
 from jaxserve.sched.perf.registry import KINDS, Step
 from jaxserve.yamlio import nearest

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, Protocol
 from jaxserve.detokenize import TextStream
 from jaxserve.errors import InvalidValue, JaxserveError, short
 from jaxserve.outputs import RequestMetrics
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import Delta, TokenLogprobs
-from jaxserve.sched.request import STANDARD
-from jaxserve.sched.slo import SLO
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Delta, TokenLogprobs
+from jaxserve.sched.api.request import STANDARD
+from jaxserve.sched.api.slo import SLO
 from jaxserve.stops import Automaton
 from jaxserve.tokenizer import Tokenizer
 

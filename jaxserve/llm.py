@@ -24,10 +24,10 @@ from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.prompts import Parsed, Prompt, parse_prompt, parse_prompts
 from jaxserve.report.progress import bar
 from jaxserve.salt import salt_of
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.policy import roles_of
-from jaxserve.sched.request import STANDARD
-from jaxserve.sched.slo import SLO
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.policy import roles_of
+from jaxserve.sched.api.request import STANDARD
+from jaxserve.sched.api.slo import SLO
 from jaxserve.tiers import canonical
 from jaxserve.tokenizer import Message, Tokenizer
 

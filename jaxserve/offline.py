@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from jaxserve.errors import QueueFull
 from jaxserve.generation import Choice, EngineLike, Job, Piece, cancel, gathered, submit
 from jaxserve.outputs import CompletionOutput, RequestOutput, logprob_dict
-from jaxserve.sched.plan import Delta
+from jaxserve.sched.api.plan import Delta
 from jaxserve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

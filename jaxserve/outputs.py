@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from jaxserve.sched.plan import TokenLogprobs
-from jaxserve.sched.request import Request
+from jaxserve.sched.api.plan import TokenLogprobs
+from jaxserve.sched.api.request import Request
 
 
 @dataclass(frozen=True, slots=True)

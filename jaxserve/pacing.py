@@ -14,8 +14,8 @@ from itertools import count
 from math import isinf
 from typing import TypeVar
 
-from jaxserve.sched.slo import ANSWER, SLO, THINKING
-from jaxserve.sched.thinking import ThinkingEnd
+from jaxserve.sched.api.slo import ANSWER, SLO, THINKING
+from jaxserve.sched.api.thinking import ThinkingEnd
 
 T = TypeVar("T")
 

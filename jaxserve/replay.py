@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.report.table import print_table
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.perf import PerfModel
 from jaxserve.sched.journal import Replay, replay
-from jaxserve.sched.perf.model import PerfModel
 from jaxserve.sched.perf.recipe import Recipe
 from jaxserve.sched.sim.again import again, rows
 

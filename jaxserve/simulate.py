@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 from jaxserve.config import preset
 from jaxserve.errors import InvalidValue
 from jaxserve.report import progress
-from jaxserve.sched import admission, placement, policies
-from jaxserve.sched.perf.model import Load
+from jaxserve.sched import admission, policies
+from jaxserve.sched import routing as placement
+from jaxserve.sched.api.perf import Load
+from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.sim import (
     Arrival,
     Latency,
@@ -39,7 +41,6 @@ from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.sim.sweep import Case, Run, goodput_search
 from jaxserve.sched.sim.timeline import trace
 from jaxserve.sched.sim.workload import for_server
-from jaxserve.sched.slo import SLO
 from jaxserve.simulate_flags import add_arguments
 from jaxserve.simulate_report import VALUES, Results, goodput, print_report, write_report
 from jaxserve.workloads import find_workload

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.sched.admission import ADMISSIONS
-from jaxserve.sched.boundary import DEPTH
+from jaxserve.sched.api.preemption import DEPTH
 from jaxserve.sched.perf import KINDS
-from jaxserve.sched.placement import PLACEMENTS
 from jaxserve.sched.policies import names
+from jaxserve.sched.routing import PLACEMENTS
 from jaxserve.sched.sim import NAMED
 from jaxserve.yamlio import seconds
 

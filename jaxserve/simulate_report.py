@@ -16,7 +16,7 @@ import numpy
 
 from jaxserve.report.origin import commit
 from jaxserve.report.table import print_table
-from jaxserve.sched.counters import Counters
+from jaxserve.sched.instance.stats import Counters
 from jaxserve.sched.metrics import CLASSES, GOAL, Summary, goodput_rate
 from jaxserve.sched.sim import Report
 from jaxserve.sched.sim.bounds import Bounded

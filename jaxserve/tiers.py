@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from jaxserve.errors import InvalidValue
-from jaxserve.sched.request import BEST_EFFORT, STANDARD
-from jaxserve.sched.slo import ANSWER, NO_SLO, SLO, THINKING
+from jaxserve.sched.api.request import BEST_EFFORT, STANDARD
+from jaxserve.sched.api.slo import ANSWER, NO_SLO, SLO, THINKING
 from jaxserve.yamlio import load_yaml, seconds
 
 AUTO: Literal["auto"] = "auto"

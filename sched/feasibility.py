@@ -15,9 +15,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from .perf.model import Array, Load, PerfModel
-from .policy import Order, Rows, View
-from .request import RequestView
+from .api.perf import Array, Load, PerfModel
+from .api.policy import Order, Rows, View
+from .api.request import RequestView
 
 GRID = 64  # tokens: chunks that share a step with decoding rows are multiples of it
 STAIR = 4  # times that a token costs more on average than the next one does, where a step is padded

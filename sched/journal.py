@@ -16,16 +16,16 @@ from dataclasses import asdict, dataclass, field
 from typing import IO, Any, NamedTuple
 
 from . import policies
-from .errors import InvalidValue
-from .log import Log
-from .params import SamplingParams
-from .perf.model import Load, PerfModel
-from .plan import StepPlan, StepResult, Suspended
-from .policy import Limits, Role
-from .request import Request
-from .scheduler import Scheduler
-from .slo import SLO
-from .thinking import ThinkingEnd
+from .api.errors import InvalidValue
+from .api.log import Log
+from .api.params import SamplingParams
+from .api.perf import Load, PerfModel
+from .api.plan import StepPlan, StepResult, Suspended
+from .api.policy import Limits, Role
+from .api.request import Request
+from .api.slo import SLO
+from .api.thinking import ThinkingEnd
+from .instance.scheduler import Scheduler
 
 REHEARSAL = "rehearsal"  # key of the requests that an engine serves itself before it is ready
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .perf.model import Array
-from .request import Request
-from .slo import SLO
+from .api.perf import Array
+from .api.request import Request
+from .api.slo import SLO
 
 FINISHED = ("stop", "length")
 WINDOW = 10  # tokens over which SLOs-Serve takes a mean

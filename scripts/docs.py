@@ -21,13 +21,14 @@ from jaxserve.__main__ import COMMANDS
 from jaxserve.engine.classes import ERRORS, PHASES, SLACK, ClassStats, Spread
 from jaxserve.engine.info import EngineInfo, InstanceInfo, InstanceStats, Promise, Stats
 from jaxserve.flags import TeachingParser
-from jaxserve.sched import admission, placement, policies
-from jaxserve.sched.counters import Counters
-from jaxserve.sched.forecasts import Accuracy
-from jaxserve.sched.naming import factory
+from jaxserve.sched import admission, policies
+from jaxserve.sched import routing as placement
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.api.thinking import ThinkingMarkers
+from jaxserve.sched.cluster.ttft_predictions import Accuracy
+from jaxserve.sched.instance.stats import Counters
 from jaxserve.sched.perf import KINDS
-from jaxserve.sched.slo import SLO
-from jaxserve.sched.thinking import ThinkingMarkers
+from jaxserve.sched.registry import factory
 from jaxserve.server.client_metrics import StageCollector
 from jaxserve.server.fairness import Client
 from jaxserve.server.limits import ClientLimits

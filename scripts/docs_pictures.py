@@ -16,10 +16,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from jaxserve.config import load_yaml, preset
+from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.sim import Arrival, Latency, simulate
 from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.sim.timeline import decodes, prompt_lengths
-from jaxserve.sched.slo import SLO
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -14,7 +14,7 @@ import pytest
 
 from jaxserve.config import ServeConfig, load_yaml, parse_mesh, parse_yaml, preset
 from jaxserve.errors import InvalidValue
-from jaxserve.sched.slo import NO_SLO, SLO
+from jaxserve.sched.api.slo import NO_SLO, SLO
 from jaxserve.yamlio import seconds, size
 
 

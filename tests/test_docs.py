@@ -11,7 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from jaxserve.sched import admission, placement, policies
+from jaxserve.sched import admission, policies
+from jaxserve.sched import routing as placement
 
 LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]+))?\)")
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from jaxserve.bench.load import Call, Objective
-from jaxserve.sched.perf.model import Load
+from jaxserve.sched.api.perf import Load
+from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.sim import Arrival
-from jaxserve.sched.slo import SLO
 
 ROWS = 8  # that are taken to decode together where the cost of a token is asked for
 VOCABULARY = (8, 4000)  # ids that prompts are drawn from

@@ -24,9 +24,9 @@ from jaxserve.engine.assemble import assemble
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.info import Stats
 from jaxserve.replay import perf_of
-from jaxserve.sched.forecasts import Forecasts
+from jaxserve.sched.api.request import Request
+from jaxserve.sched.cluster.ttft_predictions import Forecasts
 from jaxserve.sched.journal import Replay, replay
-from jaxserve.sched.request import Request
 from jaxserve.server.main import Ending, listen_on, serve
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer

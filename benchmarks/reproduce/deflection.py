@@ -19,9 +19,9 @@ import page
 from page import Table
 
 from jaxserve.config import load_yaml, preset
-from jaxserve.sched.log import Log
-from jaxserve.sched.policy import Limits
-from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.api.log import Log
+from jaxserve.sched.api.policy import Limits
+from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.sim import Latency, Options, Report, simulate
 from jaxserve.sched.sim.clock import VirtualLoop
 from jaxserve.sched.sim.record import Recorder

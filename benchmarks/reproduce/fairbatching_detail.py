@@ -12,8 +12,8 @@ from fairbatching_runs import H20, MAIN, PROMPTS, SLOS, WORKLOADS, Job, Result, 
 from page import Table
 
 from jaxserve.report import plot
+from jaxserve.sched.api.perf import Load
 from jaxserve.sched.perf.fit import proportional
-from jaxserve.sched.perf.model import Load
 from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.sim.timeline import decodes, prompt_lengths
 

@@ -14,12 +14,12 @@ import page
 from flowprefill_systems import CP2K, DEPLOYMENTS, FLOW, LLAMA_8B, System, sized
 from page import Table
 
-from jaxserve.sched.perf.model import Load
+from jaxserve.sched.api.perf import Load
+from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.perf.registry import make
 from jaxserve.sched.sim import Arrival, simulate
 from jaxserve.sched.sim.scenarios import CHATBOT
 from jaxserve.sched.sim.workload import POISSON
-from jaxserve.sched.slo import SLO
 
 LOADS = (0.17, 0.34, 0.68)  # shares of what the instance can compute
 

@@ -12,7 +12,8 @@ import numpy as np
 from flowprefill_systems import LLAMA_8B
 from page import Table
 
-from jaxserve.sched.perf.model import Coefficients, Load
+from jaxserve.sched.api.perf import Load
+from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.sim.scenarios import flowprefill
 
 TABLE1 = {  # mean, P99 and standard deviation of prompt lengths, share in %

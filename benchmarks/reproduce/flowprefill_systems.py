@@ -13,8 +13,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # measure this checkout, installed or not
 
 from jaxserve.config import load_yaml, preset
+from jaxserve.sched.api.perf import Load
 from jaxserve.sched.metrics import GOAL, Summary
-from jaxserve.sched.perf.model import Load
 from jaxserve.sched.sim import Arrival, Latency, Options, Report, goodput_search, simulate
 from jaxserve.sched.sim.scenarios import flowprefill
 

@@ -23,8 +23,8 @@ from page import Table
 
 from jaxserve.config import load_yaml, preset
 from jaxserve.report import plot
+from jaxserve.sched.api.perf import Load
 from jaxserve.sched.metrics import Summary
-from jaxserve.sched.perf.model import Load
 from jaxserve.sched.sim import Arrival, Latency, simulate
 from jaxserve.sched.sim.workload import K32, K100, K128
 

@@ -24,11 +24,11 @@ from slos_serve_systems import (
     two,
 )
 
+from jaxserve.sched.api.perf import Load
+from jaxserve.sched.api.plan import StepPlan
+from jaxserve.sched.api.policy import Decision, View
 from jaxserve.sched.perf import Perf, make
-from jaxserve.sched.perf.model import Load
-from jaxserve.sched.plan import StepPlan
-from jaxserve.sched.policies.slos_serve import SlosServe
-from jaxserve.sched.policy import Decision, View
+from jaxserve.sched.policies.slos_serve.policy import SlosServe
 from jaxserve.sched.sim import Report, simulate
 from jaxserve.sched.sim.record import Recorder
 

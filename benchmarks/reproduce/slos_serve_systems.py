@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # measure this checkout, installed or not
 
 from jaxserve.config import load_yaml, preset
+from jaxserve.sched.api.perf import Load
 from jaxserve.sched.metrics import Summary
 from jaxserve.sched.perf import Perf
-from jaxserve.sched.perf.model import Load
 from jaxserve.sched.sim import Latency, Mesh, Options, goodput_search
 from jaxserve.sched.sim.scenarios import NAMED
 from jaxserve.sched.sim.workload import for_server

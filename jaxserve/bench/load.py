@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.errors import InvalidValue
+from jaxserve.sched.api.slo import ANSWER, NO_SLO, THINKING
 from jaxserve.sched.sim.traces import load_trace
 from jaxserve.sched.sim.workload import Arrival
-from jaxserve.sched.slo import ANSWER, NO_SLO, THINKING
 
 Prompt = str | tuple[int, ...]
 

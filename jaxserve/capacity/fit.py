@@ -10,7 +10,7 @@ from jaxserve.capacity.costs import Costs, Work
 from jaxserve.capacity.devices import Device
 from jaxserve.engine import kv
 from jaxserve.models.spec import ModelSpec
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
 
 MOST = 64  # devices of one instance that are tried
 ENOUGH = 0.8  # of the best tokens/s: what a smaller T must reach, as what collectives take is not in the floor

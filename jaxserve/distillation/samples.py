@@ -15,7 +15,7 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.distillation.prompts import Asked, Prompts
 from jaxserve.errors import JaxserveError
 from jaxserve.report.progress import bar
-from jaxserve.sched.plan import GIVEN_UP
+from jaxserve.sched.api.plan import GIVEN_UP
 
 PART = 256  # samples of a file
 HELD_OUT = 16  # of so many prompts one is held out

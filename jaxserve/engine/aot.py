@@ -27,7 +27,7 @@ from jaxserve.engine.step import Carry, Programs, Tree
 from jaxserve.models import registry
 from jaxserve.models.layers import Info, Part
 from jaxserve.models.published import published_spec
-from jaxserve.sched.boundary import Boundary
+from jaxserve.sched.api.preemption import Boundary
 from jaxserve.speculative import Speculative
 from pallas_kernels.aot.cases import Case, Step, shapes
 from pallas_kernels.aot.targets import memory_of

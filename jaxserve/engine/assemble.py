@@ -22,19 +22,20 @@ from jaxserve.engine.warmup import CompileCounter, Progress, compile_counter
 from jaxserve.errors import InvalidValue
 from jaxserve.models.source import DUMMY, find_model
 from jaxserve.models.thinking import thinking_markers
-from jaxserve.sched import admission, placement, policies
-from jaxserve.sched.cluster import Cluster, Instance
+from jaxserve.sched import admission, policies
+from jaxserve.sched import routing as placement
+from jaxserve.sched.api.log import Log, no_log
+from jaxserve.sched.api.policy import Limits, Role
+from jaxserve.sched.api.request import Request
+from jaxserve.sched.api.thinking import ThinkingMarkers
+from jaxserve.sched.cluster.cluster import Cluster, Instance
+from jaxserve.sched.instance.scheduler import Scheduler
+from jaxserve.sched.instance.watchdog import Patience
 from jaxserve.sched.journal import Journal
-from jaxserve.sched.log import Log, no_log
 from jaxserve.sched.perf.buckets import Padded
 from jaxserve.sched.perf.profile import priced, probes
 from jaxserve.sched.perf.recipe import Recipe
-from jaxserve.sched.policy import Limits, Role
-from jaxserve.sched.request import Request
-from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.sim.latency import Latency
-from jaxserve.sched.thinking import ThinkingMarkers
-from jaxserve.sched.watchdog import Patience
 
 log = logging.getLogger(__name__)
 

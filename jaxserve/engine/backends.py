@@ -16,7 +16,7 @@ from jaxserve.models import registry
 from jaxserve.models.layers import Info
 from jaxserve.models.quantised import Quantised
 from jaxserve.models.spec import ModelSpec
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
 from pallas_kernels import borders, dispatch, experts, products
 from pallas_kernels.dispatch import Attention, Choice, attention
 from pallas_kernels.experts import experts as made

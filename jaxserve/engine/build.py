@@ -29,8 +29,8 @@ from jaxserve.engine.warmup import Progress, idle_batch, use_persistent_cache, w
 from jaxserve.models import converted, manifest, registry, weights
 from jaxserve.models.layers import Info
 from jaxserve.models.spec import ModelSpec
-from jaxserve.sched.boundary import DEPTH, Boundary
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.preemption import DEPTH, Boundary
 from jaxserve.speculative import Speculative
 
 log = logging.getLogger(__name__)

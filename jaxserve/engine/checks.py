@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from jaxserve.engine.info import EngineInfo
 from jaxserve.engine.inputs import check_adjusted
-from jaxserve.sched.errors import InvalidValue
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.params import SamplingParams
 
 
 def check_request(info: EngineInfo, prompt: Sequence[int], params: SamplingParams) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from math import inf, isfinite
 
+from jaxserve.sched.api.request import Request
 from jaxserve.sched.metrics import FINISHED, Measured, measure, stage_allowance
-from jaxserve.sched.request import Request
 
 PHASES = ("ttft", "tpot", "tbt", "all")  # all: everything that the request was promised
 

@@ -30,7 +30,7 @@ from jaxserve.engine.step import Carry, Logits, Moves, Program, Tree, jitted, lo
 from jaxserve.engine.transfer import padded, piece_sizes
 from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
-from jaxserve.sched.plan import Span
+from jaxserve.sched.api.plan import Span
 from pallas_kernels.borders import Borders
 from pallas_kernels.dispatch import Attention, Pool
 from pallas_kernels.layout import Ragged

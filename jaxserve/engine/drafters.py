@@ -19,7 +19,7 @@ from jaxserve.engine.drafts import DraftColumn, Drafts, Int32, idle_rows
 from jaxserve.engine.inputs import Batch, Limits
 from jaxserve.engine.speculate import ngram
 from jaxserve.engine.step import Carry, Program, jitted
-from jaxserve.sched.plan import Span
+from jaxserve.sched.api.plan import Span
 
 
 class Call(NamedTuple):

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxserve.engine.sampling import Column
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
 
 Int32 = npt.NDArray[np.int32]
 

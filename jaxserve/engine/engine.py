@@ -28,15 +28,15 @@ from jaxserve.engine.info import EngineInfo, InstanceStats, Stats
 from jaxserve.engine.queue import ROWS, Queue
 from jaxserve.engine.warmup import Progress
 from jaxserve.outputs import RequestMetrics
-from jaxserve.sched.counters import Counters
-from jaxserve.sched.errors import InvalidValue, JaxserveError, Unavailable
-from jaxserve.sched.forecasts import Forecasts
+from jaxserve.sched.api.errors import InvalidValue, JaxserveError, Unavailable
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import UNAVAILABLE, Delta
+from jaxserve.sched.api.policy import Role
+from jaxserve.sched.api.request import STANDARD, Request
+from jaxserve.sched.api.slo import NO_SLO, SLO
+from jaxserve.sched.cluster.ttft_predictions import Forecasts
+from jaxserve.sched.instance.stats import Counters
 from jaxserve.sched.journal import REHEARSAL
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import UNAVAILABLE, Delta
-from jaxserve.sched.policy import Role
-from jaxserve.sched.request import STANDARD, Request
-from jaxserve.sched.slo import NO_SLO, SLO
 
 log = logging.getLogger(__name__)
 

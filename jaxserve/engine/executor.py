@@ -23,10 +23,10 @@ from jaxserve.engine.job import Job
 from jaxserve.engine.results import read
 from jaxserve.engine.state import DeviceState, Drawn
 from jaxserve.engine.transfer import Parcel, cut, padded, piece_sizes
-from jaxserve.sched.boundary import DEPTH, stopping
-from jaxserve.sched.errors import InvalidValue, JaxserveError, StepFailed
-from jaxserve.sched.executor import Step
-from jaxserve.sched.plan import Span, StepPlan, StepResult, Suspended
+from jaxserve.sched.api.errors import InvalidValue, JaxserveError, StepFailed
+from jaxserve.sched.api.executor import Step
+from jaxserve.sched.api.plan import Span, StepPlan, StepResult, Suspended
+from jaxserve.sched.api.preemption import DEPTH, stopping
 
 log = logging.getLogger(__name__)
 

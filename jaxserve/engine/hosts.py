@@ -26,8 +26,8 @@ from jaxserve.engine.inputs import Batch, Int32
 from jaxserve.engine.segments import Walk
 from jaxserve.engine.state import DeviceState, Drawn
 from jaxserve.engine.transfer import Piece
-from jaxserve.sched.errors import InvalidValue, JaxserveError
-from jaxserve.sched.plan import Begin, Span
+from jaxserve.sched.api.errors import InvalidValue, JaxserveError
+from jaxserve.sched.api.plan import Begin, Span
 
 Address = tuple[str, int]
 Message = tuple[Any, ...]  # a method of `Follower`, and its arguments

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from math import inf
 from time import perf_counter
 
-from jaxserve.sched.request import BEST_EFFORT, Request
+from jaxserve.sched.api.request import BEST_EFFORT, Request
 
 STALL = 5e-3  # seconds: a loop that looks away for longer is late for somebody
 EDGES = (STALL, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)  # seconds: upper edges of the histogram; above: the rest

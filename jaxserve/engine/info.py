@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jaxserve.engine.classes import PHASES, ClassStats
-from jaxserve.sched.counters import Counters
-from jaxserve.sched.forecasts import Accuracy
-from jaxserve.sched.slo import NO_SLO, SLO
-from jaxserve.sched.thinking import ThinkingMarkers
+from jaxserve.sched.api.slo import NO_SLO, SLO
+from jaxserve.sched.api.thinking import ThinkingMarkers
+from jaxserve.sched.cluster.ttft_predictions import Accuracy
+from jaxserve.sched.instance.stats import Counters
 
 
 @dataclass(frozen=True, slots=True)

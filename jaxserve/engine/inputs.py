@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from jaxserve.engine import drafts as drafting
 from jaxserve.engine.sampling import ADJUSTED, Column
-from jaxserve.sched.errors import InvalidValue
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import Begin, Span
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Begin, Span
 
 Int32 = npt.NDArray[np.int32]
 FROM_CARRY = -1  # in place of a token that is on the device; -2 and below: the first drafted after it, and so on

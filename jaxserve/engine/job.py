@@ -7,8 +7,8 @@ import asyncio
 from jaxserve.engine.inputs import Batch
 from jaxserve.engine.segments import Walk
 from jaxserve.engine.state import Drawn
-from jaxserve.sched.executor import Step
-from jaxserve.sched.plan import StepPlan
+from jaxserve.sched.api.executor import Step
+from jaxserve.sched.api.plan import StepPlan
 
 
 class Job:

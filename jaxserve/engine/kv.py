@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.models.spec import ModelSpec
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
 from pallas_kernels.dispatch import Pool
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.sched.params import MAX_LOGPROBS
+from jaxserve.sched.api.params import MAX_LOGPROBS
 
 CHUNK = 128
 

@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.config import ServeConfig, parse_mesh
 from jaxserve.engine import compat
-from jaxserve.sched.errors import InvalidValue
-from jaxserve.sched.policy import Role
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.policy import Role
 
 log = logging.getLogger(__name__)
 

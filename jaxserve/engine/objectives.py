@@ -6,9 +6,9 @@ from math import ceil, floor, log10
 
 from jaxserve.config import ServeConfig
 from jaxserve.engine.info import Promise
-from jaxserve.sched.perf.model import Load, PerfModel
-from jaxserve.sched.policy import Limits
-from jaxserve.sched.slo import SLO
+from jaxserve.sched.api.perf import Load, PerfModel
+from jaxserve.sched.api.policy import Limits
+from jaxserve.sched.api.slo import SLO
 from jaxserve.tiers import AUTO
 
 DECODE = 2.0  # decode steps of all rows: the other half is for prompts that come between them

@@ -19,12 +19,12 @@ import jax
 from jaxserve.engine.build import ExecutorConfig
 from jaxserve.engine.executor import JaxExecutor
 from jaxserve.engine.warmup import Progress, cache_folder, compile_counter
-from jaxserve.sched.errors import InvalidValue
-from jaxserve.sched.executor import Executor
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.executor import Executor
+from jaxserve.sched.api.perf import Load
+from jaxserve.sched.api.policy import Limits
 from jaxserve.sched.perf.buckets import Buckets
-from jaxserve.sched.perf.model import Load
 from jaxserve.sched.perf.profile import RUNS, Point, measure
-from jaxserve.sched.policy import Limits
 from jaxserve.version import __version__
 
 log = logging.getLogger(__name__)

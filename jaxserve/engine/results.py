@@ -12,8 +12,8 @@ from jaxserve.engine.inputs import Batch, Int32
 from jaxserve.engine.sampling import BAD, Column
 from jaxserve.engine.speculate import NONE
 from jaxserve.engine.state import Drawn
-from jaxserve.sched.params import MAX_LOGPROBS
-from jaxserve.sched.plan import StepPlan, StepResult, TokenLogprobs
+from jaxserve.sched.api.params import MAX_LOGPROBS
+from jaxserve.sched.api.plan import StepPlan, StepResult, TokenLogprobs
 
 NOT_FINITE = "the model's logits are not finite"
 

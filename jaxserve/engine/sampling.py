@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.engine.logprobs import logprobs_of
-from jaxserve.sched.params import MAX_LOGPROBS
+from jaxserve.sched.api.params import MAX_LOGPROBS
 from pallas_kernels.border_search import LOG2_E, Options
 from pallas_kernels.borders import Borders, XlaBorders
 

@@ -19,7 +19,7 @@ from jaxserve.engine.segments import Segments, Walk, outside, pools_of
 from jaxserve.engine.speculate import UNKNOWN
 from jaxserve.engine.step import SCORED, Carry, Programs, Tree
 from jaxserve.engine.transfer import Piece, padded
-from jaxserve.sched.plan import Begin, Span
+from jaxserve.sched.api.plan import Begin, Span
 from pallas_kernels.dispatch import Pool
 
 # Alternatives wanted, and blocks of (targets, their log-probabilities [W, 2 + 2 * MAX_LOGPROBS] int32).

@@ -25,8 +25,8 @@ from jaxserve.engine.segments import pools_of
 from jaxserve.engine.state import DeviceState
 from jaxserve.engine.step import SCORED
 from jaxserve.engine.transfer import padded, piece_sizes
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import Begin
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Begin
 
 log = logging.getLogger(__name__)
 

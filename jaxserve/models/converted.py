@@ -24,7 +24,7 @@ from jaxserve.models.registry import abstract_weights
 from jaxserve.models.spec import ModelSpec
 from jaxserve.models.transposed import Transposed
 from jaxserve.models.weights import Progress, WeightsError, reader
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
 
 CHUNK = 8 << 20  # bytes: shards read the chunks that they lie in
 

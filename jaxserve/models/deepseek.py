@@ -35,7 +35,7 @@ from jaxserve.models.spec import (
     rope_given,
     yarn_growth,
 )
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
 from pallas_kernels.dispatch import Attention as Kernel
 from pallas_kernels.dispatch import Pool
 from pallas_kernels.rope import Turn, rotate

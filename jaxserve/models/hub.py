@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxserve.sched.errors import InvalidValue, JaxserveError
+from jaxserve.sched.api.errors import InvalidValue, JaxserveError
 
 DESCRIPTION = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # what configs and tokenizers are made of
 WEIGHTS = ("*.safetensors",)  # not the same weights in other formats

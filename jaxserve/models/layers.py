@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 from jaxserve.models.quantised import einsum
 from jaxserve.models.spec import ModelSpec, Rope
 from jaxserve.models.transposed import product
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
 from pallas_kernels.dispatch import Attention as Kernel
 from pallas_kernels.dispatch import Pool
 from pallas_kernels.layout import Scales

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from jaxserve.models.quantisation import Quantisation
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
 
 NAME, FOLDER, FORMAT = "jaxserve.json", "weights", 1
 

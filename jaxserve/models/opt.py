@@ -11,7 +11,7 @@ from flax import nnx
 from jaxserve.models import layers
 from jaxserve.models.layers import ACTIVATIONS, Info, Source, Tree, Turns, bind, matrix, same, vector
 from jaxserve.models.spec import Config, ModelSpec, common, need
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
 
 FIRST = 2  # row of the table that position 0 reads: the two before it were meant for padding
 EPS = 1e-5

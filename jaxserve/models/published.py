@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import preset
 from jaxserve.models.hub import fetch_config
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.yamlio import load_yaml, nearest
 
 if TYPE_CHECKING:

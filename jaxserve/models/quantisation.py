@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
 
 LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}
 BLOCK = (128, 128)

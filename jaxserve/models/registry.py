@@ -22,7 +22,7 @@ from jaxserve.models.narrow import narrowed
 from jaxserve.models.quantised import Quantised, multiplied_by
 from jaxserve.models.spec import Config, ModelSpec, architecture
 from jaxserve.models.transposed import Transposed
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
 from pallas_kernels.dispatch import Attention, Pool
 from pallas_kernels.layout import Ragged
 

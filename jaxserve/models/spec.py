@@ -13,7 +13,7 @@ import numpy.typing as npt
 from jaxserve.models import quantisation
 from jaxserve.models.cache import Cache
 from jaxserve.models.quantisation import Quantisation
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
 
 Config = Mapping[str, Any]  # the object in config.json
 

@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from jaxserve.sched.thinking import Marker, ThinkingMarkers
+from jaxserve.sched.api.thinking import Marker, ThinkingMarkers
 
 # (beginning, end) as published families write them.
 PAIRS = (

@@ -29,7 +29,7 @@ from jaxserve.models.registry import abstract_weights
 from jaxserve.models.spec import ModelSpec
 from jaxserve.models.tensor_file import TensorFile
 from jaxserve.models.transposed import Transposed
-from jaxserve.sched.errors import JaxserveError
+from jaxserve.sched.api.errors import JaxserveError
 
 Progress = Callable[[int, int], None]
 Array = npt.NDArray[Any]

@@ -7,7 +7,7 @@ from math import isfinite
 from typing import Any
 
 from jaxserve.errors import InvalidValue
-from jaxserve.sched.policy import Role, roles_of
+from jaxserve.sched.api.policy import Role, roles_of
 from jaxserve.server.openai import RolesBody
 
 

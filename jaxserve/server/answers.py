@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxserve.generation import Job, Piece
 from jaxserve.outputs import RequestMetrics, logprob_dict
-from jaxserve.sched.plan import TokenLogprobs
+from jaxserve.sched.api.plan import TokenLogprobs
 from jaxserve.tokenizer import Tokenizer
 
 

@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse, Response
 
 from jaxserve.errors import ECHO, InvalidValue, JaxserveError, QueueFull
 from jaxserve.generation import GenerationFailed
-from jaxserve.sched.errors import Unavailable
-from jaxserve.sched.plan import UNAVAILABLE
+from jaxserve.sched.api.errors import Unavailable
+from jaxserve.sched.api.plan import UNAVAILABLE
 
 logger = logging.getLogger("jaxserve.server")
 

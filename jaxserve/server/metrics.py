@@ -20,8 +20,8 @@ from jaxserve.engine.classes import ERRORS, SLACK, ClassStats, Spread
 from jaxserve.engine.hygiene import EDGES
 from jaxserve.generation import Job, Piece
 from jaxserve.outputs import RequestMetrics
-from jaxserve.sched.counters import BLOCKING, SIZES
-from jaxserve.sched.forecasts import RECENT, Accuracy
+from jaxserve.sched.cluster.ttft_predictions import RECENT, Accuracy
+from jaxserve.sched.instance.stats import BLOCKING, SIZES
 
 Values = Iterable[tuple[Sequence[str], float]]  # (values of the labels, value)
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import ECHO, InvalidValue, short
-from jaxserve.sched.request import STANDARD
-from jaxserve.sched.slo import LONGEST, SHORTEST, SLO
+from jaxserve.sched.api.request import STANDARD
+from jaxserve.sched.api.slo import LONGEST, SHORTEST, SLO
 from jaxserve.server.openai import Sampled
 from jaxserve.tiers import canonical, stages_over
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from jaxserve.errors import ECHO, InvalidValue, short
 from jaxserve.salt import check_salt
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.api.params import SamplingParams
 
 logger = logging.getLogger("jaxserve.server")
 

@@ -14,7 +14,7 @@ from jaxserve.engine.queue import ROWS
 from jaxserve.errors import InvalidValue, short
 from jaxserve.generation import GenerationFailed, Job, Mailbox, Piece, check_length, merged, pieces
 from jaxserve.pacing import Pace, paced
-from jaxserve.sched.plan import GIVEN_UP
+from jaxserve.sched.api.plan import GIVEN_UP
 from jaxserve.server.answers import Answer
 from jaxserve.server.client_metrics import StageCollector
 from jaxserve.server.failures import Refused

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ..naming import build
-from ..request import Request
-from ..scheduler import Scheduler
+from ..api.request import Request
+from ..instance.scheduler import Scheduler
+from ..registry import build
 
-ADMISSIONS = {"dp": "dp:ByDP", "none": "none:Everybody", "pab": "pab:ByBudget"}
+ADMISSIONS = {"dp": "dp:ByDP", "none": "none:Everybody", "pab": "by_prefill_budget:ByBudget"}
 
 
 class Admission(Protocol):

@@ -7,11 +7,13 @@ from functools import partial
 
 import numpy as np
 
-from ..kept import Kept
-from ..perf.model import Array
-from ..policies.dp import admitted
-from ..policies.speculation import NEVER, Terms
-from ..policies.standing import (
+from ..api.perf import Array
+from ..api.policy import Role, View
+from ..api.request import Request
+from ..instance.memo import Kept
+from ..instance.scheduler import Scheduler
+from ..instance.table import tightest
+from ..policies.slos_serve.commitments import (
     ROUNDING,
     Prompts,
     Standing,
@@ -25,10 +27,8 @@ from ..policies.standing import (
     standing_of,
     terms_of,
 )
-from ..policy import Role, View
-from ..request import Request
-from ..scheduler import Scheduler
-from ..table import tightest
+from ..policies.slos_serve.dp import admitted
+from ..policies.slos_serve.speculation import NEVER, Terms
 
 
 class ByDP:

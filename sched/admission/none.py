@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..request import Request
-from ..scheduler import Scheduler
+from ..api.request import Request
+from ..instance.scheduler import Scheduler
 
 
 class Everybody:

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidValue
-from .model import Array, Coefficients, Load, whole_steps
+from ..api.errors import InvalidValue
+from ..api.perf import Array, Load
+from .model import Coefficients, whole_steps
 
 Order = np.ndarray[Any, np.dtype[np.intp]]
 

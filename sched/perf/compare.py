@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import InvalidValue
+from ..api.errors import InvalidValue
+from ..api.perf import Load, PerfModel
 from .buckets import NONE, Buckets
 from .fit import kind
-from .model import Load, PerfModel
 from .registry import KINDS, Step, make
 
 KEPT = 5  # every fifth step is kept from the fit and judges it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from ..errors import InvalidValue
+from ..api.errors import InvalidValue
 from .model import Coefficients
 
 SHARES = ("compute", "memory", "p_moe", "hidden")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import log2
 
-from .model import Array, Load, PerfModel
+from ..api.perf import Array, Load, PerfModel
 
 WEIGHT = 0.1  # of a new measurement
 FIRST = 1.5  # times a step without drafts of as many tokens, where nothing like it was ever measured

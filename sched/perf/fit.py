@@ -8,9 +8,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ..errors import InvalidValue
+from ..api.errors import InvalidValue
+from ..api.perf import Array, Load
 from .buckets import NONE, Buckets
-from .model import Array, Coefficients, Load
+from .model import Coefficients
 
 LINEAR = ("fixed", "w_moe", "prefill", "decode", "quadratic", "longest", "context", "draft")  # all but p_moe
 ROUNDS = 30  # of a fit that converges in some five

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..errors import InvalidValue
+from ..api.errors import InvalidValue
+from ..api.perf import Array, Load
 from .buckets import NONE, Buckets, Padded
 from .fit import LINEAR, proportional, row
-from .model import Array, Coefficients, Load
+from .model import Coefficients
 from .online import BOUND, STEP, running_rate
 from .recursive import Recursive
 

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ..errors import InvalidValue
+from ..api.errors import InvalidValue
+from ..api.perf import Array, Load
 from .fit import proportional
-from .model import Array, Load, whole_steps
+from .model import whole_steps
 from .online import STEP, running_rate
 from .recursive import Recursive
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from ..errors import InvalidValue
+from ..api.errors import InvalidValue
+from ..api.perf import Array, Load
 from .fit import proportional
-from .model import Array, Load, whole_steps
+from .model import whole_steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,14 @@ from itertools import chain, zip_longest
 from statistics import median
 from typing import NamedTuple
 
-from ..executor import Executor
-from ..params import SamplingParams
-from ..plan import Begin, Span, StepPlan, StepResult
+from ..api.executor import Executor
+from ..api.params import SamplingParams
+from ..api.perf import Load
+from ..api.plan import Begin, Span, StepPlan, StepResult
+from ..api.policy import Limits
 from ..policies.drafting import lengths_of
-from ..policy import Limits
 from .buckets import Buckets
 from .fit import kind
-from .model import Load
 
 Point = tuple[Load, float]  # and its seconds
 Progress = Callable[[float], None]  # share that is done

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..errors import InvalidValue
+from ..api.errors import InvalidValue
+from ..api.perf import Load, PerfModel
 from .buckets import NONE, Buckets
 from .drafted import Drafted
 from .learned import LearnedModel
-from .model import Coefficients, Load, PerfModel
+from .model import Coefficients
 from .registry import Perf, Step, make
 
 DEFAULT: Perf = "learned"

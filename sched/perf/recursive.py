@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .model import Array
+from ..api.perf import Array
 
 DAMPING = 0.05  # of what loads leave unsaid, since they hardly vary in it, an update takes a twentieth
 

@@ -7,12 +7,13 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from ..errors import InvalidValue
+from ..api.errors import InvalidValue
+from ..api.perf import Form, Load, PerfModel
 from .buckets import NONE, Buckets, Padded
 from .fit import fit
 from .learned import LearnedModel
 from .linear import LinearModel
-from .model import Coefficients, Corrected, Form, GeneralModel, Load, PerfModel
+from .model import Coefficients, Corrected, GeneralModel
 from .poly import Polynomial
 from .roofline import Roofline
 from .table import BATCHES, LENGTHS, TableModel

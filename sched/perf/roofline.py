@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import InvalidValue
+from ..api.errors import InvalidValue
+from ..api.perf import Array, Load
 from .fit import log_error, proportional
-from .model import Array, Load, whole_steps
+from .model import whole_steps
 
 ROUNDS = 30  # of assigning steps to terms; it seldom takes ten
 SPLITS = (0.2, 0.35, 0.5, 0.65, 0.8)  # quantiles of tokens from which it starts: it only finds the nearest optimum

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .model import Array, Load, PerfModel
+from ..api.perf import Array, Load, PerfModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..errors import InvalidValue
+from ..api.errors import InvalidValue
+from ..api.perf import Array, Load, PerfModel
 from .fit import nonnegative
-from .model import Array, Load, PerfModel
 from .online import running_rate
 
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)

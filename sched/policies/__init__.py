@@ -7,22 +7,22 @@ rows of any of them draft.
 
 from __future__ import annotations
 
-from ..errors import InvalidValue
-from ..naming import build, shared
-from ..policy import Policy
+from ..api.errors import InvalidValue
+from ..api.policy import Policy
+from ..registry import build, shared
 
 PREFILL = {
     "deadline_edf": "edf:DeadlineEdf",
     "edf": "edf:Edf",
     "fcfs": "fcfs:Fcfs",
     "flowprefill": "flowprefill:FlowPrefill",
-    "kairos": "kairos_prefill:KairosPrefill",
+    "kairos": "kairos.prefill:KairosPrefill",
     "sedf": "sedf:Sedf",
     "sjf": "sjf:Sjf",
 }
 DECODE = {
     "continuous": "continuous:Continuous",
-    "kairos": "kairos_decode:KairosDecode",
+    "kairos": "kairos.decode:KairosDecode",
 }
 HALVES = {
     "deadline_edf": ("deadline_edf", "continuous"),
@@ -36,7 +36,7 @@ HALVES = {
 WHOLE = {
     "fairbatching": "fairbatching:FairBatching",
     "sarathi": "sarathi:Sarathi",
-    "slos_serve": "slos_serve:SlosServe",
+    "slos_serve": "slos_serve.policy:SlosServe",
     "unified": "unified:Unified",
     "vllm": "prefill_first:PrefillFirst",
 }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..api.perf import Array, Load
+from ..api.policy import Decision, Grant, Order, View, one_each
+from ..api.request import State
 from ..feasibility import Cost, fitting, held_by_best_effort, joined, largest_chunk, tightest_tpot
-from ..perf.model import Array, Load
-from ..policy import Decision, Grant, Order, View, one_each
-from ..request import State
 
 
 def admissible(view: View, order: Order) -> tuple[Order, Order]:

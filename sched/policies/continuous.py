@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..policy import Decision, View, one_each
+from ..api.policy import Decision, View, one_each
 
 
 class Continuous:

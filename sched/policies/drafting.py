@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..api.perf import Array, Load, PerfModel
+from ..api.policy import Decision, Grant, Policy, Role, View
+from ..api.request import RequestView
 from ..feasibility import Mask
-from ..perf.model import Array, Load, PerfModel
-from ..policy import Decision, Grant, Policy, Role, View
-from ..request import RequestView
 
 WORTH = 1.05  # of the rate without drafts: less is within the error of what is measured
 SHARE = 0.01  # of the time that may go into trying another length

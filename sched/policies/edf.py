@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..policy import Order, View
+from ..api.policy import Order, View
 from .ordered import Ordered, sort
 
 

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import InvalidValue
+from ..api.errors import InvalidValue
+from ..api.perf import Array, Load
+from ..api.policy import Decision, Order, Role, View
 from ..feasibility import (
     Cost,
     deadlines,
@@ -21,8 +23,6 @@ from ..feasibility import (
     starved,
     tightest_tpot,
 )
-from ..perf.model import Array, Load
-from ..policy import Decision, Order, Role, View
 from .batch import Batch, admissible, stall_free_tokens
 
 EXPECTED = 1000  # tokens of context of a decoding row, to a budget that is counted in tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..policy import Decision, View, in_order
+from ..api.policy import Decision, View, in_order
 
 
 class Fcfs:

@@ -6,11 +6,11 @@ from bisect import bisect_left
 
 import numpy as np
 
-from ..errors import InvalidValue
+from ..api.errors import InvalidValue
+from ..api.perf import Array, Load
+from ..api.policy import Decision, Grant, Order, Rows, Task, View
+from ..api.request import BEST_EFFORT, RequestView
 from ..feasibility import Mask, left_behind, remaining_work
-from ..perf.model import Array, Load
-from ..policy import Decision, Grant, Order, Rows, Task, View
-from ..request import BEST_EFFORT, RequestView
 from .ordered import LONG, aged, checked_share, longs_turn, sort
 
 ORDERS = ("sedf", "deadline_edf", "edf")

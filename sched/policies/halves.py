@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf, isfinite
 
+from ..api.perf import Load
+from ..api.policy import Decision, Grant, Policy, Role, View, one_each
 from ..feasibility import GRID, decode_load, keeps, largest_chunk, load_of, mixed_bound, tightest_tpot
-from ..perf.model import Load
-from ..policy import Decision, Grant, Policy, Role, View, one_each
 from . import turns
 
 SHARE = 0.75  # of the tightest tpot and tbt: a request that joins waits for the running mixed step

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..errors import InvalidValue
-from ..policy import Decision, Order, Rows, View, in_order
+from ..api.errors import InvalidValue
+from ..api.policy import Decision, Order, Rows, View, in_order
 
 LONG = 65536  # tokens: prompts that every order by size or by feasibility starves under load
 PERIOD = 10.0  # seconds, of which `ageing` is the share of the oldest long prompt

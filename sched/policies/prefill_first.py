@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..errors import InvalidValue
-from ..perf.model import Load
-from ..policy import Decision, Role, View
+from ..api.errors import InvalidValue
+from ..api.perf import Load
+from ..api.policy import Decision, Role, View
 from .batch import Batch, admissible, first_come
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..errors import InvalidValue
+from ..api.errors import InvalidValue
+from ..api.perf import Load
+from ..api.policy import Decision, Role, View
 from ..feasibility import hopeful
-from ..perf.model import Load
-from ..policy import Decision, Role, View
 from .batch import Batch, admissible, first_come, stall_free_tokens
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..api.policy import Order, View
 from ..feasibility import remaining_work
-from ..policy import Order, View
 from .ordered import Ordered, sort
 
 

@@ -11,9 +11,9 @@ from math import inf, isfinite
 
 import numpy as np
 
+from ..api.perf import Load
+from ..api.policy import Decision, Grant, Task, View
 from ..feasibility import BEHIND, GRID, decode_load, keeps, largest_chunk, promised
-from ..perf.model import Load
-from ..policy import Decision, Grant, Task, View
 
 LEAST = 0.25  # of the tightest time between tokens: what prompts get in each turn, also where a decode is late
 CUSHION = 0.15  # of the decode step: by how much longer than predicted it may take

@@ -19,6 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..api.perf import Array, Load
+from ..api.policy import Decision, Grant, Order, Role, Rows, Task, View, one_each, whole
+from ..api.request import BEST_EFFORT, State
 from ..feasibility import (
     BEHIND,
     NOBODY,
@@ -41,10 +44,7 @@ from ..feasibility import (
     tightest_tpot,
     with_prompt,
 )
-from ..perf.model import Array, Load
 from ..perf.scaled import Scaled
-from ..policy import Decision, Grant, Order, Role, Rows, Task, View, one_each, whole
-from ..request import BEST_EFFORT, State
 
 CYCLE = 20.0  # seconds over which `ageing` is shared out
 SHARE, STRETCH = 0.95, 1.2  # of the tpot: see feasibility.mixed_bound

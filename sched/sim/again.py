@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import InvalidValue
+from ..api.errors import InvalidValue
+from ..api.perf import Form
+from ..api.request import Request
 from ..journal import REHEARSAL, Replay
 from ..metrics import Summary, measure, stage_allowance, summarize
 from ..perf.buckets import Padded
 from ..perf.fit import Fit, fit, to_total
-from ..perf.model import Form
 from ..perf.recipe import Recipe
-from ..request import Request
 from .latency import Latency
 from .options import Mesh, Options
 from .simulate import Report, simulate

@@ -9,9 +9,9 @@ from typing import overload
 
 import numpy as np
 
-from ..errors import InvalidValue
-from ..request import BEST_EFFORT, STANDARD
-from ..slo import SLO
+from ..api.errors import InvalidValue
+from ..api.request import BEST_EFFORT, STANDARD
+from ..api.slo import SLO
 from .draws import MAX_PROMPT
 
 DEFAULT_SLO = SLO()

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Any, NamedTuple
 
-from ..errors import InvalidValue
+from ..api.errors import InvalidValue
+from ..api.policy import Role
 from ..metrics import GOAL
-from ..policy import Role
 from .latency import Latency
 from .options import DEFAULT, Mesh, Options
 from .oracle import Bound, Details, bound, goodput_bound

@@ -14,7 +14,7 @@ from contextvars import Context
 from heapq import heappop, heappush
 from typing import Any, TypeVar, TypeVarTuple
 
-from ..errors import JaxserveError
+from ..api.errors import JaxserveError
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from ..errors import InvalidValue
-from ..perf.model import Array
+from ..api.errors import InvalidValue
+from ..api.perf import Array
 
 MAX_PROMPT = 1 << 24  # tokens; prompts of different requests are this far apart in token ids
 

@@ -11,10 +11,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ..errors import InvalidValue, StepFailed
-from ..executor import Step
-from ..perf.model import Load
-from ..plan import KvParcel, StepPlan, StepResult, Suspended
+from ..api.errors import InvalidValue, StepFailed
+from ..api.executor import Step
+from ..api.perf import Load
+from ..api.plan import KvParcel, StepPlan, StepResult, Suspended
 from .clock import EVENT, VirtualLoop
 
 FILLER, EOS, END_THINKING = 1, 2, 3  # the token ids that a simulation knows

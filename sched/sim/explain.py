@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ..errors import InvalidValue
+from ..api.errors import InvalidValue
+from ..api.plan import Span
+from ..api.request import BEST_EFFORT, Request
 from ..metrics import FINISHED, Measured, measure, stage_allowance
-from ..plan import Span
-from ..request import BEST_EFFORT, Request
 from .record import Recorder, Stretch
 from .timeline import Transfer, decodes, prompt_lengths, transfers
 

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import policies
+from ..api.perf import Load
+from ..api.policy import Decision, Policy, View
+from ..api.slo import NO_SLO, SLO
 from ..perf.buckets import Buckets
-from ..perf.model import Coefficients, Load
-from ..policy import Decision, Policy, View
-from ..slo import NO_SLO, SLO
+from ..perf.model import Coefficients
 from .latency import Latency
 from .options import Mesh, Options
 from .simulate import simulate

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
-from ..boundary import DEPTH, WHOLE, Boundary
-from ..errors import InvalidValue
+from ..api.errors import InvalidValue
+from ..api.preemption import DEPTH, WHOLE, Boundary
 from ..perf.buckets import NONE, Buckets
 from ..perf.derive import Derived
 from ..perf.fit import Point, solve

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
 
-from ..boundary import DEPTH
-from ..errors import InvalidValue
+from ..api.errors import InvalidValue
+from ..api.policy import Role
+from ..api.preemption import DEPTH
 from ..perf import Perf
-from ..policy import Role
 from .executor import Device
 from .latency import Latency
 

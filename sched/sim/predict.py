@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from ..api.perf import PerfModel
+from ..api.policy import Limits
 from ..perf import make
 from ..perf.buckets import NONE, Buckets
 from ..perf.drafted import Drafted
-from ..perf.model import Coefficients, PerfModel
+from ..perf.model import Coefficients
 from ..perf.profile import probes
 from ..perf.scaled import Scaled
-from ..policy import Limits
 
 LONGEST = 131_072  # tokens of context, at most, that a profile looks at
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..log import Log
-from ..plan import StepPlan, StepResult, Suspended
-from ..policy import Limits
-from ..request import Request
-from ..scheduler import Scheduler
+from ..api.log import Log
+from ..api.plan import StepPlan, StepResult, Suspended
+from ..api.policy import Limits
+from ..api.request import Request
+from ..instance.scheduler import Scheduler
 from .clock import VirtualLoop
 
 

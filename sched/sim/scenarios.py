@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from ..request import BEST_EFFORT
+from ..api.request import BEST_EFFORT
 from .workload import K32, K100, K128, POISSON, Arrivals, Lengths, Mix, Rounds, Share, Slowdown, Tail, Workload
 
 # ---- FlowPrefill: four tasks, each with its own TTFT --------------------------------------------------------------

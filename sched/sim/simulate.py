@@ -8,21 +8,21 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from .. import admission as admissions
-from .. import placement as placements
 from .. import policies
-from ..boundary import stopping
-from ..cluster import Cluster, Instance, check_roles
-from ..counters import Counters
-from ..errors import InvalidValue
-from ..forecasts import Accuracy
-from ..log import Log, no_log
+from .. import routing as placements
+from ..api.errors import InvalidValue
+from ..api.log import Log, no_log
+from ..api.params import SamplingParams
+from ..api.policy import Decision, Limits, Policy, Role, View
+from ..api.preemption import stopping
+from ..api.request import Request
+from ..api.thinking import ThinkingEnd
+from ..cluster.cluster import Cluster, Instance, check_roles
+from ..cluster.ttft_predictions import Accuracy
+from ..instance.scheduler import Scheduler
+from ..instance.stats import Counters
 from ..metrics import FINISHED, Measured, Spread, Summary, measure, spread, stage_allowance, summarize
-from ..params import SamplingParams
 from ..perf.buckets import Padded
-from ..policy import Decision, Limits, Policy, Role, View
-from ..request import Request
-from ..scheduler import Scheduler
-from ..thinking import ThinkingEnd
 from . import clock
 from .executor import END_THINKING, EOS, SimExecutor
 from .latency import Latency

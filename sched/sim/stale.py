@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from ..perf.model import Array
-from ..placement import Fleet, Move, Placement
-from ..policy import Order, Role, Rows, View
-from ..request import Request, RequestView, State
-from ..scheduler import Scheduler
+from ..api.perf import Array
+from ..api.policy import Order, Role, Rows, View
+from ..api.request import Request, RequestView, State
+from ..instance.scheduler import Scheduler
+from ..routing import Fleet, Move, Placement
 
 NAMES = "arrival ttft tbt tpot tightest deadline remaining context length running hit best_effort"
 COLUMNS = tuple(NAMES.split())

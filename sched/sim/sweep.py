@@ -8,7 +8,7 @@ from math import inf
 from statistics import fmean
 from typing import NamedTuple
 
-from ..errors import InvalidValue
+from ..api.errors import InvalidValue
 from ..metrics import GOAL, Summary
 from .latency import Latency
 from .options import DEFAULT, Mesh, Options

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..plan import Span, StepPlan
+from ..api.plan import Span, StepPlan
 from .record import Recorder, Stretch
 
 Event = dict[str, Any]

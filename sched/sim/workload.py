@@ -12,9 +12,9 @@ from typing import overload
 
 import numpy as np
 
-from ..errors import InvalidValue
-from ..request import BEST_EFFORT, STANDARD
-from ..slo import SLO, THINKING
+from ..api.errors import InvalidValue
+from ..api.request import BEST_EFFORT, STANDARD
+from ..api.slo import SLO, THINKING
 from .arrival import DEFAULT_SLO, Arrival, BlockTokens, best_effort, scale, scale_slo, validate
 from .draws import MAX_PROMPT, Arrivals, Lengths, Tail
 

@@ -14,10 +14,10 @@ from jaxserve.bench.load import NONE, Call, Objective
 from jaxserve.bench.result import Goals
 from jaxserve.bench.session import distribution, share_at
 from jaxserve.errors import InvalidValue
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.request import Request
+from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.metrics import measure
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.request import Request
-from jaxserve.sched.slo import SLO
 
 
 def outcome(ttft: float, gaps: list[float], slo: Objective = NONE, at: float = 0.0, error: str = "") -> Outcome:

@@ -14,9 +14,9 @@ from jaxserve.config import ServeConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.executor import JaxExecutor
 from jaxserve.errors import InvalidValue
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import Begin, Delta, Span, StepPlan, StepResult
-from jaxserve.sched.slo import NO_SLO
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Begin, Delta, Span, StepPlan, StepResult
+from jaxserve.sched.api.slo import NO_SLO
 from jaxserve.speculative import Speculative
 from tests.support.engine.statistics import chi_square
 from tests.support.engine.steps import GREEDY, Job, alone, executors, finite_pages, generate, run

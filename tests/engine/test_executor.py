@@ -15,9 +15,9 @@ import pytest
 from jaxserve.engine.executor import LEAST_LEAD, MOST_LEAD, JaxExecutor
 from jaxserve.engine.inputs import SlotTable
 from jaxserve.engine.warmup import compile_counter
-from jaxserve.sched.errors import StepFailed
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import Begin, StepPlan
+from jaxserve.sched.api.errors import StepFailed
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Begin, StepPlan
 from tests.support.engine.steps import (
     GREEDY,
     PAGE,

@@ -19,7 +19,7 @@ import pytest
 from jaxserve.engine.assemble import Machine
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import JaxserveError
-from jaxserve.sched.plan import UNAVAILABLE, StepPlan
+from jaxserve.sched.api.plan import UNAVAILABLE, StepPlan
 from tests.support.engine.faults import LONG, Heard, Starter, Stuck
 
 MESH = "2x2"  # of the fixture `machine`

@@ -15,9 +15,9 @@ import pytest
 from jaxserve.engine import assemble
 from jaxserve.engine.assemble import Machine
 from jaxserve.errors import JaxserveError, QueueFull
-from jaxserve.sched.errors import Unavailable
-from jaxserve.sched.plan import UNAVAILABLE, Delta, StepPlan
-from jaxserve.sched.slo import NO_SLO
+from jaxserve.sched.api.errors import Unavailable
+from jaxserve.sched.api.plan import UNAVAILABLE, Delta, StepPlan
+from jaxserve.sched.api.slo import NO_SLO
 from tests.support.engine.faults import LONG, PARAMS, Heard, Starter, Stuck
 
 MESH = "2x1"  # of the fixture `machine`

@@ -19,7 +19,7 @@ from jaxserve.engine.executor import JaxExecutor
 from jaxserve.engine.hosts import Leading, OutOfStep, follow
 from jaxserve.engine.inputs import SlotTable
 from jaxserve.engine.warmup import idle_batch
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
 from tests.support.engine.host import DRAFTS, LONG, NEW, PARAMS, PROMPTS, REPEATED, WRONG, Case
 from tests.support.engine.mixed import jobs_of
 from tests.support.engine.steps import Job, alone, executors

@@ -21,8 +21,8 @@ from jaxserve.engine.mesh import plan_mesh, sub_meshes
 from jaxserve.engine.transfer import cut, piece_sizes
 from jaxserve.engine.warmup import compile_counter, use_persistent_cache
 from jaxserve.models import registry, weights
-from jaxserve.sched.errors import InvalidValue
-from jaxserve.sched.policy import Role
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.policy import Role
 from tests.support.engine.steps import LENGTH, Job, alone, executors
 
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from jaxserve.config import ServeConfig
 from jaxserve.engine.objectives import DECODE, LEAST, LONGEST, PREFILL, promise
-from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load
-from jaxserve.sched.policy import Limits
-from jaxserve.sched.slo import NO_SLO, SLO
+from jaxserve.sched.api.perf import Load
+from jaxserve.sched.api.policy import Limits
+from jaxserve.sched.api.slo import NO_SLO, SLO
+from jaxserve.sched.perf.model import Coefficients, GeneralModel
 
 LIMITS = Limits(512, 16, 256, 16)  # tokens and rows of a step, pages of 16 tokens
 SLOW = GeneralModel(Coefficients(0.05, 2e-3, 3e-3, 0.0, 5e-8, 5e-8))

@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve.engine.executor import JaxExecutor
 from jaxserve.engine.inputs import Limits
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.api.params import SamplingParams
 from tests.support.engine.steps import GREEDY, Job, alone
 
 PROMPT = (7, 3, 9, 3, 20, 41, 5)

@@ -15,8 +15,8 @@ from jaxserve.config import ServeConfig
 from jaxserve.engine import assemble, profile
 from jaxserve.engine.assemble import Machine
 from jaxserve.errors import InvalidValue
+from jaxserve.sched.api.perf import Load
 from jaxserve.sched.perf.fit import kind
-from jaxserve.sched.perf.model import Load
 from jaxserve.sched.perf.profile import Point
 
 SMALL: dict[str, Any] = {

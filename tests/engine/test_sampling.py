@@ -25,9 +25,9 @@ from jaxserve.engine.sampling import (
     argmax,
     gumbel,
 )
-from jaxserve.sched.errors import InvalidValue
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import Begin
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Begin
 from tests.support.engine.statistics import DRAWS, LIMITS, V, table
 
 draw, draw_full = jax.jit(sampling.draw), jax.jit(sampling.draw_full)

@@ -24,11 +24,11 @@ from jaxserve.engine.warmup import compile_counter
 from jaxserve.models import registry
 from jaxserve.models.layers import Part
 from jaxserve.models.spec import ModelSpec
-from jaxserve.sched.boundary import Boundary
-from jaxserve.sched.errors import InvalidValue, StepFailed
-from jaxserve.sched.executor import Step
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import Begin, Span, StepPlan, StepResult, Suspended
+from jaxserve.sched.api.errors import InvalidValue, StepFailed
+from jaxserve.sched.api.executor import Step
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Begin, Span, StepPlan, StepResult, Suspended
+from jaxserve.sched.api.preemption import Boundary
 from tests.support.engine.mixed import Mixed, jobs_of
 from tests.support.engine.steps import GREEDY, Job, alone, executors, generate, run
 from tests.support.examples import examples

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jaxserve.engine import speculate
 from jaxserve.engine.sampling import BAD, Column, Rows, draw, heated_and_cut
 from jaxserve.engine.speculate import GUESSED, NONE, ngram, probabilistic, salted, strict
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.api.params import SamplingParams
 from tests.support.engine.statistics import Array, V, chi_square, table
 from tests.support.examples import examples
 

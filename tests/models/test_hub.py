@@ -19,7 +19,7 @@ from jaxserve.config import ServeConfig
 from jaxserve.models.hub import ModelNotFound, resolve_model
 from jaxserve.models.published import published, published_spec
 from jaxserve.models.source import find_model, find_tokenizer
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 DEMO = jaxserve.demo.model_path()

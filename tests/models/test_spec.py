@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from jaxserve.models import registry
 from jaxserve.models.layers import Info, Source
 from jaxserve.models.registry import spec_from_config
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
 
 SIZES = {
     "vocab_size": 96,

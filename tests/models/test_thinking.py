@@ -11,7 +11,7 @@ from jinja2 import Template
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxserve.models.thinking import thinking_markers
-from jaxserve.sched.thinking import ThinkingMarkers
+from jaxserve.sched.api.thinking import ThinkingMarkers
 
 QWEN3 = """{%- for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>

@@ -12,9 +12,9 @@ from functools import cache
 import pytest
 
 from jaxserve.models import registry
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import StepPlan
-from jaxserve.sched.request import Request
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import StepPlan
+from jaxserve.sched.api.request import Request
 from pallas_kernels import compat
 from tests.support.parity.law import LENGTH, SPEC, Ask, Model, Setup, compare
 

@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.api.params import SamplingParams
 from tests.support.parity.asks import ROOMY, TIGHT, Faults, alone, asks, setup
 from tests.support.parity.law import SPEC, Ask, compare
 

@@ -16,12 +16,12 @@ from jaxserve.engine.executor import JaxExecutor
 from jaxserve.engine.job import Job
 from jaxserve.replay import perf_of
 from jaxserve.sched import policies
-from jaxserve.sched.cluster import Cluster
-from jaxserve.sched.core import Core
+from jaxserve.sched.api.policy import Decision, Policy, View
+from jaxserve.sched.api.request import Request
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.cluster.cluster import Cluster
+from jaxserve.sched.instance.loop import Core
 from jaxserve.sched.journal import Journal, replay
-from jaxserve.sched.policy import Decision, Policy, View
-from jaxserve.sched.request import Request
-from jaxserve.sched.slo import SLO
 from tests.support.parity.asks import ROOMY, TIGHT, Faults, asks
 from tests.support.parity.families import model
 from tests.support.parity.law import LENGTH, PAGE, SPEC, Ask, Model, Setup, compare

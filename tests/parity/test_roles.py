@@ -11,11 +11,11 @@ from unittest.mock import patch
 import pytest
 
 from jaxserve.replay import perf_of
-from jaxserve.sched.cluster import Cluster
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.policy import Role
+from jaxserve.sched.cluster.cluster import Cluster
 from jaxserve.sched.journal import Journal, replay
-from jaxserve.sched.placement import Placement
-from jaxserve.sched.policy import Role
+from jaxserve.sched.routing import Placement
 from tests.support.parity.asks import ROOMY, TIGHT, alone, asks, setup
 from tests.support.parity.law import compare
 

@@ -15,10 +15,10 @@ import pytest
 
 from jaxserve.models.spec import ModelSpec
 from jaxserve.replay import perf_of
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.policy import Decision, Grant, View
+from jaxserve.sched.api.request import Request
 from jaxserve.sched.journal import Journal, replay
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.policy import Decision, Grant, View
-from jaxserve.sched.request import Request
 from jaxserve.speculative import Speculative
 from tests.support.parity.asks import STYLES
 from tests.support.parity.law import LENGTH, PAGE, SPEC, Ask, Setup, compare, weights

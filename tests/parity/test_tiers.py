@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from jaxserve.sched.cluster import Cluster
-from jaxserve.sched.grant import evict_best_effort
-from jaxserve.sched.request import BEST_EFFORT, STANDARD
+from jaxserve.sched.api.request import BEST_EFFORT, STANDARD
+from jaxserve.sched.cluster.cluster import Cluster
+from jaxserve.sched.instance.step_builder import evict_best_effort
 from tests.support.parity.asks import ROOMY, TIGHT, alone, asks, setup
 from tests.support.parity.law import Ask, compare
 

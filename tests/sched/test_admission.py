@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched import admission
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.policy import Limits, Role
+from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, Request
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.sarathi import Sarathi
-from jaxserve.sched.policy import Limits, Role
-from jaxserve.sched.request import BEST_EFFORT, STANDARD, Request
-from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.slo import SLO
 from tests.support.examples import examples
 from tests.support.sched.harness import Job, simulate
 

@@ -11,19 +11,20 @@ from typing import IO
 import pytest
 
 from jaxserve.replay import show
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.log import Log
+from jaxserve.sched.api.perf import Load
+from jaxserve.sched.api.policy import Limits, Role
+from jaxserve.sched.api.slo import SLO, THINKING
 from jaxserve.sched.journal import Journal, Replay, Step, replay
-from jaxserve.sched.log import Log
-from jaxserve.sched.perf.model import Coefficients, Load
+from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.perf.recipe import Recipe
-from jaxserve.sched.policy import Limits, Role
 from jaxserve.sched.sim import simulate
 from jaxserve.sched.sim.again import again, noise, rows
 from jaxserve.sched.sim.arrival import Arrival
 from jaxserve.sched.sim.latency import Latency
 from jaxserve.sched.sim.options import Options
 from jaxserve.sched.sim.simulate import Logs
-from jaxserve.sched.slo import SLO, THINKING
 from tests.support.sched.harness import COEFFICIENTS, Job
 from tests.support.sched.recorded import perf, recorded
 

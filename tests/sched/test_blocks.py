@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
-from jaxserve.sched.blocks import BlockManager, chain
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.instance.block_pool import BlockManager, chain
 from tests.support.examples import examples
 
 SIZE = 2

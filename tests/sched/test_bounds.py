@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.request import BEST_EFFORT
+from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.perf.model import Coefficients
-from jaxserve.sched.request import BEST_EFFORT
 from jaxserve.sched.sim import Arrival, Mesh, Options, simulate
 from jaxserve.sched.sim.bounds import bounds, goodput_bounds
 from jaxserve.sched.sim.oracle import Details, goodput_bound, sustained_bound
 from jaxserve.sched.sim.sweep import goodput_search
-from jaxserve.sched.slo import SLO
 from tests.support.examples import examples
 from tests.support.sched.presets import CHAT, TINY
 

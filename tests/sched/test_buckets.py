@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.perf import Load
 from jaxserve.sched.feasibility import largest_chunk
 from jaxserve.sched.perf.buckets import NONE, Buckets, Padded
-from jaxserve.sched.perf.model import Coefficients, Load
+from jaxserve.sched.perf.model import Coefficients
 
 TRUTH = Coefficients(8.7e-3, 4.5e-5, 2e-5, 3e-10, 2.4e-7, 1.5e-8, 11.5e-3, 8 / 256)
 ENGINE = Buckets((1, 4, 8, 16, 32, 64), (64, 128, 512))

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.errors import StepFailed
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import StepPlan
-from jaxserve.sched.request import BEST_EFFORT
-from jaxserve.sched.slo import SLO
+from jaxserve.sched.api.errors import StepFailed
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import StepPlan
+from jaxserve.sched.api.request import BEST_EFFORT
+from jaxserve.sched.api.slo import SLO
 from tests.support.examples import examples
 from tests.support.sched.complete import JOB, PD, ROLES, check_complete
 from tests.support.sched.harness import Job, simulate

@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched import policies
-from jaxserve.sched.errors import InvalidValue
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import StepResult
+from jaxserve.sched.api.policy import Limits, Role, View
+from jaxserve.sched.api.request import BEST_EFFORT, Request
+from jaxserve.sched.api.slo import NO_SLO, SLO
+from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf.buckets import Buckets
 from jaxserve.sched.perf.learned import LearnedModel
 from jaxserve.sched.perf.model import GeneralModel
-from jaxserve.sched.plan import StepResult
-from jaxserve.sched.policy import Limits, Role, View
-from jaxserve.sched.request import BEST_EFFORT, Request
-from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
-from jaxserve.sched.slo import NO_SLO, SLO
 from tests.support.examples import examples
 from tests.support.sched.colocated import EXACT, STEEP, decoding, prompt, view
 from tests.support.sched.complete import JOB, ROLES, check_complete

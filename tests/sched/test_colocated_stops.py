@@ -12,16 +12,16 @@ import pytest
 
 from jaxserve.config import load_yaml, preset
 from jaxserve.sched import policies
-from jaxserve.sched.boundary import stopping
+from jaxserve.sched.api.log import Log
+from jaxserve.sched.api.perf import Load
+from jaxserve.sched.api.policy import Decision, Limits, Role, Task, View
+from jaxserve.sched.api.preemption import stopping
+from jaxserve.sched.api.request import BEST_EFFORT, Request
+from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.journal import Journal, replay
-from jaxserve.sched.log import Log
-from jaxserve.sched.perf.model import Load
 from jaxserve.sched.policies import turns
-from jaxserve.sched.policy import Decision, Limits, Role, Task, View
-from jaxserve.sched.request import BEST_EFFORT, Request
 from jaxserve.sched.sim import NAMED, Latency, Options
 from jaxserve.sched.sim import simulate as simulated
-from jaxserve.sched.slo import SLO
 from tests.support.sched.harness import COEFFICIENTS, Job, Outcome, perf, simulate
 from tests.support.sched.views import PERF, decoding, prompt, view
 

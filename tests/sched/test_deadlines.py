@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from jaxserve.sched.plan import StepPlan
-from jaxserve.sched.request import State
-from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.slo import SLO
+from jaxserve.sched.api.plan import StepPlan
+from jaxserve.sched.api.request import State
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.instance.scheduler import Scheduler
 from tests.support.sched.complete import ROLES
 from tests.support.sched.harness import Job, simulate
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve.sched.perf.buckets import Buckets, Padded
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
-from jaxserve.sched.policies.standing import demand
+from jaxserve.sched.policies.slos_serve.commitments import demand
 
 
 @pytest.mark.parametrize("chunk", [512, 2048, 8192])

@@ -11,23 +11,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched import admission, placement
+from jaxserve.sched import admission
+from jaxserve.sched import routing as placement
 from jaxserve.sched.admission.dp import ByDP
 from jaxserve.sched.admission.none import Everybody
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.perf import Array
+from jaxserve.sched.api.policy import Limits, Role
+from jaxserve.sched.api.request import BEST_EFFORT, Request
+from jaxserve.sched.api.slo import SLO, THINKING
+from jaxserve.sched.api.thinking import ThinkingEnd
 from jaxserve.sched.feasibility import Mask
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.perf.model import Array, Coefficients, GeneralModel
-from jaxserve.sched.policies import dp
-from jaxserve.sched.policies.dp import admitted, largest_set, tier_of, tiers, values
+from jaxserve.sched.instance.scheduler import Scheduler
+from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.fcfs import Fcfs
-from jaxserve.sched.policies.speculation import Terms
-from jaxserve.sched.policies.standing import Prompts, Standing
-from jaxserve.sched.policy import Limits, Role
-from jaxserve.sched.request import BEST_EFFORT, Request
-from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.slo import SLO, THINKING
-from jaxserve.sched.thinking import ThinkingEnd
+from jaxserve.sched.policies.slos_serve import dp
+from jaxserve.sched.policies.slos_serve.commitments import Prompts, Standing
+from jaxserve.sched.policies.slos_serve.dp import admitted, largest_set, tier_of, tiers, values
+from jaxserve.sched.policies.slos_serve.speculation import Terms
 from tests.support.examples import examples
 from tests.support.sched.harness import Job, simulate
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from jaxserve.sched.feasibility import Mask
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
-from jaxserve.sched.policies import dp
-from jaxserve.sched.policies.dp import admitted, largest_set, tier_of, tiers, values
-from jaxserve.sched.policies.speculation import Supply, Terms
-from jaxserve.sched.policies.standing import Prompts, Standing
+from jaxserve.sched.policies.slos_serve import dp
+from jaxserve.sched.policies.slos_serve.commitments import Prompts, Standing
+from jaxserve.sched.policies.slos_serve.dp import admitted, largest_set, tier_of, tiers, values
+from jaxserve.sched.policies.slos_serve.speculation import Supply, Terms
 from tests.support.examples import examples
 
 TOKEN = Coefficients(fixed=0, prefill=1 / 6, decode=1 / 6, quadratic=0, longest=0, context=0)  # six tokens per second

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched import policies
-from jaxserve.sched.acceptance import Acceptance, Drafts
-from jaxserve.sched.errors import InvalidValue
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.api.acceptance import Acceptance, Drafts
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.perf import Load
 from jaxserve.sched.perf.drafted import FIRST, Drafted
-from jaxserve.sched.perf.model import GeneralModel, Load
+from jaxserve.sched.perf.model import GeneralModel
 from jaxserve.sched.policies import drafting
 from jaxserve.sched.policies.drafting import lengths_of
 from tests.support.examples import examples

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.config import load_yaml, preset
-from jaxserve.sched.counters import Drift
-from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load
+from jaxserve.sched.api.perf import Load
+from jaxserve.sched.instance.stats import Drift
+from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.perf.scaled import Scaled
 from jaxserve.sched.sim import NAMED, Latency, Options, simulate
 

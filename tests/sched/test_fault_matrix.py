@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from jaxserve.sched.boundary import stopping
+from jaxserve.sched.api.plan import UNAVAILABLE, StepPlan
+from jaxserve.sched.api.policy import Limits, Role
+from jaxserve.sched.api.preemption import stopping
 from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.perf.model import GeneralModel
-from jaxserve.sched.plan import UNAVAILABLE, StepPlan
-from jaxserve.sched.policy import Limits, Role
 from tests.support.sched.harness import COEFFICIENTS, Job, simulate
 
 SPLIT = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)

@@ -11,6 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.perf import Load
+from jaxserve.sched.api.policy import Limits, Role, View
+from jaxserve.sched.api.request import BEST_EFFORT, Request, State
+from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.feasibility import (
     GRID,
     decode_load,
@@ -22,11 +27,7 @@ from jaxserve.sched.feasibility import (
     remaining_work,
     tightest_tpot,
 )
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load
-from jaxserve.sched.policy import Limits, Role, View
-from jaxserve.sched.request import BEST_EFFORT, Request, State
-from jaxserve.sched.slo import SLO
+from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from tests.support.examples import examples
 from tests.support.sched.views import begun, decoding, prompt
 from tests.support.sched.views import view as view_of

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from jaxserve.config import load_yaml, preset
 from jaxserve.sched import policies
+from jaxserve.sched.api.policy import Role, View
+from jaxserve.sched.api.request import Request
+from jaxserve.sched.api.slo import NO_SLO, SLO
 from jaxserve.sched.feasibility import JOINING, PATIENCE, keeps, starved
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
-from jaxserve.sched.policy import Role, View
-from jaxserve.sched.request import Request
 from jaxserve.sched.sim.floor import CPU, REGIMES, Floor, floor, kept, plain
 from jaxserve.sched.sim.latency import Latency
-from jaxserve.sched.slo import NO_SLO, SLO
 from tests.support.examples import examples
 from tests.support.sched.colocated import STEEP, decoding, prompt, view
 

@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.sched import policies
-from jaxserve.sched.errors import InvalidValue
-from jaxserve.sched.perf.model import Coefficients, Load
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.perf import Load
+from jaxserve.sched.api.policy import Decision, Task, View
+from jaxserve.sched.api.request import BEST_EFFORT, Request, State
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.policies.flowprefill import FlowPrefill
-from jaxserve.sched.policy import Decision, Task, View
-from jaxserve.sched.request import BEST_EFFORT, Request, State
-from jaxserve.sched.slo import SLO
 from tests.support.sched.harness import Job, simulate
 from tests.support.sched.views import PERF, prompt, view
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.sched.first_tokens import Shares, Waits
-from jaxserve.sched.forecasts import Forecasts
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.policy import Role
+from jaxserve.sched.api.request import BEST_EFFORT, Request
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.cluster.first_tokens import Shares, Waits
+from jaxserve.sched.cluster.ttft_predictions import Forecasts
 from jaxserve.sched.perf.model import Coefficients
-from jaxserve.sched.policy import Role
-from jaxserve.sched.request import BEST_EFFORT, Request
 from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, Report, simulate
-from jaxserve.sched.slo import SLO
 
 EXACT = Coefficients(1e-3, 1e-4, 1e-5, 0.0, 0.0, 0.0)
 TINY = Latency("tiny", kv_bytes_per_token=1000, kv_tokens=4000, page_size=4, coefficients=EXACT, link_bandwidth=1e9)

@@ -11,20 +11,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.admission.dp import ByDP
-from jaxserve.sched.errors import InvalidValue
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.perf import Load, PerfModel
+from jaxserve.sched.api.policy import Limits, Role, View
+from jaxserve.sched.api.request import BEST_EFFORT, Request, State
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.instance.scheduler import Scheduler
+from jaxserve.sched.instance.table import Table
 from jaxserve.sched.perf import Perf, make
 from jaxserve.sched.perf.buckets import Buckets
-from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load, PerfModel
+from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.fcfs import Fcfs
-from jaxserve.sched.policies.slos_serve import SlosServe
-from jaxserve.sched.policies.standing import NEVER, quantum
-from jaxserve.sched.policy import Limits, Role, View
-from jaxserve.sched.request import BEST_EFFORT, Request, State
-from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.policies.slos_serve.commitments import NEVER, quantum
+from jaxserve.sched.policies.slos_serve.policy import SlosServe
 from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
-from jaxserve.sched.slo import SLO
-from jaxserve.sched.table import Table
 from tests.support.examples import examples
 
 LARGE = Coefficients(fixed=5e-3, prefill=2e-5, decode=1e-5, quadratic=1e-10, longest=1e-8, context=1e-8)

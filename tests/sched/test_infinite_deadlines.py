@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from jaxserve.sched import admission, placement, policies
-from jaxserve.sched.errors import InvalidValue
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.policy import Role
-from jaxserve.sched.request import BEST_EFFORT, STANDARD, Request, State
+from jaxserve.sched import admission, policies
+from jaxserve.sched import routing as placement
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.policy import Role
+from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, Request, State
+from jaxserve.sched.api.slo import ANSWER, LONGEST, NO_SLO, SHORTEST, SLO, THINKING
+from jaxserve.sched.api.thinking import ThinkingEnd
 from jaxserve.sched.sim.executor import END_THINKING
-from jaxserve.sched.slo import ANSWER, LONGEST, NO_SLO, SHORTEST, SLO, THINKING
-from jaxserve.sched.thinking import ThinkingEnd
 from tests.support.sched.harness import Job, Outcome
 from tests.support.sched.laws import Watch
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.journal import replay
 from tests.support.examples import examples
 from tests.support.sched.complete import JOB, ROLES

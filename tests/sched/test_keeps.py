@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.moves import Moves
-from jaxserve.sched.placement.least_work import LeastWork
-from jaxserve.sched.placement.unified import LATELY, _Lately
-from jaxserve.sched.policy import Role
-from jaxserve.sched.request import Request, State
-from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.api.policy import Role
+from jaxserve.sched.api.request import Request, State
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.instance.moves import Moves
+from jaxserve.sched.instance.scheduler import Scheduler
+from jaxserve.sched.routing.least_work import LeastWork
+from jaxserve.sched.routing.unified import LATELY, _Lately
 from jaxserve.sched.sim import Arrival, Mesh, simulate
 from jaxserve.sched.sim.options import Options
-from jaxserve.sched.slo import SLO
 from tests.support.examples import examples
 from tests.support.sched.cases import ADMISSIONS, JOBS, POLICIES, SHAPE
 from tests.support.sched.harness import Job
@@ -145,6 +145,6 @@ def test_unified_knows_how_much_of_the_time_prompts_took_lately() -> None:
     assert lately.at(100.0) == pytest.approx(0.1, rel=0.05)
     assert lately.at(100.0 + 2 * LATELY) == pytest.approx(0.1 * exp(-2), rel=0.05)
     arrivals = [Arrival(0.05 * one, 20, 400, SLO(ttft=0.0075, tpot=0.008)) for one in range(15)]
-    with patch("jaxserve.sched.placement.unified.QUIET", 0.001), patch.object(Moves, "stay") as stay:
+    with patch("jaxserve.sched.routing.unified.QUIET", 0.001), patch.object(Moves, "stay") as stay:
         simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement="unified", rows=8))
     assert not stay.called

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched import policies
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.policy import Decision, Limits, Role, View, in_order
+from jaxserve.sched.api.request import BEST_EFFORT, Request
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.instance.table import Table
 from jaxserve.sched.perf.model import GeneralModel
-from jaxserve.sched.policy import Decision, Limits, Role, View, in_order
-from jaxserve.sched.request import BEST_EFFORT, Request
-from jaxserve.sched.slo import SLO
-from jaxserve.sched.table import Table
 from tests.support.examples import examples
 from tests.support.sched.cases import (
     ADMISSIONS,

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.sched.api.request import BEST_EFFORT
+from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.perf.model import Coefficients
-from jaxserve.sched.request import BEST_EFFORT
 from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, Report, simulate
 from jaxserve.sched.sim.bounds import bounds
 from jaxserve.sched.sim.oracle import Details, bound
 from jaxserve.sched.sim.workload import scale_slo
-from jaxserve.sched.slo import SLO
 from tests.support.examples import examples
 from tests.support.sched.cases import ADMISSIONS, PLACEMENTS, POLICIES
 

@@ -10,15 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.perf import Load
+from jaxserve.sched.api.policy import Limits
 from jaxserve.sched.perf.buckets import NONE, Buckets, Padded
 from jaxserve.sched.perf.fit import LINEAR, kind
 from jaxserve.sched.perf.learned import LearnedModel
-from jaxserve.sched.perf.model import Coefficients, Load
+from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.perf.profile import priced, probes
 from jaxserve.sched.perf.recipe import Recipe
 from jaxserve.sched.perf.registry import samples
-from jaxserve.sched.policy import Limits
 
 TRUTH = Coefficients(8.7e-3, 4.5e-5, 2e-5, 3e-10, 2.4e-7, 1.5e-8, 11.5e-3, 8 / 256)
 ENGINE = Buckets((1, 8, 32, 128, 256), (64, 512, 2048, 8192))

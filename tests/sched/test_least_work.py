@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched import placement
-from jaxserve.sched.errors import StepFailed
+from jaxserve.sched import routing as placement
+from jaxserve.sched.api.errors import StepFailed
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import KvParcel
+from jaxserve.sched.api.policy import Limits, Role
+from jaxserve.sched.api.request import Request
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.journal import replay
-from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
-from jaxserve.sched.placement import Fleet
-from jaxserve.sched.plan import KvParcel
 from jaxserve.sched.policies.sarathi import Sarathi
-from jaxserve.sched.policy import Limits, Role
-from jaxserve.sched.request import Request
-from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.routing import Fleet
 from jaxserve.sched.sim import Arrival, Latency, Options, Report, simulate
 from jaxserve.sched.sim.executor import SimExecutor
-from jaxserve.sched.slo import SLO
 from tests.support.examples import examples
 from tests.support.sched.complete import JOB, ROLES, check_complete
 from tests.support.sched.harness import COEFFICIENTS, Job

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from jaxserve.sched import policies
-from jaxserve.sched.blocks import BlockManager
-from jaxserve.sched.memory import Memory
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import StepPlan, StepResult
+from jaxserve.sched.api.policy import Limits, Role
+from jaxserve.sched.api.request import Request
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.instance.block_pool import BlockManager
+from jaxserve.sched.instance.kv_manager import Memory
+from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf.model import GeneralModel
-from jaxserve.sched.plan import StepPlan, StepResult
-from jaxserve.sched.policy import Limits, Role
-from jaxserve.sched.request import Request
-from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.slo import SLO
 from tests.support.sched.harness import COEFFICIENTS
 
 SIZE, PAGES, ROWS = 4, 16, 4

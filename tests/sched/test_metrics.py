@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.sched.api.slo import NO_SLO, SLO
 from jaxserve.sched.metrics import goodput_rate, length_class, measure, spread, summarize
-from jaxserve.sched.slo import NO_SLO, SLO
 
 
 @dataclass

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.sched import admission, placement, policies
-from jaxserve.sched.errors import InvalidValue
-from jaxserve.sched.naming import build, shared
+from jaxserve.sched import admission, policies
+from jaxserve.sched import routing as placement
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.registry import build, shared
 
 
 def thing(

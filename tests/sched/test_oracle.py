@@ -13,12 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.sim import NAMED, Arrival, Latency, Mesh, Options, simulate
 from jaxserve.sched.sim.oracle import Bound, Details, bound, goodput_bound, most_on_time, most_value
 from jaxserve.sched.sim.oracle.work import Server, jobs
-from jaxserve.sched.slo import SLO
 from tests.support.examples import examples
 
 COEFFICIENTS = Coefficients(1e-3, 1e-4, 1e-5, 1e-8, 1e-7, 1e-8, w_moe=1e-3, p_moe=0.1)

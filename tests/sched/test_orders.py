@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.sched import policies
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.policy import Limits, View
+from jaxserve.sched.api.request import BEST_EFFORT, Request
+from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.policies.ordered import LONG, PERIOD
-from jaxserve.sched.policy import Limits, View
-from jaxserve.sched.request import BEST_EFFORT, Request
-from jaxserve.sched.slo import SLO
 from tests.support.sched.harness import Job, simulate
 from tests.support.sched.views import begun, order, prompt, view
 

@@ -9,21 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched import admission
-from jaxserve.sched.pab import line, prefill_budget
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.admission.prefill_budget import line, prefill_budget
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.perf import Load, PerfModel
+from jaxserve.sched.api.policy import Limits, Role, View
+from jaxserve.sched.api.request import BEST_EFFORT, Request, State
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.instance.scheduler import Scheduler
+from jaxserve.sched.instance.table import Table
 from jaxserve.sched.perf.buckets import Buckets, Padded
 from jaxserve.sched.perf.linear import LinearModel
-from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load, PerfModel
-from jaxserve.sched.placement import Fleet
-from jaxserve.sched.placement.fewest_requests import FewestRequests
-from jaxserve.sched.placement.prefill_budget import PrefillBudget
+from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.sarathi import Sarathi
-from jaxserve.sched.policy import Limits, Role, View
-from jaxserve.sched.request import BEST_EFFORT, Request, State
-from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.routing import Fleet
+from jaxserve.sched.routing.fewest_requests import FewestRequests
+from jaxserve.sched.routing.prefill_budget import PrefillBudget
 from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
-from jaxserve.sched.slo import SLO
-from jaxserve.sched.table import Table
 from tests.support.examples import examples
 
 PROMISED = SLO(ttft=0.5, tpot=0.05)

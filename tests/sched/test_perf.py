@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.perf import Load, PerfModel
 from jaxserve.sched.perf.fit import Point, fit, kind, nonnegative, solve
 from jaxserve.sched.perf.linear import LinearModel
-from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load, PerfModel
+from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.perf.table import TableModel
 from jaxserve.sched.sim.latency import Latency
 from jaxserve.yamlio import load_yaml, parse_yaml

@@ -10,15 +10,16 @@ import pytest
 from jaxserve import __main__ as cli
 from jaxserve import fit
 from jaxserve.errors import InvalidValue
+from jaxserve.sched.api.log import Log
+from jaxserve.sched.api.perf import Load
+from jaxserve.sched.api.policy import Limits, Role
+from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.journal import Journal
-from jaxserve.sched.log import Log
-from jaxserve.sched.perf.model import Coefficients, Load
+from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.perf.recipe import Recipe
 from jaxserve.sched.perf.registry import samples
-from jaxserve.sched.policy import Limits, Role
 from jaxserve.sched.sim import Arrival, simulate
 from jaxserve.sched.sim.latency import Latency
-from jaxserve.sched.slo import SLO
 from jaxserve.yamlio import load_yaml
 
 TRUTH = Coefficients(8e-3, 4e-5, 2e-5, 3e-10, 2e-7, 2e-8, 4e-3, 0.125)

@@ -5,12 +5,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.perf import Load, PerfModel
 from jaxserve.sched.perf import KINDS, make
 from jaxserve.sched.perf.compare import compare
 from jaxserve.sched.perf.fit import fit, kind, to_total
 from jaxserve.sched.perf.linear import LinearModel
-from jaxserve.sched.perf.model import Coefficients, Corrected, Load, PerfModel
+from jaxserve.sched.perf.model import Coefficients, Corrected
 from jaxserve.sched.perf.online import BOUND, Ratio
 from jaxserve.sched.perf.poly import Polynomial
 from jaxserve.sched.perf.registry import samples

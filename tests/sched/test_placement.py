@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched import placement
+from jaxserve.sched import routing as placement
 from jaxserve.sched.admission.none import Everybody
-from jaxserve.sched.placement import Fleet, Move
-from jaxserve.sched.plan import StepResult
-from jaxserve.sched.policy import Role
-from jaxserve.sched.request import BEST_EFFORT, Request, State
-from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.slo import SLO
+from jaxserve.sched.api.plan import StepResult
+from jaxserve.sched.api.policy import Role
+from jaxserve.sched.api.request import BEST_EFFORT, Request, State
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.instance.scheduler import Scheduler
+from jaxserve.sched.routing import Fleet, Move
 from tests.support.examples import examples
 from tests.support.sched.fleet import decodes, fleet, instance, request
 from tests.support.sched.harness import Job

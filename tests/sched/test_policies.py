@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from jaxserve.sched import policies
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.policy import Limits, Role
+from jaxserve.sched.api.request import BEST_EFFORT, State
+from jaxserve.sched.api.slo import NO_SLO
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.continuous import Continuous
 from jaxserve.sched.policies.fcfs import Fcfs
-from jaxserve.sched.policies.kairos_decode import KairosDecode
-from jaxserve.sched.policies.kairos_prefill import KairosPrefill
-from jaxserve.sched.policy import Limits, Role
-from jaxserve.sched.request import BEST_EFFORT, State
-from jaxserve.sched.slo import NO_SLO
+from jaxserve.sched.policies.kairos.decode import KairosDecode
+from jaxserve.sched.policies.kairos.prefill import KairosPrefill
 from tests.support.sched.views import decoding, order, prompt, view
 
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.boundary import stopping
-from jaxserve.sched.counters import BLOCKING
+from jaxserve.sched.api.log import Log
+from jaxserve.sched.api.perf import Load
+from jaxserve.sched.api.plan import StepPlan
+from jaxserve.sched.api.policy import Decision, Grant, Limits, Role, View
+from jaxserve.sched.api.preemption import stopping
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.instance.stats import BLOCKING
 from jaxserve.sched.journal import Journal, replay
-from jaxserve.sched.log import Log
-from jaxserve.sched.perf.model import Load
-from jaxserve.sched.plan import StepPlan
-from jaxserve.sched.policy import Decision, Grant, Limits, Role, View
-from jaxserve.sched.slo import SLO
 from tests.support.examples import examples
 from tests.support.sched.complete import ROLES, check_complete
 from tests.support.sched.harness import COEFFICIENTS, Job, Outcome, perf, simulate

@@ -9,18 +9,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jaxserve.sched.blocks import BlockManager
-from jaxserve.sched.memory import Memory
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import StepResult
+from jaxserve.sched.api.policy import Limits, Role
+from jaxserve.sched.api.request import Request
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.instance.block_pool import BlockManager
+from jaxserve.sched.instance.kv_manager import Memory
+from jaxserve.sched.instance.prefix_hits import PrefixHits
+from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
-from jaxserve.sched.plan import StepResult
 from jaxserve.sched.policies.fcfs import Fcfs
 from jaxserve.sched.policies.sarathi import Sarathi
-from jaxserve.sched.policy import Limits, Role
-from jaxserve.sched.prefix_hits import PrefixHits
-from jaxserve.sched.request import Request
-from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.slo import SLO
 from tests.support.examples import examples
 
 PERF = Coefficients(1e-3, 1e-5, 1e-5, 0.0, 0.0, 0.0)

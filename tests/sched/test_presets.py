@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.perf import Load
 from jaxserve.sched.perf.derive import Derived
-from jaxserve.sched.perf.model import Coefficients, Load
+from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.sim.latency import Assumed, Latency
 from jaxserve.yamlio import load_yaml, parse_yaml
 

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.sched.api.perf import Load
+from jaxserve.sched.api.plan import StepPlan, StepResult, Suspended
+from jaxserve.sched.api.policy import Limits
 from jaxserve.sched.perf.buckets import NONE, Buckets
 from jaxserve.sched.perf.fit import kind
-from jaxserve.sched.perf.model import Coefficients, Load
+from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.perf.profile import FIRST, Point, measure, probes, spans
-from jaxserve.sched.plan import StepPlan, StepResult, Suspended
-from jaxserve.sched.policy import Limits
 from jaxserve.sched.sim import clock
 from jaxserve.sched.sim.executor import Device, SimExecutor
 

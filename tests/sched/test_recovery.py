@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from jaxserve.sched import policies
-from jaxserve.sched.grant import drop
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import StepPlan, StepResult
+from jaxserve.sched.api.policy import Limits
+from jaxserve.sched.api.request import Request
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.instance.scheduler import Scheduler
+from jaxserve.sched.instance.step_builder import drop
 from jaxserve.sched.perf.model import GeneralModel
-from jaxserve.sched.plan import StepPlan, StepResult
-from jaxserve.sched.policy import Limits
-from jaxserve.sched.request import Request
-from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.slo import SLO
 from tests.support.sched.harness import COEFFICIENTS
 
 PROMPT = list(range(100, 114))

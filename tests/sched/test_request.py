@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.request import Request
-from jaxserve.sched.slo import SLO
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.request import Request
+from jaxserve.sched.api.slo import SLO
 
 EOS = 2
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.cluster import check_roles
-from jaxserve.sched.errors import InvalidValue
-from jaxserve.sched.policy import Role
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.policy import Role
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.cluster.cluster import check_roles
 from jaxserve.sched.sim import Latency, Mesh, Options, Report, simulate
 from jaxserve.sched.sim.workload import Arrival
-from jaxserve.sched.slo import SLO
 from tests.support.examples import examples
 from tests.support.sched.cases import ADMISSIONS, JOBS, PLACEMENTS, POLICIES, SHAPE, drawn
 from tests.support.sched.harness import COEFFICIENTS, Job

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.errors import InvalidValue
-from jaxserve.sched.policy import Decision, Grant, View
-from jaxserve.sched.request import BEST_EFFORT
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.policy import Decision, Grant, View
+from jaxserve.sched.api.request import BEST_EFFORT
+from jaxserve.sched.api.slo import SLO, THINKING
 from jaxserve.sched.sim import NAMED, Arrival, Options, simulate
 from jaxserve.sched.sim.executor import END_THINKING
 from jaxserve.sched.sim.record import Recorder
-from jaxserve.sched.slo import SLO, THINKING
 from tests.support.examples import examples
 from tests.support.sched.presets import TINY
 

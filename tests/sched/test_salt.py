@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.sched.blocks import BlockManager
-from jaxserve.sched.memory import Memory
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.request import Request
-from jaxserve.sched.slo import NO_SLO
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.request import Request
+from jaxserve.sched.api.slo import NO_SLO
+from jaxserve.sched.instance.block_pool import BlockManager
+from jaxserve.sched.instance.kv_manager import Memory
 
 PROMPT = tuple(range(64))
 

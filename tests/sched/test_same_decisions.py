@@ -13,6 +13,11 @@ from hypothesis import strategies as st
 
 from jaxserve.sched import feasibility
 from jaxserve.sched.admission.dp import ByDP
+from jaxserve.sched.api.perf import Array, Load, PerfModel
+from jaxserve.sched.api.plan import StepResult
+from jaxserve.sched.api.policy import Role
+from jaxserve.sched.api.request import Request, State
+from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.feasibility import (
     chunk_times,
     decode_load,
@@ -22,22 +27,18 @@ from jaxserve.sched.feasibility import (
     on_time_set,
     remaining_work,
 )
+from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf.linear import LinearModel
-from jaxserve.sched.perf.model import Array, Coefficients, Corrected, GeneralModel, Load, PerfModel
+from jaxserve.sched.perf.model import Coefficients, Corrected, GeneralModel
 from jaxserve.sched.perf.poly import Polynomial
 from jaxserve.sched.perf.roofline import Roofline, Term
 from jaxserve.sched.perf.table import TableModel
-from jaxserve.sched.placement import Fleet, Move
-from jaxserve.sched.placement.deflect import PROBES, Deflect, Host, Lost, Paths
-from jaxserve.sched.plan import StepResult
-from jaxserve.sched.policies.dp import admitted
-from jaxserve.sched.policies.speculation import NEVER, Supply, Terms
-from jaxserve.sched.policies.standing import Prompts, Standing
+from jaxserve.sched.policies.slos_serve.commitments import Prompts, Standing
+from jaxserve.sched.policies.slos_serve.dp import admitted
+from jaxserve.sched.policies.slos_serve.speculation import NEVER, Supply, Terms
 from jaxserve.sched.policies.unified import _waited
-from jaxserve.sched.policy import Role
-from jaxserve.sched.request import Request, State
-from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.slo import SLO
+from jaxserve.sched.routing import Fleet, Move
+from jaxserve.sched.routing.deflect import PROBES, Deflect, Host, Lost, Paths
 from tests.support.examples import examples
 from tests.support.sched.fleet import decodes, instance, request
 from tests.support.sched.views import decoding, view

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from jaxserve.config import preset
-from jaxserve.sched.perf.model import Load
-from jaxserve.sched.request import BEST_EFFORT
+from jaxserve.sched.api.perf import Load
+from jaxserve.sched.api.request import BEST_EFFORT
+from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.sim import Latency
 from jaxserve.sched.sim.arrival import Arrival, validate
 from jaxserve.sched.sim.scenarios import CODER, FLOWPREFILL_TTFT, NAMED, TIGHT, TOOLLLM, flowprefill
 from jaxserve.sched.sim.workload import Mix, Workload
-from jaxserve.sched.slo import SLO
 from jaxserve.yamlio import load_yaml
 
 COUNT = 25_000

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.grant import Granter
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import Delta, Span, StepPlan, decoding, news
-from jaxserve.sched.policy import Grant, one_each
-from jaxserve.sched.request import BEST_EFFORT, STANDARD, Request
-from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.slo import SLO
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Delta, Span, StepPlan, decoding, news
+from jaxserve.sched.api.policy import Grant, one_each
+from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, Request
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.instance.scheduler import Scheduler
+from jaxserve.sched.instance.step_builder import Granter
 from tests.support.examples import examples
 from tests.support.sched.complete import ROLES
 from tests.support.sched.harness import Job, Outcome, simulate

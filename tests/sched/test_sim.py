@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.log import Log
+from jaxserve.sched.api.policy import Limits, Role
+from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.journal import Journal
-from jaxserve.sched.log import Log
-from jaxserve.sched.policy import Limits, Role
 from jaxserve.sched.sim import NAMED, Arrival, Latency, Mesh, Options, Report, load_trace, simulate
 from jaxserve.sched.sim.workload import Arrivals
-from jaxserve.sched.slo import SLO
 from jaxserve.yamlio import load_yaml
 from tests.support.examples import examples
 from tests.support.sched.presets import CHAT, ROOT, TINY

@@ -15,7 +15,7 @@ from jaxserve import simulate_plots
 from jaxserve.__main__ import main
 from jaxserve.config import preset
 from jaxserve.errors import InvalidValue
-from jaxserve.sched.perf.model import Load
+from jaxserve.sched.api.perf import Load
 from jaxserve.sched.sim import Arrival, Latency, sweep
 from jaxserve.simulate import _read_workload, add_arguments, parse_policies, parse_rates, processes
 from jaxserve.yamlio import load_yaml

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from jaxserve.sched.errors import JaxserveError
+from jaxserve.sched.api.errors import JaxserveError
 from jaxserve.sched.sim import clock
 
 

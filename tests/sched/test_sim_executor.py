@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from jaxserve.sched.errors import InvalidValue, StepFailed
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.api.errors import InvalidValue, StepFailed
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Begin, Span, StepPlan, StepResult, Suspended
 from jaxserve.sched.perf.model import Coefficients
-from jaxserve.sched.plan import Begin, Span, StepPlan, StepResult, Suspended
 from jaxserve.sched.sim import clock
 from jaxserve.sched.sim.executor import EOS, FILLER, Device, SimExecutor
 

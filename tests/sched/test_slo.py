@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.sched.errors import InvalidValue
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.request import Request
-from jaxserve.sched.slo import ANSWER, SLO, THINKING, deadline
-from jaxserve.sched.thinking import ThinkingEnd
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.request import Request
+from jaxserve.sched.api.slo import ANSWER, SLO, THINKING, deadline
+from jaxserve.sched.api.thinking import ThinkingEnd
 
 THINK_END = 9
 

@@ -14,20 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched import policies
-from jaxserve.sched.blocks import BlockManager
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import StepPlan
+from jaxserve.sched.api.policy import Decision, Limits, Role, View
+from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, Request, State
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.instance.block_pool import BlockManager
+from jaxserve.sched.instance.kv_manager import Memory
+from jaxserve.sched.instance.prefix_hits import PrefixHits
+from jaxserve.sched.instance.request_queues import Roster
 from jaxserve.sched.journal import Journal, replay
-from jaxserve.sched.memory import Memory
-from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
-from jaxserve.sched.plan import StepPlan
-from jaxserve.sched.policies.slos_serve import SlosServe
-from jaxserve.sched.policy import Decision, Limits, Role, View
-from jaxserve.sched.prefix_hits import PrefixHits
-from jaxserve.sched.request import BEST_EFFORT, STANDARD, Request, State
-from jaxserve.sched.roster import Roster
+from jaxserve.sched.policies.slos_serve.policy import SlosServe
 from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
-from jaxserve.sched.slo import SLO
 from tests.support.examples import examples
 from tests.support.sched.harness import COEFFICIENTS, Job, Outcome
 from tests.support.sched.harness import simulate as run

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.acceptance import Drafts
-from jaxserve.sched.perf.model import Coefficients, GeneralModel, Load
-from jaxserve.sched.plan import StepPlan
-from jaxserve.sched.policies.speculation import Supply, Terms, accepted, counted_on, prompt_room
-from jaxserve.sched.policy import Decision, Grant, Role, View
-from jaxserve.sched.request import BEST_EFFORT, STANDARD, State
+from jaxserve.sched.api.acceptance import Drafts
+from jaxserve.sched.api.perf import Load
+from jaxserve.sched.api.plan import StepPlan
+from jaxserve.sched.api.policy import Decision, Grant, Role, View
+from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, State
+from jaxserve.sched.perf.model import Coefficients, GeneralModel
+from jaxserve.sched.policies.slos_serve.speculation import Supply, Terms, accepted, counted_on, prompt_room
 from tests.support.examples import examples
 from tests.support.sched.harness import Job, Outcome, simulate
 from tests.support.sched.speculation import JOB, check

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.perf import Load
+from jaxserve.sched.api.policy import Decision, Grant, View
 from jaxserve.sched.perf import Perf
-from jaxserve.sched.perf.model import Load
-from jaxserve.sched.placement import PLACEMENTS
-from jaxserve.sched.policy import Decision, Grant, View
+from jaxserve.sched.routing import PLACEMENTS
 from jaxserve.sched.sim import Arrival, Mesh, Options, simulate, sweep
 from jaxserve.sched.sim.predict import perf_model
 from jaxserve.sched.sim.record import Recorder

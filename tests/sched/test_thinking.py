@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.policy import Limits, Role
+from jaxserve.sched.api.request import Request
+from jaxserve.sched.api.slo import ANSWER, SLO, THINKING
+from jaxserve.sched.api.thinking import STRETCH, ThinkingEnd, ThinkingMarkers
 from jaxserve.sched.journal import Journal, replay
-from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.perf.recipe import Recipe
-from jaxserve.sched.policy import Limits, Role
-from jaxserve.sched.request import Request
-from jaxserve.sched.slo import ANSWER, SLO, THINKING
-from jaxserve.sched.thinking import STRETCH, ThinkingEnd, ThinkingMarkers
 
 tokens = st.lists(st.integers(0, 3), max_size=30)
 markers = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple), min_size=1, max_size=4)

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from jaxserve.sched.boundary import DEPTH
-from jaxserve.sched.errors import InvalidValue
-from jaxserve.sched.policy import Decision, Grant, View
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.policy import Decision, Grant, View
+from jaxserve.sched.api.preemption import DEPTH
+from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.sim import Arrival, Options, Report, simulate
 from jaxserve.sched.sim.explain import explain
 from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.sim.timeline import trace, transfers
-from jaxserve.sched.slo import SLO
 from tests.support.sched.presets import CHAT, TINY
 
 QUIET = replace(TINY, noise=0.0)

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.sim.traces import load_trace
-from jaxserve.sched.slo import SLO
 
 TRACES = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
 real = pytest.mark.skipif(not TRACES.is_dir(), reason=f"the public traces are not beside the repository ({TRACES})")

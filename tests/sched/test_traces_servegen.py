@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.sim.traces import load_trace
 from jaxserve.sched.sim.traces.servegen import _weibull_shape
-from jaxserve.sched.slo import SLO
 
 SERVEGEN = Path(__file__).resolve().parents[2].parent / "shared" / "traces" / "servegen" / "data"
 real = pytest.mark.skipif(not SERVEGEN.is_dir(), reason=f"the public traces are not beside the repository ({SERVEGEN})")

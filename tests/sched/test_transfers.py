@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from jaxserve.sched.handover import Handover, Mover
-from jaxserve.sched.memory import Reservation
-from jaxserve.sched.plan import KvParcel
-from jaxserve.sched.request import Request
-from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.api.plan import KvParcel
+from jaxserve.sched.api.request import Request
+from jaxserve.sched.cluster.kv_transfer import Handover, Mover
+from jaxserve.sched.instance.kv_manager import Reservation
+from jaxserve.sched.instance.scheduler import Scheduler
 from tests.support.sched.complete import ROLES
 from tests.support.sched.harness import Flaky, Job, simulate
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.sched.plan import StepPlan
-from jaxserve.sched.policy import Role
+from jaxserve.sched.api.plan import StepPlan
+from jaxserve.sched.api.policy import Role
 from tests.support.sched.harness import Job, Outcome, simulate
 
 MIXED = Role.MIXED

@@ -7,14 +7,14 @@ from unittest.mock import patch
 
 import pytest
 
-from jaxserve.sched.cluster import Cluster
-from jaxserve.sched.placement import Fleet
-from jaxserve.sched.placement.turns import Turns
-from jaxserve.sched.policy import Role
-from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.api.policy import Role
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.cluster.cluster import Cluster
+from jaxserve.sched.instance.scheduler import Scheduler
+from jaxserve.sched.routing import Fleet
+from jaxserve.sched.routing.role_balancer import Turns
 from jaxserve.sched.sim import Arrival, Mesh, simulate
 from jaxserve.sched.sim.options import Options
-from jaxserve.sched.slo import SLO
 from tests.support.sched.fleet import decodes, fleet, instance
 from tests.support.sched.fleet import request as prompt
 from tests.support.sched.latency import LATENCY

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from jaxserve.sched.api.policy import Limits, Role, Task
+from jaxserve.sched.api.request import BEST_EFFORT, Request
+from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.policies.unified import Unified
-from jaxserve.sched.policy import Limits, Role, Task
-from jaxserve.sched.request import BEST_EFFORT, Request
 from jaxserve.sched.sim import Arrival, Mesh, simulate
 from jaxserve.sched.sim.options import Options
-from jaxserve.sched.slo import SLO
 from tests.support.sched.latency import LATENCY, TRUTH
 from tests.support.sched.views import begun, decoding, prompt, view
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from jaxserve.sched import policies
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.policy import Decision, Limits, Role, View
+from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, Request
+from jaxserve.sched.api.slo import NO_SLO, SLO
+from jaxserve.sched.instance.scheduler import Scheduler
+from jaxserve.sched.instance.waiting_room import shown
 from jaxserve.sched.perf.model import GeneralModel
-from jaxserve.sched.policy import Decision, Limits, Role, View
-from jaxserve.sched.request import BEST_EFFORT, STANDARD, Request
-from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.slo import NO_SLO, SLO
-from jaxserve.sched.waiting_room import shown
 from tests.support.sched.harness import COEFFICIENTS, Job
 from tests.support.sched.laws import Watch
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from jaxserve.sched.cluster import Cluster
-from jaxserve.sched.plan import UNAVAILABLE, StepPlan
-from jaxserve.sched.policy import Role
+from jaxserve.sched.api.plan import UNAVAILABLE, StepPlan
+from jaxserve.sched.api.policy import Role
+from jaxserve.sched.cluster.cluster import Cluster
+from jaxserve.sched.instance.watchdog import Patience, Watchdog
 from jaxserve.sched.sim import clock
-from jaxserve.sched.watchdog import Patience, Watchdog
 from tests.support.sched import harness
 from tests.support.sched.harness import Job, Outcome
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.errors import InvalidValue
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.request import BEST_EFFORT
+from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.perf.model import Coefficients
-from jaxserve.sched.request import BEST_EFFORT
 from jaxserve.sched.sim import Latency, simulate
 from jaxserve.sched.sim.scenarios import CODER, K128_WAVES, NAMED, REASONING, TOOLLLM
 from jaxserve.sched.sim.workload import (
@@ -33,7 +34,6 @@ from jaxserve.sched.sim.workload import (
     scale_slo,
     validate,
 )
-from jaxserve.sched.slo import SLO
 from tests.support.examples import examples
 
 RANDOM = np.random.default_rng

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.errors import InvalidValue
-from jaxserve.sched.request import BEST_EFFORT
+from jaxserve.sched.api.request import BEST_EFFORT
 from jaxserve.sched.sim.arrival import validate
 from jaxserve.sched.sim.scenarios import NAMED
 from jaxserve.sched.sim.workload import K128, Mix, Slowdown, Workload

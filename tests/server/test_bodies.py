@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
-from jaxserve.sched.slo import NO_SLO, SLO
+from jaxserve.sched.api.slo import NO_SLO, SLO
 from jaxserve.server.objectives import objectives_of
 from jaxserve.server.openai import ChatBody, CompletionBody, messages_of, params_of, parse, prompts_of
 

@@ -11,11 +11,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.config import ServeConfig
 from jaxserve.engine.classes import ERRORS, PHASES, SLACK, Tallies
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import Delta
-from jaxserve.sched.request import Request
-from jaxserve.sched.slo import ANSWER, NO_SLO, SLO, THINKING
-from jaxserve.sched.thinking import ThinkingEnd
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Delta
+from jaxserve.sched.api.request import Request
+from jaxserve.sched.api.slo import ANSWER, NO_SLO, SLO, THINKING
+from jaxserve.sched.api.thinking import ThinkingEnd
 
 Series = dict[tuple[str, str, str], float]  # (name, class, phase or upper edge) -> value
 BODY = {"prompt": "def main(args):", "max_tokens": 6, "ignore_eos": True}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from jaxserve.generation import GenerationFailed
-from jaxserve.sched.errors import QueueFull, Unavailable
-from jaxserve.sched.plan import GIVEN_UP, UNAVAILABLE
+from jaxserve.sched.api.errors import QueueFull, Unavailable
+from jaxserve.sched.api.plan import GIVEN_UP, UNAVAILABLE
 from jaxserve.server.failures import refusal, response_of
 
 

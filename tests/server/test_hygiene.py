@@ -17,9 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxserve import LLM
 from jaxserve.engine import hygiene
 from jaxserve.engine.hygiene import EDGES, UNPROMISED, Hygiene, Stalls, least_slack, uncollected, watched_loop
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.request import BEST_EFFORT, Request
-from jaxserve.sched.slo import NO_SLO, SLO
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.request import BEST_EFFORT, Request
+from jaxserve.sched.api.slo import NO_SLO, SLO
 
 
 class Knot:

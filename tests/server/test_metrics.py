@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.engine.info import Promise
-from jaxserve.sched.slo import SLO
+from jaxserve.sched.api.slo import SLO
 from jaxserve.server.main import promise_line
 from jaxserve.server.metrics import StatsLine
 from tests.support.server.double import Double

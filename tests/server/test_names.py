@@ -23,7 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
-from jaxserve.sched import admission, placement, policies
+from jaxserve.sched import admission, policies
+from jaxserve.sched import routing as placement
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
 from tests.support.server.live import MODEL, SMALL, Live

@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve import LLM, SLO, InvalidValue, QueueFull, SamplingParams
 from jaxserve.config import ServeConfig
-from jaxserve.sched.plan import Delta
+from jaxserve.sched.api.plan import Delta
 
 
 def test_the_engine_lets_as_many_requests_wait_as_its_bound_says(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.errors import InvalidValue
-from jaxserve.sched.policy import Role
+from jaxserve.sched.api.policy import Role
 
 PATH = "/v1/admin/roles"
 ADMIN = {"Authorization": "Bearer boss"}

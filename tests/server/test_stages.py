@@ -10,9 +10,9 @@ import pytest
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.config import ServeConfig
-from jaxserve.sched.request import Request
-from jaxserve.sched.slo import ANSWER, THINKING
-from jaxserve.sched.thinking import Marker, ThinkingMarkers
+from jaxserve.sched.api.request import Request
+from jaxserve.sched.api.slo import ANSWER, THINKING
+from jaxserve.sched.api.thinking import Marker, ThinkingMarkers
 
 TURN, OPEN = 5, 6  # tokens that begin a turn, and thinking
 TOKENS = 16

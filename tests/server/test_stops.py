@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jaxserve.errors import InvalidValue
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.api.params import SamplingParams
 from jaxserve.stops import Automaton, StopStrings
 
 

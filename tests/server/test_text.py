@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxserve.detokenize import Detokenizer, TextStream
 from jaxserve.errors import InvalidValue
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.api.params import SamplingParams
 from jaxserve.stops import StopStrings
 from jaxserve.tokenizer import Tokenizer
 

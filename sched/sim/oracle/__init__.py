@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...errors import InvalidValue
+from ...api.errors import InvalidValue
+from ...api.perf import Array
 from ...metrics import GOAL
-from ...perf.model import Array, Coefficients
+from ...perf.model import Coefficients
 from ..workload import Arrival
 from .kim import in_agreement, most_on_time
 from .price import decodes_alone, prompts_alone, shared

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...errors import InvalidValue
-from ...perf.model import Array
+from ...api.errors import InvalidValue
+from ...api.perf import Array
 
 
 def in_agreement(release: Array, deadline: Array) -> bool:

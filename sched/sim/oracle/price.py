@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...perf.model import Array
+from ...api.perf import Array
 from .work import Jobs, Server
 
 LEVELS = 48  # context lengths at which the crowd is counted

@@ -12,9 +12,10 @@ from math import ceil
 
 import numpy as np
 
-from ...errors import InvalidValue
+from ...api.errors import InvalidValue
+from ...api.perf import Array
 from ...metrics import GOAL
-from ...perf.model import Array, Coefficients
+from ...perf.model import Coefficients
 from ..workload import Arrival
 from .price import decodes_alone, prompts_alone, shared_prices
 from .work import Details, Server, check_goal, jobs

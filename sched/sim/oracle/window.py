@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ...perf.model import Array
+from ...api.perf import Array
 
 Ranks = np.ndarray[Any, np.dtype[np.intp]]
 NONE = 1e-9  # seconds that are not worth a piece

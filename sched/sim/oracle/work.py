@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...errors import InvalidValue
-from ...perf.model import Array, Coefficients
-from ...policy import Order
+from ...api.errors import InvalidValue
+from ...api.perf import Array
+from ...api.policy import Order
+from ...perf.model import Coefficients
 from ..workload import Arrival
 
 GRACE = 1e-7  # seconds: what metrics forgives, and sums of floats

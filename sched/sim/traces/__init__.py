@@ -18,8 +18,8 @@ from math import inf
 from pathlib import Path
 from typing import TextIO
 
-from ...errors import InvalidValue
-from ...slo import SLO
+from ...api.errors import InvalidValue
+from ...api.slo import SLO
 from ..arrival import DEFAULT_SLO, Arrival, scale
 from . import azure, burstgpt, mooncake, plain, qwen, servegen
 from .rows import Source, Tell

@@ -11,8 +11,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TextIO
 
-from ...errors import InvalidValue
-from ...slo import SLO
+from ...api.errors import InvalidValue
+from ...api.slo import SLO
 from ..draws import MAX_PROMPT
 
 _TIMESTAMP = re.compile(r"(\d{4})-(\d\d)-(\d\d)[ T](\d\d):(\d\d):(\d\d)(\.\d+)?(?:Z|([+-])(\d\d):?(\d\d))?")

@@ -26,9 +26,9 @@ from typing import NamedTuple, TextIO
 
 import numpy as np
 
-from ...errors import InvalidValue
-from ...perf.model import Array
-from ...slo import SLO
+from ...api.errors import InvalidValue
+from ...api.perf import Array
+from ...api.slo import SLO
 from ..arrival import Arrival
 from ..draws import MAX_PROMPT
 from .rows import Tell

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 from jaxserve.config import ServeConfig
 from jaxserve.engine.assemble import Machine
 from jaxserve.engine.engine import Engine
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import Delta, StepPlan
-from jaxserve.sched.slo import NO_SLO
-from jaxserve.sched.watchdog import Patience
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Delta, StepPlan
+from jaxserve.sched.api.slo import NO_SLO
+from jaxserve.sched.instance.watchdog import Patience
 
 SMALL: dict[str, Any] = {
     "max_model_len": 256,

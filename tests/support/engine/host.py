@@ -19,9 +19,9 @@ import jax
 
 from jaxserve.engine.executor import JaxExecutor
 from jaxserve.engine.hosts import Leading, accept, connect, follow
-from jaxserve.sched.errors import StepFailed
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import Begin, Span, StepPlan, StepResult
+from jaxserve.sched.api.errors import StepFailed
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Begin, Span, StepPlan, StepResult
 from jaxserve.speculative import Speculative
 from tests.support.engine.mixed import Action, Mixed, jobs_of
 from tests.support.engine.steps import GREEDY, PAGE, Job, executors, run

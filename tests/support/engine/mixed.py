@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxserve.engine.executor import JaxExecutor
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import StepPlan, StepResult, Suspended
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import StepPlan, StepResult, Suspended
 from tests.support.engine.steps import Job
 
 Action = tuple[int, int, int | None, str]  # which request, tokens, segments ahead (None: to the end), what to do

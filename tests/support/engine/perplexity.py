@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxserve.demo import model_path
 from jaxserve.engine.executor import JaxExecutor
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.api.params import SamplingParams
 from tests.support.engine.steps import PAGE, Job, executors, generate, run
 
 LENGTH, CHUNK = 1024, 256

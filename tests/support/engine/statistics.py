@@ -13,8 +13,8 @@ from jaxserve.engine.sampling import (
     Column,
     Rows,
 )
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import Begin
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Begin
 
 V, DRAWS = 24, 4096
 LIMITS = Limits(slots=4, tokens=16, pages=8, page_size=4, row_pages=4, vocab=V)

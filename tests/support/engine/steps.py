@@ -14,8 +14,8 @@ from jaxserve.engine.build import ExecutorConfig, build_executors, from_folder
 from jaxserve.engine.executor import JaxExecutor
 from jaxserve.engine.mesh import plan_mesh
 from jaxserve.models import registry
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import Begin, Span, StepPlan, StepResult, TokenLogprobs
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Begin, Span, StepPlan, StepResult, TokenLogprobs
 
 R = TypeVar("R")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)

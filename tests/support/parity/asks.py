@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from functools import cache
 
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import StepPlan
-from jaxserve.sched.request import Request
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import StepPlan
+from jaxserve.sched.api.request import Request
 from tests.support.parity.law import LENGTH, PAGE, SPEC, Ask, Setup
 
 ROOMY, TIGHT = 200, LENGTH // PAGE + 2  # pages: for everybody, and for little more than the longest request

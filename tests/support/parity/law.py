@@ -27,18 +27,19 @@ from jaxserve.engine.mesh import plan_mesh
 from jaxserve.engine.sampling import MOST_COUNTED, SEEN_IN_PROMPT, Column, Rows
 from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
-from jaxserve.sched import placement, policies
-from jaxserve.sched.cluster import Cluster, Instance
+from jaxserve.sched import policies
+from jaxserve.sched import routing as placement
+from jaxserve.sched.api.log import Log, no_log
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Begin, Delta, StepPlan
+from jaxserve.sched.api.policy import Limits, Policy, Role
+from jaxserve.sched.api.request import STANDARD, Request
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.cluster.cluster import Cluster, Instance
+from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.journal import Journal
-from jaxserve.sched.log import Log, no_log
-from jaxserve.sched.params import SamplingParams
 from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.perf.recipe import Recipe
-from jaxserve.sched.plan import Begin, Delta, StepPlan
-from jaxserve.sched.policy import Limits, Policy, Role
-from jaxserve.sched.request import STANDARD, Request
-from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.slo import SLO
 from pallas_kernels.dispatch import attention
 from pallas_kernels.layout import Ragged
 

@@ -10,9 +10,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from jaxserve.sched import policies
-from jaxserve.sched.policy import Role
-from jaxserve.sched.request import BEST_EFFORT, STANDARD
-from jaxserve.sched.slo import SLO
+from jaxserve.sched.api.policy import Role
+from jaxserve.sched.api.request import BEST_EFFORT, STANDARD
+from jaxserve.sched.api.slo import SLO
 from tests.support.sched.harness import Job
 
 VARIANTS = [

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.policy import Limits, Role, View
+from jaxserve.sched.api.request import Request, State
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.instance.table import Table
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
-from jaxserve.sched.policy import Limits, Role, View
-from jaxserve.sched.request import Request, State
-from jaxserve.sched.slo import SLO
-from jaxserve.sched.table import Table
 
 # 10 ms + 0.1 ms per prompt token + 1 ms per decoding row, whatever the contexts; FLAT has contexts cost 10 us a token
 EXACT = Coefficients(fixed=0.010, prefill=1e-4, decode=1e-3, quadratic=0.0, longest=0.0, context=0.0)

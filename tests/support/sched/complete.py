@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from jaxserve.sched.policy import Role
+from jaxserve.sched.api.policy import Role
 from tests.support.sched.harness import Job, Outcome
 
 PD = (Role.PREFILL, Role.DECODE)

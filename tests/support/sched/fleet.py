@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import StepResult
+from jaxserve.sched.api.policy import Limits, Role
+from jaxserve.sched.api.request import BEST_EFFORT, Request
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
-from jaxserve.sched.placement import Fleet
-from jaxserve.sched.plan import StepResult
 from jaxserve.sched.policies.sarathi import Sarathi
-from jaxserve.sched.policy import Limits, Role
-from jaxserve.sched.request import BEST_EFFORT, Request
-from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.slo import SLO
+from jaxserve.sched.routing import Fleet
 
 # 10 ms a step, 1 ms a prompt token, 1 ms a row
 PERF = Coefficients(0.010, 1e-3, 1e-3, 0.0, 0.0, 0.0)

@@ -8,21 +8,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from jaxserve.sched import admission, placement, policies
-from jaxserve.sched.boundary import stopping
-from jaxserve.sched.cluster import Cluster, Instance
-from jaxserve.sched.counters import Counters
-from jaxserve.sched.errors import InvalidValue, Unavailable
-from jaxserve.sched.log import Log, no_log
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched import admission, policies
+from jaxserve.sched import routing as placement
+from jaxserve.sched.api.errors import InvalidValue, Unavailable
+from jaxserve.sched.api.log import Log, no_log
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import UNAVAILABLE, Delta, KvParcel, StepPlan, StepResult
+from jaxserve.sched.api.policy import Limits, Policy, Role
+from jaxserve.sched.api.preemption import stopping
+from jaxserve.sched.api.request import STANDARD, Request
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.cluster.cluster import Cluster, Instance
+from jaxserve.sched.instance.scheduler import Scheduler
+from jaxserve.sched.instance.stats import Counters
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
-from jaxserve.sched.plan import UNAVAILABLE, Delta, KvParcel, StepPlan, StepResult
-from jaxserve.sched.policy import Limits, Policy, Role
-from jaxserve.sched.request import STANDARD, Request
-from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.sim import clock
 from jaxserve.sched.sim.executor import EOS, Device, SimExecutor
-from jaxserve.sched.slo import SLO
 
 LIMIT = 1e5  # virtual seconds after which a run counts as stuck
 COEFFICIENTS = Coefficients(fixed=1e-3, prefill=5e-5, decode=1e-5, quadratic=1e-8, longest=1e-7, context=1e-8)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from jaxserve.sched import policies
-from jaxserve.sched.log import Log
-from jaxserve.sched.perf.model import Form, PerfModel
-from jaxserve.sched.plan import Span
-from jaxserve.sched.policy import Decision, Policy, Rows, Task, View
-from jaxserve.sched.request import BEST_EFFORT, Request, RequestView, State
-from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.api.log import Log
+from jaxserve.sched.api.perf import Form, PerfModel
+from jaxserve.sched.api.plan import Span
+from jaxserve.sched.api.policy import Decision, Policy, Rows, Task, View
+from jaxserve.sched.api.request import BEST_EFFORT, Request, RequestView, State
+from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.sim import clock
 from tests.support.sched.harness import Job, Outcome, simulate
 

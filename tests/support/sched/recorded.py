@@ -6,12 +6,12 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
+from jaxserve.sched.api.log import Log
+from jaxserve.sched.api.perf import PerfModel
+from jaxserve.sched.api.plan import StepPlan
+from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.journal import Journal
-from jaxserve.sched.log import Log
-from jaxserve.sched.perf.model import PerfModel
 from jaxserve.sched.perf.recipe import Recipe
-from jaxserve.sched.plan import StepPlan
-from jaxserve.sched.policy import Limits, Role
 from tests.support.sched.complete import ROLES
 from tests.support.sched.harness import COEFFICIENTS, Job, simulate
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from jaxserve.sched.api.log import Log
+from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.journal import Journal, replay
-from jaxserve.sched.log import Log
-from jaxserve.sched.policy import Limits, Role
 from tests.support.sched import harness
 from tests.support.sched.cases import MESHES, Case
 from tests.support.sched.harness import COEFFICIENTS, Job, perf

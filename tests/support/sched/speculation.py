@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import StepPlan
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import StepPlan
 from jaxserve.sched.sim.executor import EOS, FILLER
 from tests.support.sched.harness import Job, Outcome
 

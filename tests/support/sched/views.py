@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from jaxserve.sched.params import SamplingParams
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.policy import Limits, Policy, Role, View
+from jaxserve.sched.api.request import Request, State
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.instance.table import Table
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
-from jaxserve.sched.policy import Limits, Policy, Role, View
-from jaxserve.sched.request import Request, State
-from jaxserve.sched.slo import SLO
-from jaxserve.sched.table import Table
 
 
 def begun(one: Request, computed: int) -> Request:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from jaxserve.engine.info import EngineInfo, InstanceInfo, InstanceStats, Stats
 from jaxserve.errors import InvalidValue, QueueFull
 from jaxserve.outputs import RequestMetrics
-from jaxserve.sched.counters import Counters
-from jaxserve.sched.params import SamplingParams
-from jaxserve.sched.plan import Delta, TokenLogprobs
-from jaxserve.sched.request import STANDARD, Request
-from jaxserve.sched.slo import SLO
-from jaxserve.sched.thinking import ThinkingMarkers
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Delta, TokenLogprobs
+from jaxserve.sched.api.request import STANDARD, Request
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.api.thinking import ThinkingMarkers
+from jaxserve.sched.instance.stats import Counters
 
 
 class Double:

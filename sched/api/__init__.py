@@ -1,0 +1,1 @@
+"""The vocabulary of the scheduler: what policies, routers and executors see and say."""

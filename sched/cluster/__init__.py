@@ -1,0 +1,1 @@
+"""Several instances: KV transfers between them, and predictions of first tokens."""

@@ -1,0 +1,346 @@
+"""The instances of a process: places requests, moves KV between instances, tells each request's listener."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from ..admission import Admission
+from ..admission.none import Everybody
+from ..api.errors import InvalidValue, Unavailable
+from ..api.executor import Executor
+from ..api.plan import UNAVAILABLE, Delta
+from ..api.policy import Role
+from ..api.request import BEST_EFFORT, Request, State
+from ..instance.in_flight import Settled
+from ..instance.loop import Core
+from ..instance.scheduler import Scheduler
+from ..instance.watchdog import PATIENT, Patience
+from ..metrics import FINISHED
+from ..routing import Placement
+from .first_tokens import Waits, waits
+from .kv_transfer import Mover
+from .ttft_predictions import Forecasts
+
+FAILED_STEPS = 3  # in a row and within a minute: from this many on an instance had better get no requests
+
+Tell = Callable[[Delta], None]
+
+SETTLES = 5.0  # seconds within which steps and moves of requests that are over give their pages back
+
+
+class Instance(NamedTuple):
+    """A scheduler and the devices that it plans for."""
+
+    name: str
+    scheduler: Scheduler
+    executor: Executor
+
+
+class Resident(NamedTuple):
+    request: Request
+    tell: Tell
+
+
+class Cluster:
+    """Owner of the cores. Everything here runs in one event loop, real or virtual.
+
+    `first_token`: "prefill" tells the first token at once; "decode" holds it until the KV has arrived. `finished`
+    hears of every request that is over, whatever the reason, while `forecasts` still has what was predicted of it.
+    """
+
+    def __init__(
+        self,
+        instances: Sequence[Instance],
+        placement: Placement,
+        admission: Admission | None = None,
+        *,
+        first_token: str = "prefill",
+        finished: Callable[[Request], None] = lambda request: None,
+        patience: Patience = PATIENT,
+    ) -> None:
+        if first_token not in ("prefill", "decode"):
+            raise InvalidValue(f"{first_token=} must be 'prefill' or 'decode'", "first_token")
+        self.cores = [Core(one.name, one.scheduler, one.executor, self, patience) for one in instances]
+        check_roles([core.scheduler.role for core in self.cores])
+        self._placement = placement
+        self._admission = admission or Everybody()
+        self._schedulers = [core.scheduler for core in self.cores]
+        self._hold_first = first_token == "decode"
+        self._finished = finished
+        self._residents: dict[int, Resident] = {}
+        self.forecasts = Forecasts()
+        self.hung_steps = 0
+        self.deflections = 0  # prompts that were given to an instance that decodes
+        self._held: dict[int, list[Delta]] = {}  # told when the KV has arrived
+        self._tasks: asyncio.TaskGroup | None = None
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.mover = Mover(
+            self.cores, placement, self._spawn, self._arrived, self._move_failed, self._held.__contains__, patience
+        )
+        self._covered: tuple[Role, ...] = ()  # roles before others took over those of an instance that hangs
+
+    def __len__(self) -> int:
+        """Requests that are not over."""
+        return len(self._residents)
+
+    async def run(self) -> None:
+        """Until cancelled. An error in the machinery itself ends it: errors of one request never do."""
+        async with asyncio.TaskGroup() as self._tasks:
+            for core in self.cores:
+                self._spawn(core.run())
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        assert self._tasks is not None
+        return self._tasks.create_task(coroutine)
+
+    def queued(self, id: int) -> bool:
+        """Whether a request still waits to be begun."""
+        resident = self._residents.get(id)
+        return resident is not None and resident.request.scheduled_at is None
+
+    async def drained(self) -> None:
+        """Until no request is left."""
+        await self._empty.wait()
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix. False, and nothing is forgotten, where a request is not over."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SETTLES):
+                while not len(self) and any(one.blocks.held for one in self._schedulers):
+                    await asyncio.sleep(0.001)
+        if len(self) or any(one.blocks.held for one in self._schedulers):
+            return False
+        for one in self._schedulers:
+            one.reset_prefix_cache()
+        return True
+
+    def submit(self, request: Request, tell: Tell) -> None:
+        """Place a new request, and ask whether it is admitted there. Its news come to `tell`. Raises InvalidValue
+        where it could never fit, Unavailable while steps of every instance that prompts come to hang."""
+        fleet = self.mover.fleet()
+        if not fleet.entries:
+            raise Unavailable(self.ailment or "no instance takes prompts")
+        core = self.cores[self._placement.prefill(request, fleet)[0]]
+        admission = self._admission
+        if request.tier != BEST_EFFORT and not admission.admits(request, core.scheduler, fleet.now):
+            if admission.refuse:
+                self._refuse(request, tell)
+                return
+            request.tier = BEST_EFFORT
+            core.scheduler.counters.demotions += 1
+        most = min(one.scheduler.limits.pages * one.scheduler.limits.page_size for one in self.cores)
+        request.limit = min(request.limit, max(1, most - request.prompt_length))
+        self._forecast(request, core, self._placement.forecast(request))
+        core.scheduler.add(request)
+        self.deflections += core.scheduler.role is Role.DECODE
+        self._residents[request.id] = Resident(request, tell)
+        self._empty.clear()
+        core.wake()
+        self._redirect()
+
+    def _forecast(self, request: Request, core: Core, at: float | None) -> None:
+        """Keep what is predicted of its first token, to be compared with when it comes. at: by the placement's own
+        prediction, where it made one."""
+        fleet, role = self.mover.fleet(), core.scheduler.role
+        later = fleet.transfer(request.prompt_length) if self._hold_first and role is not Role.DECODE else 0.0
+        found = waits(request, core.scheduler, fleet.now) if at is None else Waits(own=at - fleet.now)
+        self.forecasts.note(request, role, fleet.now, found, later)
+
+    def _refuse(self, request: Request, tell: Tell) -> None:
+        request.state, request.finish_reason = State.FINISHED, "refused"
+        request.error = "its latency objectives cannot be kept under the present load; try again later"
+        self._finished(request)
+        tell(Delta(request.id, finish_reason=request.finish_reason, error=request.error))
+
+    def _redirect(self) -> None:
+        """Let instances be for something else, and requests wait elsewhere, where the placement says so."""
+        if any(one.hung for one in self._schedulers):
+            return  # who serves then is not the placement's to say
+        roles = self._placement.roles(self.mover.fleet())
+        if roles:
+            self.turn(roles)
+        for id, source, target, ends in self._placement.redirect(self.mover.fleet()):
+            self._move(id, self.cores[source], self.cores[target], ends)
+
+    def _move(self, id: int, source: Core, target: Core, ends: float | None = None) -> None:
+        request = source.scheduler.disown(id)
+        request.wait_anew()
+        self._forecast(request, target, ends)
+        target.scheduler.add(request)
+        self.deflections += target.scheduler.role is Role.DECODE is not source.scheduler.role
+        source.wake()  # who comes after it may fit
+        target.wake()
+
+    def turn(self, roles: Mapping[int, Role]) -> None:
+        """Change what instances, by index, are for. Nobody loses a token or KV: prompts that wait go where prompts come
+        to, those begun end where they are, what decodes moves when there is room elsewhere.
+
+        Raises InvalidValue, and changes nothing, where nobody would be left to prefill or to decode.
+        """
+        self._covered = ()
+        unknown = sorted(index for index in roles if index not in range(len(self.cores)))
+        if unknown:
+            raise InvalidValue(f"instance={unknown[0]!r} must be 0 to {len(self.cores) - 1}", "instance")
+        check_roles([roles.get(index, one.role) for index, one in enumerate(self._schedulers)])
+        turned = [index for index, role in roles.items() if role is not self._schedulers[index].role]
+        now = self.mover.fleet().now if self._hold_first else None
+        for index in turned:
+            self._schedulers[index].turn(roles[index], now)
+        for core in map(self.cores.__getitem__, turned):
+            self.mover.turned(core)
+            if core.scheduler.role is not Role.PREFILL:
+                for request in core.scheduler:
+                    self._arrived(request)
+            if core.scheduler.role is Role.DECODE:
+                self._place_again(core)
+        self.mover.place()
+        for core in self.cores:
+            core.wake()
+
+    def _place_again(self, core: Core) -> None:
+        """Prompts of which nothing is computed yet need not wait where others decode."""
+        waiting = [one for one in core.scheduler if one.state is State.WAITING]
+        for request in waiting:
+            if request.drops or request.generated:
+                continue  # it comes back where its KV was dropped
+            better = self.cores[self._placement.prefill(request, self.mover.fleet())[0]]
+            if better is not core:
+                self._move(request.id, core, better)
+
+    def cancel(self, id: int, reason: str = "abort", error: str | None = None) -> None:
+        """End a request early; nothing where it is already over."""
+        for core in self.cores:
+            delta = core.scheduler.cancel(id, reason, error)
+            if delta is not None:
+                self._tell(delta)
+                core.wake()
+                self.mover.place()
+
+    def settled(self, core: Core, settled: Settled) -> None:
+        for delta in settled.deltas:
+            if self._holds(core, delta):
+                self._held.setdefault(delta.request, []).append(delta)
+            else:
+                if delta.finish_reason in FINISHED:
+                    self.mover.returns.give_back(core, self._residents[delta.request].request)
+                self._tell(delta)
+        for request, tokens in settled.advanced:
+            self.mover.advance(core, request, tokens)
+        if len(self.mover):
+            self.mover.place()
+        self._redirect()
+
+    def _holds(self, core: Core, delta: Delta) -> bool:
+        """Whether to tell it only when the KV has arrived: the first token, and what comes before that is told."""
+        if not self._hold_first or core.scheduler.role is not Role.PREFILL or delta.finish_reason is not None:
+            return False
+        return delta.request in self._held or len(self._residents[delta.request].request.output) <= 1
+
+    def dropped(self, core: Core) -> None:
+        self.mover.dropped(core)
+
+    def recovered(self, core: Core, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            self._tell(delta)
+        self.mover.lost(core)
+
+    def _arrived(self, request: Request) -> None:
+        for delta in self._held.pop(request.id, ()):
+            self._tell(delta)
+
+    def _move_failed(self, request: Request, reason: str, why: str) -> None:
+        self.cancel(request.id, reason, why)
+
+    # instances whose steps hang
+
+    def hung(self, core: Core, seconds: float) -> None:
+        self.hung_steps += 1
+        self._spawn(self._cut_off(core, f"a step of instance {core.name} has not ended after {seconds:.0f} s"))
+
+    async def _cut_off(self, core: Core, why: str) -> None:
+        """A step of an instance does not end. Its requests fail; the others there go on elsewhere, with their tokens:
+        those that held KV compute it again."""
+        self.mover.hung(core)
+        for request in list(core.scheduler):
+            if request.inflight:
+                self.cancel(request.id, UNAVAILABLE, why)
+        self._cover()
+        for request in list(core.scheduler):
+            if request.state is State.FINISHED:
+                continue
+            fleet = self.mover.fleet()
+            if fleet.entries:
+                self.mover.drop(request.id)
+                self._move(request.id, core, self.cores[self._placement.prefill(request, fleet)[0]])
+            else:
+                self.cancel(request.id, UNAVAILABLE, why)
+
+    def _cover(self) -> None:
+        """Where the other instances cannot serve without those that hang, each of them takes both roles."""
+        roles = tuple(one.role for one in self._schedulers)
+        serving = [one.role for one in self._schedulers if not one.hung]
+        if serving and not complete(serving):
+            before = self._covered or roles
+            self.turn(dict.fromkeys(range(len(roles)), Role.MIXED))
+            self._covered = before
+
+    def returned(self, core: Core) -> None:
+        """The step of an instance that hung has ended after all."""
+        if self._covered and not any(one.hung for one in self._schedulers):
+            self.turn(dict(enumerate(self._covered)))
+        self.mover.place()
+        for one in self.cores:
+            one.wake()
+
+    @property
+    def ailment(self) -> str | None:
+        """Why this cluster had better get no requests; None where it serves."""
+        now = self.cores[0].executor.now()
+        for core in self.cores:
+            if core.scheduler.hung:
+                return f"a step of instance {core.name} does not end"
+            lately = sum(at > now - 60.0 for at in core.failed)
+            if lately >= FAILED_STEPS:
+                return f"the last {lately} steps of instance {core.name} failed, all within a minute"
+        return None
+
+    def _tell(self, delta: Delta) -> None:
+        resident = self._residents[delta.request]
+        self.forecasts.came(resident.request)
+        if delta.finish_reason is not None:
+            for held in self._held.pop(delta.request, ()):
+                resident.tell(held)
+            del self._residents[delta.request]
+            self.mover.drop(delta.request)
+            self._finished(resident.request)
+            self.forecasts.over(resident.request)
+            if not self._residents:
+                self._empty.set()
+        resident.tell(delta)
+
+    def check(self) -> None:
+        """Raises AssertionError where a page, a slot or a request is lost."""
+        for core in self.cores:
+            core.scheduler.check()
+        alive = {request.id for core in self.cores for request in core.scheduler if request.finish_reason is None}
+        assert alive == set(self._residents), "requests told of and requests held differ"
+
+
+def complete(roles: Iterable[Role]) -> bool:
+    """Whether instances of these roles can prefill and decode."""
+    return set(roles) not in ({Role.PREFILL}, {Role.DECODE}, {Role.PREFILL, Role.MIXED})
+
+
+def check_roles(roles: Sequence[Role]) -> None:
+    """Raises InvalidValue where no instance prefills or none decodes."""
+    given = [role.value for role in roles]
+    if not complete(roles):
+        raise InvalidValue(
+            f"roles={given}: prefill and decode instances need each other, mixed ones need nobody; give at least "
+            "one of each, or none of the kind that is without its other",
+            "roles",
+        )

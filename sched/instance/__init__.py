@@ -1,0 +1,1 @@
+"""One instance: its queues, its KV pages, and the loop that turns decisions into steps."""

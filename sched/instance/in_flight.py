@@ -1,0 +1,100 @@
+"""Steps that an instance has begun and not ended: in the executor's hands, or stopped at a segment boundary."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ..api.perf import Load
+from ..api.plan import Delta, StepPlan, StepResult, Suspended
+from ..api.policy import Task
+from ..api.request import Request, State
+
+
+class Settled(NamedTuple):
+    """What a finished step changed."""
+
+    deltas: tuple[Delta, ...]
+    advanced: tuple[tuple[Request, int], ...]  # on a prefill instance: requests, and the tokens whose KV stands now
+
+
+class Submitted:
+    """A step whose result is not back. Writer: the Flight that holds it."""
+
+    __slots__ = ("asked", "load", "plan", "ran", "seconds")
+
+    def __init__(self, plan: StepPlan, load: Load, seconds: float) -> None:
+        self.plan = plan
+        self.load = load
+        self.seconds = seconds  # predicted for the whole of it
+        self.ran = 0.0  # seconds computed before it was stopped
+        self.asked: float | None = None  # when it was asked to stop
+
+    @property
+    def left(self) -> float:
+        """Predicted seconds still to compute when its last stretch began."""
+        return max(0.0, self.seconds - self.ran)
+
+
+class Flight:
+    """The submitted steps, oldest first, and the suspended ones. Writer: the Scheduler."""
+
+    def __init__(self) -> None:
+        self._submitted: deque[Submitted] = deque()
+        self._suspended: dict[int, Submitted] = {}  # by step
+
+    def __len__(self) -> int:
+        """Steps that the executor has."""
+        return len(self._submitted)
+
+    @property
+    def oldest(self) -> Submitted | None:
+        """The step whose result comes next."""
+        return self._submitted[0] if self._submitted else None
+
+    @property
+    def newest(self) -> Submitted | None:
+        return self._submitted[-1] if self._submitted else None
+
+    @property
+    def suspended(self) -> Mapping[int, Submitted]:
+        return self._suspended
+
+    def submit(self, plan: StepPlan, load: Load, seconds: float) -> None:
+        self._submitted.append(Submitted(plan, load, seconds))
+
+    def land(self, result: StepResult | Suspended) -> Submitted:
+        """Take the oldest out, whose result this is."""
+        submitted = self._submitted.popleft()
+        if submitted.plan.step != result.step:
+            raise AssertionError(f"step {result.step} came back before step {submitted.plan.step}")
+        return submitted
+
+    def suspend(self, result: Suspended) -> Submitted:
+        """The oldest stopped at a boundary."""
+        submitted = self.land(result)
+        submitted.ran += result.at - result.started
+        self._suspended[result.step] = submitted
+        return submitted
+
+    def resume(self, step: int, number: int) -> StepPlan:
+        """Suspended step `step` goes on, as step `number`."""
+        submitted = self._suspended.pop(step)
+        submitted.plan = StepPlan(number, submitted.plan.spans, preemptible=True, resume=step)
+        self._submitted.append(submitted)
+        return submitted.plan
+
+    def clear(self) -> None:
+        self._submitted.clear()
+        self._suspended.clear()
+
+    def tasks(self, requests: Mapping[int, Request]) -> tuple[Task, ...]:
+        """The suspended steps, as policies see them."""
+        return tuple(task(one, one.left, requests) for one in self._suspended.values())
+
+
+def task(submitted: Submitted, left: float, requests: Mapping[int, Request], since: float = 0.0) -> Task:
+    alive = (requests[span.request] for span in submitted.plan.spans)
+    requests_left = tuple(one for one in alive if one.state is not State.FINISHED)
+    return Task(submitted.plan.step, requests_left, left, submitted.seconds, since)

@@ -1,0 +1,139 @@
+"""One instance's loop: plan, submit, await, settle. Real and simulated time run this very code."""
+
+from __future__ import annotations
+
+import asyncio
+from math import isfinite
+from typing import Any, Protocol
+
+from ..api.errors import StepFailed
+from ..api.executor import Executor, Step
+from ..api.plan import Delta, Suspended
+from .in_flight import Settled
+from .scheduler import Scheduler
+from .watchdog import PATIENT, Patience, Watchdog
+
+FEW = 15  # failed steps in a row that are remembered, besides the last
+
+
+class Listener(Protocol):
+    """Who hears of what an instance did: the Cluster."""
+
+    def settled(self, core: Core, settled: Settled) -> None: ...
+    def dropped(self, core: Core) -> None: ...
+    def recovered(self, core: Core, deltas: list[Delta]) -> None: ...
+    def hung(self, core: Core, seconds: float) -> None: ...
+    def returned(self, core: Core) -> None: ...
+
+
+class Core:
+    """Drives one Scheduler and one Executor. Writer of both, together with the Cluster in the same event loop."""
+
+    def __init__(
+        self,
+        name: str,
+        scheduler: Scheduler,
+        executor: Executor,
+        listener: Listener,
+        patience: Patience = PATIENT,
+    ) -> None:
+        self.name = name
+        self.scheduler = scheduler
+        self.executor = executor
+        self.failed: list[float] = []  # when its last steps raised, since one that did not
+        self._listener = listener
+        self._wanted = asyncio.Event()
+        self._watchdog = Watchdog(patience, executor.now, self._overdue)
+
+    def wake(self) -> None:
+        """Something changed: there may be a plan now."""
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Until cancelled. One step runs; at most one more is planned ahead, `executor.lead` before its end."""
+        running: Step | None = None
+        while True:
+            if running is None:
+                running = self._submit()
+                if running is None:
+                    await self._wanted.wait()
+                continue
+            self._watchdog.began(self.scheduler.oldest.left if self.scheduler.oldest is not None else 0.0)
+            await self._nearly(running)
+            ahead = None if running.done() else self._submit()
+            if not await self._settle(running):
+                await self._recover(ahead)
+                ahead = None
+            self._watchdog.ended()
+            if self.scheduler.hung:
+                self.scheduler.hang(False)
+                self._listener.returned(self)
+            running = ahead
+
+    def _overdue(self, seconds: float) -> None:
+        self.scheduler.hang(True)
+        self._listener.hung(self, seconds)
+
+    def _submit(self) -> Step | None:
+        self._wanted.clear()  # whatever changed until now, this plan knows
+        now = self.executor.now()
+        start = max(now, self.scheduler.ends)
+        drops = self.scheduler.counters.preemptions
+        plan = self.scheduler.plan(now, start)
+        if self.scheduler.counters.preemptions > drops:
+            self._listener.dropped(self)
+        if plan is None:
+            return None
+        self.scheduler.ends = start + self.scheduler.predicted
+        return self.executor.submit(plan)
+
+    async def _nearly(self, step: Step) -> None:
+        """Wait until the step is done, or is predicted to be within the executor's lead."""
+        lead, oldest = self.executor.lead, self.scheduler.oldest
+        if oldest is not None and oldest.plan.preemptible:
+            await self._watch(step)
+        if step.done():
+            return
+        if lead == 0.0:
+            await asyncio.wait([step])
+        elif (left := self.scheduler.ends - lead - self.executor.now()) > 0:
+            await asyncio.wait([step], timeout=left)
+
+    async def _watch(self, step: Step) -> None:
+        """While a preemptible step can be stopped: at every event, and when the policy wants it, ask whether to."""
+        committed = self.executor.committed(step)
+        while not committed.done():
+            event = asyncio.ensure_future(self._wanted.wait())
+            either: list[asyncio.Future[Any]] = [committed, event]
+            left = self.scheduler.asks_again - self.executor.now()
+            timeout = max(0.0, left) if isfinite(left) else None
+            await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            event.cancel()
+            self._wanted.clear()
+            if not committed.done() and self.scheduler.interrupts(self.executor.now()):
+                self.executor.preempt(step)
+                await asyncio.wait([step])
+
+    async def _settle(self, step: Step) -> bool:
+        try:
+            result = await step
+        except StepFailed:
+            return False
+        if isinstance(result, Suspended):
+            self.scheduler.ends = result.at
+            self.scheduler.suspend(result)
+            return True
+        behind = self.scheduler.predicted if self.scheduler.in_flight > 1 else 0.0
+        self.scheduler.ends = result.finished + behind
+        self.failed.clear()
+        self._listener.settled(self, self.scheduler.settle(result))
+        return True
+
+    async def _recover(self, ahead: Step | None) -> None:
+        if ahead is not None:
+            await asyncio.wait([ahead])
+            ahead.exception()  # it ran on buffers that are gone
+        self.scheduler.ends = self.executor.now()
+        self.failed = [*self.failed[-FEW:], self.executor.now()]
+        self.executor.rebuild()
+        self._listener.recovered(self, self.scheduler.recover())

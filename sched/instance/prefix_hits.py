@@ -1,0 +1,87 @@
+"""Prefix hits of waiting prompts, estimated again when the cache changes (Kairos section 3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..api.request import Request
+from .kv_manager import Memory
+
+
+class PrefixHits:
+    """The prompt tokens that the prefix cache holds of each waiting request: `request.hit`. Writer: the Scheduler.
+
+    A hit ends at a frontier: the last page of the prefix that is cached, and the first that is not. Only a change of
+    one of the two moves it, so an index by these two digests finds the requests that a change concerns, however many
+    wait. Pages are evicted from the end of a prefix; where one goes from the middle, as when two requests computed the
+    same prefix at once, every hit is looked up again.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._requests: dict[int, Request] = {}
+        self._watched: dict[int, tuple[bytes, ...]] = {}  # by request: the digests at its frontier
+        self._watchers: dict[bytes, dict[int, None]] = {}  # the reverse; a dict, for its order is the same in each run
+
+    def __contains__(self, id: int) -> bool:
+        return id in self._requests
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._requests)
+
+    def watch(self, request: Request) -> None:
+        """Estimate the hit of a request that begins to wait, and keep it up to date."""
+        self._requests[request.id] = request
+        self._stand(request, len(self._memory.cached(request)))
+
+    def unwatch(self, id: int) -> None:
+        """Forget a request that waits no longer."""
+        if self._requests.pop(id, None) is not None:
+            self._leave(id)
+
+    def refresh(self) -> Iterator[Request]:
+        """Take in what has changed in the cache since the last call; yield the requests with another hit."""
+        blocks = self._memory.blocks
+        if not blocks.changed:
+            return
+        changed, torn = blocks.take_changes()
+        ids = dict.fromkeys(self._requests if torn else ())
+        for digest in changed:
+            ids |= self._watchers.get(digest, {})
+        for id in ids:
+            request = self._requests[id]
+            before = request.hit
+            self._leave(id)
+            self._stand(request, self._pages(request, 0 if torn else before // blocks.page_size))
+            if request.hit != before:
+                yield request
+
+    def check(self) -> None:
+        """Raises AssertionError where an estimate is not what a new look at the cache finds."""
+        if not self._memory.blocks.changed:
+            for request in self._requests.values():
+                found = len(self._memory.cached(request)) * self._memory.blocks.page_size
+                assert request.hit == found, (
+                    f"{request} has {request.hit} tokens cached by its estimate, {found} in truth"
+                )
+
+    def _pages(self, request: Request, pages: int) -> int:
+        """Cached pages of its prefix, of which there were `pages` before."""
+        blocks, digests = self._memory.blocks, self._memory.sought(request)
+        while pages and not blocks.match(digests[pages - 1 : pages]):
+            pages -= 1
+        return pages + blocks.match(digests[pages:])
+
+    def _stand(self, request: Request, pages: int) -> None:
+        request.hit = pages * self._memory.blocks.page_size
+        frontier = tuple(self._memory.sought(request)[max(0, pages - 1) : pages + 1])
+        self._watched[request.id] = frontier
+        for digest in frontier:
+            self._watchers.setdefault(digest, {})[request.id] = None
+
+    def _leave(self, id: int) -> None:
+        for digest in self._watched.pop(id):
+            watchers = self._watchers[digest]
+            del watchers[id]
+            if not watchers:
+                del self._watchers[digest]

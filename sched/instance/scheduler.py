@@ -1,0 +1,390 @@
+"""The mechanism: a policy's Decision + memory + limits become a legal StepPlan; a StepResult becomes state.
+
+Every public method that changes something is an input of later plans, and is logged as such: feeding a journal's
+inputs to new Schedulers gives the same plans (see journal.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+
+from ..api.acceptance import Acceptance
+from ..api.errors import InvalidValue
+from ..api.log import Log, no_log
+from ..api.perf import PerfModel
+from ..api.plan import Delta, Span, StepPlan, StepResult, Suspended, news
+from ..api.policy import Decision, Limits, Policy, Role, Task, View
+from ..api.request import Request, State
+from .block_pool import BlockManager
+from .in_flight import Flight, Settled, Submitted, task
+from .kv_manager import Memory, Reservation
+from .moves import Moves
+from .prefix_hits import PrefixHits
+from .request_queues import Roster
+from .stats import Counters, Drift
+from .step_builder import Granter
+from .trials import Trials
+from .waiting_room import shown
+
+WAITED = 0.25  # seconds that count at most of what a step waited for the host
+
+
+class Scheduler(Moves):
+    """Requests of one instance. Owner of every Request it holds, of their pages and slots."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        perf: PerfModel,
+        limits: Limits,
+        role: Role = Role.MIXED,
+        *,
+        prefix_caching: bool = True,
+        log: Log = no_log,
+    ) -> None:
+        self.policy = policy
+        self.perf = perf
+        self.limits = limits
+        self.kv_waiting = 0  # requests of other instances that wait for pages here; set by the Cluster
+        self.ends = 0.0  # predicted end of what is submitted, executor's clock; set by the Core
+        self.counters = Counters()
+        self._prefix_caching = prefix_caching
+        self._log = log
+        self._reservations: dict[int, Reservation] = {}
+        self._memory = self._new_memory()
+        self._roster = Roster(role, PrefixHits(self._memory), shown(limits.rows))
+        self._flight = Flight()
+        self._drafts = Acceptance()
+        self._ended = 0.0  # when the last step ended, executor's clock
+        self._waits = False  # there were rows to decode then
+        self._drift = Drift()
+        self._step = 0
+        self._decoded = False  # the step planned last decodes rows
+        self._again = inf  # when to ask again whether to stop the running step
+        self._trials = Trials()
+
+    def _new_memory(self) -> Memory:
+        blocks = BlockManager(self.limits.pages, self.limits.page_size, prefix_caching=self._prefix_caching)
+        return Memory(blocks, self.limits.rows, self._log)
+
+    # what others may look at
+
+    def __len__(self) -> int:
+        return len(self._roster.requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._roster.requests.values())
+
+    def __contains__(self, id: int) -> bool:
+        return id in self._roster.requests
+
+    @property
+    def role(self) -> Role:
+        return self._roster.role
+
+    @property
+    def blocks(self) -> BlockManager:
+        return self._memory.blocks
+
+    @property
+    def running(self) -> int:
+        """Requests that hold a slot."""
+        return self.limits.rows - self._memory.free_slots - len(self._reservations)
+
+    @property
+    def waiting(self) -> int:
+        return len(self) - self.running
+
+    @property
+    def prefill_backlog(self) -> int:
+        """Prompt tokens still to compute here, less what is expected to be in the prefix cache."""
+        return self._roster.backlog
+
+    @property
+    def decode_context(self) -> int:
+        """Sum of the contexts that decode here, those on their way included. Tokens."""
+        coming = sum(len(r.pages) for r in self._reservations.values()) * self.limits.page_size
+        return int(self._roster.decode.context.sum()) + coming
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """The tables of `view` are what they were as long as this is."""
+        return self._roster.prefill.version, self._roster.decode.version
+
+    @property
+    def in_flight(self) -> int:
+        """Steps that the executor has."""
+        return len(self._flight)
+
+    @property
+    def oldest(self) -> Submitted | None:
+        """The step whose result comes next."""
+        return self._flight.oldest
+
+    @property
+    def predicted(self) -> float:
+        """Predicted seconds of the plan made last, or what is left of a resumed one."""
+        newest = self._flight.newest
+        return newest.left if newest is not None else 0.0
+
+    @property
+    def asks_again(self) -> float:
+        """When to call `interrupts` though nothing happened; inf where only events count."""
+        return self._again
+
+    def cached_tokens(self, request: Request) -> int:
+        """Prompt tokens of a request that this instance's prefix cache holds."""
+        return len(self._memory.cached(request)) * self.limits.page_size
+
+    # inputs: requests
+
+    def add(self, request: Request) -> None:
+        """Take over a new request. Raises InvalidValue where it could never fit."""
+        most = self.limits.pages * self.limits.page_size
+        if request.prompt_length >= most:
+            raise InvalidValue(
+                f"a prompt of {request.prompt_length} tokens does not fit: the KV pool of an instance holds {most} "
+                "tokens; raise --kv-cache-memory or --gpu-memory-utilization",
+                "prompt",
+            )
+        self._log("add", request=request)
+        request.limit = min(request.limit, most - request.prompt_length)
+        self._roster.requests[request.id] = request
+        request.drafted = self._drafts.record(request.tier, request.drafted)
+        self._roster.file(request)
+
+    def cancel(self, id: int, reason: str, error: str | None = None) -> Delta | None:
+        """End a request early; None where it is not here or already over."""
+        request = self._roster.requests.get(id)
+        if request is None or request.state is State.FINISHED:
+            return None
+        self._log("cancel", id=id, reason=reason, error=error)
+        return self._finish(request, reason, error)
+
+    # inputs: steps
+
+    def plan(self, now: float, start: float) -> StepPlan | None:
+        """The next step, to begin at `start`; None where nothing can run."""
+        self._log("plan", now=now, start=start, kv_waiting=self.kv_waiting)
+        roster, flight = self._roster, self._flight
+        trial = self._trials.decide(roster, self._memory, self.limits.tokens)
+        decision = trial or self.policy.decide(self.view(now, start))
+        self._again = decision.again
+        for id in decision.demote:
+            self.counters.demotions += roster.demote(id)
+        if decision.resume is not None:
+            return self._resume(decision.resume)
+        granter = Granter(roster, self._memory, self.limits, start, busy=bool(flight), kv_waiting=self.kv_waiting > 0)
+        granted = granter.grant(decision)
+        roster.refresh_hits()
+        self.counters.count(granted)
+        if not granted.spans:  # what is suspended holds pages
+            return self._resume(next(iter(flight.suspended))) if flight.suspended and not flight else None
+        self._step += 1
+        self._decoded = granted.load.decode > 0
+        preemptible = self.limits.preemptible and not (granted.load.decode or trial)
+        plan = StepPlan(self._step, granted.spans, preemptible and len(flight.suspended) < self.limits.suspended)
+        flight.submit(plan, granted.load, self.perf.step_time(granted.load))
+        self._log("planned", plan=plan)
+        return plan
+
+    def view(self, now: float, start: float, running: Task | None = None) -> View:
+        """What a policy sees of this instance."""
+        roster = self._roster
+        return View(
+            now, start, roster.seen_as, roster.prefill, roster.decode, self.limits, self.blocks.available,
+            self._memory.free_slots, self.kv_waiting, self.perf, self._flight.tasks(roster.requests), running,
+            self._drafts.all.acceptance, self._drift.ratio, self._decoded,
+        )  # fmt: skip
+
+    def _resume(self, step: int) -> StepPlan:
+        if step not in self._flight.suspended:
+            raise AssertionError(f"the policy resumes step {step}, which is not suspended")
+        self._step += 1
+        self._decoded = False
+        plan = self._flight.resume(step, self._step)
+        for span in plan.spans:
+            self._suspend(span.request, False)
+        self.counters.resumed += 1
+        self._log("planned", plan=plan)
+        return plan
+
+    def interrupts(self, now: float) -> bool:
+        """Whether to stop the running step, which is preemptible, at its next boundary."""
+        oldest = self._flight.oldest
+        if oldest is None or not oldest.plan.preemptible:
+            return False
+        self._log("interrupts", now=now, ends=self.ends, kv_waiting=self.kv_waiting)
+        running = task(oldest, max(0.0, self.ends - now), self._roster.requests, self.ends - oldest.left)
+        decision: Decision = self.policy.decide(self.view(now, now, running))
+        for id in decision.demote:
+            self.counters.demotions += self._roster.demote(id)
+        self._again = decision.again if decision.again > now else inf
+        if decision.preempt:
+            oldest.asked = now
+        return decision.preempt
+
+    def suspend(self, result: Suspended) -> None:
+        """The running step stopped at a boundary: its requests wait for it to go on."""
+        self._log("suspend", result=result)
+        self.counters.suspended += 1
+        submitted = self._flight.suspend(result)
+        self._came_back(submitted, result.at)
+        for span in submitted.plan.spans:
+            self._suspend(span.request, True)
+
+    def _came_back(self, submitted: Submitted, at: float) -> None:
+        """Count how long a step that was asked to stop kept the devices."""
+        if submitted.asked is not None:
+            self.counters.stopped(max(0.0, at - submitted.asked))
+            submitted.asked = None
+
+    def _suspend(self, id: int, suspended: bool) -> None:
+        request = self._roster.requests[id]
+        request.suspended = suspended
+        if request.state is not State.FINISHED:
+            self._roster.file(request)
+
+    def settle(self, result: StepResult) -> Settled:
+        """Take in the result of the oldest submitted step."""
+        self._log("settle", result=result)
+        submitted = self._flight.land(result)
+        self._came_back(submitted, result.finished)
+        seconds = submitted.ran + result.finished - result.started
+        self.counters.step(submitted.load, submitted.seconds, seconds)
+        if not self.hung:  # how long a device hung says nothing of how long steps take
+            self._drift.count(submitted.seconds, seconds)
+        prefills, requests = self.role is Role.PREFILL, self._roster.requests
+        deltas: list[Delta] = []
+        advanced: list[tuple[Request, int]] = []
+        for index, span in enumerate(submitted.plan.spans):
+            request = requests[span.request]
+            request.inflight -= 1
+            if request.failures:
+                self._trials.passed(request, span.start + span.length)
+            if request.state is State.FINISHED:
+                self.counters.surplus_tokens += span.length
+                self._forget(request)
+                continue
+            if index in result.failed:
+                deltas += self._condemn(request, result.failed[index])
+                continue
+            if prefills and span.samples and not (request.stays or request.inflight):
+                request.state = State.HANDOVER
+            end = span.start + span.length
+            if span.draft:
+                end = self._verify(request, span, len(result.tokens[index]))
+            elif self._prefix_caching:
+                self._memory.register(request, span.start, end)
+            delta = self._gain(request, result, index, span.start)
+            if delta is not None:
+                deltas.append(delta)
+            if span.draft:
+                finished = request.state is State.FINISHED
+                self._drafts.count(request.tier, request.drafted, span.draft, end - span.start - 1, cut=finished)
+                if request.state is not State.FINISHED:
+                    self._memory.register(request, span.start, end)
+                    self._roster.file(request)
+            if prefills and request.state is not State.FINISHED:
+                advanced.append((request, end))
+        self._roster.refresh_hits()
+        gap = self._gap(result)
+        if not self.hung:
+            self.perf.observe(submitted.load, seconds + gap)
+        return Settled(tuple(deltas), tuple(advanced))
+
+    def _gap(self, result: StepResult) -> float:
+        """Where rows may draft, what the device waited for a step though there were rows to decode: part of what it
+        takes. Rows that draft cannot be planned ahead, so that their steps wait for the host."""
+        gap = result.started - self._ended
+        counts = self.limits.draft and self._waits
+        self._ended, self._waits = result.finished, len(self._roster.decode) > 0 or bool(self._flight)
+        return min(max(gap, 0.0), WAITED) if counts else 0.0
+
+    def recover(self) -> list[Delta]:
+        """A step raised and the pool is new: every request here loses its KV and keeps its tokens. Those of the step
+        run alone from then on (trials.py); the one whose span fails alone ends in an error."""
+        self._log("recover")
+        self.counters.rebuilds += 1
+        oldest = self._flight.oldest
+        blamed = {} if oldest is None else {span.request: span.start + span.length for span in oldest.plan.spans}
+        self._flight.clear()
+        self._reservations.clear()
+        self._memory = self._new_memory()
+        self._roster.hits = PrefixHits(self._memory)
+        deltas = []
+        for request in list(self._roster.requests.values()):
+            request.forget_cache()
+            if request.state is State.FINISHED:
+                del self._roster.requests[request.id]
+                continue
+            request.state = State.WAITING
+            if request.id in blamed:
+                self._trials.add(request, blamed[request.id])
+            if request.failures > 1 and len(blamed) == 1:
+                deltas.append(self._finish(request, "error", "the step that computed this request failed twice"))
+            else:
+                self._roster.file(request)
+        return deltas
+
+    def check(self) -> None:
+        """Raises AssertionError where a page, a slot or a request is lost."""
+        self._memory.check(self, self._reservations.values(), self.limits.rows)
+        self._roster.check()
+
+    # from a result to state
+
+    def _verify(self, request: Request, span: Span, gained: int) -> int:
+        """Take back what the cursor ran ahead for drafts that were wrong; returns where valid KV ends."""
+        wrong = span.length - gained
+        request.drafting = 0
+        request.computed -= wrong
+        request.take_back(wrong)
+        self.counters.verified(span.draft, gained - 1)
+        return span.start + gained
+
+    def _gain(self, request: Request, result: StepResult, index: int, start: int) -> Delta | None:
+        """Append the sampled tokens, up to the one that ends the request."""
+        tokens = result.tokens[index]
+        logprobs = result.logprobs.get(index, ()) if result.logprobs else ()
+        prompt_logprobs = result.prompt_logprobs.get(index, ()) if result.prompt_logprobs else ()
+        if prompt_logprobs:  # what was told before its KV was dropped is not told again
+            prompt_logprobs = prompt_logprobs[max(0, request.scored - start) :]
+            request.scored = max(request.scored, start + len(result.prompt_logprobs[index]))
+        if not tokens:
+            return Delta(request.id, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
+        reason = stop_token = None
+        stage = request.stage
+        for count, token in enumerate(tokens, 1):
+            reason = request.gain(token, result.finished)
+            if reason is not None:
+                tokens, logprobs = tokens[:count], logprobs[:count]
+                stop_token = token if reason == "stop" else None
+                break
+        self.counters.generated_tokens += len(tokens)
+        if reason is not None:
+            self._finish(request, reason)
+        elif len(request.output) == 1 or request.stage is not stage:
+            self._roster.file(request)  # its deadline has a new anchor
+        if reason is None and not logprobs and not prompt_logprobs:
+            return news(request.id, tokens)
+        return Delta(request.id, tokens, logprobs, prompt_logprobs, reason, None, stop_token)
+
+    def _condemn(self, request: Request, why: str) -> list[Delta]:
+        """End a request whose row failed, and those that share the pages which it filled."""
+        own = self._memory.condemn(request)
+        sharers = [one for one in self if one is not request and not own.isdisjoint(one.pages)]
+        return [self._finish(one, "error", why) for one in (request, *sharers) if one.state is not State.FINISHED]
+
+    def _finish(self, request: Request, reason: str, error: str | None = None) -> Delta:
+        request.state, request.finish_reason, request.error = State.FINISHED, reason, error
+        self._roster.unfile(request)
+        self._forget(request)
+        return Delta(request.id, finish_reason=reason, error=error)
+
+    def _forget(self, request: Request) -> None:
+        """Give a finished request's pages back, once no submitted step touches them."""
+        if request.inflight == 0:
+            self._memory.vacate(request)
+            self._roster.requests.pop(request.id, None)

@@ -1,0 +1,112 @@
+"""Totals of one scheduler since it began, for metrics and reports. Writer: the Scheduler."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+
+from ..api.perf import Load
+from .step_builder import Granted
+
+SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens of a step, as vLLM counts them
+BLOCKING = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)  # seconds until a step stopped
+POSITIONS = 15  # of a draft, that acceptance is counted for
+
+
+class Sizes(list[int]):
+    """Steps by their tokens: at most as many as each of SIZES says, and more than the one before; then larger ones."""
+
+    def __init__(self, counts: Iterable[int] = (0,) * (len(SIZES) + 1)) -> None:
+        super().__init__(counts)
+
+    def __add__(self, other: Iterable[int]) -> Sizes:  # type: ignore[override]
+        return Sizes(map(sum, zip(self, other, strict=True)))
+
+
+@dataclass(slots=True)
+class Counters:
+    """Tokens, steps and seconds, all monotone."""
+
+    steps: int = 0
+    prompt_tokens: int = 0  # prompt tokens computed
+    generated_tokens: int = 0
+    surplus_tokens: int = 0  # computed for rows that turned out finished
+    preemptions: int = 0  # KV dropped under page pressure
+    demotions: int = 0  # requests that became best effort, on arrival or later
+    suspended: int = 0  # steps stopped at a segment boundary
+    resumed: int = 0
+    asked: int = 0  # steps asked to stop that came back since, stopped or done
+    blocking: float = 0.0  # seconds that these still ran
+    blocked: Sizes = field(default_factory=lambda: Sizes((0,) * (len(BLOCKING) + 1)))  # by BLOCKING
+    tokens: int = 0  # computed in steps: of prompts, decoded, and drafted
+    sizes: Sizes = field(default_factory=Sizes)
+    drafts: int = 0  # verified
+    drafted: int = 0  # tokens
+    accepted: int = 0  # of these, those that were right
+    accepted_at: Sizes = field(default_factory=lambda: Sizes((0,) * POSITIONS))  # by position in the draft
+    rebuilds: int = 0  # steps that raised, after which the pool was new
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
+    prefix_hits: int = 0  # of these, found
+    predicted_seconds: float = 0.0  # of the steps that came back
+    measured_seconds: float = 0.0
+
+    def count(self, granted: Granted) -> None:
+        self.preemptions += len(granted.dropped)
+        for request in granted.admitted:
+            if not request.drops and not request.output:
+                self.prefix_queries += request.prompt_length
+                self.prefix_hits += request.cached
+
+    def step(self, load: Load, predicted: float, measured: float) -> None:
+        self.steps += 1
+        self.tokens += load.tokens
+        self.sizes[bisect_left(SIZES, load.tokens)] += 1
+        self.prompt_tokens += load.prefill
+        self.predicted_seconds += predicted
+        self.measured_seconds += measured
+
+    def stopped(self, seconds: float) -> None:
+        """A step that was asked to stop came back after `seconds`, stopped or done."""
+        self.asked += 1
+        self.blocking += seconds
+        self.blocked[bisect_left(BLOCKING, seconds)] += 1
+
+    def verified(self, drafted: int, right: int) -> None:
+        self.drafts += 1
+        self.drafted += drafted
+        self.accepted += right
+        for position in range(min(right, POSITIONS)):
+            self.accepted_at[position] += 1
+
+    @classmethod
+    def total(cls, several: Iterable[Counters]) -> Counters:
+        """Sum over instances."""
+        result = cls()
+        for one in several:
+            for each in fields(cls):
+                setattr(result, each.name, getattr(result, each.name) + getattr(one, each.name))
+        return result
+
+
+class Drift:
+    """How much longer steps take than predicted, lately. Writer: the Scheduler.
+
+    Sums of seconds that fade with a memory of some 50 steps. Within 2 % predictions count as right: what a model's own
+    learning leaves is noise.
+    """
+
+    FADE, RIGHT = 0.98, 0.02
+
+    def __init__(self, weight: float = 0.1) -> None:
+        self._predicted = self._measured = weight  # seconds
+
+    @property
+    def ratio(self) -> float:
+        """Measured by predicted seconds."""
+        ratio = self._measured / self._predicted
+        return ratio if abs(ratio - 1.0) > self.RIGHT else 1.0
+
+    def count(self, predicted: float, measured: float) -> None:
+        self._predicted = self.FADE * self._predicted + predicted
+        self._measured = self.FADE * self._measured + measured

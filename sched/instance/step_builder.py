@@ -1,0 +1,275 @@
+"""From a policy's Decision to spans: limits, admission, pages, and who gives pages back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from ..api.perf import Load
+from ..api.plan import Begin, Span, decoding
+from ..api.policy import Decision, Limits
+from ..api.request import BEST_EFFORT, Request, State
+from .kv_manager import Memory, Reservation
+from .request_queues import Roster
+
+
+class Granted(NamedTuple):
+    spans: tuple[Span, ...]
+    load: Load
+    admitted: tuple[Request, ...]
+    dropped: tuple[Request, ...]  # their KV was taken for requests that rank before them
+
+
+class Granter:
+    """One pass over a decision. Writer of Requests, Memory and Roster on behalf of the Scheduler that made it."""
+
+    def __init__(
+        self, roster: Roster, memory: Memory, limits: Limits, start: float, *, busy: bool, kv_waiting: bool = False
+    ) -> None:
+        self._roster = roster
+        self._memory = memory
+        self._limits = limits
+        self._start = start
+        self._busy = busy  # a step is running: nobody's pages can be taken now
+        self._yields = busy and kv_waiting  # best effort sits this step out: its pages are wanted when that has run
+        self._admitting = True
+        self._admitted: list[Request] = []
+        self._dropped: list[Request] = []
+        self._stepped: list[Request] = []  # rows of the decode table that have not been told of their step
+
+    def grant(self, decision: Decision) -> Granted:
+        """Raises AssertionError where a policy grants a request that is not in its view."""
+        budget, most = self._limits.tokens, self._limits.rows
+        prompts = min(self._limits.prompts, decision.prompts)
+        requests, runnable, size = self._roster.requests, self._roster.runnable, self._memory.blocks.page_size
+        decision, kept = self._best_effort_last(decision)
+        spans: list[Span] = []
+        prefill = quadratic = prefix = decode = longest = context = drafts = 0
+        for position, (id, tokens, wanted) in enumerate(decision.grants):
+            if budget <= 0 or len(spans) >= most:
+                break
+            if not runnable(id):
+                raise AssertionError(f"the policy granted request {id}, which is not in its view")
+            request = requests[id]
+            if request.failures and spans:
+                continue  # it was in a step that raised, so it runs alone
+            if self._yields and request.tier == BEST_EFFORT:
+                continue
+            start = request.computed
+            if decision.separate and spans and (prefill > 0) == (request.generated > 0 and request.remaining == 1):
+                continue  # the step is of the other kind
+            if request.on_device and start < request.sent_pages * size and wanted == 0 < tokens:
+                decode += 1
+                context += start
+                if start > longest:
+                    longest = start
+                spans.append(self._again(request, start))
+                budget -= 1
+                if request.failures:
+                    break
+                continue
+            decodes = request.generated > 0 and request.remaining == 1
+            if not decodes and prompts == 0:
+                continue
+            if request.state is State.WAITING and not (self._admitting and self._admit(request)):
+                continue
+            start = request.computed
+            draft = self._draft(request, wanted, budget) if decodes else 0
+            room = budget - draft if decodes or request.tier == BEST_EFFORT else max(1, budget - kept)
+            length = min(tokens, request.remaining, room) + draft
+            if length <= draft or not self._room(request, start + length, decision, position):
+                continue
+            if decodes:
+                decode += length
+                context += start
+                longest = max(longest, start)
+                drafts = max(drafts, draft)
+            else:
+                prefill += length
+                quadratic += 2 * length * start + length * length
+                prefix += start
+                prompts -= 1
+            spans.append(self._span(request, length, draft))
+            budget -= length
+            if request.failures:
+                break
+        self._roster.step(self._stepped)
+        load = Load(prefill, decode, quadratic / 2, longest, context, prefix, drafts)
+        return Granted(tuple(spans), load, tuple(self._admitted), tuple(self._dropped))
+
+    def _best_effort_last(self, decision: Decision) -> tuple[Decision, int]:
+        """Whatever the policy says: who has a span in this step can no longer give way to those named after it. And how
+        many tokens prompts must leave to the rows among them that decode, which would starve behind long prompts."""
+        tables = (self._roster.prefill, self._roster.decode)
+        if not any(len(table) and table[-1].tier == BEST_EFFORT for table in tables):
+            return decision, 0  # they are the last of each table
+        filed, requests = self._roster.runnable, self._roster.requests
+        last = [filed(grant.request) and requests[grant.request].tier == BEST_EFFORT for grant in decision.grants]
+        order = sorted(range(len(last)), key=last.__getitem__)
+        behind = [requests[grant.request] for grant, late in zip(decision.grants, last, strict=True) if late]
+        kept = 0 if decision.separate else sum(one.generated > 0 and one.remaining == 1 for one in behind)
+        return replace(decision, grants=tuple(decision.grants[index] for index in order)), kept
+
+    def _draft(self, request: Request, wanted: int, budget: int) -> int:
+        """Tokens to draft: a guess, so it takes no page that a row may need, and never costs a row its own token."""
+        if not request.drafts:
+            return 0
+        draft = min(wanted, self._limits.draft, request.limit - request.generated - 1, budget - 1)
+        blocks = self._memory.blocks
+        fresh = blocks.count(request.computed + 1 + draft) - len(request.pages)
+        return draft if draft > 0 and (fresh <= 0 or fresh + len(self._roster.decode) <= blocks.available) else 0
+
+    def _admit(self, request: Request) -> bool:
+        """The first that does not fit ends admission: smaller ones behind it would starve it."""
+        roster = self._roster
+        while self._admitting and not self._memory.admit(request, len(roster.decode)):
+            self._admitting = request.tier != BEST_EFFORT and self._evict_best_effort()
+            self._yields |= self._busy and request.tier != BEST_EFFORT and not self._admitting
+        if self._admitting:
+            request.state = State.RUNNING
+            roster.file(request)
+            self._admitted.append(request)
+        return self._admitting
+
+    def _room(self, request: Request, tokens: int, decision: Decision, position: int) -> bool:
+        """Pages for `tokens` tokens, taken back from the end of the decision's order where none is left."""
+        while not self._memory.grow(request, tokens):
+            if request.tier != BEST_EFFORT and self._evict_best_effort():
+                continue
+            if self._busy:
+                self._yields |= request.tier != BEST_EFFORT
+                return False  # a victim may be in the running step: the next plan asks again
+            victim = next(self._victims(decision, position), None)
+            if victim is None:
+                return False
+            self._drop(victim)
+        return True
+
+    def _drop(self, victim: Request) -> None:
+        drop(victim, self._roster, self._memory)
+        self._dropped.append(victim)
+
+    def _evict_best_effort(self) -> bool:
+        """Take the KV of the best-effort request that came last; its tokens stay. False where none can give any."""
+        victim = evict_best_effort(self._roster, self._memory)
+        if victim is not None:
+            self._dropped.append(victim)
+        return victim is not None
+
+    def _victims(self, decision: Decision, position: int) -> Iterator[Request]:
+        """Running requests that rank behind `position`, last first: those not granted, then the granted. Best effort
+        takes from best effort alone."""
+        tier = self._roster.requests[decision.grants[position].request].tier
+        for request in self._behind(decision, position):
+            if request.state is State.RUNNING and (tier != BEST_EFFORT or request.tier == BEST_EFFORT):
+                yield request
+
+    def _behind(self, decision: Decision, position: int) -> Iterator[Request]:
+        named = {grant.request for grant in decision.grants}
+        for table in (self._roster.prefill, self._roster.decode):
+            for row in range(len(table) - 1, -1, -1):
+                if table[row].id not in named:
+                    yield table[row]
+        for grant in decision.grants[:position:-1]:
+            yield self._roster.requests[grant.request]
+
+    def _again(self, request: Request, start: int) -> Span:
+        """`_span` for a row that decodes as in the step before, into a page that its slot has been told of."""
+        request.computed = start + 1
+        request.inflight += 1
+        request.pending += 1
+        request.budget += request.tpot
+        if len(request.output) + request.pending < request.limit:
+            self._stepped.append(request)
+        else:
+            self._roster.unfile(request)
+        slot = request.slot
+        assert slot is not None
+        return decoding(request.id, slot, start)
+
+    def _step(self, request: Request) -> None:
+        """It decodes on, or has all its tokens planned."""
+        if len(request.output) + request.pending < request.limit:
+            self._stepped.append(request)
+        else:
+            self._roster.unfile(request)
+
+    def _span(self, request: Request, length: int, draft: int) -> Span:
+        """Move the cursor, and say what the executor has to know."""
+        start, pages, sent = request.computed, request.pages, request.sent_pages
+        samples = length - draft == request.remaining
+        assert request.slot is not None
+        span = Span(
+            request.id,
+            request.slot,
+            start,
+            length,
+            tuple(pages[sent:]) if len(pages) > sent else (),
+            () if request.on_device and length == 1 + draft else request.tokens(start, start + length - draft),
+            draft,
+            samples,
+            None if sent else begin(request, history=self._limits.history),
+        )
+        request.sent_pages = len(pages)
+        request.computed = start + length
+        request.inflight += 1
+        if samples:
+            request.pending += 1 + draft
+            request.drafting = draft
+            request.budget += (1 + draft) * request.tpot
+            if request.on_device and not draft:  # as in the step before: it decodes
+                self._step(request)
+                return span
+            request.on_device = True
+        if request.scheduled_at is None:
+            request.scheduled_at = self._start
+        self._roster.file(request)
+        return span
+
+
+def drop(victim: Request, roster: Roster, memory: Memory) -> None:
+    """Take a request's KV; its tokens stay."""
+    memory.vacate(victim)
+    victim.drops += 1
+    victim.state = State.WAITING
+    roster.file(victim)
+
+
+def evict_best_effort(roster: Roster, memory: Memory) -> Request | None:
+    """Take the KV of the best-effort request that came last and is in no submitted step; None without one."""
+    for table in (roster.decode, roster.prefill):
+        for row in range(len(table) - 1, -1, -1):
+            request = table[row]
+            if request.tier != BEST_EFFORT:
+                break  # they are the last of the table
+            if request.state is State.RUNNING and not request.inflight:
+                drop(request, roster, memory)
+                return request
+    return None
+
+
+def reserve(request: Request, roster: Roster, memory: Memory, coming: int) -> tuple[Reservation | None, int]:
+    """Pages and a slot for a request on its way, beside `coming` others; how many of best effort gave theirs for it."""
+    dropped = 0
+    while (reservation := memory.reserve(request, len(roster.decode) + coming)) is None:
+        if request.tier == BEST_EFFORT or evict_best_effort(roster, memory) is None:
+            break
+        dropped += 1
+    return reservation, dropped
+
+
+def begin(request: Request, *, history: bool = False) -> Begin:
+    """What an executor must know before a request's first span; tokens only where penalties, scores or drafts need
+    them."""
+    params = request.params
+    penalised = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+    history = history or penalised or params.prompt_logprobs is not None
+    return Begin(
+        params,
+        request.seed,
+        tuple(request.prompt) if history else (),
+        tuple(request.output) if history else (),
+        request.prompt_length,
+        tuple(sorted(request.eos)),
+    )

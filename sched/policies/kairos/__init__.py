@@ -1,0 +1,1 @@
+"""Kairos: its prefill order and its slack-guided decoding."""

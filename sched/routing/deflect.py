@@ -1,0 +1,225 @@
+"""Load-aware prefill deflection: a prompt goes to a decode instance where that path is better, and its KV stays there.
+
+The path through a prefill instance: what is left of its running step, the work of its queue, the prompt's own, the
+transfer. The path through a decode instance: the prompts already there, then its own chunks, each as large as a step
+of `share` of the tightest tpot (or tbt) leaves beside every resident; its KV must fit.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from ..api.errors import InvalidValue
+from ..api.perf import Array, Load, Number, PerfModel
+from ..api.policy import Order
+from ..api.request import Request, RequestView, State
+from ..feasibility import chunk_times, decode_load, mixed_bound, on_time_set, remaining_work
+from ..instance.memo import Kept
+from ..instance.scheduler import Scheduler
+from . import Fleet, Move
+from .least_work import LeastWork
+
+PROBES = 256, 2048  # tokens: a mixed step's time is close to linear in the chunk, so two of them tell the rest
+
+
+class Host(NamedTuple):
+    """What a decode instance would be to any prompt."""
+
+    start: float
+    free: int  # tokens of KV
+    queue: float  # prompt tokens that are there already
+    bound: float  # seconds of a step with a chunk; inf where nobody decodes
+    load: Load  # of the rows that decode
+    perf: PerfModel
+    most: int  # tokens of a step
+
+    def ends(self, length: Array) -> Array:
+        """The predicted first tokens of prompts of these lengths, each as if it came alone."""
+        tokens, context = self.queue + length, length // 2
+        if self.bound == inf:
+            ends = self.start + self.perf.prefill_times(tokens, np.zeros(len(tokens)), self.most)
+        else:
+            first, second = (chunk_times(self.perf, self.load, probe, context) for probe in PROBES)
+            ends = _ends(self.start, self.bound, tokens, first, second, self.most)
+        return np.where(self.free < length, inf, ends)
+
+
+@dataclass(frozen=True, eq=False)
+class Lost:
+    """Prompts that wait on a prefill instance, could be on time alone, and cannot with those that keep their place."""
+
+    requests: list[RequestView]
+    lengths: Array
+    deadlines: Array
+
+
+class Deflect(LeastWork):
+    """faster: deflect where the decode path is predicted to give the first token sooner. slo: only where the prefill
+    path would miss the SLO and the decode path would keep it. dropped: only what lost its place in a prefill
+    instance's on-time set, and would be done in 0.9 of its time left. Without an option: slo.
+    """
+
+    def __init__(self, faster: bool = False, slo: bool = False, dropped: bool = False, share: float = 0.75) -> None:
+        if faster + slo + dropped > 1:
+            raise InvalidValue("placement 'deflect' takes one of faster, slo and dropped", "placement")
+        if not 0 < share <= 1:
+            raise InvalidValue(f"{share=} must be more than 0 and at most 1", "placement")
+        self._faster = faster
+        self._dropped = dropped
+        self._share = share
+        self._hosts = Kept(self._host)
+        self._lost = Kept(_lost)
+        self._paths = Paths()
+        self._forecast: float | None = None  # of the request placed last
+
+    def prefill(self, request: Request, fleet: Fleet) -> list[int]:
+        usual = super().prefill(request, fleet)
+        self._forecast = None
+        if self._dropped or not fleet.decoders:
+            return usual
+        self._forecast = first = self._prefill_path(request, fleet, usual[0])
+        through = first + fleet.transfer(request.prompt_length)
+        due = request.arrival + request.slo.ttft
+        if not self._faster and through <= due:
+            return usual
+        decoders = fleet.decoders
+        ends = ends_on([self._hosts.of(fleet.instances[index], fleet.now) for index in decoders], request.prompt_length)
+        best = int(ends.argmin())
+        if ends[best] >= through or not (self._faster or ends[best] <= due):
+            return usual
+        self._forecast = float(ends[best])
+        return [decoders[best], *usual]
+
+    def forecast(self, request: Request) -> float | None:
+        return self._forecast
+
+    def redirect(self, fleet: Fleet) -> Sequence[Move]:
+        """Of each decode instance the first prompt that had better be there: its queue is longer then than this fleet
+        shows, so that the next has to wait for the next event."""
+        decoders = fleet.decoders
+        if not self._dropped or not decoders:
+            return []
+        instances, now = fleet.instances, fleet.now
+        every = [(index, self._lost.of(instances[index], now)) for index in fleet.entries]
+        lost = [(index, one) for index, one in every if one.requests]
+        if not lost:
+            return []
+        hosts = [self._hosts.of(instances[index], now) for index in decoders]
+        best, ends = self._paths.best(hosts, [one for _, one in lost])
+        wanted = np.flatnonzero(ends - now <= 0.9 * (np.concatenate([one.deadlines for _, one in lost]) - now))
+        if not len(wanted):
+            return []
+        behind = list(accumulate(len(one.requests) for _, one in lost))  # the first not of each instance
+        moves: list[tuple[int, Move]] = []
+        for host in np.unique(best[wanted]).tolist():
+            for at in wanted[best[wanted] == host].tolist():
+                source, here = lost[bisect_right(behind, at)]
+                request = here.requests[at - behind[bisect_right(behind, at)]]
+                if request.state is State.WAITING and not request.generated:
+                    moves.append((at, Move(request.id, source, decoders[host], float(ends[at]))))
+                    break
+        return [move for _, move in sorted(moves)]
+
+    def _prefill_path(self, request: Request, fleet: Fleet, index: int) -> float:
+        one = fleet.instances[index]
+        view = one.view(fleet.now, max(fleet.now, one.ends))
+        new = request.prompt_length - one.cached_tokens(request)
+        queue = float(remaining_work(view, view.prefill).sum())
+        own = view.perf.prefill_times(np.array([float(new)]), np.array([0.0]), view.limits.tokens)
+        return view.start + queue + float(own[0])
+
+    def _host(self, one: Scheduler, start: float) -> Host:
+        view = one.view(start, start)
+        queue = float(view.prefill.remaining.sum()) if len(view.prefill) else 0.0
+        free, bound = one.blocks.available * one.limits.page_size, mixed_bound(view, self._share, self._share)
+        return Host(start, free, queue, bound, decode_load(view.decode), view.perf, one.limits.tokens)
+
+
+def _lost(one: Scheduler, start: float) -> Lost:
+    view = one.view(start, start)
+    rows = view.prefill
+    work = remaining_work(view, rows)
+    able = (start + work <= rows.deadline) & (rows.best_effort == 0)
+    lost = able & ~on_time_set(start, np.where(able, rows.deadline, -inf), work)
+    waits = np.flatnonzero(lost & (rows.running == 0))
+    return Lost([rows[row] for row in waits.tolist()], rows.length[waits], rows.deadline[waits])
+
+
+def ends_on(hosts: Sequence[Host], length: int) -> Array:
+    """The predicted first tokens of a prompt of this length, on each of these hosts."""
+    ends = np.array([float(host.ends(np.array([float(length)]))[0]) if host.bound == inf else inf for host in hosts])
+    busy = [host for host in hosts if host.bound < inf]
+    if busy:
+        first, second = (
+            np.array([host.perf.step_time(host.load.add_chunk(probe, length // 2)) for host in busy])
+            for probe in PROBES
+        )
+        start, free, queue, bound, most = np.array([(*host[:4], host.most) for host in busy]).T
+        found = _ends(start, bound, queue + length, first, second, most)
+        ends[[host.bound < inf for host in hosts]] = np.where(free < length, inf, found)
+    return ends
+
+
+class Paths:
+    """Predicted first tokens by host and by length of the prompt, worked out again for hosts that have changed alone,
+    and for lengths that are new. Writer: the placement that holds it."""
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self._hosts: list[Host] = []
+        self._places: dict[float, int] = {}  # of lengths, in `_ends`
+        self._ends = np.zeros((0, 0))  # [hosts, lengths]
+        self._columns: WeakKeyDictionary[Lost, Order] = WeakKeyDictionary()
+
+    def best(self, hosts: list[Host], lost: Sequence[Lost]) -> tuple[Order, Array]:
+        """Of all the prompts of `lost`: the best host, as an index into `hosts`, and when it ends there."""
+        if len(hosts) != len(self._hosts) or len(self._places) > 256 + 4 * sum(len(one.requests) for one in lost):
+            self._forget()
+        columns = np.concatenate([self._columns_of(one) for one in lost])
+        self._update(hosts)
+        best = np.argmin(self._ends, axis=0)
+        ends = self._ends[best, np.arange(len(best))]
+        return best[columns], ends[columns]
+
+    def _columns_of(self, lost: Lost) -> Order:
+        columns, places = self._columns.get(lost), self._places
+        if columns is None:
+            found = [places.setdefault(length, len(places)) for length in lost.lengths.tolist()]
+            columns = self._columns[lost] = np.array(found, dtype=np.intp)
+        return columns
+
+    def _update(self, hosts: list[Host]) -> None:
+        old, lengths = self._ends.shape[1], np.array(list(self._places))
+        new = lengths[old:]
+        if not old:
+            self._ends = np.stack([host.ends(lengths) for host in hosts])
+        else:
+            if len(new) > len(hosts) // 4:
+                more = np.stack([host.ends(new) for host in hosts])
+            else:
+                more = np.array([ends_on(hosts, int(length)) for length in new.tolist()]).reshape(-1, len(hosts)).T
+            self._ends = np.concatenate([self._ends, more], axis=1) if len(new) else self._ends
+            for row, (host, before) in enumerate(zip(hosts, self._hosts, strict=True)):
+                if host is not before:
+                    self._ends[row] = host.ends(lengths)
+        self._hosts = hosts
+
+
+def _ends(start: Number, bound: Number, tokens: Array, first: Array, second: Array, most: Number) -> Array:
+    """When so many tokens are computed, in chunks as large as a step of `bound` seconds holds. first, second: seconds
+    of steps with as many tokens as PROBES says."""
+    slope = (second - first) / (PROBES[1] - PROBES[0])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        chunk = np.minimum(np.where(slope > 0, PROBES[0] + (bound - first) / slope, most), most)
+        ends: Array = np.where(chunk >= 1, start + np.ceil(tokens / chunk) * bound, inf)
+    return ends

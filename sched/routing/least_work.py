@@ -1,0 +1,22 @@
+"""Where the least work is left, after each instance's own prefix-cache hit."""
+
+from __future__ import annotations
+
+from ..api.request import Request
+from . import Fleet, Placement
+
+
+class LeastWork(Placement):
+    """give_back: the KV of a finished request's answer is copied to the instance that computed its prompt, for the
+    next round of the conversation (see giveback.py)."""
+
+    def __init__(self, give_back: bool = False) -> None:
+        self.gives_back = give_back
+
+    def prefill(self, request: Request, fleet: Fleet) -> list[int]:
+        def work(index: int) -> tuple[int, int, int]:
+            one = fleet.instances[index]
+            new = request.prompt_length - one.cached_tokens(request)
+            return (one.prefill_backlog + new, one.decode_context, index)
+
+        return sorted(fleet.entries, key=work)

@@ -1,0 +1,37 @@
+"""SLOs-Serve's routing (arXiv 2504.08784, section 4.2): to the next replica, until one can keep the request's SLO."""
+
+from __future__ import annotations
+
+from ..admission import Admission
+from ..admission.dp import ByDP
+from ..admission.none import Everybody
+from ..api.errors import InvalidValue
+from ..api.request import BEST_EFFORT, Request
+from . import Fleet, Placement
+
+
+class NextReplica(Placement):
+    """Requests come to the replicas in turn. Where the scheduler of one, asked ahead of time, cannot promise the SLO,
+    the next is asked, `limit` of them at most; then the first one keeps the request, as admission decides: demoted
+    (served there from what is left) or refused.
+
+    admission: who is asked; where it lets everybody in, the dynamic programme is. Writer of its turn.
+    """
+
+    def __init__(self, limit: int = 8, admission: Admission | None = None) -> None:
+        if limit < 1:
+            raise InvalidValue(f"next_replica {limit=} must be at least 1 replica to ask", "placement")
+        self._limit = limit
+        self._asked = ByDP() if admission is None or isinstance(admission, Everybody) else admission
+        self._turn = -1
+
+    def prefill(self, request: Request, fleet: Fleet) -> list[int]:
+        entries = fleet.entries
+        self._turn = (self._turn + 1) % len(entries)
+        route = entries[self._turn :] + entries[: self._turn]
+        if request.tier == BEST_EFFORT:
+            return route
+        for hops, index in enumerate(route[: self._limit]):
+            if self._asked.admits(request, fleet.instances[index], fleet.now):
+                return [*route[hops:], *route[:hops]]
+        return route

@@ -1,0 +1,26 @@
+"""In turn, whatever is there already."""
+
+from __future__ import annotations
+
+from ..api.request import Request
+from . import Fleet, Placement
+
+
+class RoundRobin(Placement):
+    """Writer of its two turns: the Cluster that places."""
+
+    def __init__(self) -> None:
+        self._prefill = self._decode = -1
+
+    def prefill(self, request: Request, fleet: Fleet) -> list[int]:
+        self._prefill += 1
+        return _from(fleet.entries, self._prefill)
+
+    def decode(self, request: Request, fleet: Fleet) -> list[int]:
+        self._decode += 1
+        return _from(fleet.decoders, self._decode)
+
+
+def _from(indices: list[int], turn: int) -> list[int]:
+    start = turn % len(indices)
+    return indices[start:] + indices[:start]
