@@ -2,7 +2,7 @@
 
 Published are tables of lengths (mean, standard deviation, 99th or 90th percentile) and SLOs; no paper publishes the
 shape between these figures. Assumed: a lognormal, a gamma, or, where the 99th percentile is nearer than a normal one,
-a beta distribution: the one with the published moments whose percentile is nearest. tests/sched/test_scenarios.py
+a beta distribution: the one with the published moments whose percentile is nearest. tests/sched/sim/test_scenarios.py
 holds the draws against the tables.
 """
 

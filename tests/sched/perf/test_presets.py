@@ -12,7 +12,7 @@ from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.sim.latency import Assumed, Latency
 from jaxserve.yamlio import load_yaml, parse_yaml
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "latency"
+CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "latency"
 SHEET = Derived(
     flops=100e12, bandwidth=1e12, compute=0.5, memory=0.8, parameters=5e9, weights=8e9, attention=5e5, kv=80_000
 )

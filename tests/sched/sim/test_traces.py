@@ -11,7 +11,7 @@ from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.sim.traces import load_trace
 
-TRACES = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
+TRACES = Path(__file__).resolve().parents[3].parent / "shared" / "traces"
 real = pytest.mark.skipif(not TRACES.is_dir(), reason=f"the public traces are not beside the repository ({TRACES})")
 
 AZURE_2023 = (

@@ -11,7 +11,7 @@ from jaxserve.sched.sim.scenarios import NAMED
 from jaxserve.sched.sim.workload import K128, Mix, Slowdown, Workload
 from jaxserve.workloads import find_workload
 
-PRESETS = Path(__file__).resolve().parents[2] / "configs" / "workload"
+PRESETS = Path(__file__).resolve().parents[3] / "configs" / "workload"
 
 
 @pytest.mark.parametrize("name", [*NAMED, *sorted(path.stem for path in PRESETS.glob("*.yaml"))])

@@ -16,7 +16,7 @@ from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.sim.traces import load_trace
 from jaxserve.sched.sim.traces.servegen import _weibull_shape
 
-SERVEGEN = Path(__file__).resolve().parents[2].parent / "shared" / "traces" / "servegen" / "data"
+SERVEGEN = Path(__file__).resolve().parents[3].parent / "shared" / "traces" / "servegen" / "data"
 real = pytest.mark.skipif(not SERVEGEN.is_dir(), reason=f"the public traces are not beside the repository ({SERVEGEN})")
 
 LANGUAGE = {"input_tokens": "{10: 0.25, 30: 0.75}", "output_tokens": "{0: 0.5, 4: 0.25, 8: 0.25}"}

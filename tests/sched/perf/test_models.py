@@ -17,7 +17,7 @@ from jaxserve.sched.perf.table import TableModel
 from jaxserve.sched.sim.latency import Latency
 from jaxserve.yamlio import load_yaml, parse_yaml
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "latency"
+CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "latency"
 TRUTH = Coefficients(8.7e-3, 4.5e-5, 2e-5, 3e-10, 2.4e-7, 1.5e-8, 11.5e-3, 8 / 256)
 LINEAR = Coefficients(8e-3, 4e-5, 4e-5, 0.0, 2e-8, 2e-8)
 
