@@ -11,8 +11,8 @@ from ..api.perf import Array
 from ..api.policy import Role, View
 from ..api.request import Request
 from ..instance.memo import Kept
+from ..instance.request_queues import tightest
 from ..instance.scheduler import Scheduler
-from ..instance.table import tightest
 from ..policies.slos_serve.commitments import (
     ROUNDING,
     Prompts,

@@ -18,17 +18,60 @@ from itertools import islice
 from typing import Any
 
 from ..api.errors import StepFailed
-from ..api.plan import UNAVAILABLE
+from ..api.plan import UNAVAILABLE, KvParcel
 from ..api.policy import Role
 from ..api.request import BEST_EFFORT, Request, State
-from ..instance.kv_manager import Reservation
+from ..instance.kv_manager import Reservation, Returned
 from ..instance.loop import Core
 from ..instance.watchdog import PATIENT, Patience
 from ..routing import Fleet, Placement
-from .kv_write_back import Returns
 
 ATTEMPTS = 3
 KEPT = 4  # requests that a placement is asked about at a time
+
+
+class Returns:
+    """All KV on its way back in a cluster. Writer: the Mover, in the Cluster's event loop."""
+
+    def __init__(self, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]], wanted: bool) -> None:
+        self._spawn = spawn
+        self._wanted = wanted
+        self._sources: dict[int, Core] = {}
+        self.pages = 0  # that came back
+
+    def came_from(self, id: int, source: Core) -> None:
+        if self._wanted:
+            self._sources[id] = source
+
+    def forget(self, id: int) -> None:
+        self._sources.pop(id, None)
+
+    def give_back(self, core: Core, request: Request) -> None:
+        """A request has finished on `core`: its full pages are still findable there."""
+        source = self._sources.pop(request.id, None)
+        if source is None:
+            return
+        pages = core.scheduler.blocks.find(request.digests)
+        returned = source.scheduler.receive(request.id, request.digests[: len(pages)])
+        if returned is None:
+            return
+        try:
+            parcel = core.executor.export_kv(pages[returned.cached :])
+        except StepFailed:  # the step behind the request's last one has raised, and its pool is gone
+            source.scheduler.keep(request.id, False)
+            return
+        self._spawn(self._carry(request.id, source, returned, parcel))
+
+    async def _carry(self, id: int, source: Core, returned: Returned, parcel: KvParcel) -> None:
+        try:
+            await source.executor.import_kv(parcel, returned.pages[returned.cached :])
+        except Exception:
+            arrived = False  # it is computed again when it is wanted
+        else:
+            arrived = True
+            self.pages += len(returned.pages) - returned.cached
+        source.scheduler.keep(id, arrived)
+        source.wake()
 
 
 class Handover:

@@ -1,7 +1,8 @@
 """The fault matrix on two instances of two emulated devices each: what every request gets. Nothing is lost in silence.
 
 A sample of it, on one device an instance, is in test_faults.py and runs always; in virtual time, with two instances of
-each kind, it is tests/sched/cluster/test_fault_matrix.py. Signals to a whole process are in tests/server/test_killed.py.
+each kind, it is tests/sched/cluster/test_fault_matrix.py. Signals to a
+whole process are in tests/server/test_killed.py.
 `python benchmarks/fault_matrix.py` makes a table of what each request got.
 """
 

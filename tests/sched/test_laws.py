@@ -21,7 +21,7 @@ from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Decision, Limits, Role, View, in_order
 from jaxserve.sched.api.request import BEST_EFFORT, Request
 from jaxserve.sched.api.slo import SLO
-from jaxserve.sched.instance.table import Table
+from jaxserve.sched.instance.request_queues import Table
 from jaxserve.sched.perf.model import GeneralModel
 from tests.support.examples import examples
 from tests.support.sched.cases import (

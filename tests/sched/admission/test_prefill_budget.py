@@ -15,8 +15,8 @@ from jaxserve.sched.api.perf import Load, PerfModel
 from jaxserve.sched.api.policy import Limits, Role, View
 from jaxserve.sched.api.request import BEST_EFFORT, Request, State
 from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.instance.request_queues import Table
 from jaxserve.sched.instance.scheduler import Scheduler
-from jaxserve.sched.instance.table import Table
 from jaxserve.sched.perf.buckets import Buckets, Padded
 from jaxserve.sched.perf.linear import LinearModel
 from jaxserve.sched.perf.model import Coefficients, GeneralModel

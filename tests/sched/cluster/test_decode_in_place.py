@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.request import Request, State
 from jaxserve.sched.api.slo import SLO
-from jaxserve.sched.instance.moves import Moves
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.routing.least_work import LeastWork
 from jaxserve.sched.routing.unified import LATELY, _Lately
@@ -102,7 +101,7 @@ def test_unified_decodes_where_prompts_were_computed_while_rows_are_lacking() ->
 
 
 def test_the_longest_kept_row_leaves_first_and_who_waits_is_kept_instead() -> None:
-    left, leave = [], Moves.leave
+    left, leave = [], Scheduler.leave
 
     def leaves(self: Scheduler, id: int) -> None:
         kept = {one.id: one.computed for one in self if one.stays}
@@ -110,7 +109,7 @@ def test_the_longest_kept_row_leaves_first_and_who_waits_is_kept_instead() -> No
         leave(self, id)
 
     arrivals = [Arrival(0.03 * one, 20 + 15 * (one % 3), 200 + 37 * (one % 7), SLO(0.02, 0.02)) for one in range(99)]
-    with patch.object(Moves, "leave", leaves):
+    with patch.object(Scheduler, "leave", leaves):
         report = simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement="unified:no-turn", rows=8))
     assert all(one == kept[-1] for one, kept, _ in left) and report.summary.reasons == {"stop": 99}
     chosen = [waits for _, kept, waits in left if len(kept) > 1]
@@ -131,7 +130,7 @@ def test_unified_keeps_nobody_whose_decoding_would_cost_others_their_objectives(
     kept = []
     for some in ({}, change):
         arrivals = [Arrival(time=0.05 * one, **{**fields, **some}) for one in range(15)]  # type: ignore[arg-type]
-        with patch.object(Moves, "stay", autospec=True, side_effect=Moves.stay) as stay:
+        with patch.object(Scheduler, "stay", autospec=True, side_effect=Scheduler.stay) as stay:
             simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement="unified", rows=8))
         kept.append(stay.call_count)
     assert kept[0] > 3 and kept[1] == 0
@@ -145,6 +144,6 @@ def test_unified_knows_how_much_of_the_time_prompts_took_lately() -> None:
     assert lately.at(100.0) == pytest.approx(0.1, rel=0.05)
     assert lately.at(100.0 + 2 * LATELY) == pytest.approx(0.1 * exp(-2), rel=0.05)
     arrivals = [Arrival(0.05 * one, 20, 400, SLO(ttft=0.0075, tpot=0.008)) for one in range(15)]
-    with patch("jaxserve.sched.routing.unified.QUIET", 0.001), patch.object(Moves, "stay") as stay:
+    with patch("jaxserve.sched.routing.unified.QUIET", 0.001), patch.object(Scheduler, "stay") as stay:
         simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement="unified", rows=8))
     assert not stay.called

@@ -13,8 +13,8 @@ from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Decision, Limits, Role, View
 from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, Request
 from jaxserve.sched.api.slo import NO_SLO, SLO
+from jaxserve.sched.instance.request_queues import shown
 from jaxserve.sched.instance.scheduler import Scheduler
-from jaxserve.sched.instance.waiting_room import shown
 from jaxserve.sched.perf.model import GeneralModel
 from tests.support.sched.harness import COEFFICIENTS, Job
 from tests.support.sched.laws import Watch

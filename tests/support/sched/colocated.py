@@ -6,7 +6,7 @@ from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Limits, Role, View
 from jaxserve.sched.api.request import Request, State
 from jaxserve.sched.api.slo import SLO
-from jaxserve.sched.instance.table import Table
+from jaxserve.sched.instance.request_queues import Table
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 
 # 10 ms + 0.1 ms per prompt token + 1 ms per decoding row, whatever the contexts; FLAT has contexts cost 10 us a token

@@ -6,7 +6,7 @@ from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Limits, Policy, Role, View
 from jaxserve.sched.api.request import Request, State
 from jaxserve.sched.api.slo import SLO
-from jaxserve.sched.instance.table import Table
+from jaxserve.sched.instance.request_queues import Table
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 
 
