@@ -174,7 +174,7 @@ async def clustered(machine: Any, over: list[Any]) -> AsyncIterator[Any]:
     await asyncio.wait([asyncio.ensure_future(cluster.drained()), running], return_when=asyncio.FIRST_COMPLETED)
     if running.done():
         running.result()
-    while len(cluster.mover) or any(core.scheduler.in_flight for core in cluster.cores):
+    while len(cluster.kv_transfers) or any(core.scheduler.in_flight for core in cluster.cores):
         await asyncio.sleep(0.01)
     cluster.check()
     running.cancel()

@@ -1,7 +1,7 @@
 """A long simulation at full load: attainment by length of prompt in the steady state, and how busy the instances are.
 
     python benchmarks/full_load.py                          # K128 on one prefill and one decode instance: a table, JSON
-    python benchmarks/full_load.py --policy kairos --placement auto --qps 2 2.5
+    python benchmarks/full_load.py --policy kairos --routing auto --qps 2 2.5
 
 The first and last requests are not counted (`--skip`), so that neither the empty start nor the queue that drains when
 the last one has come flatters a policy.
@@ -25,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", default="K128", choices=sorted(NAMED), metavar="NAME", help="[K128]")
     parser.add_argument("--policy", default="unified", metavar="NAME", help="[unified]")
-    parser.add_argument("--placement", default="unified", metavar="NAME", help="[unified]")
+    parser.add_argument("--routing", default="unified", metavar="NAME", help="[unified]")
     parser.add_argument("--mesh", default="2x4", metavar="RxT", help="[2x4]")
     parser.add_argument("--qps", type=float, nargs="+", default=[3.1], metavar="RATE", help="requests/s [3.1]")
     parser.add_argument("--requests", type=int, default=4000, metavar="N", help="[4000]")
@@ -50,7 +50,7 @@ def main() -> None:
 
 def _run(args: argparse.Namespace, qps: float) -> Report:
     latency = load_yaml(preset("latency", "minimax-m2.5-h200-tp4"), Latency)
-    options = Options(placement=args.placement, boundary="layer")
+    options = Options(routing=args.routing, boundary="layer")
     with progress.bar(f"{qps:g} requests/s") as tick:
         return simulate(
             NAMED[args.workload],

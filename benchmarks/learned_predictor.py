@@ -60,7 +60,7 @@ def run(case: Case) -> tuple[Case, float, Mapping[str, float]]:
     latency = replace(latency, buckets=ENGINE if case.padded else NONE)
     system = SYSTEMS[case.policy]
     mesh = replace(Mesh.parse("2x4"), colocated=system.colocated)
-    options = Options(**{"placement": system.placement, "boundary": system.boundary, "noise": case.noise, **others})
+    options = Options(**{"routing": system.routing, "boundary": system.boundary, "noise": case.noise, **others})
     found = goodput_search(
         load, [system.policy], mesh, latency, seeds=range(1), num_requests=case.requests, options=options, goal=0.9,
         tolerance=0.03, start=4.0,

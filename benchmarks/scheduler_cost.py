@@ -6,7 +6,7 @@ decision puts in a step: more of them take longer to choose. `quiet` and `event`
 request since the one before (of `plan`; of `decide` alone they are in the JSON). `observe` is what the step-time model
 takes to learn from a step; it is part of neither. `recompute` is a decision with nothing kept from earlier steps:
 every table of the instance is filled anew. Then what placing one request costs in a fleet of full instances, its
-redirects included, and what one run of the dynamic programme of SLOs-Serve costs.
+redirects included, and what one run of the dynamic program of SLOs-Serve costs.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ import common
 import numpy as np
 
 from jaxserve.report.table import print_table
-from jaxserve.sched import policies
-from jaxserve.sched import routing as placements
+from jaxserve.sched import policies, routing
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.plan import StepPlan, StepResult
 from jaxserve.sched.api.policy import Decision, Limits, Policy, Role, View
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
-from jaxserve.sched.instance.block_pool import BlockManager
-from jaxserve.sched.instance.kv_manager import Memory
+from jaxserve.sched.instance.block_pool import BlockPool
+from jaxserve.sched.instance.kv_manager import KVManager
 from jaxserve.sched.instance.prefix_hits import PrefixHits
-from jaxserve.sched.instance.request_queues import Roster
+from jaxserve.sched.instance.request_queues import RequestQueues
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf import registry
 from jaxserve.sched.perf.buckets import Buckets
@@ -42,7 +41,7 @@ from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.perf.registry import KINDS
 from jaxserve.sched.policies.slos_serve.commitments import idle_of, prompts_of, standing_of, terms_of
 from jaxserve.sched.policies.slos_serve.dp import admitted
-from jaxserve.sched.routing import PLACEMENTS, Fleet
+from jaxserve.sched.routing import ROUTERS, Fleet
 
 # About an 8B model on one large accelerator; the cost of deciding does not depend on them.
 COEFFICIENTS = Coefficients(fixed=5e-3, prefill=2e-5, decode=1e-5, quadratic=1e-10, longest=1e-8, context=1e-8)
@@ -66,7 +65,7 @@ VARIANTS = [
     "slos_serve:no_admit",
     "slos_serve:no_dynamic",
 ]
-PLACED = [*PLACEMENTS, "deflect:faster", "deflect:dropped"]
+PLACED = [*ROUTERS, "deflect:faster", "deflect:dropped"]
 
 
 @dataclass
@@ -144,11 +143,11 @@ class Steady:
     def recompute(self) -> float:
         """CPU seconds of a decision whose tables are filled from nothing."""
         began = time.process_time()
-        roster = Roster(Role.MIXED, PrefixHits(Memory(BlockManager(1, PAGE, prefix_caching=False), 1)))
+        queues = RequestQueues(Role.MIXED, PrefixHits(KVManager(BlockPool(1, PAGE, prefix_caching=False), 1)))
         for request in self.scheduler:
-            roster.file(request)
+            queues.file(request)
         view = self.scheduler.view(self.now, self.now)
-        self.policy.policy.decide(replace(view, prefill=roster.prefill, decode=roster.decode))
+        self.policy.policy.decide(replace(view, prefill=queues.prefill, decode=queues.decode))
         return time.process_time() - began
 
 
@@ -233,7 +232,7 @@ class Full:
         request.token_times.append(0.2)
         request.pages = list(range(one.blocks.count(request.computed)))
         assert one.reserve(request) is not None
-        one.adopt(request)
+        one.accept(request)
 
     def view(self, index: int) -> View:
         return self.instances[index].view(0.2, 0.2)
@@ -243,26 +242,26 @@ def place(name: str, instances: int, residents: int, requests: int) -> dict[str,
     """CPU time of placing a request: `prefill`, and `redirect` once it waits there."""
     half = [Role.PREFILL] * (instances // 2)
     full = Full([*half, *([Role.DECODE] * (instances - len(half)))], residents)
-    fleet, placement = Fleet(0.2, full.instances, lambda tokens: 1e-3 + 1e-7 * tokens), placements.make(name)
-    placement.redirect(fleet)
+    fleet, router = Fleet(0.2, full.instances, lambda tokens: 1e-3 + 1e-7 * tokens), routing.make(name)
+    router.redirect(fleet)
     spent = []
     with undisturbed():
         for _ in range(requests):
             request = full.request()
             began = time.process_time()
-            index = placement.prefill(request, fleet)[0]
+            index = router.prefill(request, fleet)[0]
             seconds = time.process_time() - began
             full.instances[index].add(request)
             began = time.process_time()
-            placement.redirect(fleet)
+            router.redirect(fleet)
             spent.append(seconds + time.process_time() - began)
             full.instances[index].cancel(request.id, "abort")
-    row = {"placement": name, "instances": instances, "residents": residents, "requests": requests}
+    row = {"routing": name, "instances": instances, "residents": residents, "requests": requests}
     return row | milliseconds("request", spent)
 
 
 def promise(new: int, running: int, times: int) -> dict[str, object]:
-    """CPU time of the dynamic programme for `new` requests beside `running` rows of three tiers."""
+    """CPU time of the dynamic program for `new` requests beside `running` rows of three tiers."""
     full = Full([Role.MIXED], running)
     for _ in range(new):
         full.instances[0].add(full.request())
@@ -275,7 +274,7 @@ def promise(new: int, running: int, times: int) -> dict[str, object]:
             nobody, come = (prompts_of(view, count, 256) for count in (0, new))
             kept = admitted(standing_of(view, nobody, 256), come, terms)
             spent.append(time.process_time() - began)
-    row = {"programme": "dp", "new": new, "running": running, "admitted": int(kept.sum())}
+    row = {"program": "dp", "new": new, "running": running, "admitted": int(kept.sum())}
     return row | milliseconds("admit", spent)
 
 
@@ -294,14 +293,14 @@ def main() -> int:
     )
     common.add_output(parser, "scheduler_cost")
     parser.add_argument("--perf", default=PERF, choices=KINDS, metavar="NAME", help=f"step-time model [{PERF}]")
-    parser.add_argument("--placements", nargs="*", default=PLACED)
+    parser.add_argument("--routers", nargs="*", default=PLACED)
     parser.add_argument("--fleet", default="64x256", metavar="INSTANCESxRESIDENTS", help="half of them prefill")
-    parser.add_argument("--programme", default="10+200", metavar="NEW+RUNNING")
+    parser.add_argument("--program", default="10+200", metavar="NEW+RUNNING")
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="rounds over all; the best of each counts")
     args = parser.parse_args()
     sizes = [(int(size.split("+")[0]), int(size.split("+")[1])) for size in args.sizes]
     instances, residents = map(int, args.fleet.split("x"))
-    new, running = map(int, args.programme.split("+"))
+    new, running = map(int, args.program.split("+"))
     rounds = range(args.repeats)
     rows = best(
         "median_decide_ms",
@@ -311,9 +310,9 @@ def main() -> int:
         ],
     )
     placed = best(
-        "median_request_ms", [[place(n, instances, residents, args.steps) for n in args.placements] for _ in rounds]
+        "median_request_ms", [[place(n, instances, residents, args.steps) for n in args.routers] for _ in rounds]
     )
-    programme = best("median_admit_ms", [[promise(new, running, args.steps)] for _ in rounds])
+    program = best("median_admit_ms", [[promise(new, running, args.steps)] for _ in rounds])
     titles = [
         "policy",
         "running",
@@ -332,11 +331,11 @@ def main() -> int:
     keys += [f"{s}_{label}_ms" for label in ("decide", "plan") for s in ("median", "p99")]
     keys += ["median_observe_ms", "median_quiet_ms", "median_event_ms", "median_recompute_ms", "p99_recompute_ms"]
     print_table("CPU ms per step: median and 99th percentile", titles, [[row[key] for key in keys] for row in rows])
-    for title, found in (("CPU ms per request placed", placed), ("CPU ms per decision on new requests", programme)):
+    for title, found in (("CPU ms per request placed", placed), ("CPU ms per decision on new requests", program)):
         if found:
             names = [key.removesuffix("_ms").replace("_", " ") for key in found[0]]
             print_table(title, names, [list(row.values()) for row in found])
-    common.save(args, {"rows": rows, "placements": placed, "programme": programme})
+    common.save(args, {"rows": rows, "routers": placed, "program": program})
     return 0
 
 

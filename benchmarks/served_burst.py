@@ -49,10 +49,10 @@ PILE = 48, 6  # short and long ones
 
 @dataclass(frozen=True)
 class System:
-    """A policy with its placement; whether its steps can be stopped between layers."""
+    """A policy with its routing; whether its steps can be stopped between layers."""
 
     policy: str
-    placement: str = "least_work"
+    routing: str = "least_work"
     preempts: bool = False
 
 
@@ -106,7 +106,7 @@ class Bench:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "journal"
             config = replace(
-                self._config, policy=system.policy, placement=system.placement, journal=str(path),
+                self._config, policy=system.policy, routing=system.routing, journal=str(path),
                 preempt_boundary="layer" if system.preempts else "chunk",
             )  # fmt: skip
             one = self._machine
@@ -129,7 +129,7 @@ async def _serve(machine: Machine, arrivals: Sequence[Arrival]) -> Run:
         [],
         0.0,
         cluster.deflections,
-        {path: one.mape for path, one in cluster.forecasts.accuracy.items() if one.count},
+        {path: one.mape for path, one in cluster.ttft_predictions.accuracy.items() if one.count},
     )
 
 
@@ -185,7 +185,7 @@ def simulated(
         page_size=PAGE, coefficients=truth, link_latency=move, layers=6,
     )  # fmt: skip
     options = Options(
-        tokens=sizes[1], rows=sizes[2], placement=system.placement, prefix_caching=False,
+        tokens=sizes[1], rows=sizes[2], routing=system.routing, prefix_caching=False,
         boundary="layer" if system.preempts else "chunk",
     )  # fmt: skip
     report = simulate(list(arrivals), system.policy, Mesh(instances, tensor_parallel), latency, options=options)

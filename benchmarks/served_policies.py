@@ -4,7 +4,7 @@
     python benchmarks/served_policies.py --models demo --mixes chat --policies "unified sarathi unified@mixed"
 
 Models: `llama`, 104 M random parameters, and `demo`, the one that comes with jaxserve; two instances, of one CPU core
-each where there are two. A policy made of two halves, or with a placement of its own, gets one instance that prefills
+each where there are two. A policy made of two halves, or with a router of its own, gets one instance that prefills
 and one that decodes; the others get two mixed ones (`NAME@split` and `NAME@mixed` say otherwise).
 
 Mixes: `chat`, chats and long documents; `tasks`, four tasks with promises of their own, which are tiers of the server;
@@ -42,7 +42,7 @@ from jaxserve.sched.perf.recipe import DEFAULT
 from jaxserve.sched.sim import Mesh
 
 MESH = "2x1"
-KEPT = ("requests", "seed", "load", "mesh", "perf", "placement")  # settings that all cases of a file share
+KEPT = ("requests", "seed", "load", "mesh", "perf", "routing")  # settings that all cases of a file share
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,7 +74,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--load", type=float, default=0.8, metavar="SHARE", help="of what the profile says is possible [0.8]")
     add("--mesh", default=MESH, help="[%(default)s]")
     add("--perf", default=DEFAULT, choices=KINDS, help="the step-time model of servers and simulations [%(default)s]")
-    add("--placement", default="auto", help="of all policies [what goes with each]")
+    add("--routing", default="auto", help="of all policies [what goes with each]")
     add("--profile-time", type=float, default=None, metavar="S", help="seconds to measure steps")
     add("--page", type=Path, metavar="FILE", help="write the tables between the markers of this page")
     add_output(parser, "served_policies")
@@ -121,7 +121,7 @@ def _model(name: str, args: argparse.Namespace, found: dict[str, Any], clients: 
         return
     from policy_bench.served import Host  # on demand: the clients' process reads this file too, and needs no jax
 
-    settings = {"perf": args.perf, "placement": args.placement, "profile_time": args.profile_time}
+    settings = {"perf": args.perf, "routing": args.routing, "profile_time": args.profile_time}
     host = Host(name, args.mesh, folder, **settings)
     host.machine.measure()  # what is kept may be of a busier or an idler machine
     instances = len(host.machine.executors)
@@ -160,7 +160,7 @@ def _case(
         "roles": "mixed" if system.mixed else "split",
         "served": judge.attained(served.run),
         "simulated": judge.simulated(
-            made, served.journal, system.policy, mesh, host.layers, args.placement, args.perf, seed
+            made, served.journal, system.policy, mesh, host.layers, args.routing, args.perf, seed
         ),
         "busy": judge.busy(served.journal, served.run),
         "steps": judge.steps(served.journal),

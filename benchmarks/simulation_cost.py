@@ -32,7 +32,7 @@ def run(policy: str, mesh: str, args: argparse.Namespace) -> dict[str, object]:
         latency,
         qps=args.qps,
         num_requests=args.requests,
-        options=Options(placement=args.placement),
+        options=Options(routing=args.routing),
     )
     spent = time.process_time() - began
     steps = report.counters.steps
@@ -44,7 +44,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", default="K128", choices=sorted(NAMED), metavar="NAME", help="[K128]")
     parser.add_argument("--policies", nargs="+", default=policies.names(), metavar="NAME", help="[all]")
-    parser.add_argument("--placement", default="auto", metavar="NAME", help="[auto: what goes with the policy]")
+    parser.add_argument("--routing", default="auto", metavar="NAME", help="[auto: what goes with the policy]")
     parser.add_argument("--qps", type=float, default=3.0, metavar="RATE", help="requests/s [3]")
     parser.add_argument("--requests", type=int, default=1000, metavar="N", help="[1000]")
     common.add_output(parser, "simulation_cost")

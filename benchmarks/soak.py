@@ -91,7 +91,7 @@ def left(engine: Any, loop: asyncio.AbstractEventLoop) -> dict[str, Any]:
         "wrong": wrong,
         "pages": sum(core.scheduler.blocks.held for core in cores),
         "requests": len(engine._cluster) + sum(len(core.scheduler) for core in cores) + len(engine._listeners),
-        "handovers": len(engine._cluster.mover),
+        "transferring": len(engine._cluster.kv_transfers),
         "suspended": sum(len(core.executor._suspended) for core in cores),
         "tasks": len(asyncio.all_tasks(engine._loop)) + len(asyncio.all_tasks(loop)),
         "threads": threading.active_count(),
@@ -302,7 +302,7 @@ def quiet(server: Child, before: dict[str, Any], timeout: float = 120.0) -> dict
     end = time.monotonic() + timeout
     while True:
         found = server.left()
-        busy = found["pages"] or found["requests"] or found["suspended"] or found["handovers"]
+        busy = found["pages"] or found["requests"] or found["suspended"] or found["transferring"]
         if (not busy and found["tasks"] <= before["tasks"]) or time.monotonic() > end:
             return found
         time.sleep(0.5)
@@ -310,7 +310,9 @@ def quiet(server: Child, before: dict[str, Any], timeout: float = 120.0) -> dict
 
 def faults(args: argparse.Namespace, tally: Tally, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Everything that is wrong, in words."""
-    found = [f"{name}: {after[name]} left" for name in ("pages", "requests", "suspended", "handovers") if after[name]]
+    found = [
+        f"{name}: {after[name]} left" for name in ("pages", "requests", "suspended", "transferring") if after[name]
+    ]
     found += [f"{after['tasks']} tasks, {before['tasks']} before"] if after["tasks"] > before["tasks"] else []
     found += [after["wrong"]] if after["wrong"] else []
     found += [f"{after['compiled']} programs compiled while serving"] if after["compiled"] else []
@@ -338,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--load", type=float, default=2.0, help="times what the server sustains [%(default)s]")
     parser.add_argument("--mesh", default="3x1")
     parser.add_argument("--policy", default="unified")
-    parser.add_argument("--placement", default="auto")
+    parser.add_argument("--routing", default="auto")
     parser.add_argument("--admission", default="pab")
     parser.add_argument("--preempt-boundary", default="layer")
     parser.add_argument("--speculative-config", help="JSON, as of the server")
@@ -350,7 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(given)
     instances = int(args.mesh.split("x")[0])
     settings = {
-        "mesh": args.mesh, "policy": args.policy, "placement": args.placement, "admission": args.admission,
+        "mesh": args.mesh, "policy": args.policy, "routing": args.routing, "admission": args.admission,
         "preempt_boundary": args.preempt_boundary, "max_model_len": LENGTH, "max_num_seqs": ROWS,
         "max_num_batched_tokens": 64, "max_num_queued_reqs": 96, "disable_log_stats": True,
         "kv_cache_memory": f"{instances * 100 * 96}KiB",  # 100 pages each of the demo model's
@@ -367,7 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = server.end()
     wrong = faults(args, tally, before, after) + ([f"the server ended with {status}"] if status else [])
     print_table("requests", ("what became of them", "count"), [(end, str(n)) for end, n in tally.ends.most_common()])
-    shown = ("pages", "requests", "handovers", "suspended", "tasks", "threads", "preempted", "dropped", "demoted",
+    shown = ("pages", "requests", "transferring", "suspended", "tasks", "threads", "preempted", "dropped", "demoted",
              "deflected", "moved", "drafted", "steps", "compiled")  # fmt: skip
     print_table("server", ("", "before", "after"), [(name, str(before[name]), str(after[name])) for name in shown])
     print(f"roles changed {tally.turns[200]} times; memory {slope(tally.memory):+.1f} MiB an hour")

@@ -3,7 +3,7 @@
     python benchmarks/unified.py                         # all workloads on 1P+1D: a table, JSON and a plot (slow)
     python benchmarks/unified.py --workload K128 --mesh 2x4 --systems "published;unified"
 
-A system is a policy with its placement and mesh: colocated ones have all instances mixed. For every workload the
+A system is a policy with its routing and mesh: colocated ones have all instances mixed. For every workload the
 highest rate (requests/s) at which 90 % of 1,000 requests attain both objectives is searched to 3 %; traces are
 stretched to the rate, their order and burstiness kept. The bounds are of the same servers, with deflection allowed and
 with prompts on prefill instances only.
@@ -48,7 +48,7 @@ class System(NamedTuple):
 
     kind: str  # published, repaired, unified
     policy: str
-    placement: str = "least_work"
+    routing: str = "least_work"
     colocated: bool = False
     boundary: str = "chunk"
 
@@ -150,7 +150,7 @@ def run(case: Case) -> tuple[Case, float, float]:
         latency,
         seeds=range(case.seeds),
         num_requests=case.requests,
-        options=Options(placement=system.placement, boundary=system.boundary, skip=case.skip, **options),
+        options=Options(routing=system.routing, boundary=system.boundary, skip=case.skip, **options),
         goal=GOAL,
         tolerance=0.03,
         start=4.0,

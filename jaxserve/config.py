@@ -15,8 +15,7 @@ from jaxserve import speculative
 from jaxserve.allowed import CHOICES, RANGES
 from jaxserve.elsewhere import argument_hint
 from jaxserve.errors import InvalidValue, short
-from jaxserve.sched import admission, policies
-from jaxserve.sched import routing as placement
+from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.preemption import DEPTH, Boundary
 from jaxserve.sched.api.slo import ANSWER, SLO, THINKING
 from jaxserve.sched.perf import KINDS
@@ -117,7 +116,7 @@ class ServeConfig(HttpSettings):
         "vllm, distserve, sjf, edf ..., some with options as in kairos:literal, or one per role as in "
         "prefill=fcfs,decode=continuous.", metavar="NAME",
     )  # fmt: skip
-    placement: str = flag(
+    routing: str = flag(
         "auto", "scheduling", "Which instance takes a request: least_work (least prompt tokens left after its own "
         "prefix hits), round_robin, deflect, prefill_budget, next_replica, unified. auto: what goes with the policy.",
         metavar="NAME",
@@ -225,7 +224,7 @@ class ServeConfig(HttpSettings):
     def _check_names(self) -> None:
         """Mistyped names and options are told before anything is loaded."""
         policies.make(self.policy)
-        placement.make(policies.placement(self.policy, self.placement), admission.make(self.admission))
+        routing.make(policies.routing(self.policy, self.routing), admission.make(self.admission))
         _ = self.perf_preset
 
     def _check_mesh(self) -> None:

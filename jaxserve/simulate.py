@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 from jaxserve.config import preset
 from jaxserve.errors import InvalidValue
 from jaxserve.report import progress
-from jaxserve.sched import admission, policies
-from jaxserve.sched import routing as placement
+from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.sim import (
@@ -92,7 +91,7 @@ def _study(args: argparse.Namespace) -> Study:
     names = parse_policies(args.policy)
     for name in names:
         policies.make(name)  # what is wrong is said before anything is computed
-        placement.make(policies.placement(name, args.placement), admission.make(args.admission))
+        routing.make(policies.routing(name, args.routing), admission.make(args.admission))
     if args.seeds < 1:
         raise InvalidValue(f"seeds={args.seeds} must be at least 1", "seeds")
     latency = _latency(args)
@@ -101,7 +100,7 @@ def _study(args: argparse.Namespace) -> Study:
         perf=args.perf,
         prediction_error=args.prediction_error,
         noise=args.noise,
-        placement=args.placement,
+        routing=args.routing,
         admission=args.admission,
         tokens=args.max_num_batched_tokens,
         rows=args.max_num_seqs,
@@ -196,9 +195,9 @@ def _search(args: argparse.Namespace, study: Study, tick: Callable[..., None], r
 
 def _bounded(args: argparse.Namespace, study: Study, results: Results) -> Results:
     given = (study.workload, study.mesh, study.latency)
-    placements = {policies.placement(name, study.options.placement).partition(":")[0] for name in study.policies}
-    loosest = min(placements, key=lambda name: (name in STAYING, name))  # one bound holds for all policies
-    options = replace(study.options, placement=loosest)
+    routers = {policies.routing(name, study.options.routing).partition(":")[0] for name in study.policies}
+    loosest = min(routers, key=lambda name: (name in STAYING, name))  # one bound holds for all policies
+    options = replace(study.options, routing=loosest)
     more: dict[str, Any] = {"seeds": study.seeds, "num_requests": study.num_requests, "options": options}
     rates = list(dict.fromkeys(report.rate for report in results.reports)) if args.qps or args.goodput else [None]
     found = tuple(bounds(*given, rates=rates, **more))

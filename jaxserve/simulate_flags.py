@@ -10,7 +10,7 @@ from jaxserve.sched.admission import ADMISSIONS
 from jaxserve.sched.api.preemption import DEPTH
 from jaxserve.sched.perf import KINDS
 from jaxserve.sched.policies import names
-from jaxserve.sched.routing import PLACEMENTS
+from jaxserve.sched.routing import ROUTERS
 from jaxserve.sched.sim import NAMED
 from jaxserve.yamlio import seconds
 
@@ -36,8 +36,8 @@ examples:
   # The same trace at three rates, prompts a fourth as long, on four instances of which one prefills
   jaxserve simulate --mesh 4x4 --prefill 1 --workload trace:conversation_trace.jsonl.gz --prompt-scale 4 --qps 2,4,6
 
-  # Options of a policy, placement or admission stand behind its name; halves of two policies make one
-  jaxserve simulate --policy kairos,kairos:literal,unified --placement round_robin --qps 3
+  # Options of a policy, routing or admission stand behind its name; halves of two policies make one
+  jaxserve simulate --policy kairos,kairos:literal,unified --routing round_robin --qps 3
   jaxserve simulate --policy prefill=kairos,decode=continuous --workload my.yaml --qps 3
 
   # What if? Half the KV, steps predicted a fifth too short, a decode kernel that splits no row's KV
@@ -141,10 +141,10 @@ def _cluster(group: Any) -> None:
 
 def _scheduling(group: Any) -> None:
     group.add_argument(
-        "--placement",
+        "--routing",
         default="auto",
         metavar="NAME",
-        help=f"which instance takes a request: {', '.join(sorted(PLACEMENTS))}, or auto: the policy's own [auto]",
+        help=f"which instance takes a request: {', '.join(sorted(ROUTERS))}, or auto: the policy's own [auto]",
     )
     group.add_argument(
         "--admission",
@@ -196,7 +196,7 @@ def _replicas(group: Any) -> None:
         type=seconds,
         default=0.0,
         metavar="TIME",
-        help="age of what the placement knows of the instances, as in 100ms [0]",
+        help="age of what the router knows of the instances, as in 100ms [0]",
     )
 
 

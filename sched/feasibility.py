@@ -1,6 +1,6 @@
 """What can still be on time: own remaining work, the on-time set, and what decoding leaves of a step.
 
-One service for every policy, placement and admission. Pure functions of a View and its numpy columns; seconds and
+One service for every policy, routing and admission. Pure functions of a View and its numpy columns; seconds and
 tokens. What takes longer than linear time looks only at requests that could be on time alone.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 
 from .api.perf import Array, Load, PerfModel
-from .api.policy import Order, Rows, View
+from .api.policy import Order, QueueView, View
 from .api.request import RequestView
 
 GRID = 64  # tokens: chunks that share a step with decoding rows are multiples of it
@@ -36,7 +36,7 @@ Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 Cost = Callable[[Load], float]  # of a step: predicted seconds, or tokens
 
 
-def remaining_work(view: View, rows: Rows, count: int | None = None) -> Array:
+def remaining_work(view: View, rows: QueueView, count: int | None = None) -> Array:
     """Seconds that each request's own remaining prompt tokens take, computed alone in chunks of `limits.tokens`; what
     a waiting one is expected to find in the prefix cache need not be computed. Of the first `count` rows, or all."""
     remaining = rows.remaining[:count]
@@ -149,7 +149,7 @@ def _joining(slack: Array, seconds: Array, rows: Order, able: Mask) -> Mask:
     return joins
 
 
-def decode_load(rows: Rows) -> Load:
+def decode_load(rows: QueueView) -> Load:
     """The step that decodes one token of every row."""
     return load_of(rows.context)
 
@@ -235,13 +235,13 @@ def chunk_times(perf: PerfModel, load: Load, tokens: int, context: Array) -> Arr
     return result
 
 
-def tightest_tpot(rows: Rows) -> float:
+def tightest_tpot(rows: QueueView) -> float:
     """Seconds: the least tpot of the rows that are not best effort; inf without one."""
     tpot = promised(rows, rows.tpot)
     return float(np.minimum.reduce(tpot)) if len(tpot) else inf
 
 
-def promised(rows: Rows, column: Array) -> Array:
+def promised(rows: QueueView, column: Array) -> Array:
     """A column without the rows of best effort."""
     return column[: rows.standard]
 
@@ -258,12 +258,12 @@ def held_by_best_effort(view: View, whole: Callable[[Array], Array]) -> tuple[fl
     return pages, slots
 
 
-def deadlines(rows: Rows) -> Array:
+def deadlines(rows: QueueView) -> Array:
     """When the next token of each row is due; -inf for best effort, which never has a deadline to keep."""
     return rows.deadline if rows.standard == len(rows) else np.where(rows.best_effort > 0, -inf, rows.deadline)
 
 
-def tightest_tbt(rows: Rows) -> float:
+def tightest_tbt(rows: QueueView) -> float:
     """Seconds: the least tbt that a row was promised; inf without one."""
     tbt = promised(rows, rows.tbt)
     return float(np.minimum.reduce(tbt)) if len(tbt) else inf
@@ -322,7 +322,7 @@ def late_joiners(view: View, share: float = 0.1, lately: int = 20) -> Order:
     return NOBODY if on_time.any() else late
 
 
-def keeps(rows: Rows, start: float, seconds: float) -> bool:
+def keeps_objectives(rows: QueueView, start: float, seconds: float) -> bool:
     """Whether some row here can keep its objectives in steps of `seconds`: its first token was in time, and it is on
     time with such a step, or is back on time after some. Where none can, leaving rows out of a step, or cutting its
     prompts short, gains nothing: a policy does neither. Best effort and rows without objectives have none to keep."""
@@ -358,7 +358,7 @@ def _began_in_time(request: RequestView) -> bool:
 def hopeful(view: View, seconds: float) -> bool:
     """Whether steps of `seconds` are short enough for a row that decodes here, or, where none does, for one to come."""
     if len(view.decode):
-        return keeps(view.decode, view.start, seconds)
+        return keeps_objectives(view.decode, view.start, seconds)
     tpot = promised(view.prefill, view.prefill.tpot)
     return bool((np.isfinite(tpot) & (seconds * (1.0 - ROUNDING) <= tpot)).any())
 
@@ -392,7 +392,7 @@ def spare_time(view: View) -> float:
     return float(np.partition(rows.ttft[:count] - own, count // 10)[count // 10])
 
 
-def guest_speed(view: View, bound: float) -> float:
+def piggyback_speed(view: View, bound: float) -> float:
     """Share of a decode instance's time that prompts can have, in steps of `bound` seconds with every row decoding."""
     if not len(view.decode) or not isfinite(bound):
         return 1.0

@@ -3,7 +3,7 @@
 A journal holds lengths, SLOs, sampling parameters, results and digests of pages, but no prompt: which tokens it
 had shows only in digests, which is all that prefix sharing needs. Kinds of records: `instance` (how to make one),
 `add`, `cancel`, `plan` (with the clock that the policy saw), `planned` (what came out), `digest`, `settle`,
-`interrupts`, `suspend`, `recover`, `reserve`, `unreserve`, `disown`, `adopt`, `receive`, `keep`, `turn`, `stay`,
+`interrupts`, `suspend`, `recover`, `reserve`, `unreserve`, `release`, `accept`, `receive`, `keep`, `turn`, `stay`,
 `leave`, `hang`, `reset_prefix_cache`.
 """
 
@@ -226,24 +226,24 @@ class _Replayer:
             scheduler.suspend(Suspended(*record["result"]))
         elif kind == "recover":
             scheduler.recover()
-        elif kind == "adopt":
+        elif kind == "accept":
             request = self.outcome.requests[record["id"]]
-            scheduler.adopt(request, record["first_token_at"])
+            scheduler.accept(request, record["first_token_at"])
             self._moved.setdefault(at, []).append(request)
         elif kind == "reserve":
             scheduler.reserve(self.outcome.requests[record["id"]])
         elif kind == "unreserve":
             scheduler.unreserve_id(record["id"])
-        elif kind == "disown":
-            scheduler.disown(record["id"])
-        elif kind == "receive":
-            scheduler.receive(record["id"], [bytes.fromhex(digest) for digest in record["digests"]])
-        elif kind == "keep":
-            scheduler.keep(record["id"], record["arrived"])
-        elif kind == "turn":
-            scheduler.turn(Role(record["role"]), record["first_token_at"])
-        elif kind == "stay":
-            scheduler.stay(record["id"], record["first_token_at"])
+        elif kind == "release":
+            scheduler.release(record["id"])
+        elif kind == "reserve_write_back":
+            scheduler.reserve_write_back(record["id"], [bytes.fromhex(digest) for digest in record["digests"]])
+        elif kind == "finish_write_back":
+            scheduler.finish_write_back(record["id"], record["arrived"])
+        elif kind == "set_role":
+            scheduler.set_role(Role(record["role"]), record["first_token_at"])
+        elif kind == "decode_in_place":
+            scheduler.decode_in_place(record["id"], record["first_token_at"])
         elif kind == "leave":
             scheduler.leave(record["id"])
         elif kind == "reset_prefix_cache":

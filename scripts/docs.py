@@ -21,8 +21,7 @@ from jaxserve.__main__ import COMMANDS
 from jaxserve.engine.classes import ERRORS, PHASES, SLACK, ClassStats, Spread
 from jaxserve.engine.info import EngineInfo, InstanceInfo, InstanceStats, Promise, Stats
 from jaxserve.flags import TeachingParser
-from jaxserve.sched import admission, policies
-from jaxserve.sched import routing as placement
+from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.api.thinking import ThinkingMarkers
 from jaxserve.sched.cluster.ttft_predictions import Accuracy
@@ -93,11 +92,11 @@ def sample_stats() -> Stats:
     return Stats(
         instances=(InstanceStats("0", "mixed", 0, 0, 1, 0, 0),),
         counters=Counters(accepted_at=[1]),
-        handovers=0,
+        transferring=0,
         transfers=0,
         transfer_seconds=0.0,
         classes=classes,
-        forecasts={"prefill": Accuracy(1, 1.0, 1.0, 0.0, 0.0)},
+        ttft_predictions={"prefill": Accuracy(1, 1.0, 1.0, 0.0, 0.0)},
     )
 
 
@@ -110,7 +109,7 @@ def families() -> list[Metric]:
         dtype="float32",
         instances=(InstanceInfo("0", "mixed", ("cpu",), 1, 16),),
         policy="unified",
-        placement="unified",
+        routing="unified",
         eos=frozenset(),
         thinking=ThinkingMarkers(),
         startup_seconds=0.0,
@@ -177,8 +176,8 @@ def names_page() -> str:
     lines += table(("decode half", "options"), rows(policies.DECODE, own))
     lines += ["`NAME/draft` lets any of them speculate:", ""]
     lines += table(("name", "options"), rows(policies.DRAFTING, own, ("policy",)))
-    lines += ["## Placement (`--placement`)", ""]
-    lines += table(("name", "options"), rows(placement.PLACEMENTS, placement.__name__, ("admission",)))
+    lines += ["## Router (`--routing`)", ""]
+    lines += table(("name", "options"), rows(routing.ROUTERS, routing.__name__, ("admission",)))
     lines += ["## Admission (`--admission`)", ""]
     lines += table(("name", "options"), rows(admission.ADMISSIONS, admission.__name__))
     lines += ["## Step-time models (`--perf`)", ""]

@@ -134,7 +134,7 @@ def test_mesh_and_roles():
         ({"preempt_boundary": "layers:0"}, "preempt_boundary"),
         ({"preempt_depth": 0}, "preempt_depth"),
         ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype"),
-        ({"placement": "deflect:never"}, "placement"),
+        ({"routing": "deflect:never"}, "routing"),
         ({"dtype": "float16"}, "dtype"),
         ({"load_format": "gguf"}, "load_format"),
         ({"mesh": "2x1", "prefill": 2}, "prefill"),

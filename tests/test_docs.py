@@ -11,8 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from jaxserve.sched import admission, policies
-from jaxserve.sched import routing as placement
+from jaxserve.sched import admission, policies, routing
 
 LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]+))?\)")
 
@@ -85,7 +84,7 @@ def test_links_that_leave_the_site_are_rewritten(load_file: Callable[[str], Modu
     assert hook.rewrite("[README.md](../../README.md)", page, None) == "`README.md`"
 
 
-@pytest.mark.parametrize("names", [policies.names(), sorted(placement.PLACEMENTS), sorted(admission.ADMISSIONS)])
+@pytest.mark.parametrize("names", [policies.names(), sorted(routing.ROUTERS), sorted(admission.ADMISSIONS)])
 def test_the_page_of_policies_has_every_name(repo: Path, names: list[str]) -> None:
     page = (repo / "docs" / "reference" / "policies.md").read_text(encoding="utf-8")
     assert [name for name in names if not re.search(rf"`{name}[`:]", page)] == []

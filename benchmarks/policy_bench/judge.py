@@ -49,13 +49,13 @@ def attained(run: Run) -> dict[str, Any]:
 
 
 def simulated(
-    calls: Sequence[Call], journal: Replay, policy: str, mesh: Mesh, layers: int, placement: str, perf: Any, seed: int
+    calls: Sequence[Call], journal: Replay, policy: str, mesh: Mesh, layers: int, routing: str, perf: Any, seed: int
 ) -> dict[str, Any]:
     """The same requests under the same scheduler, on instances with the step times and the noise of that run."""
     latency, fitted = measured_latency(journal)
     limits = next(iter(journal.instances.values()))["limits"]
     options = Options(
-        tokens=limits["tokens"], rows=limits["rows"], placement=policies.placement(policy, placement),
+        tokens=limits["tokens"], rows=limits["rows"], routing=policies.routing(policy, routing),
         prefix_caching=False, perf=perf,
     )  # fmt: skip
     report = simulate(arrivals(calls), policy, mesh, replace(latency, layers=layers), seed, options=options)

@@ -25,7 +25,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.info import Stats
 from jaxserve.replay import perf_of
 from jaxserve.sched.api.request import Request
-from jaxserve.sched.cluster.ttft_predictions import Forecasts
+from jaxserve.sched.cluster.ttft_predictions import TTFTPredictions
 from jaxserve.sched.journal import Replay, replay
 from jaxserve.server.main import Ending, listen_on, serve
 from jaxserve.server.service import Service
@@ -38,7 +38,7 @@ from .systems import MODELS, System
 LONGEST = 600.0  # seconds of a case: a server that does not answer is an error, not a figure
 
 
-class Recorded(Forecasts):
+class Recorded(TTFTPredictions):
     """Keeps each first token as last predicted and as it came, in seconds, best effort aside. Writer: the engine's
     thread."""
 
@@ -88,7 +88,7 @@ class Host:
         if tiers is not None:
             mine = replace(mine, slo_tiers=str(_tiers(self._folder / "tiers.yaml", tiers)))
         engine = Engine.on(self.machine.serving(mine))
-        recorded = engine._cluster.forecasts = Recorded()
+        recorded = engine._cluster.ttft_predictions = Recorded()
         try:
             with _listening(Service(engine, self._tokenizer, mine)) as url:
                 sent = clients.submit(send, url, mine.names[0], calls, tiers is not None)
@@ -108,7 +108,7 @@ class Host:
 def _at_rest(engine: Engine) -> Stats:
     """What it says once nothing runs any more: rows that were planned ahead, and KV under way."""
     end = time.monotonic() + 30.0
-    while (stats := engine.stats()).running or stats.waiting or stats.handovers:
+    while (stats := engine.stats()).running or stats.waiting or stats.transferring:
         if time.monotonic() > end:
             raise RuntimeError(f"something still runs: {stats}")
         time.sleep(0.02)

@@ -48,7 +48,7 @@ class System:
         if at and roles not in ("mixed", "split"):
             raise InvalidValue(f"{text!r} must end with @mixed or @split, or neither", "policies")
         bare = name.partition(":")[0]
-        return cls(name, roles == "mixed" if at else bare in policies.WHOLE and bare not in policies.PLACEMENT)
+        return cls(name, roles == "mixed" if at else bare in policies.WHOLE and bare not in policies.ROUTER)
 
     @property
     def mode(self) -> str:

@@ -47,7 +47,7 @@ class Case(NamedTuple):
     """One simulation."""
 
     policy: str
-    placement: str
+    routing: str
     rate: float
     requests: int
     seed: int = 0
@@ -57,7 +57,7 @@ class Case(NamedTuple):
 
     def run(self, recorder: Recorder | None = None) -> Report:
         options = Options(
-            placement=self.placement, first_token="decode", tokens=self.tokens, perf=self.perf, noise=self.noise
+            routing=self.routing, first_token="decode", tokens=self.tokens, perf=self.perf, noise=self.noise
         )
         return simulate(
             NAMED["deflection"], self.policy, "4x1", LATENCY, self.seed,
@@ -65,8 +65,8 @@ class Case(NamedTuple):
         )  # fmt: skip
 
 
-def placements(args: argparse.Namespace) -> Table:
-    """P95 TTFT and attainment by placement and rate."""
+def routers(args: argparse.Namespace) -> Table:
+    """P95 TTFT and attainment by routing and rate."""
     count, seeds = args.requests or REQUESTS, args.seeds or SEEDS
     cases = [Case(*system, rate, count, seed) for system in SYSTEMS for rate in RATES for seed in range(seeds)]
     found = dict(zip(cases, page.spread(args, _ends, cases), strict=True))
@@ -84,7 +84,7 @@ def placements(args: argparse.Namespace) -> Table:
         more = [100 * (one[1] / other[1] - 1) for one, other in zip(cells, before, strict=True)]
         gains = ["", ""] if system == SYSTEMS[0] else [between(less), between(more)]
         rows.append([", ".join(f"`{one}`" for one in system), *shown, *gains])
-    titles = ["policy, placement", *(f"{rate:g} req/s" for rate in RATES), "P95 TTFT less by, %", "attained more by, %"]
+    titles = ["policy, routing", *(f"{rate:g} req/s" for rate in RATES), "P95 TTFT less by, %", "attained more by, %"]
     return Table("P95 TTFT, and % attained (TTFT 2 s, TPOT and TBT 100 ms)", titles, rows)
 
 
@@ -100,9 +100,9 @@ def _ends(case: Case) -> tuple[float, float]:
 def breakdown(args: argparse.Namespace) -> Table:
     """Of what the TTFT of requests around the 95th percentile consists: waiting, computing, moving KV."""
     count = args.requests or REQUESTS
-    placements = ("round_robin", "least_work", "deflect:faster")
-    cases = [Case("distserve", one, rate, count) for one in placements for rate in (2.0, 4.0, *RATES)]
-    titles = ["placement", "req/s", "P95 TTFT, s", "waiting, %", "computing, %", "moving KV, %"]
+    routers = ("round_robin", "least_work", "deflect:faster")
+    cases = [Case("distserve", one, rate, count) for one in routers for rate in (2.0, 4.0, *RATES)]
+    titles = ["routing", "req/s", "P95 TTFT, s", "waiting, %", "computing, %", "moving KV, %"]
     return Table("Parts of the P95 TTFT", titles, page.spread(args, _parts, cases))
 
 
@@ -122,7 +122,7 @@ def _parts(case: Case) -> list[object]:
     moved = [max(0.0, one.arrival + one.ttft - ended[one.id]) / one.ttft for one in near]
     busy = [computed[one.id] / one.ttft for one in near]
     parts = 100 * np.array([1 - fmean(moved) - fmean(busy), fmean(busy), fmean(moved)])
-    return [f"`{case.placement}`", f"{case.rate:g}", report.summary.ttft.p95, *(f"{one:.1f}" for one in parts)]
+    return [f"`{case.routing}`", f"{case.rate:g}", report.summary.ttft.p95, *(f"{one:.1f}" for one in parts)]
 
 
 def chunk_sweep(args: argparse.Namespace) -> Table:
@@ -132,7 +132,7 @@ def chunk_sweep(args: argparse.Namespace) -> Table:
     sizes = [
         Case("distserve", one, 6.0, count, tokens=tokens) for one in TWO for tokens in (256, 512, 1024, 2048, 4096)
     ]
-    titles = ["placement", "tokens a step", "P95 TTFT, s", "TTFT attained, %", "TPOT and TBT, %", "both, %"]
+    titles = ["routing", "tokens a step", "P95 TTFT, s", "TTFT attained, %", "TPOT and TBT, %", "both, %"]
     rows = page.spread(args, _sweep, [*shares, *sizes])
     return Table("Chunks on decode instances, at 6 requests/s", [*titles, "P99 of largest gaps, ms", "deflected"], rows)
 
@@ -143,7 +143,7 @@ def _sweep(case: Case) -> list[object]:
     shares = (summary.ttft_attained, summary.tpot_attained, summary.attained)
     cells = [f"{100 * one:.1f}" for one in shares]
     gap = 1e3 * summary.largest_gap.p99
-    return [f"`{case.placement}`", case.tokens, summary.ttft.p95, *cells, gap, report.deflections]
+    return [f"`{case.routing}`", case.tokens, summary.ttft.p95, *cells, gap, report.deflections]
 
 
 class Errors(Recorder):
@@ -190,7 +190,7 @@ def predictor(args: argparse.Namespace) -> Table:
     ]
     titles = [
         "step-time model",
-        "policy, placement",
+        "policy, routing",
         "decode steps",
         "mixed steps",
         "TTFT, prefill path",
@@ -204,10 +204,10 @@ def _predicted(case: Case) -> list[object]:
     recorder = Errors()
     report = case.run(recorder)
     steps = [fmean(one) if one else float("nan") for one in recorder.shares.values()]
-    paths = [report.forecasts[path].mape for path in ("prefill", "decode")]
+    paths = [report.ttft_predictions[path].mape for path in ("prefill", "decode")]
     cells = [f"{100 * one:.1f}" for one in (*steps, *paths, report.summary.attained)]
-    return [f"`{case.perf}`", f"`{case.policy}`, `{case.placement}`", *cells]
+    return [f"`{case.perf}`", f"`{case.policy}`, `{case.routing}`", *cells]
 
 
 if __name__ == "__main__":
-    raise SystemExit(page.run(__doc__, "deflection", (placements, breakdown, chunk_sweep, predictor)))
+    raise SystemExit(page.run(__doc__, "deflection", (routers, breakdown, chunk_sweep, predictor)))

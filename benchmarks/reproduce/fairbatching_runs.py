@@ -44,7 +44,7 @@ NOISE = 0.013
 
 
 class Job(NamedTuple):
-    """One simulation. `system` is a policy, then an admission after a stroke, then a placement after another."""
+    """One simulation. `system` is a policy, then an admission after a stroke, then a router after another."""
 
     system: str
     workload: str
@@ -69,12 +69,12 @@ class Result(NamedTuple):
 
 
 def report(job: Job, recorder: Recorder | None = None) -> Report:
-    policy, admission, placement = (*job.system.split("/"), "", "")[:3]
+    policy, admission, routing = (*job.system.split("/"), "", "")[:3]
     latency = load_yaml(preset("latency", job.model), Latency)
     options = Options(
         noise=NOISE,
         admission=admission or "none",
-        placement=placement or "least_work",
+        routing=routing or "least_work",
         stale=0.1 if job.instances > 1 else 0.0,
         routing_delay=0.005 if job.instances > 1 else 0.0,
     )

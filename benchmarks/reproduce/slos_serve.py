@@ -138,7 +138,7 @@ def replicas() -> Table:
     base: list[float] = []
     for count, place in REPLICAS:
         mesh = Mesh(count, colocated=count > 1)
-        system = System(f"{count}, {place}", "slos_serve:no-spec", mesh, options=(("placement", place),))
+        system = System(f"{count}, {place}", "slos_serve:no-spec", mesh, options=(("routing", place),))
         found = [count * capacity(system, one, requests=REPLICA_REQUESTS) for one in scenarios]
         base = base or found
         paper = {"2, next_replica": "2.18", "3, next_replica": "3.36", "4, next_replica": "4.61"}.get(system.label, "–")

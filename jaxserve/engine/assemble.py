@@ -22,8 +22,7 @@ from jaxserve.engine.warmup import CompileCounter, Progress, compile_counter
 from jaxserve.errors import InvalidValue
 from jaxserve.models.source import DUMMY, find_model
 from jaxserve.models.thinking import thinking_markers
-from jaxserve.sched import admission, policies
-from jaxserve.sched import routing as placement
+from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.log import Log, no_log
 from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.api.request import Request
@@ -45,7 +44,7 @@ CLOSING = 10.0  # seconds that what runs on the devices may take to end when a m
 SCHEDULING = frozenset(
     {
         "policy",
-        "placement",
+        "routing",
         "admission",
         "prefill",
         "mode",
@@ -107,7 +106,7 @@ class Machine:
             )
             instances.append(Instance(executor.name, scheduler, executor))
         admits = admission.make(config.admission)
-        places = placement.make(policies.placement(config.policy, config.placement), admits)
+        places = routing.make(policies.routing(config.policy, config.routing), admits)
         return Cluster(
             instances, places, admits, first_token=config.first_token, finished=finished, patience=self.patience
         )
@@ -133,7 +132,7 @@ class Machine:
     def _options(self) -> dict[str, Any]:
         """Of a simulation of this server (sched.sim.Options)."""
         return {
-            "placement": policies.placement(self.config.policy, self.config.placement),
+            "routing": policies.routing(self.config.policy, self.config.routing),
             "admission": self.config.admission,
             "first_token": self.config.first_token,
             "boundary": self.config.preempt_boundary,
@@ -162,7 +161,7 @@ class Machine:
                 raise InvalidValue(f"{one.name}={given!r} must be {mine!r}, as these executors were built", one.name)
         mesh = plan_of(config)
         places = tuple(replace(one, role=role.value) for one, role in zip(self.info.instances, mesh.roles, strict=True))
-        info = replace(self.info, instances=places, policy=config.policy, placement=config.placement)
+        info = replace(self.info, instances=places, policy=config.policy, routing=config.routing)
         return Machine(config, mesh, self.executors, self.limits, self.recipe, info, lent=True)
 
     async def close(self) -> bool:
@@ -322,7 +321,7 @@ def _draft(config: ServeConfig) -> dict[str, Any]:
 
 def policies_line(config: ServeConfig, mesh: MeshPlan) -> str:
     """What decides, in words."""
-    return f"mesh {mesh}, policy {config.policy}, placement {config.placement}"
+    return f"mesh {mesh}, policy {config.policy}, routing {config.routing}"
 
 
 def _info(config: ServeConfig, built: Built, seconds: float) -> EngineInfo:
@@ -339,7 +338,7 @@ def _info(config: ServeConfig, built: Built, seconds: float) -> EngineInfo:
         dtype=str(executors[0].state.weights["embed"].dtype),
         instances=tuple(map(instance, executors, mesh.roles)),
         policy=config.policy,
-        placement=config.placement,
+        routing=config.routing,
         eos=frozenset(spec.eos),
         thinking=ThinkingMarkers() if built.path is None else thinking_markers(built.path, spec.eos),
         startup_seconds=seconds,

@@ -34,7 +34,7 @@ from jaxserve.sched.api.plan import UNAVAILABLE, Delta
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.request import STANDARD, Request
 from jaxserve.sched.api.slo import NO_SLO, SLO
-from jaxserve.sched.cluster.ttft_predictions import Forecasts
+from jaxserve.sched.cluster.ttft_predictions import TTFTPredictions
 from jaxserve.sched.instance.stats import Counters
 from jaxserve.sched.journal import REHEARSAL
 
@@ -115,8 +115,8 @@ class Engine:
         for seen in (self._over, self._reasons):
             seen.clear()
         self._tallies = Tallies(self._classes.names)
-        self._cluster.mover.transfers, self._cluster.mover.seconds = 0, 0.0
-        self._cluster.forecasts, self._cluster.deflections = Forecasts(), 0
+        self._cluster.kv_transfers.transfers, self._cluster.kv_transfers.seconds = 0, 0.0
+        self._cluster.ttft_predictions, self._cluster.deflections = TTFTPredictions(), 0
 
     # requests, from any thread
 
@@ -213,7 +213,7 @@ class Engine:
         """
 
         async def turned() -> tuple[Role, ...]:
-            self._cluster.turn(roles)
+            self._cluster.set_roles(roles)
             return self.roles
 
         return self._ask(turned)
@@ -312,7 +312,7 @@ class Engine:
         self._queue.ended()
         if request.finish_reason == "abort":
             return  # its client went away: neither kept nor broken
-        self._tallies.add(request, self._cluster.forecasts.error(request))
+        self._tallies.add(request, self._cluster.ttft_predictions.error(request))
 
     # the whole
 
@@ -335,16 +335,16 @@ class Engine:
     def stats(self) -> Stats:
         """A snapshot. Read without a lock: single numbers, each right at its moment."""
         schedulers = [(core.name, core.scheduler) for core in self._cluster.cores]
-        mover, compiled = self._cluster.mover, self._machine.compiled
+        kv_transfers, compiled = self._cluster.kv_transfers, self._machine.compiled
         return Stats(
             tuple(
                 InstanceStats(n, x.role.value, x.running, x.waiting, x.limits.pages, x.blocks.held, x.prefill_backlog)
                 for n, x in schedulers
             ),
             Counters.total(one.counters for _, one in schedulers),
-            len(mover),
-            mover.transfers,
-            mover.seconds,
+            len(kv_transfers),
+            kv_transfers.transfers,
+            kv_transfers.seconds,
             dict(self._reasons),
             self._tallies.stats(),
             compiled.compilations_total,
@@ -357,7 +357,7 @@ class Engine:
             self._hygiene.seconds,
             deflections=self._cluster.deflections,
             unkept_programs=compiled.unkept_total,
-            forecasts=dict(self._cluster.forecasts.accuracy),
+            ttft_predictions=dict(self._cluster.ttft_predictions.accuracy),
             journal_errors=self._machine.journal_errors,
             hung_steps=self._cluster.hung_steps,
         )

@@ -41,7 +41,7 @@ class EngineInfo:
     dtype: str
     instances: tuple[InstanceInfo, ...]
     policy: str
-    placement: str
+    routing: str
     eos: frozenset[int]
     thinking: ThinkingMarkers
     startup_seconds: float
@@ -68,7 +68,7 @@ class Stats:
 
     instances: tuple[InstanceStats, ...]
     counters: Counters  # summed over instances
-    handovers: int  # requests whose KV is on its way
+    transferring: int  # requests whose KV is on its way
     transfers: int
     transfer_seconds: float
     finished: dict[str, int] = field(default_factory=dict)  # by finish reason
@@ -82,7 +82,7 @@ class Stats:
     collections: dict[str, int] = field(default_factory=dict)  # of garbage, by why: idle, slack, memory
     collection_seconds: float = 0.0
     deflections: int = 0  # prompts given to instances that decode
-    forecasts: dict[str, Accuracy] = field(default_factory=dict)  # of first tokens, by path
+    ttft_predictions: dict[str, Accuracy] = field(default_factory=dict)  # of first tokens, by path
     unkept_programs: int = 0  # compiled, and not kept because the cache folder cannot be written
     journal_errors: int = 0  # 1 once the journal could not be written and has stopped
     hung_steps: int = 0  # steps that were taken to hang

@@ -264,14 +264,14 @@ class EngineCollector(Collector):
             yield family
         for name, text, value in _FORECAST:
             family = SummaryMetricFamily(PREFIX + name, text, labels=["model_name", "path"])
-            for path, one in stats.forecasts.items():
+            for path, one in stats.ttft_predictions.items():
                 family.add_metric([self._model, path], one.count, value(one))
             yield family
         text = "Mean absolute error of predicted first tokens, as a share of the time that they took."
-        errors = [((path,), one.mape) for path, one in stats.forecasts.items()]
+        errors = [((path,), one.mape) for path, one in stats.ttft_predictions.items()]
         yield self._family(GaugeMetricFamily, "ttft_prediction_mape", text, errors, "path")
         text = f"Median of the latest {RECENT} such errors."
-        medians = [((path,), one.median) for path, one in stats.forecasts.items() if one.median is not None]
+        medians = [((path,), one.median) for path, one in stats.ttft_predictions.items() if one.median is not None]
         yield self._family(GaugeMetricFamily, "ttft_prediction_median_error", text, medians, "path")
         text = "Times for which the engine's event loop was away, where more than 5 ms."
         sizes = stats.stall_sizes or (0,) * (len(EDGES) + 1)

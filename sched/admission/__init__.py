@@ -8,11 +8,11 @@ from ..api.request import Request
 from ..instance.scheduler import Scheduler
 from ..registry import build
 
-ADMISSIONS = {"dp": "dp:ByDP", "none": "none:Everybody", "pab": "by_prefill_budget:ByBudget"}
+ADMISSIONS = {"dp": "dp:ByDP", "none": "none:AdmitAll", "pab": "by_prefill_budget:ByPrefillBudget"}
 
 
 class Admission(Protocol):
-    """Asked once per request, of the instance that placement chose."""
+    """Asked once per request, of the instance that router chose."""
 
     refuse: bool  # what is not admitted is refused; otherwise it becomes best effort
 

@@ -7,7 +7,7 @@ from ..instance.scheduler import Scheduler
 from .prefill_budget import prefill_budget
 
 
-class ByBudget:
+class ByPrefillBudget:
     """Admits a prompt that, prefix hit aside, is no longer than the budget of its instance for its own TTFT. refuse:
     turn others away, so that they can go elsewhere; otherwise they become best effort."""
 

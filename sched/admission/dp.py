@@ -1,4 +1,4 @@
-"""Admission by the dynamic programme of SLOs-Serve (arXiv 2504.08784, sections 3.1 and 4.2)."""
+"""Admission by the dynamic program of SLOs-Serve (arXiv 2504.08784, sections 3.1 and 4.2)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from ..api.perf import Array
 from ..api.policy import Role, View
 from ..api.request import Request
-from ..instance.memo import Kept
+from ..instance.memo import InstanceMemo
 from ..instance.request_queues import tightest
 from ..instance.scheduler import Scheduler
 from ..policies.slos_serve.commitments import (
     ROUNDING,
+    Commitments,
     Prompts,
-    Standing,
     blocks,
     check_block,
     demand,
@@ -28,7 +28,7 @@ from ..policies.slos_serve.commitments import (
     terms_of,
 )
 from ..policies.slos_serve.dp import admitted
-from ..policies.slos_serve.speculation import NEVER, Terms
+from ..policies.slos_serve.speculation import NEVER, StepCosts
 
 
 class ByDP:
@@ -41,7 +41,7 @@ class ByDP:
         self._margin = margin
         self._block = check_block(block)
         self._output = output
-        self._promised = Kept(self._standing)
+        self._promised = InstanceMemo(self._standing)
 
     def admits(self, request: Request, scheduler: Scheduler, now: float) -> bool:
         view, standing, terms = self._promised.of(scheduler, now)
@@ -57,7 +57,7 @@ class ByDP:
         alone = partial(in_time, view, new.deadline, tokens, context, length, new.tpot)
         return bool(admitted(standing, new, terms, None, alone)[0])
 
-    def _standing(self, scheduler: Scheduler, start: float) -> tuple[View, Standing, Terms]:
+    def _standing(self, scheduler: Scheduler, start: float) -> tuple[View, Commitments, StepCosts]:
         view = scheduler.view(start, start)
         standing = standing_of(view, prompts_of(view, view.prefill.standard, self._output), self._output)
         terms = terms_of(view, idle_of(view, self._block), draft=view.limits.draft, margin=self._margin)
@@ -73,7 +73,7 @@ class ByDP:
         )
 
 
-def _with_drafting(standing: Standing, scheduler: Scheduler, view: View) -> Standing:
+def _with_drafting(standing: Commitments, scheduler: Scheduler, view: View) -> Commitments:
     """Rows whose drafts are being verified are in no table of the view."""
     drafting = [one for one in scheduler if one.drafting and one.tier != "best_effort"]
     if not drafting or view.role is Role.PREFILL:

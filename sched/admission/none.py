@@ -1,4 +1,4 @@
-"""Everybody is let in."""
+"""AdmitAll is let in."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..api.request import Request
 from ..instance.scheduler import Scheduler
 
 
-class Everybody:
+class AdmitAll:
     refuse = False
 
     def admits(self, request: Request, scheduler: Scheduler, now: float) -> bool:

@@ -93,7 +93,7 @@ class Delta(NamedTuple):
     stop_token: int | None = None  # the id that ended it, where finish_reason is "stop" by a token
 
 
-def news(request: int, tokens: tuple[int, ...]) -> Delta:
+def token_delta(request: int, tokens: tuple[int, ...]) -> Delta:
     """Tokens, and nothing else to tell: most news are such, and Delta(...) takes twice as long."""
     return tuple.__new__(Delta, (request, tokens, (), (), None, None, None))
 

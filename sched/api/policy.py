@@ -38,7 +38,7 @@ def roles_of(given: Sequence[str] | Mapping[int, str], instances: int) -> dict[i
     return {index: Role(name) for index, name in given.items()}
 
 
-class Rows(Protocol):
+class QueueView(Protocol):
     """Requests ordered by (priority, arrival, id), as objects and as numpy columns (one row each, read-only)."""
 
     def __len__(self) -> int: ...
@@ -138,8 +138,8 @@ class View:
     now: float  # the clock, read once for this decision
     start: float  # when the step planned now can begin (later than `now` while one is running)
     role: Role
-    prefill: Rows  # prompt work left, or KV dropped and to be computed again
-    decode: Rows  # one token left to compute: a decode step each
+    prefill: QueueView  # prompt work left, or KV dropped and to be computed again
+    decode: QueueView  # one token left to compute: a decode step each
     limits: Limits
     free_pages: int  # free or idle: to be had without dropping anybody
     free_slots: int  # held by nobody, in a table or not, and not reserved for who is on the way
@@ -188,13 +188,13 @@ class Decision:
     again: float = inf
 
 
-def whole(rows: Rows, order: Order) -> tuple[Grant, ...]:
+def whole(rows: QueueView, order: Order) -> tuple[Grant, ...]:
     """All that is left of each request, in an order of rows."""
     new, left = tuple.__new__, rows.remaining[order].astype(int).tolist()
     return tuple([new(Grant, (rows[row].id, tokens, 0)) for row, tokens in zip(order.tolist(), left, strict=True)])
 
 
-def in_order(rows: Rows, order: Order, limits: Limits) -> tuple[Grant, ...]:
+def in_order(rows: QueueView, order: Order, limits: Limits) -> tuple[Grant, ...]:
     """Grants of all that is left of each request, in an order of rows.
 
     Of those that wait only the first `limits.rows` are named: no plan has room for more. Those that run are all

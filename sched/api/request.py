@@ -19,7 +19,7 @@ STANDARD = "standard"
 class State(Enum):
     WAITING = "waiting"  # holds no pages here (new, or its KV was dropped)
     RUNNING = "running"  # holds pages and a slot
-    HANDOVER = "handover"  # prompt done, KV held for another instance
+    TRANSFERRING = "transferring"  # prompt done, KV held for another instance
     FINISHED = "finished"
 
 
@@ -73,6 +73,7 @@ class Request:
         "cached",
         "class_",
         "computed",
+        "decodes_in_place",
         "digests",
         "drafted",
         "drafting",
@@ -105,7 +106,6 @@ class Request:
         "slot",
         "stage",
         "state",
-        "stays",
         "stops",
         "suspended",
         "thinking",
@@ -163,7 +163,7 @@ class Request:
         self.hit = 0  # known tokens that its instance's prefix cache holds while it waits
         self.row = 0  # where it was last seen in its table
         self.inflight = 0  # submitted spans whose result is not back
-        self.stays = False  # it decodes on an instance that prefills, until there is room for it elsewhere
+        self.decodes_in_place = False  # it decodes on an instance that prefills, until there is room for it elsewhere
         self.suspended = False  # its step was stopped at a segment boundary and has not gone on
         self.drafted = Drafts()  # how often they were right so far
         self.drafting = 0  # tokens drafted by the span in flight: how many hold is not known yet
@@ -290,7 +290,7 @@ class Request:
 
     def wait_anew(self) -> None:
         """It goes to another instance without its KV; the tokens stay."""
-        self.state, self.stays = State.WAITING, False
+        self.state, self.decodes_in_place = State.WAITING, False
         self.computed = self.drops = 0
 
     def forget_cache(self) -> None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..admission import Admission
-from ..admission.none import Everybody
+from ..admission.none import AdmitAll
 from ..api.errors import InvalidValue, Unavailable
 from ..api.executor import Executor
 from ..api.plan import UNAVAILABLE, Delta
@@ -19,14 +19,14 @@ from ..instance.loop import Core
 from ..instance.scheduler import Scheduler
 from ..instance.watchdog import PATIENT, Patience
 from ..metrics import FINISHED
-from ..routing import Placement
+from ..routing import Router
 from .first_tokens import Waits, waits
-from .kv_transfer import Mover
-from .ttft_predictions import Forecasts
+from .kv_transfer import KVTransferManager
+from .ttft_predictions import TTFTPredictions
 
 FAILED_STEPS = 3  # in a row and within a minute: from this many on an instance had better get no requests
 
-Tell = Callable[[Delta], None]
+OnOutput = Callable[[Delta], None]
 
 SETTLES = 5.0  # seconds within which steps and moves of requests that are over give their pages back
 
@@ -41,20 +41,20 @@ class Instance(NamedTuple):
 
 class Resident(NamedTuple):
     request: Request
-    tell: Tell
+    on_output: OnOutput
 
 
 class Cluster:
     """Owner of the cores. Everything here runs in one event loop, real or virtual.
 
-    `first_token`: "prefill" tells the first token at once; "decode" holds it until the KV has arrived. `finished`
-    hears of every request that is over, whatever the reason, while `forecasts` still has what was predicted of it.
+    `first_token`: "prefill" sends the first token at once; "decode" holds it until the KV has arrived. `finished` is
+    called for every request that ends, whatever the reason, while `ttft_predictions` still has its prediction.
     """
 
     def __init__(
         self,
         instances: Sequence[Instance],
-        placement: Placement,
+        router: Router,
         admission: Admission | None = None,
         *,
         first_token: str = "prefill",
@@ -65,21 +65,21 @@ class Cluster:
             raise InvalidValue(f"{first_token=} must be 'prefill' or 'decode'", "first_token")
         self.cores = [Core(one.name, one.scheduler, one.executor, self, patience) for one in instances]
         check_roles([core.scheduler.role for core in self.cores])
-        self._placement = placement
-        self._admission = admission or Everybody()
+        self._router = router
+        self._admission = admission or AdmitAll()
         self._schedulers = [core.scheduler for core in self.cores]
         self._hold_first = first_token == "decode"
         self._finished = finished
         self._residents: dict[int, Resident] = {}
-        self.forecasts = Forecasts()
+        self.ttft_predictions = TTFTPredictions()
         self.hung_steps = 0
         self.deflections = 0  # prompts that were given to an instance that decodes
         self._held: dict[int, list[Delta]] = {}  # told when the KV has arrived
         self._tasks: asyncio.TaskGroup | None = None
         self._empty = asyncio.Event()
         self._empty.set()
-        self.mover = Mover(
-            self.cores, placement, self._spawn, self._arrived, self._move_failed, self._held.__contains__, patience
+        self.kv_transfers = KVTransferManager(
+            self.cores, router, self._spawn, self._arrived, self._move_failed, self._held.__contains__, patience
         )
         self._covered: tuple[Role, ...] = ()  # roles before others took over those of an instance that hangs
 
@@ -118,64 +118,64 @@ class Cluster:
             one.reset_prefix_cache()
         return True
 
-    def submit(self, request: Request, tell: Tell) -> None:
-        """Place a new request, and ask whether it is admitted there. Its news come to `tell`. Raises InvalidValue
+    def submit(self, request: Request, on_output: OnOutput) -> None:
+        """Place a new request, and ask whether it is admitted there. Its news come to `on_output`. Raises InvalidValue
         where it could never fit, Unavailable while steps of every instance that prompts come to hang."""
-        fleet = self.mover.fleet()
+        fleet = self.kv_transfers.fleet()
         if not fleet.entries:
             raise Unavailable(self.ailment or "no instance takes prompts")
-        core = self.cores[self._placement.prefill(request, fleet)[0]]
+        core = self.cores[self._router.prefill(request, fleet)[0]]
         admission = self._admission
         if request.tier != BEST_EFFORT and not admission.admits(request, core.scheduler, fleet.now):
             if admission.refuse:
-                self._refuse(request, tell)
+                self._refuse(request, on_output)
                 return
             request.tier = BEST_EFFORT
             core.scheduler.counters.demotions += 1
         most = min(one.scheduler.limits.pages * one.scheduler.limits.page_size for one in self.cores)
         request.limit = min(request.limit, max(1, most - request.prompt_length))
-        self._forecast(request, core, self._placement.forecast(request))
+        self._predict_ttft(request, core, self._router.predicted_first_token(request))
         core.scheduler.add(request)
         self.deflections += core.scheduler.role is Role.DECODE
-        self._residents[request.id] = Resident(request, tell)
+        self._residents[request.id] = Resident(request, on_output)
         self._empty.clear()
         core.wake()
         self._redirect()
 
-    def _forecast(self, request: Request, core: Core, at: float | None) -> None:
-        """Keep what is predicted of its first token, to be compared with when it comes. at: by the placement's own
+    def _predict_ttft(self, request: Request, core: Core, at: float | None) -> None:
+        """Keep what is predicted of its first token, to be compared with when it comes. at: by the router's own
         prediction, where it made one."""
-        fleet, role = self.mover.fleet(), core.scheduler.role
+        fleet, role = self.kv_transfers.fleet(), core.scheduler.role
         later = fleet.transfer(request.prompt_length) if self._hold_first and role is not Role.DECODE else 0.0
         found = waits(request, core.scheduler, fleet.now) if at is None else Waits(own=at - fleet.now)
-        self.forecasts.note(request, role, fleet.now, found, later)
+        self.ttft_predictions.note(request, role, fleet.now, found, later)
 
-    def _refuse(self, request: Request, tell: Tell) -> None:
+    def _refuse(self, request: Request, on_output: OnOutput) -> None:
         request.state, request.finish_reason = State.FINISHED, "refused"
         request.error = "its latency objectives cannot be kept under the present load; try again later"
         self._finished(request)
-        tell(Delta(request.id, finish_reason=request.finish_reason, error=request.error))
+        on_output(Delta(request.id, finish_reason=request.finish_reason, error=request.error))
 
     def _redirect(self) -> None:
-        """Let instances be for something else, and requests wait elsewhere, where the placement says so."""
+        """Let instances be for something else, and requests wait elsewhere, where the router says so."""
         if any(one.hung for one in self._schedulers):
-            return  # who serves then is not the placement's to say
-        roles = self._placement.roles(self.mover.fleet())
+            return  # who serves then is not the router's to say
+        roles = self._router.roles(self.kv_transfers.fleet())
         if roles:
-            self.turn(roles)
-        for id, source, target, ends in self._placement.redirect(self.mover.fleet()):
+            self.set_roles(roles)
+        for id, source, target, ends in self._router.redirect(self.kv_transfers.fleet()):
             self._move(id, self.cores[source], self.cores[target], ends)
 
     def _move(self, id: int, source: Core, target: Core, ends: float | None = None) -> None:
-        request = source.scheduler.disown(id)
+        request = source.scheduler.release(id)
         request.wait_anew()
-        self._forecast(request, target, ends)
+        self._predict_ttft(request, target, ends)
         target.scheduler.add(request)
         self.deflections += target.scheduler.role is Role.DECODE is not source.scheduler.role
         source.wake()  # who comes after it may fit
         target.wake()
 
-    def turn(self, roles: Mapping[int, Role]) -> None:
+    def set_roles(self, roles: Mapping[int, Role]) -> None:
         """Change what instances, by index, are for. Nobody loses a token or KV: prompts that wait go where prompts come
         to, those begun end where they are, what decodes moves when there is room elsewhere.
 
@@ -187,17 +187,17 @@ class Cluster:
             raise InvalidValue(f"instance={unknown[0]!r} must be 0 to {len(self.cores) - 1}", "instance")
         check_roles([roles.get(index, one.role) for index, one in enumerate(self._schedulers)])
         turned = [index for index, role in roles.items() if role is not self._schedulers[index].role]
-        now = self.mover.fleet().now if self._hold_first else None
+        now = self.kv_transfers.fleet().now if self._hold_first else None
         for index in turned:
-            self._schedulers[index].turn(roles[index], now)
+            self._schedulers[index].set_role(roles[index], now)
         for core in map(self.cores.__getitem__, turned):
-            self.mover.turned(core)
+            self.kv_transfers.role_changed(core)
             if core.scheduler.role is not Role.PREFILL:
                 for request in core.scheduler:
                     self._arrived(request)
             if core.scheduler.role is Role.DECODE:
                 self._place_again(core)
-        self.mover.place()
+        self.kv_transfers.place()
         for core in self.cores:
             core.wake()
 
@@ -207,7 +207,7 @@ class Cluster:
         for request in waiting:
             if request.drops or request.generated:
                 continue  # it comes back where its KV was dropped
-            better = self.cores[self._placement.prefill(request, self.mover.fleet())[0]]
+            better = self.cores[self._router.prefill(request, self.kv_transfers.fleet())[0]]
             if better is not core:
                 self._move(request.id, core, better)
 
@@ -216,9 +216,9 @@ class Cluster:
         for core in self.cores:
             delta = core.scheduler.cancel(id, reason, error)
             if delta is not None:
-                self._tell(delta)
+                self._output(delta)
                 core.wake()
-                self.mover.place()
+                self.kv_transfers.place()
 
     def settled(self, core: Core, settled: Settled) -> None:
         for delta in settled.deltas:
@@ -226,12 +226,12 @@ class Cluster:
                 self._held.setdefault(delta.request, []).append(delta)
             else:
                 if delta.finish_reason in FINISHED:
-                    self.mover.returns.give_back(core, self._residents[delta.request].request)
-                self._tell(delta)
+                    self.kv_transfers.write_back.copy(core, self._residents[delta.request].request)
+                self._output(delta)
         for request, tokens in settled.advanced:
-            self.mover.advance(core, request, tokens)
-        if len(self.mover):
-            self.mover.place()
+            self.kv_transfers.advance(core, request, tokens)
+        if len(self.kv_transfers):
+            self.kv_transfers.place()
         self._redirect()
 
     def _holds(self, core: Core, delta: Delta) -> bool:
@@ -241,16 +241,16 @@ class Cluster:
         return delta.request in self._held or len(self._residents[delta.request].request.output) <= 1
 
     def dropped(self, core: Core) -> None:
-        self.mover.dropped(core)
+        self.kv_transfers.dropped(core)
 
     def recovered(self, core: Core, deltas: list[Delta]) -> None:
         for delta in deltas:
-            self._tell(delta)
-        self.mover.lost(core)
+            self._output(delta)
+        self.kv_transfers.lost(core)
 
     def _arrived(self, request: Request) -> None:
         for delta in self._held.pop(request.id, ()):
-            self._tell(delta)
+            self._output(delta)
 
     def _move_failed(self, request: Request, reason: str, why: str) -> None:
         self.cancel(request.id, reason, why)
@@ -264,7 +264,7 @@ class Cluster:
     async def _cut_off(self, core: Core, why: str) -> None:
         """A step of an instance does not end. Its requests fail; the others there go on elsewhere, with their tokens:
         those that held KV compute it again."""
-        self.mover.hung(core)
+        self.kv_transfers.hung(core)
         for request in list(core.scheduler):
             if request.inflight:
                 self.cancel(request.id, UNAVAILABLE, why)
@@ -272,10 +272,10 @@ class Cluster:
         for request in list(core.scheduler):
             if request.state is State.FINISHED:
                 continue
-            fleet = self.mover.fleet()
+            fleet = self.kv_transfers.fleet()
             if fleet.entries:
-                self.mover.drop(request.id)
-                self._move(request.id, core, self.cores[self._placement.prefill(request, fleet)[0]])
+                self.kv_transfers.drop(request.id)
+                self._move(request.id, core, self.cores[self._router.prefill(request, fleet)[0]])
             else:
                 self.cancel(request.id, UNAVAILABLE, why)
 
@@ -285,14 +285,14 @@ class Cluster:
         serving = [one.role for one in self._schedulers if not one.hung]
         if serving and not complete(serving):
             before = self._covered or roles
-            self.turn(dict.fromkeys(range(len(roles)), Role.MIXED))
+            self.set_roles(dict.fromkeys(range(len(roles)), Role.MIXED))
             self._covered = before
 
     def returned(self, core: Core) -> None:
         """The step of an instance that hung has ended after all."""
         if self._covered and not any(one.hung for one in self._schedulers):
-            self.turn(dict(enumerate(self._covered)))
-        self.mover.place()
+            self.set_roles(dict(enumerate(self._covered)))
+        self.kv_transfers.place()
         for one in self.cores:
             one.wake()
 
@@ -308,19 +308,19 @@ class Cluster:
                 return f"the last {lately} steps of instance {core.name} failed, all within a minute"
         return None
 
-    def _tell(self, delta: Delta) -> None:
+    def _output(self, delta: Delta) -> None:
         resident = self._residents[delta.request]
-        self.forecasts.came(resident.request)
+        self.ttft_predictions.came(resident.request)
         if delta.finish_reason is not None:
             for held in self._held.pop(delta.request, ()):
-                resident.tell(held)
+                resident.on_output(held)
             del self._residents[delta.request]
-            self.mover.drop(delta.request)
+            self.kv_transfers.drop(delta.request)
             self._finished(resident.request)
-            self.forecasts.over(resident.request)
+            self.ttft_predictions.over(resident.request)
             if not self._residents:
                 self._empty.set()
-        resident.tell(delta)
+        resident.on_output(delta)
 
     def check(self) -> None:
         """Raises AssertionError where a page, a slot or a request is lost."""

@@ -76,7 +76,7 @@ class Shares:
     serves in order of arrival, shows in it, and so does what the host adds.
 
     Least squares of the relative error with forgetting; a first token that comes far off counts as less far off.
-    Writer: Forecasts.
+    Writer: TTFTPredictions.
     """
 
     def __init__(self) -> None:

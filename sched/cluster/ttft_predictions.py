@@ -12,14 +12,14 @@ from ..api.policy import Role
 from ..api.request import BEST_EFFORT, Request
 from .first_tokens import Shares, Waits
 
-RECENT = 512  # forecasts of a path that its median error is of
+RECENT = 512  # ttft_predictions of a path that its median error is of
 PATHS = ("prefill", "decode")
 SHORTEST, LONGEST = 2.0**-6, 2.0**10  # seconds of ttft: shorter and longer ones are taken as these
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Of the forecasts of one path. Seconds from a request's arrival to its first token, summed."""
+    """Of the ttft_predictions of one path. Seconds from a request's arrival to its first token, summed."""
 
     count: int = 0
     predicted: float = 0.0
@@ -34,7 +34,7 @@ class Accuracy:
 
 
 class _Path:
-    """What is known of one path. Writer: Forecasts."""
+    """What is known of one path. Writer: TTFTPredictions."""
 
     def __init__(self) -> None:
         self.accuracy = Accuracy()
@@ -52,7 +52,7 @@ class _Path:
         )
 
 
-class Forecast(NamedTuple):
+class TTFTPrediction(NamedTuple):
     """Of one first token: its path, when it was made and of what, and when the token comes."""
 
     path: str
@@ -62,7 +62,7 @@ class Forecast(NamedTuple):
     at: float
 
 
-class Forecasts:
+class TTFTPredictions:
     """What was predicted of requests under way, and how right it was for those that are over. Writer: the Cluster.
 
     A path is `prefill` where the prompt was computed by an instance that prefills (or does both), and `decode` where
@@ -74,14 +74,14 @@ class Forecasts:
     """
 
     def __init__(self) -> None:
-        self._open: dict[int, Forecast] = {}
+        self._open: dict[int, TTFTPrediction] = {}
         self._awaited: set[int] = set()  # those whose first token has not come
         self._paths = {path: _Path() for path in PATHS}
         self._shares: dict[tuple[str, int], Shares] = {}  # by path, and octave of the ttft
 
     @property
     def accuracy(self) -> dict[str, Accuracy]:
-        """Of the forecasts so far, by path."""
+        """Of the ttft_predictions so far, by path."""
         return {path: one.accuracy for path, one in self._paths.items()}
 
     def note(self, request: Request, role: Role, now: float, waits: Waits, later: float = 0.0) -> None:
@@ -91,7 +91,7 @@ class Forecasts:
             return
         path = "decode" if role is Role.DECODE else "prefill"
         at = now + self._of(path, request).seconds(waits) + later
-        self._open[request.id] = Forecast(path, now, waits, later, at)
+        self._open[request.id] = TTFTPrediction(path, now, waits, later, at)
         self._awaited.add(request.id)
 
     def _of(self, path: str, request: Request) -> Shares:

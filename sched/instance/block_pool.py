@@ -21,7 +21,7 @@ def chain(parent: bytes, tokens: Sequence[int]) -> bytes:
     return blake2b(parent + array("q", tokens).tobytes(), digest_size=DIGEST_SIZE).digest()
 
 
-class BlockManager:
+class BlockPool:
     """Who holds which page. Writer: the Scheduler of the instance.
 
     Held pages are counted by reference, since a prefix may be shared. A page whose last holder leaves becomes

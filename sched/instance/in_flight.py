@@ -20,7 +20,7 @@ class Settled(NamedTuple):
 
 
 class Submitted:
-    """A step whose result is not back. Writer: the Flight that holds it."""
+    """A step whose result is not back. Writer: the InFlightSteps that holds it."""
 
     __slots__ = ("asked", "load", "plan", "ran", "seconds")
 
@@ -37,7 +37,7 @@ class Submitted:
         return max(0.0, self.seconds - self.ran)
 
 
-class Flight:
+class InFlightSteps:
     """The submitted steps, oldest first, and the suspended ones. Writer: the Scheduler."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..api.log import Log, no_log
 from ..api.request import Request
-from .block_pool import BlockManager, chain
+from .block_pool import BlockPool, chain
 
 
 class Reservation(NamedTuple):
@@ -19,7 +19,7 @@ class Reservation(NamedTuple):
     slot: int
 
 
-class Returned(NamedTuple):
+class WriteBack(NamedTuple):
     """Pages set aside for KV that comes back to where its prompt was computed. The first `cached` are here already."""
 
     pages: tuple[int, ...]
@@ -27,7 +27,7 @@ class Returned(NamedTuple):
     digests: tuple[bytes, ...]
 
 
-class Memory:
+class KVManager:
     """Pages and slots of one instance.
 
     A request is admitted with the pages of all its known tokens or not at all. So a prefill, once begun, never
@@ -35,11 +35,11 @@ class Memory:
     cannot deadlock. Only decoding rows grow.
     """
 
-    def __init__(self, blocks: BlockManager, slots: int, log: Log = no_log) -> None:
+    def __init__(self, blocks: BlockPool, slots: int, log: Log = no_log) -> None:
         self.blocks = blocks
         self._log = log
         self._slots = list(range(slots - 1, -1, -1))
-        self._returning: dict[int, Returned] = {}  # by request
+        self._returning: dict[int, WriteBack] = {}  # by request
 
     @property
     def free_slots(self) -> int:
@@ -138,21 +138,21 @@ class Memory:
         request.on_device = False
         self.register(request, 0, request.computed)
 
-    def receive(self, id: int, digests: Sequence[bytes], reserve: int) -> Returned | None:
+    def reserve_write_back(self, id: int, digests: Sequence[bytes], reserve: int) -> WriteBack | None:
         """Set pages aside for a prefix that a request which is over has elsewhere, where `reserve` pages are left."""
-        self._log("receive", id=id, digests=[digest.hex() for digest in digests])
+        self._log("reserve_write_back", id=id, digests=[digest.hex() for digest in digests])
         hits = self.blocks.match(digests)
         if hits == len(digests) or id in self._returning:
             return None
         pages = self.blocks.take(digests[:hits], len(digests) - hits, reserve)
         if pages is None:
             return None
-        self._returning[id] = Returned(tuple(pages), hits, tuple(digests))
+        self._returning[id] = WriteBack(tuple(pages), hits, tuple(digests))
         return self._returning[id]
 
-    def keep(self, id: int, arrived: bool) -> None:
+    def finish_write_back(self, id: int, arrived: bool) -> None:
         """Let the pages go; where their KV has arrived, findable until they are wanted."""
-        self._log("keep", id=id, arrived=arrived)
+        self._log("finish_write_back", id=id, arrived=arrived)
         returned = self._returning.pop(id, None)
         if returned is None:
             return  # the pool is new since

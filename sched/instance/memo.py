@@ -11,7 +11,7 @@ from .scheduler import Scheduler
 T = TypeVar("T")
 
 
-class Kept(Generic[T]):
+class InstanceMemo(Generic[T]):
     """`work_out` of an instance and the time at which its next step can begin. May look at its tables, its role, its
     step-time model, its drafts, its free pages and that time alone. Writer: who holds it."""
 

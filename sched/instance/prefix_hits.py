@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..api.request import Request
-from .kv_manager import Memory
+from .kv_manager import KVManager
 
 
 class PrefixHits:
@@ -17,8 +17,8 @@ class PrefixHits:
     same prefix at once, every hit is looked up again.
     """
 
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
+    def __init__(self, memory: KVManager) -> None:
+        self._kv = memory
         self._requests: dict[int, Request] = {}
         self._watched: dict[int, tuple[bytes, ...]] = {}  # by request: the digests at its frontier
         self._watchers: dict[bytes, dict[int, None]] = {}  # the reverse; a dict, for its order is the same in each run
@@ -32,7 +32,7 @@ class PrefixHits:
     def watch(self, request: Request) -> None:
         """Estimate the hit of a request that begins to wait, and keep it up to date."""
         self._requests[request.id] = request
-        self._stand(request, len(self._memory.cached(request)))
+        self._stand(request, len(self._kv.cached(request)))
 
     def unwatch(self, id: int) -> None:
         """Forget a request that waits no longer."""
@@ -41,7 +41,7 @@ class PrefixHits:
 
     def refresh(self) -> Iterator[Request]:
         """Take in what has changed in the cache since the last call; yield the requests with another hit."""
-        blocks = self._memory.blocks
+        blocks = self._kv.blocks
         if not blocks.changed:
             return
         changed, torn = blocks.take_changes()
@@ -58,23 +58,23 @@ class PrefixHits:
 
     def check(self) -> None:
         """Raises AssertionError where an estimate is not what a new look at the cache finds."""
-        if not self._memory.blocks.changed:
+        if not self._kv.blocks.changed:
             for request in self._requests.values():
-                found = len(self._memory.cached(request)) * self._memory.blocks.page_size
+                found = len(self._kv.cached(request)) * self._kv.blocks.page_size
                 assert request.hit == found, (
                     f"{request} has {request.hit} tokens cached by its estimate, {found} in truth"
                 )
 
     def _pages(self, request: Request, pages: int) -> int:
         """Cached pages of its prefix, of which there were `pages` before."""
-        blocks, digests = self._memory.blocks, self._memory.sought(request)
+        blocks, digests = self._kv.blocks, self._kv.sought(request)
         while pages and not blocks.match(digests[pages - 1 : pages]):
             pages -= 1
         return pages + blocks.match(digests[pages:])
 
     def _stand(self, request: Request, pages: int) -> None:
-        request.hit = pages * self._memory.blocks.page_size
-        frontier = tuple(self._memory.sought(request)[max(0, pages - 1) : pages + 1])
+        request.hit = pages * self._kv.blocks.page_size
+        frontier = tuple(self._kv.sought(request)[max(0, pages - 1) : pages + 1])
         self._watched[request.id] = frontier
         for digest in frontier:
             self._watchers.setdefault(digest, {})[request.id] = None

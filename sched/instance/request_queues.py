@@ -28,8 +28,8 @@ def tightest(request: Request, tpot: float) -> float:
     return min(tpot, request.slo.tpot_of(ANSWER)) if request.slo.stages else tpot
 
 
-class Table:
-    """Requests sorted by `key`. Writer: the Scheduler that owns them. Policies see it as `Rows`."""
+class RequestQueue:
+    """Requests sorted by `key`. Writer: the Scheduler that owns them. Policies see it as `QueueView`."""
 
     def __init__(self, capacity: int = 64) -> None:
         self._requests: list[Request] = []
@@ -213,7 +213,7 @@ def shown(rows: int) -> int:
 
 
 class WaitingRoom:
-    """Requests by the order of service. Writer: the Roster that holds it."""
+    """Requests by the order of service. Writer: the RequestQueues that holds it."""
 
     def __init__(self) -> None:
         self._keys: list[Key] = []
@@ -249,7 +249,7 @@ class WaitingRoom:
         return self._requests[self._keys[0][3]] if self._keys else None
 
 
-class Roster:
+class RequestQueues:
     """The requests of one instance, filed in two tables by what they need next. Writer: the Scheduler.
 
     `prefill` has those with prompt work (or dropped KV to compute again), `decode` those with one token left.
@@ -266,9 +266,9 @@ class Roster:
         self._seen: dict[int, Request] = {}  # waiting best effort in `prefill`
         self._order: list[Key] = []  # the keys of these
         self.requests: dict[int, Request] = {}
-        self.prefill = Table()
-        self.decode = Table()
-        self._filed: dict[int, Table] = {}
+        self.prefill = RequestQueue()
+        self.decode = RequestQueue()
+        self._filed: dict[int, RequestQueue] = {}
 
     @property
     def seen_as(self) -> Role:
@@ -381,7 +381,7 @@ class Roster:
             self.file(request)
         return True
 
-    def turn(self, role: Role) -> list[Request]:
+    def set_role(self, role: Role) -> list[Request]:
         """The instance is for something else from now on; returns those that waited to be decoded elsewhere and are
         decoded here instead."""
         self.role = role
@@ -390,8 +390,8 @@ class Roster:
             if request.state is State.FINISHED:
                 continue
             decodes = request.state is State.RUNNING and request.generated > 0 and request.remaining == 1
-            request.stays = role is Role.PREFILL and decodes
-            if request.state is State.HANDOVER and role is not Role.PREFILL:
+            request.decodes_in_place = role is Role.PREFILL and decodes
+            if request.state is State.TRANSFERRING and role is not Role.PREFILL:
                 request.state = State.RUNNING
                 kept.append(request)
             self.file(request)
@@ -416,13 +416,13 @@ class Roster:
         assert waiting == set(self.hits), "prefix hits are watched of other requests than those that wait"
         self.hits.check()
 
-    def _belongs(self, request: Request) -> Table | None:
+    def _belongs(self, request: Request) -> RequestQueue | None:
         if request.state is State.WAITING:
             return self.prefill
         if request.state is not State.RUNNING or request.generated >= request.limit:
             return None
         if request.suspended or request.drafting:
             return None  # what it can compute next is not known before its step ends
-        if request.pending and self.role is Role.PREFILL and not request.stays:
+        if request.pending and self.role is Role.PREFILL and not request.decodes_in_place:
             return None  # its prompt is done: it leaves
         return self.decode if request.remaining == 1 and request.generated else self.prefill

@@ -13,16 +13,16 @@ from ..api.acceptance import Acceptance
 from ..api.errors import InvalidValue
 from ..api.log import Log, no_log
 from ..api.perf import PerfModel
-from ..api.plan import Delta, Span, StepPlan, StepResult, Suspended, news
+from ..api.plan import Delta, Span, StepPlan, StepResult, Suspended, token_delta
 from ..api.policy import Decision, Limits, Policy, Role, Task, View
 from ..api.request import Request, State
-from .block_pool import BlockManager
-from .in_flight import Flight, Settled, Submitted, task
-from .kv_manager import Memory, Reservation, Returned
+from .block_pool import BlockPool
+from .in_flight import InFlightSteps, Settled, Submitted, task
+from .kv_manager import KVManager, Reservation, WriteBack
 from .prefix_hits import PrefixHits
-from .request_queues import Roster, shown
+from .request_queues import RequestQueues, shown
 from .stats import Counters, Drift
-from .step_builder import Granter, reserve
+from .step_builder import StepBuilder, reserve
 from .trials import Trials
 
 WAITED = 0.25  # seconds that count at most of what a step waited for the host
@@ -51,9 +51,9 @@ class Scheduler:
         self._prefix_caching = prefix_caching
         self._log = log
         self._reservations: dict[int, Reservation] = {}
-        self._memory = self._new_memory()
-        self._roster = Roster(role, PrefixHits(self._memory), shown(limits.rows))
-        self._flight = Flight()
+        self._kv = self._new_kv()
+        self._queues = RequestQueues(role, PrefixHits(self._kv), shown(limits.rows))
+        self._in_flight = InFlightSteps()
         self._drafts = Acceptance()
         self._ended = 0.0  # when the last step ended, executor's clock
         self._waits = False  # there were rows to decode then
@@ -63,33 +63,33 @@ class Scheduler:
         self._again = inf  # when to ask again whether to stop the running step
         self._trials = Trials()
 
-    def _new_memory(self) -> Memory:
-        blocks = BlockManager(self.limits.pages, self.limits.page_size, prefix_caching=self._prefix_caching)
-        return Memory(blocks, self.limits.rows, self._log)
+    def _new_kv(self) -> KVManager:
+        blocks = BlockPool(self.limits.pages, self.limits.page_size, prefix_caching=self._prefix_caching)
+        return KVManager(blocks, self.limits.rows, self._log)
 
     # what others may look at
 
     def __len__(self) -> int:
-        return len(self._roster.requests)
+        return len(self._queues.requests)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._roster.requests.values())
+        return iter(self._queues.requests.values())
 
     def __contains__(self, id: int) -> bool:
-        return id in self._roster.requests
+        return id in self._queues.requests
 
     @property
     def role(self) -> Role:
-        return self._roster.role
+        return self._queues.role
 
     @property
-    def blocks(self) -> BlockManager:
-        return self._memory.blocks
+    def blocks(self) -> BlockPool:
+        return self._kv.blocks
 
     @property
     def running(self) -> int:
         """Requests that hold a slot."""
-        return self.limits.rows - self._memory.free_slots - len(self._reservations)
+        return self.limits.rows - self._kv.free_slots - len(self._reservations)
 
     @property
     def waiting(self) -> int:
@@ -98,33 +98,33 @@ class Scheduler:
     @property
     def prefill_backlog(self) -> int:
         """Prompt tokens still to compute here, less what is expected to be in the prefix cache."""
-        return self._roster.backlog
+        return self._queues.backlog
 
     @property
     def decode_context(self) -> int:
         """Sum of the contexts that decode here, those on their way included. Tokens."""
         coming = sum(len(r.pages) for r in self._reservations.values()) * self.limits.page_size
-        return int(self._roster.decode.context.sum()) + coming
+        return int(self._queues.decode.context.sum()) + coming
 
     @property
     def version(self) -> tuple[int, int]:
         """The tables of `view` are what they were as long as this is."""
-        return self._roster.prefill.version, self._roster.decode.version
+        return self._queues.prefill.version, self._queues.decode.version
 
     @property
     def in_flight(self) -> int:
         """Steps that the executor has."""
-        return len(self._flight)
+        return len(self._in_flight)
 
     @property
     def oldest(self) -> Submitted | None:
         """The step whose result comes next."""
-        return self._flight.oldest
+        return self._in_flight.oldest
 
     @property
     def predicted(self) -> float:
         """Predicted seconds of the plan made last, or what is left of a resumed one."""
-        newest = self._flight.newest
+        newest = self._in_flight.newest
         return newest.left if newest is not None else 0.0
 
     @property
@@ -134,7 +134,7 @@ class Scheduler:
 
     def cached_tokens(self, request: Request) -> int:
         """Prompt tokens of a request that this instance's prefix cache holds."""
-        return len(self._memory.cached(request)) * self.limits.page_size
+        return len(self._kv.cached(request)) * self.limits.page_size
 
     # inputs: requests
 
@@ -149,13 +149,13 @@ class Scheduler:
             )
         self._log("add", request=request)
         request.limit = min(request.limit, most - request.prompt_length)
-        self._roster.requests[request.id] = request
+        self._queues.requests[request.id] = request
         request.drafted = self._drafts.record(request.tier, request.drafted)
-        self._roster.file(request)
+        self._queues.file(request)
 
     def cancel(self, id: int, reason: str, error: str | None = None) -> Delta | None:
         """End a request early; None where it is not here or already over."""
-        request = self._roster.requests.get(id)
+        request = self._queues.requests.get(id)
         if request is None or request.state is State.FINISHED:
             return None
         self._log("cancel", id=id, reason=reason, error=error)
@@ -170,10 +170,10 @@ class Scheduler:
     def reserve(self, request: Request) -> Reservation | None:
         """Set pages and a slot aside for a request whose prompt another instance computes."""
         self._log("reserve", id=request.id)
-        if request.id in self._reservations or any(one.comes_back for one in self._roster.requests.values()):
+        if request.id in self._reservations or any(one.comes_back for one in self._queues.requests.values()):
             return None  # an earlier move still ends here; those whose KV was dropped here come back first
-        reservation, dropped = reserve(request, self._roster, self._memory, len(self._reservations))
-        self._roster.refresh_hits()
+        reservation, dropped = reserve(request, self._queues, self._kv, len(self._reservations))
+        self._queues.refresh_hits()
         self.counters.preemptions += dropped
         if reservation is not None:
             self._reservations[request.id] = reservation
@@ -187,131 +187,133 @@ class Scheduler:
     def unreserve_id(self, id: int) -> None:
         """Give the standing reservation of a request back."""
         self._log("unreserve", id=id)
-        self._memory.release(self._reservations.pop(id))
+        self._kv.release(self._reservations.pop(id))
 
-    def disown(self, id: int) -> Request:
+    def release(self, id: int) -> Request:
         """Let a request go whose KV has been taken elsewhere."""
-        self._log("disown", id=id)
-        request = self._roster.requests.pop(id)
-        self._roster.unfile(request)
+        self._log("release", id=id)
+        request = self._queues.requests.pop(id)
+        self._queues.unfile(request)
         computed = request.computed
-        self._memory.vacate(request)
+        self._kv.vacate(request)
         request.computed = computed
         return request
 
-    def adopt(self, request: Request, first_token_at: float | None = None) -> None:
+    def accept(self, request: Request, first_token_at: float | None = None) -> None:
         """Take over a request whose KV has arrived in the pages reserved for it.
 
         `first_token_at` is given where the first token counts only now (`--first-token decode`).
         """
-        self._log("adopt", id=request.id, first_token_at=first_token_at)
+        self._log("accept", id=request.id, first_token_at=first_token_at)
         if first_token_at is not None and len(request.output) == 1:
             request.first_token_at = request.token_times[0] = first_token_at
-        self._memory.occupy(request, self._reservations.pop(request.id))
-        self._roster.refresh_hits()
+        self._kv.occupy(request, self._reservations.pop(request.id))
+        self._queues.refresh_hits()
         request.state = State.RUNNING
         request.drafted = self._drafts.record(request.tier, request.drafted)
-        self._roster.requests[request.id] = request
-        self._roster.file(request)
+        self._queues.requests[request.id] = request
+        self._queues.file(request)
 
-    def receive(self, id: int, digests: Sequence[bytes]) -> Returned | None:
+    def reserve_write_back(self, id: int, digests: Sequence[bytes]) -> WriteBack | None:
         """Set pages aside for KV that comes back (giveback.py); None where those that wait may want them."""
-        wanted = len(self._roster.decode) + self.blocks.count(self.prefill_backlog)
-        returned = self._memory.receive(id, digests, wanted)
-        self._roster.refresh_hits()
+        wanted = len(self._queues.decode) + self.blocks.count(self.prefill_backlog)
+        returned = self._kv.reserve_write_back(id, digests, wanted)
+        self._queues.refresh_hits()
         return returned
 
-    def keep(self, id: int, arrived: bool) -> None:
+    def finish_write_back(self, id: int, arrived: bool) -> None:
         """The KV that came back, or did not, is nobody's."""
-        self._memory.keep(id, arrived)
-        self._roster.refresh_hits()
+        self._kv.finish_write_back(id, arrived)
+        self._queues.refresh_hits()
 
     def reset_prefix_cache(self) -> None:
         """Forget the cached prefixes that no request holds."""
         self._log("reset_prefix_cache")
         self.blocks.forget_idle()
-        self._roster.refresh_hits()
+        self._queues.refresh_hits()
 
     def hang(self, hung: bool) -> None:
         """Take note that the oldest step does not end, or has ended after all."""
         self._log("hang", hung=hung)
         self.hung = hung
 
-    def turn(self, role: Role, first_token_at: float | None = None) -> None:
+    def set_role(self, role: Role, first_token_at: float | None = None) -> None:
         """Change what the instance is for. Nobody here loses anything: what was to be decoded elsewhere decodes here
         where the instance prefills no more, and what decodes goes on until there is room for it elsewhere (`leave`).
 
         `first_token_at` is given where the first token counts only when its KV stands where it is decoded.
         """
-        self._log("turn", role=role.value, first_token_at=first_token_at)
-        for request in self._roster.turn(role):
+        self._log("set_role", role=role.value, first_token_at=first_token_at)
+        for request in self._queues.set_role(role):
             if first_token_at is not None and len(request.output) == 1:
                 request.first_token_at = request.token_times[0] = first_token_at
 
-    def stay(self, id: int, first_token_at: float | None = None) -> None:
+    def decode_in_place(self, id: int, first_token_at: float | None = None) -> None:
         """There is no room elsewhere for a request whose prompt is done: it decodes here until there is (`leave`).
 
         `first_token_at` is given where the first token counts only when its KV stands where it is decoded.
         """
-        self._log("stay", id=id, first_token_at=first_token_at)
-        request = self._roster.requests[id]
+        self._log("decode_in_place", id=id, first_token_at=first_token_at)
+        request = self._queues.requests[id]
         if first_token_at is not None and len(request.output) == 1:
             request.first_token_at = request.token_times[0] = first_token_at
-        request.state, request.stays = State.RUNNING, True
-        self._roster.file(request)
+        request.state, request.decodes_in_place = State.RUNNING, True
+        self._queues.file(request)
 
     def leave(self, id: int) -> None:
         """There is room elsewhere for a row that decodes here: it is planned no more, and moves when what is submitted
         of it has ended."""
         self._log("leave", id=id)
-        request = self._roster.requests[id]
-        request.stays = False
+        request = self._queues.requests[id]
+        request.decodes_in_place = False
         if request.remaining == 1 and not request.inflight:
-            request.state = State.HANDOVER
-        self._roster.file(request)
+            request.state = State.TRANSFERRING
+        self._queues.file(request)
 
     # inputs: steps
 
     def plan(self, now: float, start: float) -> StepPlan | None:
         """The next step, to begin at `start`; None where nothing can run."""
         self._log("plan", now=now, start=start, kv_waiting=self.kv_waiting)
-        roster, flight = self._roster, self._flight
-        trial = self._trials.decide(roster, self._memory, self.limits.tokens)
+        queues, in_flight = self._queues, self._in_flight
+        trial = self._trials.decide(queues, self._kv, self.limits.tokens)
         decision = trial or self.policy.decide(self.view(now, start))
         self._again = decision.again
         for id in decision.demote:
-            self.counters.demotions += roster.demote(id)
+            self.counters.demotions += queues.demote(id)
         if decision.resume is not None:
             return self._resume(decision.resume)
-        granter = Granter(roster, self._memory, self.limits, start, busy=bool(flight), kv_waiting=self.kv_waiting > 0)
-        granted = granter.grant(decision)
-        roster.refresh_hits()
+        builder = StepBuilder(
+            queues, self._kv, self.limits, start, busy=bool(in_flight), kv_waiting=self.kv_waiting > 0
+        )
+        granted = builder.build(decision)
+        queues.refresh_hits()
         self.counters.count(granted)
         if not granted.spans:  # what is suspended holds pages
-            return self._resume(next(iter(flight.suspended))) if flight.suspended and not flight else None
+            return self._resume(next(iter(in_flight.suspended))) if in_flight.suspended and not in_flight else None
         self._step += 1
         self._decoded = granted.load.decode > 0
         preemptible = self.limits.preemptible and not (granted.load.decode or trial)
-        plan = StepPlan(self._step, granted.spans, preemptible and len(flight.suspended) < self.limits.suspended)
-        flight.submit(plan, granted.load, self.perf.step_time(granted.load))
+        plan = StepPlan(self._step, granted.spans, preemptible and len(in_flight.suspended) < self.limits.suspended)
+        in_flight.submit(plan, granted.load, self.perf.step_time(granted.load))
         self._log("planned", plan=plan)
         return plan
 
     def view(self, now: float, start: float, running: Task | None = None) -> View:
         """What a policy sees of this instance."""
-        roster = self._roster
+        queues = self._queues
         return View(
-            now, start, roster.seen_as, roster.prefill, roster.decode, self.limits, self.blocks.available,
-            self._memory.free_slots, self.kv_waiting, self.perf, self._flight.tasks(roster.requests), running,
+            now, start, queues.seen_as, queues.prefill, queues.decode, self.limits, self.blocks.available,
+            self._kv.free_slots, self.kv_waiting, self.perf, self._in_flight.tasks(queues.requests), running,
             self._drafts.all.acceptance, self._drift.ratio, self._decoded,
         )  # fmt: skip
 
     def _resume(self, step: int) -> StepPlan:
-        if step not in self._flight.suspended:
+        if step not in self._in_flight.suspended:
             raise AssertionError(f"the policy resumes step {step}, which is not suspended")
         self._step += 1
         self._decoded = False
-        plan = self._flight.resume(step, self._step)
+        plan = self._in_flight.resume(step, self._step)
         for span in plan.spans:
             self._suspend(span.request, False)
         self.counters.resumed += 1
@@ -320,14 +322,14 @@ class Scheduler:
 
     def interrupts(self, now: float) -> bool:
         """Whether to stop the running step, which is preemptible, at its next boundary."""
-        oldest = self._flight.oldest
+        oldest = self._in_flight.oldest
         if oldest is None or not oldest.plan.preemptible:
             return False
         self._log("interrupts", now=now, ends=self.ends, kv_waiting=self.kv_waiting)
-        running = task(oldest, max(0.0, self.ends - now), self._roster.requests, self.ends - oldest.left)
+        running = task(oldest, max(0.0, self.ends - now), self._queues.requests, self.ends - oldest.left)
         decision: Decision = self.policy.decide(self.view(now, now, running))
         for id in decision.demote:
-            self.counters.demotions += self._roster.demote(id)
+            self.counters.demotions += self._queues.demote(id)
         self._again = decision.again if decision.again > now else inf
         if decision.preempt:
             oldest.asked = now
@@ -337,7 +339,7 @@ class Scheduler:
         """The running step stopped at a boundary: its requests wait for it to go on."""
         self._log("suspend", result=result)
         self.counters.suspended += 1
-        submitted = self._flight.suspend(result)
+        submitted = self._in_flight.suspend(result)
         self._came_back(submitted, result.at)
         for span in submitted.plan.spans:
             self._suspend(span.request, True)
@@ -349,21 +351,21 @@ class Scheduler:
             submitted.asked = None
 
     def _suspend(self, id: int, suspended: bool) -> None:
-        request = self._roster.requests[id]
+        request = self._queues.requests[id]
         request.suspended = suspended
         if request.state is not State.FINISHED:
-            self._roster.file(request)
+            self._queues.file(request)
 
     def settle(self, result: StepResult) -> Settled:
         """Take in the result of the oldest submitted step."""
         self._log("settle", result=result)
-        submitted = self._flight.land(result)
+        submitted = self._in_flight.land(result)
         self._came_back(submitted, result.finished)
         seconds = submitted.ran + result.finished - result.started
         self.counters.step(submitted.load, submitted.seconds, seconds)
         if not self.hung:  # how long a device hung says nothing of how long steps take
             self._drift.count(submitted.seconds, seconds)
-        prefills, requests = self.role is Role.PREFILL, self._roster.requests
+        prefills, requests = self.role is Role.PREFILL, self._queues.requests
         deltas: list[Delta] = []
         advanced: list[tuple[Request, int]] = []
         for index, span in enumerate(submitted.plan.spans):
@@ -378,13 +380,13 @@ class Scheduler:
             if index in result.failed:
                 deltas += self._condemn(request, result.failed[index])
                 continue
-            if prefills and span.samples and not (request.stays or request.inflight):
-                request.state = State.HANDOVER
+            if prefills and span.samples and not (request.decodes_in_place or request.inflight):
+                request.state = State.TRANSFERRING
             end = span.start + span.length
             if span.draft:
                 end = self._verify(request, span, len(result.tokens[index]))
             elif self._prefix_caching:
-                self._memory.register(request, span.start, end)
+                self._kv.register(request, span.start, end)
             delta = self._gain(request, result, index, span.start)
             if delta is not None:
                 deltas.append(delta)
@@ -392,11 +394,11 @@ class Scheduler:
                 finished = request.state is State.FINISHED
                 self._drafts.count(request.tier, request.drafted, span.draft, end - span.start - 1, cut=finished)
                 if request.state is not State.FINISHED:
-                    self._memory.register(request, span.start, end)
-                    self._roster.file(request)
+                    self._kv.register(request, span.start, end)
+                    self._queues.file(request)
             if prefills and request.state is not State.FINISHED:
                 advanced.append((request, end))
-        self._roster.refresh_hits()
+        self._queues.refresh_hits()
         gap = self._gap(result)
         if not self.hung:
             self.perf.observe(submitted.load, seconds + gap)
@@ -407,7 +409,7 @@ class Scheduler:
         takes. Rows that draft cannot be planned ahead, so that their steps wait for the host."""
         gap = result.started - self._ended
         counts = self.limits.draft and self._waits
-        self._ended, self._waits = result.finished, len(self._roster.decode) > 0 or bool(self._flight)
+        self._ended, self._waits = result.finished, len(self._queues.decode) > 0 or bool(self._in_flight)
         return min(max(gap, 0.0), WAITED) if counts else 0.0
 
     def recover(self) -> list[Delta]:
@@ -415,17 +417,17 @@ class Scheduler:
         run alone from then on (trials.py); the one whose span fails alone ends in an error."""
         self._log("recover")
         self.counters.rebuilds += 1
-        oldest = self._flight.oldest
+        oldest = self._in_flight.oldest
         blamed = {} if oldest is None else {span.request: span.start + span.length for span in oldest.plan.spans}
-        self._flight.clear()
+        self._in_flight.clear()
         self._reservations.clear()
-        self._memory = self._new_memory()
-        self._roster.hits = PrefixHits(self._memory)
+        self._kv = self._new_kv()
+        self._queues.hits = PrefixHits(self._kv)
         deltas = []
-        for request in list(self._roster.requests.values()):
+        for request in list(self._queues.requests.values()):
             request.forget_cache()
             if request.state is State.FINISHED:
-                del self._roster.requests[request.id]
+                del self._queues.requests[request.id]
                 continue
             request.state = State.WAITING
             if request.id in blamed:
@@ -433,13 +435,13 @@ class Scheduler:
             if request.failures > 1 and len(blamed) == 1:
                 deltas.append(self._finish(request, "error", "the step that computed this request failed twice"))
             else:
-                self._roster.file(request)
+                self._queues.file(request)
         return deltas
 
     def check(self) -> None:
         """Raises AssertionError where a page, a slot or a request is lost."""
-        self._memory.check(self, self._reservations.values(), self.limits.rows)
-        self._roster.check()
+        self._kv.check(self, self._reservations.values(), self.limits.rows)
+        self._queues.check()
 
     # from a result to state
 
@@ -474,25 +476,25 @@ class Scheduler:
         if reason is not None:
             self._finish(request, reason)
         elif len(request.output) == 1 or request.stage is not stage:
-            self._roster.file(request)  # its deadline has a new anchor
+            self._queues.file(request)  # its deadline has a new anchor
         if reason is None and not logprobs and not prompt_logprobs:
-            return news(request.id, tokens)
+            return token_delta(request.id, tokens)
         return Delta(request.id, tokens, logprobs, prompt_logprobs, reason, None, stop_token)
 
     def _condemn(self, request: Request, why: str) -> list[Delta]:
         """End a request whose row failed, and those that share the pages which it filled."""
-        own = self._memory.condemn(request)
+        own = self._kv.condemn(request)
         sharers = [one for one in self if one is not request and not own.isdisjoint(one.pages)]
         return [self._finish(one, "error", why) for one in (request, *sharers) if one.state is not State.FINISHED]
 
     def _finish(self, request: Request, reason: str, error: str | None = None) -> Delta:
         request.state, request.finish_reason, request.error = State.FINISHED, reason, error
-        self._roster.unfile(request)
+        self._queues.unfile(request)
         self._forget(request)
         return Delta(request.id, finish_reason=reason, error=error)
 
     def _forget(self, request: Request) -> None:
         """Give a finished request's pages back, once no submitted step touches them."""
         if request.inflight == 0:
-            self._memory.vacate(request)
-            self._roster.requests.pop(request.id, None)
+            self._kv.vacate(request)
+            self._queues.requests.pop(request.id, None)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
 from ..api.perf import Load
-from .step_builder import Granted
+from .step_builder import BuiltStep
 
 SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens of a step, as vLLM counts them
 BLOCKING = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)  # seconds until a step stopped
@@ -51,7 +51,7 @@ class Counters:
     predicted_seconds: float = 0.0  # of the steps that came back
     measured_seconds: float = 0.0
 
-    def count(self, granted: Granted) -> None:
+    def count(self, granted: BuiltStep) -> None:
         self.preemptions += len(granted.dropped)
         for request in granted.admitted:
             if not request.drops and not request.output:

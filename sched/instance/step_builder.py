@@ -10,25 +10,32 @@ from ..api.perf import Load
 from ..api.plan import Begin, Span, decoding
 from ..api.policy import Decision, Limits
 from ..api.request import BEST_EFFORT, Request, State
-from .kv_manager import Memory, Reservation
-from .request_queues import Roster
+from .kv_manager import KVManager, Reservation
+from .request_queues import RequestQueues
 
 
-class Granted(NamedTuple):
+class BuiltStep(NamedTuple):
     spans: tuple[Span, ...]
     load: Load
     admitted: tuple[Request, ...]
     dropped: tuple[Request, ...]  # their KV was taken for requests that rank before them
 
 
-class Granter:
-    """One pass over a decision. Writer of Requests, Memory and Roster on behalf of the Scheduler that made it."""
+class StepBuilder:
+    """Turn one Decision into a legal step. Writes Requests, KVManager and RequestQueues for the Scheduler that owns it."""
 
     def __init__(
-        self, roster: Roster, memory: Memory, limits: Limits, start: float, *, busy: bool, kv_waiting: bool = False
+        self,
+        queues: RequestQueues,
+        memory: KVManager,
+        limits: Limits,
+        start: float,
+        *,
+        busy: bool,
+        kv_waiting: bool = False,
     ) -> None:
-        self._roster = roster
-        self._memory = memory
+        self._queues = queues
+        self._kv = memory
         self._limits = limits
         self._start = start
         self._busy = busy  # a step is running: nobody's pages can be taken now
@@ -38,11 +45,11 @@ class Granter:
         self._dropped: list[Request] = []
         self._stepped: list[Request] = []  # rows of the decode table that have not been told of their step
 
-    def grant(self, decision: Decision) -> Granted:
+    def build(self, decision: Decision) -> BuiltStep:
         """Raises AssertionError where a policy grants a request that is not in its view."""
         budget, most = self._limits.tokens, self._limits.rows
         prompts = min(self._limits.prompts, decision.prompts)
-        requests, runnable, size = self._roster.requests, self._roster.runnable, self._memory.blocks.page_size
+        requests, runnable, size = self._queues.requests, self._queues.runnable, self._kv.blocks.page_size
         decision, kept = self._best_effort_last(decision)
         spans: list[Span] = []
         prefill = quadratic = prefix = decode = longest = context = drafts = 0
@@ -94,17 +101,17 @@ class Granter:
             budget -= length
             if request.failures:
                 break
-        self._roster.step(self._stepped)
+        self._queues.step(self._stepped)
         load = Load(prefill, decode, quadratic / 2, longest, context, prefix, drafts)
-        return Granted(tuple(spans), load, tuple(self._admitted), tuple(self._dropped))
+        return BuiltStep(tuple(spans), load, tuple(self._admitted), tuple(self._dropped))
 
     def _best_effort_last(self, decision: Decision) -> tuple[Decision, int]:
         """Whatever the policy says: who has a span in this step can no longer give way to those named after it. And how
         many tokens prompts must leave to the rows among them that decode, which would starve behind long prompts."""
-        tables = (self._roster.prefill, self._roster.decode)
+        tables = (self._queues.prefill, self._queues.decode)
         if not any(len(table) and table[-1].tier == BEST_EFFORT for table in tables):
             return decision, 0  # they are the last of each table
-        filed, requests = self._roster.runnable, self._roster.requests
+        filed, requests = self._queues.runnable, self._queues.requests
         last = [filed(grant.request) and requests[grant.request].tier == BEST_EFFORT for grant in decision.grants]
         order = sorted(range(len(last)), key=last.__getitem__)
         behind = [requests[grant.request] for grant, late in zip(decision.grants, last, strict=True) if late]
@@ -116,25 +123,25 @@ class Granter:
         if not request.drafts:
             return 0
         draft = min(wanted, self._limits.draft, request.limit - request.generated - 1, budget - 1)
-        blocks = self._memory.blocks
+        blocks = self._kv.blocks
         fresh = blocks.count(request.computed + 1 + draft) - len(request.pages)
-        return draft if draft > 0 and (fresh <= 0 or fresh + len(self._roster.decode) <= blocks.available) else 0
+        return draft if draft > 0 and (fresh <= 0 or fresh + len(self._queues.decode) <= blocks.available) else 0
 
     def _admit(self, request: Request) -> bool:
         """The first that does not fit ends admission: smaller ones behind it would starve it."""
-        roster = self._roster
-        while self._admitting and not self._memory.admit(request, len(roster.decode)):
+        queues = self._queues
+        while self._admitting and not self._kv.admit(request, len(queues.decode)):
             self._admitting = request.tier != BEST_EFFORT and self._evict_best_effort()
             self._yields |= self._busy and request.tier != BEST_EFFORT and not self._admitting
         if self._admitting:
             request.state = State.RUNNING
-            roster.file(request)
+            queues.file(request)
             self._admitted.append(request)
         return self._admitting
 
     def _room(self, request: Request, tokens: int, decision: Decision, position: int) -> bool:
         """Pages for `tokens` tokens, taken back from the end of the decision's order where none is left."""
-        while not self._memory.grow(request, tokens):
+        while not self._kv.grow(request, tokens):
             if request.tier != BEST_EFFORT and self._evict_best_effort():
                 continue
             if self._busy:
@@ -147,12 +154,12 @@ class Granter:
         return True
 
     def _drop(self, victim: Request) -> None:
-        drop(victim, self._roster, self._memory)
+        drop(victim, self._queues, self._kv)
         self._dropped.append(victim)
 
     def _evict_best_effort(self) -> bool:
         """Take the KV of the best-effort request that came last; its tokens stay. False where none can give any."""
-        victim = evict_best_effort(self._roster, self._memory)
+        victim = evict_best_effort(self._queues, self._kv)
         if victim is not None:
             self._dropped.append(victim)
         return victim is not None
@@ -160,19 +167,19 @@ class Granter:
     def _victims(self, decision: Decision, position: int) -> Iterator[Request]:
         """Running requests that rank behind `position`, last first: those not granted, then the granted. Best effort
         takes from best effort alone."""
-        tier = self._roster.requests[decision.grants[position].request].tier
+        tier = self._queues.requests[decision.grants[position].request].tier
         for request in self._behind(decision, position):
             if request.state is State.RUNNING and (tier != BEST_EFFORT or request.tier == BEST_EFFORT):
                 yield request
 
     def _behind(self, decision: Decision, position: int) -> Iterator[Request]:
         named = {grant.request for grant in decision.grants}
-        for table in (self._roster.prefill, self._roster.decode):
+        for table in (self._queues.prefill, self._queues.decode):
             for row in range(len(table) - 1, -1, -1):
                 if table[row].id not in named:
                     yield table[row]
         for grant in decision.grants[:position:-1]:
-            yield self._roster.requests[grant.request]
+            yield self._queues.requests[grant.request]
 
     def _again(self, request: Request, start: int) -> Span:
         """`_span` for a row that decodes as in the step before, into a page that its slot has been told of."""
@@ -183,7 +190,7 @@ class Granter:
         if len(request.output) + request.pending < request.limit:
             self._stepped.append(request)
         else:
-            self._roster.unfile(request)
+            self._queues.unfile(request)
         slot = request.slot
         assert slot is not None
         return decoding(request.id, slot, start)
@@ -193,7 +200,7 @@ class Granter:
         if len(request.output) + request.pending < request.limit:
             self._stepped.append(request)
         else:
-            self._roster.unfile(request)
+            self._queues.unfile(request)
 
     def _span(self, request: Request, length: int, draft: int) -> Span:
         """Move the cursor, and say what the executor has to know."""
@@ -224,36 +231,36 @@ class Granter:
             request.on_device = True
         if request.scheduled_at is None:
             request.scheduled_at = self._start
-        self._roster.file(request)
+        self._queues.file(request)
         return span
 
 
-def drop(victim: Request, roster: Roster, memory: Memory) -> None:
+def drop(victim: Request, queues: RequestQueues, memory: KVManager) -> None:
     """Take a request's KV; its tokens stay."""
     memory.vacate(victim)
     victim.drops += 1
     victim.state = State.WAITING
-    roster.file(victim)
+    queues.file(victim)
 
 
-def evict_best_effort(roster: Roster, memory: Memory) -> Request | None:
+def evict_best_effort(queues: RequestQueues, memory: KVManager) -> Request | None:
     """Take the KV of the best-effort request that came last and is in no submitted step; None without one."""
-    for table in (roster.decode, roster.prefill):
+    for table in (queues.decode, queues.prefill):
         for row in range(len(table) - 1, -1, -1):
             request = table[row]
             if request.tier != BEST_EFFORT:
                 break  # they are the last of the table
             if request.state is State.RUNNING and not request.inflight:
-                drop(request, roster, memory)
+                drop(request, queues, memory)
                 return request
     return None
 
 
-def reserve(request: Request, roster: Roster, memory: Memory, coming: int) -> tuple[Reservation | None, int]:
+def reserve(request: Request, queues: RequestQueues, memory: KVManager, coming: int) -> tuple[Reservation | None, int]:
     """Pages and a slot for a request on its way, beside `coming` others; how many of best effort gave theirs for it."""
     dropped = 0
-    while (reservation := memory.reserve(request, len(roster.decode) + coming)) is None:
-        if request.tier == BEST_EFFORT or evict_best_effort(roster, memory) is None:
+    while (reservation := memory.reserve(request, len(queues.decode) + coming)) is None:
+        if request.tier == BEST_EFFORT or evict_best_effort(queues, memory) is None:
             break
         dropped += 1
     return reservation, dropped

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..api.policy import Decision, Grant
 from ..api.request import Request, State
-from .kv_manager import Memory
-from .request_queues import Roster
+from .kv_manager import KVManager
+from .request_queues import RequestQueues
 
 
 class Trials:
@@ -32,10 +32,10 @@ class Trials:
         if end >= request.trial:
             request.failures = request.trial = 0
 
-    def decide(self, roster: Roster, memory: Memory, tokens: int) -> Decision | None:
+    def decide(self, queues: RequestQueues, memory: KVManager, tokens: int) -> Decision | None:
         """What runs next, in steps of at most so many tokens. None where the policy decides: all have passed, or the
         next cannot get its pages and its slot before others give theirs back."""
-        while self._requests and not self._stands(self._requests[0], roster):
+        while self._requests and not self._stands(self._requests[0], queues):
             del self._requests[0]
         if not self._requests:
             return None
@@ -43,9 +43,9 @@ class Trials:
         if request.inflight or request.suspended:
             return Decision()
         blocks, more = memory.blocks, memory.blocks.count(request.known + 1) - len(request.pages)
-        fits = more + len(roster.decode) <= blocks.available and (request.slot is not None or memory.free_slots > 0)
-        return Decision((Grant(request.id, tokens),)) if fits and roster.runnable(request.id) else None
+        fits = more + len(queues.decode) <= blocks.available and (request.slot is not None or memory.free_slots > 0)
+        return Decision((Grant(request.id, tokens),)) if fits and queues.runnable(request.id) else None
 
-    def _stands(self, request: Request, roster: Roster) -> bool:
-        here = roster.requests.get(request.id) is request
+    def _stands(self, request: Request, queues: RequestQueues) -> bool:
+        here = queues.requests.get(request.id) is request
         return here and request.failures > 0 and request.state in (State.WAITING, State.RUNNING)

@@ -42,7 +42,7 @@ WHOLE = {
 }
 
 DRAFTING = {"draft": "drafting:Drafting"}
-PLACEMENT = {"unified": "unified"}  # where a policy is half of a whole with its own placement
+ROUTER = {"unified": "unified"}  # where a policy is half of a whole with its own router
 
 
 def names() -> list[str]:
@@ -50,11 +50,11 @@ def names() -> list[str]:
     return sorted({*HALVES, *WHOLE})
 
 
-def placement(policy: str, given: str = "auto") -> str:
-    """The placement that goes with a policy, unless another is given."""
+def routing(policy: str, given: str = "auto") -> str:
+    """The router that goes with a policy, unless another is given."""
     if given != "auto":
         return given
-    return PLACEMENT.get(policy.partition(":")[0], "least_work")
+    return ROUTER.get(policy.partition(":")[0], "least_work")
 
 
 def make(text: str) -> Policy:

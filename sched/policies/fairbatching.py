@@ -15,10 +15,10 @@ from ..feasibility import (
     Cost,
     deadlines,
     decode_load,
-    guest_speed,
     hopeful,
     load_of,
     on_time_set,
+    piggyback_speed,
     remaining_work,
     starved,
     tightest_tpot,
@@ -127,7 +127,7 @@ class FairBatching:
         return np.concatenate([first, left[np.lexsort((work[left], rows.best_effort[left]))]])
 
     def _speed(self, view: View) -> float:
-        return 1.0 if view.role is Role.PREFILL else guest_speed(view, self._margin * tightest_tpot(view.decode))
+        return 1.0 if view.role is Role.PREFILL else piggyback_speed(view, self._margin * tightest_tpot(view.decode))
 
 
 def _budget(text: str, margin: float) -> Callable[[View, float], Budget]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..api.errors import InvalidValue
 from ..api.perf import Array, Load
-from ..api.policy import Decision, Grant, Order, Rows, Task, View
+from ..api.policy import Decision, Grant, Order, QueueView, Task, View
 from ..api.request import BEST_EFFORT, RequestView
 from ..feasibility import Mask, left_behind, remaining_work
 from .ordered import LONG, aged, checked_share, longs_turn, sort
@@ -180,7 +180,7 @@ class FlowPrefill:
             due, load, seconds, tokens = first, joint, longer, tokens + left
         return chosen
 
-    def _candidates(self, rows: Rows, order: Order, late: Mask, short: Mask) -> list[int]:
+    def _candidates(self, rows: QueueView, order: Order, late: Mask, short: Mask) -> list[int]:
         others = order[1:]
         if not self._literal:
             short = short & (late == late[order[0]]) & (rows.best_effort == 0)

@@ -7,7 +7,7 @@ from math import inf, isfinite
 
 from ..api.perf import Load
 from ..api.policy import Decision, Grant, Policy, Role, View, one_each
-from ..feasibility import GRID, decode_load, keeps, largest_chunk, load_of, mixed_bound, tightest_tpot
+from ..feasibility import GRID, decode_load, keeps_objectives, largest_chunk, load_of, mixed_bound, tightest_tpot
 from . import turns
 
 SHARE = 0.75  # of the tightest tpot and tbt: a request that joins waits for the running mixed step
@@ -40,9 +40,9 @@ class Halves:
             return replace(prompts, grants=decode + prompts.grants)
         if view.role is Role.DECODE:
             load, bound = decode_load(view.decode), SHARE * tightest_tpot(view.decode)
-            cut, joint = guests(view, prompts.grants, load, bound)
+            cut, joint = piggyback(view, prompts.grants, load, bound)
             alone = view.perf.step_time(load)
-            if alone > bound and not keeps(view.decode, view.start, view.perf.step_time(joint)):
+            if alone > bound and not keeps_objectives(view.decode, view.start, view.perf.step_time(joint)):
                 cut = prompts.grants
             return replace(prompts, grants=one_each(view.decode) + cut)
         if alternate and not (view.decoded and turns.no_room(view, prompts)):
@@ -59,17 +59,17 @@ def beside(view: View, grants: tuple[Grant, ...], decode: tuple[Grant, ...]) -> 
     if len(chosen) < len(view.decode):
         context = context[[row.id in chosen for row in view.decode]]
     load, bound = load_of(context), mixed_bound(view, SHARE, gap=SHARE)
-    cut, joint = guests(view, grants, load, bound)
+    cut, joint = piggyback(view, grants, load, bound)
     if not cut:
-        cut, joint = guests(
+        cut, joint = piggyback(
             view, tuple(Grant(grant.request, min(grant.tokens, GRID)) for grant in grants[:1]), load, inf
         )
     if cut == grants or not isfinite(bound):
         return cut
-    return cut if keeps(view.decode, view.start, view.perf.step_time(joint)) else grants
+    return cut if keeps_objectives(view.decode, view.start, view.perf.step_time(joint)) else grants
 
 
-def guests(view: View, grants: tuple[Grant, ...], load: Load, bound: float) -> tuple[tuple[Grant, ...], Load]:
+def piggyback(view: View, grants: tuple[Grant, ...], load: Load, bound: float) -> tuple[tuple[Grant, ...], Load]:
     """Prompt chunks cut so that a step of `load` with them takes at most `bound` seconds, and that step."""
     cut = []
     requests = {request.id: request for request in view.prefill}

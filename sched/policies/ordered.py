@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..api.errors import InvalidValue
-from ..api.policy import Decision, Order, Rows, View, in_order
+from ..api.policy import Decision, Order, QueueView, View, in_order
 
 LONG = 65536  # tokens: prompts that every order by size or by feasibility starves under load
 PERIOD = 10.0  # seconds, of which `ageing` is the share of the oldest long prompt
@@ -40,7 +40,7 @@ def checked_share(ageing: float) -> float:
     return ageing
 
 
-def sort(rows: Rows, *keys: np.ndarray) -> Order:
+def sort(rows: QueueView, *keys: np.ndarray) -> Order:
     """Rows by the keys, the first of which counts most; best effort last, ties by arrival and id."""
     order: Order = np.lexsort((*reversed(keys), rows.best_effort))
     return order
@@ -51,7 +51,7 @@ def longs_turn(start: float, share: float) -> bool:
     return start % PERIOD < share * PERIOD
 
 
-def aged(rows: Rows, order: Order, start: float, share: float) -> Order:
+def aged(rows: QueueView, order: Order, start: float, share: float) -> Order:
     """The oldest long prompt to the front, in `share` of the time."""
     if not longs_turn(start, share):
         return order

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..api.perf import Load
 from ..api.policy import Decision, Grant, Task, View
-from ..feasibility import BEHIND, GRID, decode_load, keeps, largest_chunk, promised
+from ..feasibility import BEHIND, GRID, decode_load, keeps_objectives, largest_chunk, promised
 
 LEAST = 0.25  # of the tightest time between tokens: what prompts get in each turn, also where a decode is late
 CUSHION = 0.15  # of the decode step: by how much longer than predicted it may take
@@ -28,7 +28,9 @@ def pace(view: View) -> float:
     rows = view.decode
     gaps = np.minimum(promised(rows, rows.tpot), promised(rows, rows.tbt))
     tightest = float(np.minimum.reduce(gaps, initial=inf))
-    if isfinite(tightest) and not keeps(rows, view.start, view.perf.step_time(decode_load(rows)) + LEAST * tightest):
+    if isfinite(tightest) and not keeps_objectives(
+        rows, view.start, view.perf.step_time(decode_load(rows)) + LEAST * tightest
+    ):
         return inf
     return tightest
 

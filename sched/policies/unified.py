@@ -1,4 +1,4 @@
-"""The policy that takes from each paper what holds up: on-time sets, shedding, guests, preemption.
+"""The policy that takes from each paper what holds up: on-time sets, shedding, riders, preemption.
 
 Prompts: the largest set that can be on time (feasibility.on_time_set over own remaining work), by deadline; then
 those that lost their place in it, then the hopeless, each by remaining work; best effort last. Prompts that cannot be
@@ -6,7 +6,7 @@ on time never share a step with those that can, and stop at the next segment bou
 that is on time makes way where more are on time for it, and has room for who would be late behind it (`_riders`).
 Predictions that are off for good are put right by what steps took (View.drift).
 Decoding: everything while the joint step keeps the tightest tpot; beyond that the longest wait (see `shed`). Where
-prompts come to steps are no longer than these can wait for. On decode and mixed instances prompts are guests of a step
+prompts come to steps are no longer than these can wait for. On decode and mixed instances prompts are riders of a step
 that keeps every row in time.
 """
 
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..api.perf import Array, Load
-from ..api.policy import Decision, Grant, Order, Role, Rows, Task, View, one_each, whole
+from ..api.policy import Decision, Grant, Order, QueueView, Role, Task, View, one_each, whole
 from ..api.request import BEST_EFFORT, State
 from ..feasibility import (
     BEHIND,
@@ -29,15 +29,15 @@ from ..feasibility import (
     deadlines,
     decode_load,
     fitting,
-    guest_speed,
     joiners_bound,
-    keeps,
+    keeps_objectives,
     largest_chunk,
     late_joiners,
     left_behind,
     load_of,
     mixed_bound,
     on_time_set,
+    piggyback_speed,
     promised,
     remaining_work,
     spare_time,
@@ -51,7 +51,7 @@ SHARE, STRETCH = 0.95, 1.2  # of the tpot: see feasibility.mixed_bound
 WAIT = 0.95  # of the time that a newcomer can wait for a step
 PRESSED = 1.1  # of a step of all rows: prompts on mixed instances have that much where there is no time for them
 GAP = 0.45  # of the tbt: who joins waits for the running step and for its own
-SLOWEST = 0.05  # of an instance's speed: guests that have next to nothing may still be ordered
+SLOWEST = 0.05  # of an instance's speed: riders that have next to nothing may still be ordered
 SOON = 0.5  # seconds
 PACK_SOON = 0.7  # of the time left
 LONG = 65536  # tokens: prompts that an on-time set by count drops first
@@ -104,8 +104,8 @@ class Unified:
             decision = Decision(self._mixed(view, queue.on_time, longest))
         else:
             decode = self._shed(view, longest.brief) if hope else one_each(view.decode)
-            guests = self._guests(view, decode_load(view.decode), queue.others(), longest.mixed)
-            decision = Decision(decode + guests.grants)
+            riders = self._piggyback(view, decode_load(view.decode), queue.others(), longest.mixed)
+            decision = Decision(decode + riders.grants)
         return replace(decision, demote=queue.hopeless) if queue.hopeless else decision
 
     # prompts
@@ -170,7 +170,7 @@ class Unified:
         work, deadline = remaining_work(view, rows), deadlines(rows)
         hopeless = view.start + work > deadline  # whatever else runs here
         if longest.mixed:
-            slow = work / max(SLOWEST, guest_speed(view, longest.mixed))
+            slow = work / max(SLOWEST, piggyback_speed(view, longest.mixed))
             brief = longest.brief < longest.mixed  # rows that can wait a step are not in that of a prompt
             work = np.where(work <= longest.mixed, work, slow) if brief else slow
         jobs = [_job(view, task) for task in view.suspended]
@@ -203,7 +203,7 @@ class Unified:
         waits = not len(due) and first.seconds <= slack
         return first.step if waits or view.now % CYCLE < self._ageing * CYCLE else None
 
-    def _kept(self, rows: Rows) -> Mask:
+    def _kept(self, rows: QueueView) -> Mask:
         kept: Mask = rows.length >= LONG
         for row in np.flatnonzero(kept).tolist():
             kept[row] = _draw(rows[row].id) < self._keep
@@ -236,13 +236,13 @@ class Unified:
             return True
         every = view.perf.step_time(decode_load(rows))
         if every <= self._margin * tpot:
-            return view.role is Role.DECODE or keeps(rows, view.start, every)
+            return view.role is Role.DECODE or keeps_objectives(rows, view.start, every)
         alone = view.perf.step_time(load_of(rows.context[[rows.context.argmin()]]))
         among = self._patience * tpot / alone
-        return keeps(rows, view.start, (among * alone + every) / (among + 1.0))
+        return keeps_objectives(rows, view.start, (among * alone + every) / (among + 1.0))
 
     def _shed(self, view: View, brief: float) -> tuple[Grant, ...]:
-        """Everybody, or all but the longest where the joint step would not keep the tightest tpot."""
+        """AdmitAll, or all but the longest where the joint step would not keep the tightest tpot."""
         rows = view.decode
         few = self._few(view, brief)
         if few is not None:
@@ -278,7 +278,7 @@ class Unified:
         """Prompts that can be on time are here: only rows that cannot skip the step decode for sure."""
         rows, bound = view.decode, longest.mixed
         if not isfinite(bound):
-            return one_each(rows) + self._guests(view, decode_load(rows), order, bound).grants
+            return one_each(rows) + self._piggyback(view, decode_load(rows), order, bound).grants
         tpot = _finite_tpot(rows)
         slack = rows.deadline - view.start
         urgent = (slack < bound + (1.0 + self._cushion) * tpot) & (slack > -BEHIND * tpot)
@@ -287,17 +287,17 @@ class Unified:
         if len(spared):
             urgent[spared] = _waited(view, spared, self._patience * tpot[spared], bound)
         chosen, others = np.flatnonzero(urgent), np.flatnonzero(~urgent)
-        guests = self._guests(view, load_of(rows.context[chosen]), order, bound)
+        riders = self._piggyback(view, load_of(rows.context[chosen]), order, bound)
         if len(others):
             others = others[np.argsort(rows.context[others], kind="stable")]
-            fits = fitting(view.perf.step_time, guests.load, rows.context[others], min(bound, longest.brief))
+            fits = fitting(view.perf.step_time, riders.load, rows.context[others], min(bound, longest.brief))
             chosen = np.concatenate([chosen, others[:fits]])
-        if not len(chosen) and not guests.certain:
+        if not len(chosen) and not riders.certain:
             chosen = np.arange(1)  # they may get no pages
-        return one_each(rows[row] for row in chosen.tolist()) + guests.grants
+        return one_each(rows[row] for row in chosen.tolist()) + riders.grants
 
     def _longest(self, view: View, hope: bool) -> _Longest:
-        """A step of prompts is shorter for rows that joined late, until they are on time. Where prompts are no guests
+        """A step of prompts is shorter for rows that joined late, until they are on time. Where prompts are no riders
         (mixed instances) decoding that is too slow by itself must not shut them out. Without `hope` for any row no step
         is cut short for them."""
         if not hope:
@@ -312,7 +312,7 @@ class Unified:
         bound = min(mixed_bound(view, self._share, self._stretch, self._cushion, GAP), joiners_bound(view, alone))
         return max(bound, PRESSED * alone) if view.role is Role.MIXED else bound
 
-    def _guests(self, view: View, load: Load, order: Order, bound: float) -> _Guests:
+    def _piggyback(self, view: View, load: Load, order: Order, bound: float) -> _Piggyback:
         """Chunks of prompts, in an order of rows, beside a step of `load`; the first that waits and finds no slot or
         no pages ends it: time set aside for it would be lost."""
         rows, cut, certain = view.prefill, [], False
@@ -331,7 +331,7 @@ class Unified:
             cut.append(Grant(request.id, tokens))
             load = load.add_chunk(tokens, request.context)
             certain = certain or not waits
-        return _Guests(tuple(cut), load, certain)
+        return _Piggyback(tuple(cut), load, certain)
 
 
 class _Longest(NamedTuple):
@@ -358,7 +358,7 @@ class _Queue(NamedTuple):
     stopped: _Job | None = None  # of the suspended steps that can be on time with them, the one that is due first
 
 
-class _Guests(NamedTuple):
+class _Piggyback(NamedTuple):
     grants: tuple[Grant, ...]
     load: Load  # of the step with them
     certain: bool  # somebody among them cannot fail to run
@@ -382,7 +382,7 @@ def _with(deadline: Array, work: Array, jobs: Sequence[_Job]) -> tuple[Array, Ar
     return np.concatenate([deadline, due]), np.concatenate([work, seconds])
 
 
-def _finite_tpot(rows: Rows) -> Array:
+def _finite_tpot(rows: QueueView) -> Array:
     """Seconds between tokens of each row; 50 ms of those that were promised nothing."""
     return np.where(np.isfinite(rows.tpot), rows.tpot, 0.05)
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from ..admission import Admission
-from ..admission.none import Everybody
+from ..admission.none import AdmitAll
 from ..api.policy import Role
 from ..api.request import Request
 from ..instance.scheduler import Scheduler
 from ..registry import build
 
-PLACEMENTS = {
+ROUTERS = {
     "deflect": "deflect:Deflect",
     "fewest_requests": "fewest_requests:FewestRequests",
     "least_work": "least_work:LeastWork",
@@ -50,10 +50,10 @@ class Move(NamedTuple):
     ends: float = float("inf")  # when its first token is predicted to come out there; inf where nobody says
 
 
-class Placement(Protocol):
+class Router(Protocol):
     """Orders instances for a request, best first, as indices into `fleet.instances`."""
 
-    gives_back: bool = False  # what decoding added to a request's KV is copied to where its prompt was computed
+    writes_back: bool = False  # what decoding added to a request's KV is copied to where its prompt was computed
 
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         """Instances that may compute its prompt. Where that is a decode instance it decodes there too (deflection)."""
@@ -63,17 +63,17 @@ class Placement(Protocol):
         instances = fleet.instances
         return sorted(fleet.decoders, key=lambda index: (instances[index].decode_context, index))
 
-    def keeps(self, request: Request, index: int, fleet: Fleet) -> bool:
+    def decode_in_place(self, request: Request, index: int, fleet: Fleet) -> bool:
         """Asked where no instance has room to decode a request whose prompt instance `index` has computed: whether it
         decodes there until one has."""
         return False
 
-    def precedence(self, request: Request, fleet: Fleet) -> float:
+    def decode_priority(self, request: Request, fleet: Fleet) -> float:
         """Among requests that wait for room to decode, best effort aside, the least goes first, and equals go first
         come first: those last that can decode where they are."""
-        return float(request.stays)
+        return float(request.decodes_in_place)
 
-    def forecast(self, request: Request) -> float | None:
+    def predicted_first_token(self, request: Request) -> float | None:
         """When the first token of the request placed last is predicted to come out; None where nobody says."""
         return None
 
@@ -86,7 +86,7 @@ class Placement(Protocol):
         return {}
 
 
-def make(name: str, admission: Admission | None = None) -> Placement:
-    """A new placement. Raises InvalidValue naming what is allowed. `admission` is what will be asked of the choice."""
-    placement: Placement = build(PLACEMENTS, name, "placement", __package__, admission=admission or Everybody())
-    return placement
+def make(name: str, admission: Admission | None = None) -> Router:
+    """A new router. Raises InvalidValue naming what is allowed. `admission` is what will be asked of the choice."""
+    router: Router = build(ROUTERS, name, "routing", __package__, admission=admission or AdmitAll())
+    return router

@@ -22,7 +22,7 @@ from ..api.perf import Array, Load, Number, PerfModel
 from ..api.policy import Order
 from ..api.request import Request, RequestView, State
 from ..feasibility import chunk_times, decode_load, mixed_bound, on_time_set, remaining_work
-from ..instance.memo import Kept
+from ..instance.memo import InstanceMemo
 from ..instance.scheduler import Scheduler
 from . import Fleet, Move
 from .least_work import LeastWork
@@ -69,23 +69,23 @@ class Deflect(LeastWork):
 
     def __init__(self, faster: bool = False, slo: bool = False, dropped: bool = False, share: float = 0.75) -> None:
         if faster + slo + dropped > 1:
-            raise InvalidValue("placement 'deflect' takes one of faster, slo and dropped", "placement")
+            raise InvalidValue("routing 'deflect' takes one of faster, slo and dropped", "routing")
         if not 0 < share <= 1:
-            raise InvalidValue(f"{share=} must be more than 0 and at most 1", "placement")
+            raise InvalidValue(f"{share=} must be more than 0 and at most 1", "routing")
         self._faster = faster
         self._dropped = dropped
         self._share = share
-        self._hosts = Kept(self._host)
-        self._lost = Kept(_lost)
+        self._hosts = InstanceMemo(self._host)
+        self._lost = InstanceMemo(_lost)
         self._paths = Paths()
-        self._forecast: float | None = None  # of the request placed last
+        self._predict_ttft: float | None = None  # of the request placed last
 
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         usual = super().prefill(request, fleet)
-        self._forecast = None
+        self._predict_ttft = None
         if self._dropped or not fleet.decoders:
             return usual
-        self._forecast = first = self._prefill_path(request, fleet, usual[0])
+        self._predict_ttft = first = self._prefill_path(request, fleet, usual[0])
         through = first + fleet.transfer(request.prompt_length)
         due = request.arrival + request.slo.ttft
         if not self._faster and through <= due:
@@ -95,11 +95,11 @@ class Deflect(LeastWork):
         best = int(ends.argmin())
         if ends[best] >= through or not (self._faster or ends[best] <= due):
             return usual
-        self._forecast = float(ends[best])
+        self._predict_ttft = float(ends[best])
         return [decoders[best], *usual]
 
-    def forecast(self, request: Request) -> float | None:
-        return self._forecast
+    def predicted_first_token(self, request: Request) -> float | None:
+        return self._predict_ttft
 
     def redirect(self, fleet: Fleet) -> Sequence[Move]:
         """Of each decode instance the first prompt that had better be there: its queue is longer then than this fleet
@@ -170,7 +170,7 @@ def ends_on(hosts: Sequence[Host], length: int) -> Array:
 
 class Paths:
     """Predicted first tokens by host and by length of the prompt, worked out again for hosts that have changed alone,
-    and for lengths that are new. Writer: the placement that holds it."""
+    and for lengths that are new. Writer: the router that holds it."""
 
     def __init__(self) -> None:
         self._forget()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ..api.request import Request
-from . import Fleet, Placement
+from . import Fleet, Router
 from .sent import Sent
 
 WAITING = 4  # running ones that a waiting one counts for, as in vLLM
 
 
-class FewestRequests(Placement):
+class FewestRequests(Router):
     """Counts requests, those that wait four times, whatever their length (FairBatching, arXiv 2510.14392, section
     3.4). What it has sent and no instance has told of yet counts as waiting."""
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from ..api.request import Request
-from . import Fleet, Placement
+from . import Fleet, Router
 
 
-class LeastWork(Placement):
-    """give_back: the KV of a finished request's answer is copied to the instance that computed its prompt, for the
+class LeastWork(Router):
+    """write_back: the KV of a finished request's answer is copied to the instance that computed its prompt, for the
     next round of the conversation (see giveback.py)."""
 
-    def __init__(self, give_back: bool = False) -> None:
-        self.gives_back = give_back
+    def __init__(self, write_back: bool = False) -> None:
+        self.writes_back = write_back
 
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         def work(index: int) -> tuple[int, int, int]:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from ..admission import Admission
 from ..admission.dp import ByDP
-from ..admission.none import Everybody
+from ..admission.none import AdmitAll
 from ..api.errors import InvalidValue
 from ..api.request import BEST_EFFORT, Request
-from . import Fleet, Placement
+from . import Fleet, Router
 
 
-class NextReplica(Placement):
+class NextReplica(Router):
     """Requests come to the replicas in turn. Where the scheduler of one, asked ahead of time, cannot promise the SLO,
     the next is asked, `limit` of them at most; then the first one keeps the request, as admission decides: demoted
     (served there from what is left) or refused.
 
-    admission: who is asked; where it lets everybody in, the dynamic programme is. Writer of its turn.
+    admission: who is asked; where it lets everybody in, the dynamic program is. Writer of its turn.
     """
 
     def __init__(self, limit: int = 8, admission: Admission | None = None) -> None:
         if limit < 1:
-            raise InvalidValue(f"next_replica {limit=} must be at least 1 replica to ask", "placement")
+            raise InvalidValue(f"next_replica {limit=} must be at least 1 replica to ask", "routing")
         self._limit = limit
-        self._asked = ByDP() if admission is None or isinstance(admission, Everybody) else admission
+        self._asked = ByDP() if admission is None or isinstance(admission, AdmitAll) else admission
         self._turn = -1
 
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:

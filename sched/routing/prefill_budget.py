@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from ..admission.prefill_budget import Promised
 from ..api.request import Request
-from ..instance.memo import Kept
+from ..instance.memo import InstanceMemo
 from ..instance.scheduler import Scheduler
-from . import Fleet, Placement
+from . import Fleet, Router
 from .sent import Sent
 
 
-class PrefillBudget(Placement):
+class PrefillBudget(Router):
     """Ranks instances by what their prefill admission budget (pab.py) for the request's own TTFT leaves once its
     prompt, after each instance's own prefix-cache hit, is taken from it (arXiv 2510.14392, section 3.4). So are the
     prompts that it has sent and no instance has told of yet. Where budgets are equal, as all are for a request without
@@ -18,7 +18,7 @@ class PrefillBudget(Placement):
 
     def __init__(self) -> None:
         self._sent = Sent()
-        self._promised = Kept(_promised)
+        self._promised = InstanceMemo(_promised)
 
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         left: dict[int, float] = {}

@@ -15,7 +15,7 @@ QUIET = 0.25  # of the time of the instances that prompts come to: they have lit
 BUSY = 0.5  # of it: they have much
 
 
-class Turns:
+class RoleBalancer:
     """Where prompts that are done find no row on any instance that decodes, either one that prefills decodes from then
     on, or all instances do both, until there are few enough rows again.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..api.request import Request
-from . import Fleet, Placement
+from . import Fleet, Router
 
 
-class RoundRobin(Placement):
+class RoundRobin(Router):
     """Writer of its two turns: the Cluster that places."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from . import Fleet
 
 
 class Sent:
-    """Requests on their way, by the instance that they were sent to. Writer: the placement that sends."""
+    """Requests on their way, by the instance that they were sent to. Writer: the router that sends."""
 
     def __init__(self) -> None:
         self._sent: list[tuple[int, Request]] = []

@@ -14,10 +14,10 @@ from ..api.request import BEST_EFFORT, Request, RequestView, State
 from ..feasibility import (
     deadlines,
     decode_load,
-    guest_speed,
     joined,
     mixed_bound,
     on_time_set,
+    piggyback_speed,
     promised,
     remaining_work,
     tightest_tpot,
@@ -25,14 +25,14 @@ from ..feasibility import (
 )
 from ..instance.scheduler import Scheduler
 from ..policies.unified import GAP, SHARE, SLOWEST, SOON, STRETCH
-from . import Fleet, Move, Placement
-from .role_balancer import FULL, QUIET, Turns
+from . import Fleet, Move, Router
+from .role_balancer import FULL, QUIET, RoleBalancer
 
 SURE = 0.9  # of the time left: what ends soon is as certain as that
 LATELY = 20.0  # seconds
 
 
-class Unified(Placement):
+class Unified(Router):
     """Prompts come to the instance that is predicted to have them done first. Where not all that wait there can be on
     time, the longest prompt that another instance is predicted to finish in `margin` of its time left goes there
     instead, until all can. On a decode instance it has what steps of `share` of the tightest tpot leave; none where
@@ -61,10 +61,10 @@ class Unified(Placement):
         self._keep = keep
         self._seen: dict[int, tuple[int, int]] = {}  # instance -> how far it was when last looked at
         self._offered = _Lately()
-        self._turns = Turns(share)
+        self._role_balancer = RoleBalancer(share)
 
     def roles(self, fleet: Fleet) -> Mapping[int, Role]:
-        return self._turns.roles(fleet, self._offered.at(fleet.now)) if self._turn else {}
+        return self._role_balancer.roles(fleet, self._offered.at(fleet.now)) if self._turn else {}
 
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         entries = fleet.entries
@@ -79,8 +79,8 @@ class Unified(Placement):
         self._offered.add(work[order[0]], fleet.now)
         return order
 
-    def keeps(self, request: Request, index: int, fleet: Fleet) -> bool:
-        """A request stays where its prompt was computed, until there is room elsewhere, where prompts take little of
+    def decode_in_place(self, request: Request, index: int, fleet: Fleet) -> bool:
+        """A request decodes where its prompt was computed, until there is room elsewhere, where prompts take little of
         the time, one like it finds a step of all rows there, itself among them, that it can wait for, and such a step
         and a prompt after it keep the tpot."""
         if request.tier == BEST_EFFORT or not self._quiet(fleet):
@@ -92,12 +92,12 @@ class Unified(Placement):
         tpot = min(tightest_tpot(rows), request.tpot)
         return step + prompt <= min(request.slo.ttft, self._share * tpot)
 
-    def precedence(self, request: Request, fleet: Fleet) -> float:
+    def decode_priority(self, request: Request, fleet: Fleet) -> float:
         """Where rows are kept the longest of them leaves before anybody who waits, who can be kept instead: a step of
         short contexts has more rows."""
-        if request.stays and self._quiet(fleet):
+        if request.decodes_in_place and self._quiet(fleet):
             return -float(request.computed)
-        return float(request.stays)
+        return float(request.decodes_in_place)
 
     def _quiet(self, fleet: Fleet) -> bool:
         """Whether prompts took little of the time lately, so that rows may decode where prompts come to."""
@@ -165,7 +165,7 @@ class Unified(Placement):
         if one.role is not Role.DECODE or not len(view.decode):
             return _Server(index, view.perf, view.start, view.start + waiting, 1.0)
         bound = mixed_bound(view, self._share, self._stretch, gap=GAP)
-        speed = guest_speed(view, bound)
+        speed = piggyback_speed(view, bound)
         free = view.start + (waiting / speed if speed > SLOWEST else inf)
         server = _Server(index, view.perf, view.start, free, speed, decode_load(view.decode), bound)
         for row in range(rows.standard):

@@ -15,7 +15,7 @@ from .oracle import Bound, Details, bound, goodput_bound
 from .simulate import Drawn, arrivals_of
 from .workload import Arrival
 
-# Placements that never deflect, and those that have all instances do both when that is better.
+# Routers that never deflect, and those that have all instances do both when that is better.
 STAYING = ("fewest_requests", "least_work", "next_replica", "prefill_budget", "round_robin")
 TURNING = ("auto", "unified")
 
@@ -79,12 +79,12 @@ def _promised(
 
 def _servers(mesh: Mesh | str, latency: Latency, options: Options) -> dict[str, Any]:
     roles = (Mesh.parse(mesh) if isinstance(mesh, str) else mesh).roles
-    device, placement = options.device(latency), options.placement.partition(":")[0]
-    prefill = 0 if placement in TURNING else roles.count(Role.PREFILL)
+    device, routing = options.device(latency), options.routing.partition(":")[0]
+    prefill = 0 if routing in TURNING else roles.count(Role.PREFILL)
     return {
         "prefill_servers": prefill,
         "decode_servers": len(roles) - prefill,
-        "deflection": Role.MIXED in roles or placement not in STAYING,
+        "deflection": Role.MIXED in roles or routing not in STAYING,
         "chunk": options.tokens,
         "details": Details(
             rows=options.rows,

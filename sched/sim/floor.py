@@ -145,7 +145,7 @@ def serve(policy: str, latency: Latency, load: Sequence[Arrival], mesh: Mesh, op
     def watched() -> Policy:
         return _Watched(policies.make(policy), waits)
 
-    watched.__name__ = policy  # what its placement goes by
+    watched.__name__ = policy  # what its routing goes by
     report = simulate(load, watched, mesh, latency, options=options)
     attained = sum(one.attained and one.promised for one in report.measured)
     context = int(np.mean([one.prompt for one in report.measured]))

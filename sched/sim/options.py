@@ -59,12 +59,12 @@ class Options:
     perf: the schedulers' step-time model, by name (perf.make): `general` is the true one, corrected by what is
     measured; `exact` never corrects; the others are the papers', profiled from the true one. prediction_error: all
     that it predicts is off by this share (0.2: a fifth too long), for good. noise: instead of the latency preset's.
-    placement, admission: by name; the placement `auto` is what goes with the policy. tokens, rows, prompts,
+    routing, admission: by name; the router `auto` is what goes with the policy. tokens, rows, prompts,
     suspended, draft: see policy.Limits; prompts None is no limit. boundary: where a step of prompt chunks can be
     stopped; at `chunk`, its end, nothing is. depth: segments dispatched at a time. segments: equal pieces of a step
     instead of those of the boundary, which are what the engine cuts. behind: see Device; the engine copies KV in
     the stream of the steps, other systems beside it. acceptance: chance that a drafted token is right.
-    routing_delay: from arrival to the instance. stale: age of what the placement knows of the instances.
+    routing_delay: from arrival to the instance. stale: age of what the router knows of the instances.
     prefix_caching None: on where the workload says which prefixes are shared. pages, page_size: instead of the
     preset's; kv_scale: times as many pages. skip: requests at either end that are not counted. horizon: stop after
     so many seconds, unfinished requests count as violated. turns: when roles change, and the roles of all instances
@@ -74,7 +74,7 @@ class Options:
     perf: Perf = "general"
     prediction_error: float = 0.0
     noise: float | None = None
-    placement: str = "auto"
+    routing: str = "auto"
     admission: str = "none"
     tokens: int = 8192
     rows: int = 256

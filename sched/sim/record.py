@@ -86,9 +86,9 @@ class Recorder:
                 self._place(name, loop.now, fields["request"])
             elif kind == "reserve":
                 self._reserved[fields["id"]] = loop.now  # asked again until there is room: the last one counts
-            elif kind == "disown":
+            elif kind == "release":
                 self._sources[fields["id"]] = name
-            elif kind == "adopt":
+            elif kind == "accept":
                 id = fields["id"]
                 self.moves.append(Moved(loop.now, id, self._sources[id], name, self._reserved[id]))
 

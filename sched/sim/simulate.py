@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from .. import admission as admissions
-from .. import policies
-from .. import routing as placements
+from .. import policies, routing
 from ..api.errors import InvalidValue
 from ..api.log import Log, no_log
 from ..api.params import SamplingParams
@@ -77,7 +76,7 @@ class Report(NamedTuple):
     ended: float  # virtual seconds
     instances: tuple[str, ...] = ()  # their names, as in `busy`
     deflections: int = 0  # prompts given to instances that decode
-    forecasts: Mapping[str, Accuracy] = {}  # of first tokens, by path, where the placement makes any
+    ttft_predictions: Mapping[str, Accuracy] = {}  # of first tokens, by path, where the router makes any
     decisions: Spread | None = None  # processor seconds of a decision, where Options gave a timer
 
 
@@ -131,7 +130,7 @@ def simulate(
         ended,
         tuple(core.name for core in cluster.cores),
         cluster.deflections,
-        cluster.forecasts.accuracy,
+        cluster.ttft_predictions.accuracy,
         spread(simulation.decisions) if options.timer is not None else None,
     )
 
@@ -209,17 +208,17 @@ class _Simulation:
         self._done: asyncio.Future[None] = loop.create_future()
         instances = [self._instance(index, role, loop) for index, role in enumerate(self._roles)]
         admission = admissions.make(self._options.admission)
-        placement = placements.make(policies.placement(policy_name(self._policy), self._options.placement), admission)
+        router = routing.make(policies.routing(policy_name(self._policy), self._options.routing), admission)
         self._cluster = cluster = Cluster(
             instances,
-            Stale(placement, self._options.stale) if self._options.stale else placement,
+            Stale(router, self._options.stale) if self._options.stale else router,
             admission,
             first_token=self._options.first_token,
             finished=self._finished,
         )
         machine = asyncio.create_task(cluster.run(), name="cluster")
         for at, roles in self._options.turns:
-            loop.at(at, clock.EVENT, cluster.turn, dict(enumerate(roles)))
+            loop.at(at, clock.EVENT, cluster.set_roles, dict(enumerate(roles)))
         self._arrive((id, one) for id, one in enumerate(self._arrivals) if one.after is None)
         waited = self._options.horizon
         await asyncio.wait([machine, self._done], timeout=waited, return_when=asyncio.FIRST_COMPLETED)

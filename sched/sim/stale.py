@@ -1,4 +1,4 @@
-"""A placement that knows its instances as they were a while ago, as a router does that hears of them by messages."""
+"""A router that knows its instances as they were a while ago, as a router does that hears of them by messages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from ..api.perf import Array
-from ..api.policy import Order, Role, Rows, View
+from ..api.policy import Order, QueueView, Role, View
 from ..api.request import Request, RequestView, State
 from ..instance.scheduler import Scheduler
-from ..routing import Fleet, Move, Placement
+from ..routing import Fleet, Move, Router
 
 NAMES = "arrival ttft tbt tpot tightest deadline remaining context length running hit best_effort"
 COLUMNS = tuple(NAMES.split())
@@ -50,9 +50,9 @@ class Seen:
 
 
 class _Rows:
-    """Rows whose columns stay as they were."""
+    """A queue whose columns stay as they were."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: QueueView) -> None:
         self._requests = tuple(rows)
         self.version = rows.version
         self.members = rows.members
@@ -74,8 +74,8 @@ class _Rows:
         return self._last[order]
 
 
-def _copied(rows: Rows) -> Rows:
-    return cast(Rows, _Rows(rows))
+def _copied(rows: QueueView) -> QueueView:
+    return cast(QueueView, _Rows(rows))
 
 
 class Picture(NamedTuple):
@@ -86,36 +86,36 @@ class Picture(NamedTuple):
 
 
 class Stale:
-    """A placement that decides by what it heard `age` seconds ago or up to a quarter longer; before that has passed,
+    """A router that decides by what it heard `age` seconds ago or up to a quarter longer; before that has passed,
     by the first it heard. Who would be moved and has begun meanwhile stays. Writer of its pictures."""
 
-    def __init__(self, placement: Placement, age: float) -> None:
-        self._placement = placement
-        self.gives_back = placement.gives_back
+    def __init__(self, router: Router, age: float) -> None:
+        self._router = router
+        self.writes_back = router.writes_back
         self._age = age
         self._pictures: deque[Picture] = deque()
 
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
-        return self._placement.prefill(request, self._past(fleet))
+        return self._router.prefill(request, self._past(fleet))
 
     def decode(self, request: Request, fleet: Fleet) -> list[int]:
-        return self._placement.decode(request, self._past(fleet))
+        return self._router.decode(request, self._past(fleet))
 
-    def keeps(self, request: Request, index: int, fleet: Fleet) -> bool:
-        return self._placement.keeps(request, index, self._past(fleet))
+    def decode_in_place(self, request: Request, index: int, fleet: Fleet) -> bool:
+        return self._router.decode_in_place(request, index, self._past(fleet))
 
-    def precedence(self, request: Request, fleet: Fleet) -> float:
-        return self._placement.precedence(request, self._past(fleet))
+    def decode_priority(self, request: Request, fleet: Fleet) -> float:
+        return self._router.decode_priority(request, self._past(fleet))
 
-    def forecast(self, request: Request) -> float | None:
-        return self._placement.forecast(request)
+    def predicted_first_token(self, request: Request) -> float | None:
+        return self._router.predicted_first_token(request)
 
     def redirect(self, fleet: Fleet) -> Sequence[Move]:
-        moves = self._placement.redirect(self._past(fleet))
+        moves = self._router.redirect(self._past(fleet))
         return [move for move in moves if _waits(fleet.instances[move.source], move.request)]
 
     def roles(self, fleet: Fleet) -> Mapping[int, Role]:
-        return self._placement.roles(self._past(fleet))
+        return self._router.roles(self._past(fleet))
 
     def _past(self, fleet: Fleet) -> Fleet:
         pictures, now = self._pictures, fleet.now

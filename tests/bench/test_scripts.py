@@ -96,15 +96,15 @@ def test_overload(repo: Path, tmp_path: Path) -> None:
 
 def test_scheduler_cost(repo: Path, tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
-    flags = "--policies distserve --sizes 8+16 --steps 20 --fleet 4x8 --programme 4+8 --output"
+    flags = "--policies distserve --sizes 8+16 --steps 20 --fleet 4x8 --program 4+8 --output"
     assert "distserve" in run(repo, "scheduler_cost", *flags.split(), str(path), "--note", "a test")
     found = json.loads(path.read_text())
     assert {"commit", "device", "jax", "date", "note", "load_average"} <= set(found)
     (row,) = found["rows"]
     assert 0 < row["median_decide_ms"] <= row["median_plan_ms"] <= row["p99_plan_ms"]
     assert row["decoding_in_last_view"] > 0
-    assert {"deflect", "unified"} <= {row["placement"] for row in found["placements"]}
-    assert found["programme"][0]["admitted"] > 0
+    assert {"deflect", "unified"} <= {row["routing"] for row in found["routers"]}
+    assert found["program"][0]["admitted"] > 0
 
 
 def test_simulation_cost(repo: Path, tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def test_the_mesh_is_of_as_many_devices_as_the_latency_preset_says(
         (["--qps", "3", "--seeds", "0"], "seeds=0"),
         (["--qps", "3", "--jobs", "0"], "jobs=0"),
         (["--qps", "3", "--policy", "kairoz"], "unknown policy 'kairoz'"),
-        (["--qps", "3", "--placement", "least_wrk"], "did you mean 'least_work'"),
+        (["--qps", "3", "--routing", "least_wrk"], "did you mean 'least_work'"),
         (["--qps", "3", "--admission", "all"], "unknown admission 'all'"),
         (["--qps", "3", "--preempt-boundary", "half"], "must be op, layer, layers:K or chunk"),
         (["--qps", "3", "--coefficient", "context=fast"], "must be NAME=SECONDS"),

@@ -113,7 +113,7 @@ def test_transfers_fail(
     times: int,
     expected: dict[str, int],
 ) -> None:
-    engine = start(placement="least_work")
+    engine = start(routing="least_work")
     moves, count = machine.executors[DECODE].import_kv, [0]
 
     async def fails(*given: Any) -> None:
@@ -130,7 +130,7 @@ def test_transfers_fail(
 
 
 def test_a_transfer_hangs(machine: Machine, start: Starter, record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = start(patience=0.5, placement="least_work")
+    engine = start(patience=0.5, routing="least_work")
     moves, count = machine.executors[DECODE].import_kv, [0]
 
     async def hangs(*given: Any) -> None:

@@ -41,7 +41,7 @@ def check(case: tuple[str, int, int, str, int]) -> None:
     STOPPED["x".join(map(str, case))] = [compare(requests, served, alone(seed)), len(requests)]
     assert all(request.finish_reason in ("stop", "length") for request in served)
     if mesh != "1x1":
-        assert cluster.mover.transfers > 0, "nothing was migrated"
+        assert cluster.kv_transfers.transfers > 0, "nothing was migrated"
     if pages == ROOMY:
         assert sum(core.scheduler.counters.prefix_hits for core in cluster.cores) > 0, "no prefix was found"
 

@@ -15,7 +15,7 @@ from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.cluster.cluster import Cluster
 from jaxserve.sched.journal import Journal, replay
-from jaxserve.sched.routing import Placement
+from jaxserve.sched.routing import Router
 from tests.support.parity.asks import ROOMY, TIGHT, alone, asks, setup
 from tests.support.parity.law import compare
 
@@ -38,7 +38,7 @@ class Turns:
             return
         before = [core.scheduler.role for core in cluster.cores]
         try:
-            cluster.turn({index: self._draw.choice(list(Role)) for index in range(len(before))})
+            cluster.set_roles({index: self._draw.choice(list(Role)) for index in range(len(before))})
         except InvalidValue:
             return
         self.done += [core.scheduler.role for core in cluster.cores] != before
@@ -52,7 +52,7 @@ def check(case: tuple[str, int, str, int]) -> None:
     assert all(request.finish_reason in ("stop", "length") for request in served)
     assert compare(asks(seed), served, alone(seed)) <= 1
     outcome = replay(file.getvalue().splitlines(), perf_of)
-    assert outcome.differences == [] and '"kind":"turn"' in file.getvalue()
+    assert outcome.differences == [] and '"kind":"set_role"' in file.getvalue()
 
 
 @pytest.mark.parametrize("case", BARE, ids=str)
@@ -74,22 +74,22 @@ def test_what_decodes_moves_and_is_not_computed_again() -> None:
         prefills, decodes = (core.scheduler for core in cluster.cores)
         if not swapped and len(decodes) >= 2 and not prefills.waiting:
             swapped.append([request.id for request in decodes])
-            cluster.turn({0: Role.DECODE, 1: Role.PREFILL})
+            cluster.set_roles({0: Role.DECODE, 1: Role.PREFILL})
 
     served, cluster = setup("2x1", 64, ROOMY).run(asks(1), "distserve", disturb=swap)
     assert swapped and compare(asks(1), served, alone(1)) <= 1
     computed = sum(core.scheduler.counters.prompt_tokens for core in cluster.cores)
     assert computed <= sum(len(ask.prompt) for ask in asks(1)) and not any(request.drops for request in served)
-    assert cluster.cores[0].scheduler.counters.steps > 0 and cluster.mover.transfers > len(swapped[0])
+    assert cluster.cores[0].scheduler.counters.steps > 0 and cluster.kv_transfers.transfers > len(swapped[0])
 
 
 @pytest.mark.parametrize("policy", ["distserve", "unified"])
 def test_who_finds_no_room_decodes_where_its_prompt_was_computed(policy: str) -> None:
     """With few pages on the decode instance every second request that finds none is kept, and moves later or never."""
     file = io.StringIO()
-    with patch.object(Placement, "keeps", lambda self, request, index, fleet: request.id % 2 == 0):
+    with patch.object(Router, "keeps", lambda self, request, index, fleet: request.id % 2 == 0):
         served, _ = setup("2x1", 64, TIGHT).run(asks(1), policy, journal=Journal(file), place="least_work")
-    kept = {id for kind, id in map(_named, file.getvalue().splitlines()) if kind == "stay"}
+    kept = {id for kind, id in map(_named, file.getvalue().splitlines()) if kind == "decode_in_place"}
     assert kept and all(id % 2 == 0 for id in kept)
     assert all(request.finish_reason in ("stop", "length") for request in served)
     assert compare(asks(1), served, alone(1)) <= 1

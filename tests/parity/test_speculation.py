@@ -117,7 +117,7 @@ def check(case: tuple[str, int, int, str]) -> None:
     assert drafted > right
     assert right > 0 or case[-1] == "other"
     if case[0] == "2x1":
-        assert cluster.mover.transfers > 0, "nothing was migrated"
+        assert cluster.kv_transfers.transfers > 0, "nothing was migrated"
     if case[-1] == "close":
         assert right > 0.3 * drafted, "KV of the draft model is missing or wrong"
 

@@ -14,8 +14,8 @@ from jaxserve.sched.instance.step_builder import evict_best_effort
 from tests.support.parity.asks import ROOMY, TIGHT, alone, asks, setup
 from tests.support.parity.law import Ask, compare
 
-PLACEMENTS = ("deflect:faster", "deflect:slo", "unified")
-CASES = list(itertools.product(("1x1", "2x1", "4x2"), (ROOMY, TIGHT), ("distserve", "kairos", "unified"), PLACEMENTS))
+ROUTERS = ("deflect:faster", "deflect:slo", "unified")
+CASES = list(itertools.product(("1x1", "2x1", "4x2"), (ROOMY, TIGHT), ("distserve", "kairos", "unified"), ROUTERS))
 BARE = [("1x1", TIGHT, "unified", "unified"), ("2x1", ROOMY, "distserve", "deflect:faster")]
 BARE += [("4x2", ROOMY, "unified", "deflect:faster")]
 MOST_RUNS = 8
@@ -33,9 +33,9 @@ class Trouble:
             one = core.scheduler
             if self._draw.random() < 0.15 and len(one):
                 id = self._draw.choice([request.id for request in one])
-                self.demoted += one._roster.demote(id)
+                self.demoted += one._queues.demote(id)
             if self._draw.random() < 0.3:
-                self.dropped += evict_best_effort(one._roster, one._memory) is not None
+                self.dropped += evict_best_effort(one._queues, one._memory) is not None
             core.wake()
         cluster.check()
 

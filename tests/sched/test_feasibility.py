@@ -19,11 +19,11 @@ from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.feasibility import (
     GRID,
     decode_load,
-    guest_speed,
     joiners_bound,
     largest_chunk,
     mixed_bound,
     on_time_set,
+    piggyback_speed,
     remaining_work,
     tightest_tpot,
 )
@@ -182,7 +182,7 @@ def test_what_rows_that_joined_late_can_make_up_in() -> None:
 def test_guests_have_what_decoding_leaves() -> None:
     """A step of one row takes 10 + 1 + 1 ms of 80."""
     at = view([], [row(0, 9.0, 0.1)])
-    assert guest_speed(at, 0.080) == pytest.approx(1 - 0.012 / 0.080)
-    assert guest_speed(at, 0.012) == pytest.approx(0.0, abs=1e-12) and guest_speed(at, 0.001) == 0.0
-    assert guest_speed(at, inf) == guest_speed(view([], []), 0.080) == 1.0
-    assert all(one <= more for one, more in pairwise(guest_speed(at, 0.01 * n) for n in range(1, 9)))
+    assert piggyback_speed(at, 0.080) == pytest.approx(1 - 0.012 / 0.080)
+    assert piggyback_speed(at, 0.012) == pytest.approx(0.0, abs=1e-12) and piggyback_speed(at, 0.001) == 0.0
+    assert piggyback_speed(at, inf) == piggyback_speed(view([], []), 0.080) == 1.0
+    assert all(one <= more for one, more in pairwise(piggyback_speed(at, 0.01 * n) for n in range(1, 9)))

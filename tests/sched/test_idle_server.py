@@ -162,7 +162,7 @@ def test_requests_that_come_one_by_one_are_all_in_time(  # type: ignore[no-untyp
 
 
 def test_two_that_come_together_where_each_is_feasible_alone() -> None:
-    """Neither keeps the margin of its TPOT, so that the programme takes none: the shorter one is promised."""
+    """Neither keeps the margin of its TPOT, so that the program takes none: the shorter one is promised."""
     perf = GeneralModel(SMALL, correct=False)
     step = perf.step_time(Load().add_decode(300))
     for first, second in ((300, 200), (200, 300)):

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.sched import admission, policies
-from jaxserve.sched import routing as placement
+from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Role
@@ -92,7 +91,7 @@ def test_no_table_ever_holds_nan(policy: str) -> None:
     assert all(isfinite(time) for one in outcome.requests for time in one.token_times)
 
 
-PAIRS = list(product(placement.PLACEMENTS, admission.ADMISSIONS))
+PAIRS = list(product(routing.ROUTERS, admission.ADMISSIONS))
 
 
 @pytest.mark.parametrize(("place", "admit"), PAIRS)
@@ -101,7 +100,7 @@ def test_placements_and_admissions_compute_with_extreme_objectives(place: str, a
     names = policies.names()
     policy = names[PAIRS.index((place, admit)) % len(names)]
     for roles in ([Role.PREFILL, Role.DECODE], [Role.MIXED, Role.MIXED]):
-        run_extremes(policy, roles, placement=place, admission=admit)
+        run_extremes(policy, roles, routing=place, admission=admit)
 
 
 def run_extremes(policy: str, roles: list[Role], **shape: Any) -> Outcome:

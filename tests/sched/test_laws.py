@@ -1,6 +1,6 @@
-"""Laws that hold for every policy, placement and admission, on every mesh, over random small workloads.
+"""Laws that hold for every policy, routing and admission, on every mesh, over random small workloads.
 
-The bare run draws a few workloads for each policy, with meshes, placements and admissions taken so that over all
+The bare run draws a few workloads for each policy, with meshes, routers and admissions taken so that over all
 policies every pair of them meets; `-m full` runs the whole matrix.
 """
 
@@ -28,8 +28,8 @@ from tests.support.sched.cases import (
     ADMISSIONS,
     JOBS,
     MESHES,
-    PLACEMENTS,
     POLICIES,
+    ROUTERS,
     SHAPE,
     Case,
     drawn,
@@ -37,14 +37,14 @@ from tests.support.sched.cases import (
 from tests.support.sched.harness import COEFFICIENTS, Job, Outcome
 from tests.support.sched.laws import REQUEST, Watch, check_tokens, check_told, first_difference, sealed
 
-CASES: list[Case] = list(product(MESHES, PLACEMENTS, ADMISSIONS))
+CASES: list[Case] = list(product(MESHES, ROUTERS, ADMISSIONS))
 
 
 def sample(policy: str, count: int = 4) -> list[Case]:
-    """A few cases; over all policies every pair of mesh, placement and admission."""
+    """A few cases; over all policies every pair of mesh, routing and admission."""
     meshes = list(MESHES)
     return [
-        (meshes[n % 5], PLACEMENTS[n // 5 % 10], ADMISSIONS[(n + n // 10) % 4])
+        (meshes[n % 5], ROUTERS[n // 5 % 10], ADMISSIONS[(n + n // 10) % 4])
         for n in range(count * POLICIES.index(policy), count * (POLICIES.index(policy) + 1))
     ]
 
@@ -56,9 +56,9 @@ def test_the_sample_meets_every_pair() -> None:
 
 
 def serve(policy: str, case: Case, jobs: list[Job], shape: dict[str, Any], *, seal: bool) -> tuple[Watch, Outcome]:
-    mesh, placement, admission = case
+    mesh, routing, admission = case
     watch = Watch(policy, seal=seal)
-    return watch, watch.run(jobs, MESHES[mesh], placement=placement, admission=admission, **shape)
+    return watch, watch.run(jobs, MESHES[mesh], routing=routing, admission=admission, **shape)
 
 
 def check(policy: str, case: Case, jobs: list[Job], shape: dict[str, Any]) -> None:

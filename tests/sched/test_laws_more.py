@@ -19,7 +19,7 @@ from jaxserve.sched.sim.bounds import bounds
 from jaxserve.sched.sim.oracle import Details, bound
 from jaxserve.sched.sim.workload import scale_slo
 from tests.support.examples import examples
-from tests.support.sched.cases import ADMISSIONS, PLACEMENTS, POLICIES
+from tests.support.sched.cases import ADMISSIONS, POLICIES, ROUTERS
 
 EXACT = Coefficients(1e-3, 1e-4, 1e-5, 1e-8, 1e-7, 1e-8)
 TINY = Latency("tiny", kv_bytes_per_token=1000, kv_tokens=400, page_size=4, coefficients=EXACT, link_bandwidth=1e9)
@@ -41,17 +41,17 @@ def drawn(seed: object, count: int = 24) -> list[Arrival]:
     return arrivals
 
 
-def check_bound(policy: str, mesh: str, placement: str, admission: str, **more: Any) -> None:
+def check_bound(policy: str, mesh: str, routing: str, admission: str, **more: Any) -> None:
     """The bound of these very servers: those that decode count for prompts only where some may come to them, and
-    those for prompts decode where the placement changes roles."""
-    arrivals = drawn((policy, mesh, placement, admission))
-    options = Options(placement=placement, admission=admission, tokens=64, rows=8, **more)
+    those for prompts decode where the router changes roles."""
+    arrivals = drawn((policy, mesh, routing, admission))
+    options = Options(routing=routing, admission=admission, tokens=64, rows=8, **more)
     report = simulate(arrivals, policy, MESHES[mesh], TINY, options=options)
     attained = sum(one.attained for one in report.measured if one.promised)
     [found] = bounds(arrivals, MESHES[mesh], TINY, rates=[None], options=options)
     assert attained <= found.bound.attained
-    prefill = sum(role.value == "prefill" for role in MESHES[mesh].roles) if placement != "unified" else 0
-    stays = prefill and not placement.startswith("deflect")
+    prefill = sum(role.value == "prefill" for role in MESHES[mesh].roles) if routing != "unified" else 0
+    stays = prefill and not routing.startswith("deflect")
     kept = [one for one in arrivals if one.tier != BEST_EFFORT]
     details = Details(rows=8, draft=options.draft, kv_tokens=400)
     servers = prefill, MESHES[mesh].instances - prefill
@@ -64,14 +64,14 @@ def test_no_policy_exceeds_the_bound(policy: str) -> None:
     turn = POLICIES.index(policy)
     for n, mesh in enumerate(MESHES):
         turn += 1
-        check_bound(policy, mesh, PLACEMENTS[turn % len(PLACEMENTS)], ADMISSIONS[(turn + n) % 4], draft=turn % 2 * 2)
+        check_bound(policy, mesh, ROUTERS[turn % len(ROUTERS)], ADMISSIONS[(turn + n) % 4], draft=turn % 2 * 2)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_policy_exceeds_the_bound_anywhere(policy: str) -> None:
-    for mesh, placement, admission in product(MESHES, PLACEMENTS, ADMISSIONS):
-        check_bound(policy, mesh, placement, admission)
+    for mesh, routing, admission in product(MESHES, ROUTERS, ADMISSIONS):
+        check_bound(policy, mesh, routing, admission)
 
 
 def test_the_bound_can_be_reached() -> None:
@@ -88,19 +88,19 @@ def test_the_bound_can_be_reached() -> None:
 @settings(max_examples=examples(25))
 @given(
     blind=st.sampled_from(BLIND),
-    placement=st.sampled_from(["fewest_requests", "least_work", "round_robin"]),
+    routing=st.sampled_from(["fewest_requests", "least_work", "round_robin"]),
     seed=st.integers(0, 10_000),
     ttft=st.floats(1.0, 20.0),
     tpot=st.floats(1.0, 20.0),
 )
-def test_wider_slos_never_hurt_who_does_not_see_them(blind, placement, seed, ttft, tpot) -> None:  # type: ignore[no-untyped-def]
+def test_wider_slos_never_hurt_who_does_not_see_them(blind, routing, seed, ttft, tpot) -> None:  # type: ignore[no-untyped-def]
     """With room for all KV. Whose KV was dropped on a decode instance comes back as a guest, in what the tightest tpot
     leaves of a step: there even a policy that is blind has a step that is not."""
 
     policy, mesh = blind
 
     def run(arrivals: list[Arrival]) -> Report:
-        options = Options(placement=placement, tokens=64, rows=32, pages=2000)
+        options = Options(routing=routing, tokens=64, rows=32, pages=2000)
         return simulate(arrivals, policy, MESHES[mesh], TINY, options=options)
 
     arrivals = drawn(seed)

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.sched import admission, policies
-from jaxserve.sched import routing as placement
+from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.registry import build, shared
 
@@ -140,12 +139,12 @@ def test_options_meant_for_several_go_to_those_that_take_them() -> None:
         (policies.make, "prefill=vllm,decode=kairos", "unknown prefill policy 'vllm'; choose one of deadline_edf, edf"),
         (policies.make, "prefill=fcfs", "unknown policy 'prefill=fcfs'"),
         (policies.make, "sjf:ageing=2", "ageing=2.0 must be a share"),
-        (placement.make, "deflect:sl", "placement 'deflect' has no option 'sl'; its options: faster, slo, dropped"),
-        (placement.make, "deflect:slo+faster", "one of faster, slo and dropped"),
-        (placement.make, "deflect:share=0", "share=0.0 must be more than 0"),
-        (placement.make, "roundrobin", "did you mean 'round_robin'?"),
-        (placement.make, "next_replica:limit=0", "limit=0 must be at least 1"),
-        (placement.make, "next_replica:admission=none", "has no option 'admission=none'; its options: limit=8"),
+        (routing.make, "deflect:sl", "routing 'deflect' has no option 'sl'; its options: faster, slo, dropped"),
+        (routing.make, "deflect:slo+faster", "one of faster, slo and dropped"),
+        (routing.make, "deflect:share=0", "share=0.0 must be more than 0"),
+        (routing.make, "roundrobin", "did you mean 'round_robin'?"),
+        (routing.make, "next_replica:limit=0", "limit=0 must be at least 1"),
+        (routing.make, "next_replica:admission=none", "has no option 'admission=none'; its options: limit=8"),
         (admission.make, "pab:reject", "admission 'pab' has no option 'reject'; its options: refuse"),
         (admission.make, "all", "unknown admission 'all'; choose one of dp, none, pab"),
     ],

@@ -33,9 +33,9 @@ from jaxserve.sched.perf.model import Coefficients, Corrected, GeneralModel
 from jaxserve.sched.perf.poly import Polynomial
 from jaxserve.sched.perf.roofline import Roofline, Term
 from jaxserve.sched.perf.table import TableModel
-from jaxserve.sched.policies.slos_serve.commitments import Prompts, Standing
+from jaxserve.sched.policies.slos_serve.commitments import Commitments, Prompts
 from jaxserve.sched.policies.slos_serve.dp import admitted
-from jaxserve.sched.policies.slos_serve.speculation import NEVER, Supply, Terms
+from jaxserve.sched.policies.slos_serve.speculation import NEVER, PrefillSupply, StepCosts
 from jaxserve.sched.policies.unified import _waited
 from jaxserve.sched.routing import Fleet, Move
 from jaxserve.sched.routing.deflect import PROBES, Deflect, Host, Lost, Paths
@@ -216,7 +216,7 @@ def test_prompts_move_as_if_nothing_was_kept(seed: int, prompts: int) -> None:
         moves = plain.redirect(fleet)
         assert list(deflect.redirect(fleet)) == moves
         for move in moves:
-            fleet.instances[move.target].add(fleet.instances[move.source].disown(move.request))
+            fleet.instances[move.target].add(fleet.instances[move.source].release(move.request))
         moved += len(moves)
 
 
@@ -299,11 +299,11 @@ def test_the_short_ways_through_the_programme_end_where_the_long_one_does(
         return Prompts(deadline, tokens, np.full(len(jobs), NEVER) if prefills else tpot, pages)
 
     tpot, context = np.array([] if prefills else rows, dtype=float).reshape(-1, 2).T
-    standing, new = Standing(0.0, tpot, context, prompts(promised), free), prompts(come)
-    terms = Terms(MODELS[model], 8192, 1.0)
+    standing, new = Commitments(0.0, tpot, context, prompts(promised), free), prompts(come)
+    terms = StepCosts(MODELS[model], 8192, 1.0)
     found = admitted(standing, new, terms)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Supply, "uniform", lambda self, counts: False)
+        patch.setattr(PrefillSupply, "uniform", lambda self, counts: False)
         assert found.tolist() == admitted(standing, new, terms).tolist()
 
 

@@ -1,4 +1,4 @@
-"""Every name that can be served is served: policies, placements and admissions of the registries, on a real engine.
+"""Every name that can be served is served: policies, routers and admissions of the registries, on a real engine.
 
 Each case serves the same requests over HTTP on `2x1`, on executors that are compiled once. The tokens are those of a
 1x1 engine with the policy `vllm` that has one request at a time; no page and no request is lost; `/metrics` agrees with
@@ -23,8 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
-from jaxserve.sched import admission, policies
-from jaxserve.sched import routing as placement
+from jaxserve.sched import admission, policies, routing
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
 from tests.support.server.live import MODEL, SMALL, Live
@@ -36,7 +35,7 @@ class Case(NamedTuple):
     """What a server is started with."""
 
     policy: str
-    placement: str
+    routing: str
     admission: str
     mode: str
 
@@ -62,11 +61,11 @@ def refusing() -> Iterator[str]:
 
 COLUMNS = (
     [*policies.names(), *halves()],
-    sorted(placement.PLACEMENTS),
+    sorted(routing.ROUTERS),
     [*sorted(admission.ADMISSIONS), *refusing()],
     ["disaggregated", "colocated"],
 )
-PAIRED = ((0, 3), (1, 3), (2, 3), (1, 2))  # columns; policies meet all placements and admissions in the whole matrix
+PAIRED = ((0, 3), (1, 3), (2, 3), (1, 2))  # columns; policies meet all routers and admissions in the whole matrix
 MATRIX = [Case(*names) for names in itertools.product(*COLUMNS)]
 
 

@@ -36,7 +36,7 @@ def start(tokenizer) -> Iterator[Callable[..., Live]]:
 
 @pytest.fixture(scope="module")
 def deflecting(start) -> Live:
-    return start(mesh="2x1", policy="distserve", placement="deflect:faster", admission="pab")
+    return start(mesh="2x1", policy="distserve", routing="deflect:faster", admission="pab")
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_prompts_are_deflected_and_their_tokens_stay(deflecting):
         assert [text(answer) for answer in together(deflecting, *bodies)] == alone
     stats = deflecting.engine.stats()
     assert metric(deflecting, "jaxserve:deflections_total") - before == stats.deflections - before > 0
-    counted = [stats.forecasts[path].count for path in ("prefill", "decode")]
+    counted = [stats.ttft_predictions[path].count for path in ("prefill", "decode")]
     assert sum(counted) >= 24 and counted[1] > 0
     page = deflecting.http.get("/metrics").text
     for path, count in zip(("prefill", "decode"), counted, strict=True):
@@ -93,7 +93,7 @@ def test_prompts_are_deflected_and_their_tokens_stay(deflecting):
             f'jaxserve:predicted_ttft_seconds_count{{model_name="jaxserve-demo",path="{path}"}} {float(count)}' in page
         )
         if count:
-            one = stats.forecasts[path]
+            one = stats.ttft_predictions[path]
             for name, value in (("mape", one.mape), ("median_error", one.median)):
                 [line] = [
                     line

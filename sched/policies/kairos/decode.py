@@ -6,7 +6,7 @@ import numpy as np
 
 from ...api.perf import Array
 from ...api.policy import Decision, Grant, Order, View
-from ...feasibility import keeps, starved
+from ...feasibility import keeps_objectives, starved
 
 
 class KairosDecode:
@@ -73,7 +73,7 @@ class KairosDecode:
         if self._greedy:  # lines 11 to 18: the rows are by length, so who comes after one left out is left out too
             falls = np.flatnonzero(rate[1:] <= rate[:-1])
             best = int(falls[0]) if len(falls) else len(rate) - 1
-        gains = self._literal or keeps(view.decode, view.start, float(seconds[best]))
+        gains = self._literal or keeps_objectives(view.decode, view.start, float(seconds[best]))
         return best + 1 if rate[best] > 0 and gains else len(order)
 
     def _allowed(self, view: View, everybody: float) -> float | None:

@@ -1,4 +1,4 @@
-"""What an instance has promised and what has come, as the dynamic programme of SLOs-Serve (dp.py) takes it."""
+"""What an instance has promised and what has come, as the dynamic program of SLOs-Serve (dp.py) takes it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 
 from ...api.errors import InvalidValue
 from ...api.perf import Array, Load, PerfModel
-from ...api.policy import Order, Role, Rows, View
+from ...api.policy import Order, QueueView, Role, View
 from ...feasibility import Mask, held_by_best_effort, load_of
-from .speculation import NEVER, Terms
+from .speculation import NEVER, StepCosts
 
 STAIR = 0.5  # of the price of a token from the first to the last: what the second half costs at least without stairs
 ROUNDING = 1e-9  # seconds: sums of floats may not decide
@@ -46,7 +46,7 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class Standing:
+class Commitments:
     """What an instance has promised: rows that decode, and prompts that are not done. start: when it is free."""
 
     start: float
@@ -126,8 +126,8 @@ def quantum(perf: PerfModel, ttft: Array, length: Array, chunk: int) -> float:
 
 def terms_of(
     view: View, idle: float, *, draft: int, margin: float, fixed: float | None = None, caution: float = 1.0
-) -> Terms:
-    return Terms(view.perf, view.limits.tokens, idle, view.acceptance, draft, margin, fixed, caution)
+) -> StepCosts:
+    return StepCosts(view.perf, view.limits.tokens, idle, view.acceptance, draft, margin, fixed, caution)
 
 
 def _median(values: Array) -> float:
@@ -150,7 +150,7 @@ def prompts_of(view: View, count: int, output: int) -> Prompts:
     return Prompts(rows.deadline[:count], tokens, tpot, blocks(more, view))
 
 
-def _to_compute(rows: Rows, some: slice | Order) -> tuple[Array, Array]:
+def _to_compute(rows: QueueView, some: slice | Order) -> tuple[Array, Array]:
     """Tokens that each of some rows has to compute, and those before them: what a waiting one is expected to find in
     the prefix cache is there."""
     remaining = rows.remaining[some]
@@ -182,7 +182,7 @@ def blocks(tokens: Array, view: View) -> Array:
     return result
 
 
-def standing_of(view: View, prompts: Prompts, output: int) -> Standing:
+def standing_of(view: View, prompts: Prompts, output: int) -> Commitments:
     """What an instance has promised: every row of view.decode that is not best effort, and these prompts.
 
     Pages that best effort holds count as free. Each row is taken to generate `output` tokens in all.
@@ -192,5 +192,5 @@ def standing_of(view: View, prompts: Prompts, output: int) -> Standing:
     grow = np.maximum(0.0, output - (rows.context[:count] - rows.length[:count])).sum() / view.limits.page_size
     free = view.free_pages + held_by_best_effort(view, np.ceil)[0] - float(grow) - float(prompts.pages.sum())
     if view.role is Role.PREFILL:
-        return Standing(view.start, np.zeros(0), np.zeros(0), prompts, free)
-    return Standing(view.start, rows.tightest[:count], rows.context[:count], prompts, free)
+        return Commitments(view.start, np.zeros(0), np.zeros(0), prompts, free)
+    return Commitments(view.start, rows.tightest[:count], rows.context[:count], prompts, free)

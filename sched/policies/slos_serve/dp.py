@@ -1,4 +1,4 @@
-"""The dynamic programme of SLOs-Serve (arXiv 2504.08784, section 3.2.1 and appendix C): who can be promised its SLO.
+"""The dynamic program of SLOs-Serve (arXiv 2504.08784, section 3.2.1 and appendix C): who can be promised its SLO.
 
     pb[i, n] = max_j { pb[j, n - 1] - p_i + PB*(pDDL_i - pDDL_j, n - 1) },  pDDL_j <= pDDL_i in index order
 
@@ -23,8 +23,8 @@ import numpy as np
 from ...api.perf import Array
 from ...api.policy import Order
 from ...feasibility import Mask
-from .commitments import Prompts, Standing
-from .speculation import NEVER, Supply, Terms
+from .commitments import Commitments, Prompts
+from .speculation import NEVER, PrefillSupply, StepCosts
 
 UNITS = 16  # of memory, where it is part of the state
 TIERS = 4  # distinct tpots; more are taken as the next tighter one of so many
@@ -158,16 +158,16 @@ def values(priorities: Sequence[int]) -> Array:
 
 
 def admitted(
-    standing: Standing,
+    standing: Commitments,
     new: Prompts,
-    terms: Terms,
+    terms: StepCosts,
     value: Array | None = None,
     alone: Callable[[], Mask] | None = None,
 ) -> Mask:
     """Which of some new prompts can be promised their SLOs, beside all that was promised. [new]
 
     value: [new] of keeping each promise; all alike where none is given. alone: which of them an idle server could
-    serve in time, one by itself, exactly. Where nothing was promised so far and the programme, which adds up rates
+    serve in time, one by itself, exactly. Where nothing was promised so far and the program, which adds up rates
     and keeps a margin, takes none of them, the one of those that is worth the most and has the least to compute is
     taken: an idle server declines no request that it can serve.
     """
@@ -182,8 +182,8 @@ def admitted(
     return result
 
 
-def _in_lots(standing: Standing, new: Prompts, terms: Terms, value: Array | None) -> Mask:
-    """As `admitted`, by the programme alone. MOST are decided on at a time, fewer where their kinds are too many for
+def _in_lots(standing: Commitments, new: Prompts, terms: StepCosts, value: Array | None) -> Mask:
+    """As `admitted`, by the program alone. MOST are decided on at a time, fewer where their kinds are too many for
     CELLS: those of more value first, of equal ones by deadline, each lot beside those before it."""
     if 0 < len(new) <= MOST and value is None:
         return _decide(standing, new, terms, None)
@@ -216,7 +216,7 @@ def _lot(new: Prompts, order: Order, value: Array | None) -> int:
     return min(MOST, len(order))
 
 
-def _decide(standing: Standing, new: Prompts, terms: Terms, value: Array | None) -> Mask:
+def _decide(standing: Commitments, new: Prompts, terms: StepCosts, value: Array | None) -> Mask:
     before, rows = len(standing.prompts), len(standing.tpot)
     prompts = standing.prompts.and_(new)
     every = np.concatenate((standing.tpot, prompts.tpot))
@@ -224,7 +224,7 @@ def _decide(standing: Standing, new: Prompts, terms: Terms, value: Array | None)
     tier = tier_of(every, among)
     counts = np.bincount(tier[:rows], minlength=len(among)).astype(float)
     each = float(np.add.reduce(prompts.tokens)) / len(prompts)
-    supply = Supply(terms, among.tolist(), standing.load, rows, each)
+    supply = PrefillSupply(terms, among.tolist(), standing.load, rows, each)
     if supply.uniform(counts):
         if _hopeless(standing, new, supply.most(counts)):
             return np.zeros(len(new), dtype=bool)
@@ -246,7 +246,7 @@ def _decide(standing: Standing, new: Prompts, terms: Terms, value: Array | None)
     ]
 
 
-def _hopeless(standing: Standing, new: Prompts, rate: float) -> bool:
+def _hopeless(standing: Commitments, new: Prompts, rate: float) -> bool:
     """Whether every new prompt would be late, by more than a token, behind those due before it alone, if steps left
     `rate` prompt tokens per second for ever, which is the most they do."""
     own, (due, owed) = np.minimum(new.deadline, standing.start + NEVER), standing.due
@@ -266,7 +266,7 @@ def _sets(new: int) -> Mask:
 
 
 def _followed(
-    start: float, prompts: Prompts, tier: Order, forced: int, counts: Array, supply: Supply, sets: Mask
+    start: float, prompts: Prompts, tier: Order, forced: int, counts: Array, supply: PrefillSupply, sets: Mask
 ) -> tuple[Mask, Array]:
     """Which sets of the prompts behind the first `forced` largest_set may take, where memory does not matter and steps
     are made in one way, and what each leaves. Of its cells those of these sets alone are followed."""

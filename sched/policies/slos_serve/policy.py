@@ -1,6 +1,6 @@
 """SLOs-Serve (arXiv 2504.08784): promise requests their SLOs where possible, serve the others from what is left.
 
-New requests are promised by the dynamic programme in dp.py, for the most value by priority; those declined become best
+New requests are promised by the dynamic program in dp.py, for the most value by priority; those declined become best
 effort (section 4.1). A step lasts as long as the tightest tpot of the rows that decode allows (Algorithm 2), longer
 where drafts gain several tokens (3.2.3). In it, by deadline: rows that must decode now, promised prompts, the other
 rows; then best effort.
@@ -10,7 +10,7 @@ counted from the row's last token, so that a row that is ahead is not stopped fo
 prompt ends by that prompt's deadline; one in which nothing decodes, which the paper bounds by nothing, lasts no longer
 than a newcomer with the tightest promise here can wait (standing.quantum). Once its first token is late a promise is
 void, and the request best effort. A server that has promised nothing promises every request that it can serve in time
-alone, whatever the sums of the programme say.
+alone, whatever the sums of the program say.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from math import inf, log2
 import numpy as np
 
 from ...api.perf import Load
-from ...api.policy import Decision, Grant, Order, Role, Rows, View, one_each
+from ...api.policy import Decision, Grant, Order, QueueView, Role, View, one_each
 from ...api.request import State
 from ...feasibility import (
     BEHIND,
@@ -32,7 +32,7 @@ from ...feasibility import (
     fitting,
     held_by_best_effort,
     joined,
-    keeps,
+    keeps_objectives,
     largest_chunk,
     remaining_work,
     starved,
@@ -40,11 +40,11 @@ from ...feasibility import (
 )
 from .commitments import ROUNDING, alone, check_block, idle_of, prompts_of, standing_of, terms_of
 from .dp import admitted, tier_of, tiers, values
-from .speculation import NEVER, WINDOW, Pace, Supply, Terms
+from .speculation import NEVER, WINDOW, Pace, PrefillSupply, StepCosts
 
 
 class SlosServe:
-    """admit: promise by the dynamic programme, and demote; otherwise all are served by deadline. spec: draft where
+    """admit: promise by the dynamic program, and demote; otherwise all are served by deadline. spec: draft where
     limits.draft allows. dynamic: steps as long as the rows that decode now allow; otherwise never longer than the
     tightest tpot seen allows. margin: share of every tpot kept back. block: the longest step without decoding rows, as
     a share of the median ttft, where it is not to follow from the tightest promise (0). output: tokens that a request
@@ -73,8 +73,8 @@ class SlosServe:
         self._output = output
         self._caution = caution
         self._promised: set[int] = set()
-        self._decided: tuple[Rows, int] | None = None  # the prompts among which nobody is new
-        self._there: tuple[Rows, int, Rows, int] | None = None  # those of whom is `_idle`
+        self._decided: tuple[QueueView, int] | None = None  # the prompts among which nobody is new
+        self._there: tuple[QueueView, int, QueueView, int] | None = None  # those of whom is `_idle`
         self._idle = NEVER
         self._tightest = inf
         self._paces: dict[tuple[float, ...], Pace] = {}
@@ -87,11 +87,11 @@ class SlosServe:
         pace = self._pace(view, terms)
         step = _Step(view, pace, terms)
         decision = step.decision(mine, declined)
-        if view.decode.standard and view.role is not Role.PREFILL and not step.keeps():
+        if view.decode.standard and view.role is not Role.PREFILL and not step.keeps_objectives():
             return _Step(view, pace._replace(seconds=inf), terms).decision(mine, declined)
         return decision
 
-    def _terms(self, view: View) -> Terms:
+    def _terms(self, view: View) -> StepCosts:
         fixed, there = None, (view.prefill, view.prefill.members, view.decode, view.decode.members)
         if there != self._there:
             self._there, self._idle = there, idle_of(view, self._block)
@@ -103,7 +103,7 @@ class SlosServe:
 
     # promises
 
-    def _promise(self, view: View, terms: Terms) -> tuple[Order, Order]:
+    def _promise(self, view: View, terms: StepCosts) -> tuple[Order, Order]:
         """Rows of view.prefill that are promised, by deadline, and those that are declined now."""
         rows = view.prefill
         count = rows.standard
@@ -115,7 +115,7 @@ class SlosServe:
             order = order[stays[order]]
         return order, declined
 
-    def _declined(self, view: View, terms: Terms, count: int) -> Order:
+    def _declined(self, view: View, terms: StepCosts, count: int) -> Order:
         """Of the first `count` rows of view.prefill, which are not best effort, those that are from now on."""
         rows = view.prefill
         new = self._undecided(rows, count)
@@ -132,7 +132,7 @@ class SlosServe:
         self._decided = None if len(declined) else (rows, rows.members)
         return declined
 
-    def _undecided(self, rows: Rows, count: int) -> Order:
+    def _undecided(self, rows: QueueView, count: int) -> Order:
         """New requests among the first `count`. Who runs, or has run, is promised already, whoever did it."""
         if self._decided == (rows, rows.members):
             return NOBODY
@@ -161,7 +161,7 @@ class SlosServe:
 
     # steps
 
-    def _pace(self, view: View, terms: Terms) -> Pace:
+    def _pace(self, view: View, terms: StepCosts) -> Pace:
         """How long a step may be, and how much its rows draft: kept while the rows are about the same."""
         rows = view.decode
         count = rows.standard
@@ -179,7 +179,7 @@ class SlosServe:
         if pace is None:
             if len(self._paces) > 256:
                 self._paces.clear()
-            supply = Supply(terms, among.tolist(), decode_load(rows), len(rows), context / len(rows))
+            supply = PrefillSupply(terms, among.tolist(), decode_load(rows), len(rows), context / len(rows))
             pace = self._paces[key] = supply.pace(counts)
         return pace
 
@@ -192,7 +192,7 @@ def _about(amount: float) -> float:
 class _Step:
     """One step in the making. Writer of its load and its grants."""
 
-    def __init__(self, view: View, pace: Pace, terms: Terms) -> None:
+    def __init__(self, view: View, pace: Pace, terms: StepCosts) -> None:
         self._view = view
         self._pace = pace
         self._grants: list[Grant] = []
@@ -232,13 +232,13 @@ class _Step:
             self._fall_back(np.concatenate([mine, best, declined]))
         return Decision(tuple(self._grants), tuple(view.prefill[row].id for row in declined.tolist()))
 
-    def keeps(self) -> bool:
+    def keeps_objectives(self) -> bool:
         """Whether some row keeps its objective with such steps, by what it gains in each."""
         seconds = self._view.perf.step_time(self.load)
         gain = 1.0 + float(self._gain.max()) if len(self._gain) else 1.0
-        return keeps(self._view.decode, self._view.start, seconds / gain)
+        return keeps_objectives(self._view.decode, self._view.start, seconds / gain)
 
-    def _drafts(self, rows: Rows) -> Order:
+    def _drafts(self, rows: QueueView) -> Order:
         """Tokens that each row verifies; nothing where none drafts."""
         if max(self._pace.lengths) == 1:
             return NOBODY
@@ -246,7 +246,7 @@ class _Step:
         lengths[: self._count] = np.array(self._pace.lengths)[tier_of(tpot, tiers(tpot))]
         return lengths
 
-    def _hurry(self, rows: Rows, margin: float) -> float:
+    def _hurry(self, rows: QueueView, margin: float) -> float:
         """The pace's step, shorter where a row has fallen behind (the paper strengthens its SLO; here to half the
         step at most), or is too young to count on a mean over several drafts."""
         seconds, count = self._pace.seconds, self._count
@@ -261,8 +261,8 @@ class _Step:
         allowed = np.where(slack > -BEHIND * tpot, ahead, inf)
         return min(seconds, max(0.5 * seconds, (1.0 - margin) * float(np.minimum.reduce(allowed))))
 
-    def _now(self, rows: Rows) -> Mask:
-        """Rows, those of best effort aside, whose next token would be late if they sat this step out."""
+    def _now(self, rows: QueueView) -> Mask:
+        """QueueView, those of best effort aside, whose next token would be late if they sat this step out."""
         count, soon = self._count, self._view.start + 2.0 * self._bound
         if not count or min(float(np.maximum.reduce(rows.tpot)), NEVER) <= 2.0 * self._bound:
             return np.ones(count, dtype=bool)

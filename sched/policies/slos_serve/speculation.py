@@ -70,7 +70,7 @@ class _Choice(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class StepCosts:
     """What steps are made of.
 
     perf: step times. tokens: most in a step. idle: the most seconds of a step in which no row with a tpot decodes.
@@ -93,14 +93,14 @@ class Terms:
         return [counted_on(self.acceptance, length, self.caution) for length in range(1, self.draft + 2)]
 
 
-class Supply:
+class PrefillSupply:
     """PB*(t, n) / t: prompt tokens per second, for any numbers of rows by tier. A pure function of what it is given.
 
     tpot: [tiers] ascending. load: the rows that decode now, `rows` of them; each further one adds `each` tokens of
     context.
     """
 
-    def __init__(self, terms: Terms, tpot: Sequence[float], load: Load, rows: int, each: float) -> None:
+    def __init__(self, terms: StepCosts, tpot: Sequence[float], load: Load, rows: int, each: float) -> None:
         self._terms = terms
         self._tpot = [min(one, NEVER) for one in tpot]
         self._load = load

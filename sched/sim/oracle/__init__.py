@@ -2,7 +2,7 @@
 
 A policy that knew all arrivals and output lengths could still not do more work in a window than its servers have
 time. What follows counts, for the step-time model of a simulation without noise, only work that no policy can do
-without (work.py, price.py), and treats m servers as one of m times the speed. So it holds for every policy, placement,
+without (work.py, price.py), and treats m servers as one of m times the speed. So it holds for every policy, routing,
 admission, preemption and migration. What it leaves out (KV space, transfers, whole steps, one server each) makes it
 larger than the optimum, never smaller. One thing is taken for granted: a token that is had by dropping a request's
 KV and computing it again costs no less than a decode step.

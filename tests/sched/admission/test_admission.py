@@ -51,7 +51,7 @@ def test_none_lets_everybody_in() -> None:
 
 
 def test_an_idle_instance_takes_what_it_can_compute_in_time() -> None:
-    """A second less the step's own 10 ms leaves 990 tokens of 1 ms; the programme takes what is in time alone."""
+    """A second less the step's own 10 ms leaves 990 tokens of 1 ms; the program takes what is in time alone."""
     assert most("pab", instance(Role.PREFILL), 1.0) == 990
     assert most("dp", instance(Role.PREFILL), 1.0) == 990
     assert most("pab", instance(Role.PREFILL), 1.0, now=0.5) == 490

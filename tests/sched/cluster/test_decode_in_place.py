@@ -28,7 +28,7 @@ SOME = st.integers(1, 3)  # every so many requests are kept
 
 
 def keeping(some: int = 1) -> object:
-    """Placement `least_work` that keeps every `some`th request."""
+    """Router `least_work` that keeps every `some`th request."""
 
     def keeps(self: LeastWork, request: Request, index: int, fleet: object) -> bool:
         return request.id % some == 0
@@ -68,7 +68,7 @@ def test_who_finds_no_row_decodes_where_it_is_until_one_is_free() -> None:
     """One row there, taken for 30 steps: the second request begins to decode at once, and ends on that row."""
     jobs = [Job(range(8), 30), Job(range(100, 108), 60)]
     with keeping():  # type: ignore[attr-defined]
-        outcome = run([], jobs, (P, D), rows=1, placement="least_work")
+        outcome = run([], jobs, (P, D), rows=1, routing="least_work")
     first, second = outcome.requests
     assert second.token_times[9] < first.token_times[-1], "it waited for the row"
     where = [name for name, plan in outcome.plans for span in plan.spans if span.request == 1]
@@ -78,7 +78,7 @@ def test_who_finds_no_row_decodes_where_it_is_until_one_is_free() -> None:
 def test_a_first_token_that_waited_for_its_kv_counts_when_its_request_is_kept() -> None:
     """`--first-token decode`: it is told when there is nothing left to wait for."""
     jobs = [Job(range(8), 80), Job(range(100, 130), 5)]
-    shape = {"first_token": "decode", "rows": 1, "roles": (P, D), "placement": "least_work"}
+    shape = {"first_token": "decode", "rows": 1, "roles": (P, D), "routing": "least_work"}
     held = run([], jobs, **shape)  # type: ignore[arg-type]
     with keeping():  # type: ignore[attr-defined]
         kept = run([], jobs, **shape)  # type: ignore[arg-type]
@@ -91,8 +91,8 @@ def test_unified_decodes_where_prompts_were_computed_while_rows_are_lacking() ->
     they waited for a row for half a second. One of them may wait for a step of decoding: first tokens are in time."""
     arrivals = [Arrival(0.05 * one, 20, 400, SLO(ttft=0.0075, tpot=0.008)) for one in range(15)]
     apart, both = (
-        simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement=placement, rows=8))
-        for placement in ("unified:no-keep+no-turn", "unified")
+        simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(routing=routing, rows=8))
+        for routing in ("unified:no-keep+no-turn", "unified")
     )
     waited, waits = (max(one.largest_gap for one in report.measured) for report in (apart, both))
     assert waited > 0.4 and waits < 0.05
@@ -104,13 +104,13 @@ def test_the_longest_kept_row_leaves_first_and_who_waits_is_kept_instead() -> No
     left, leave = [], Scheduler.leave
 
     def leaves(self: Scheduler, id: int) -> None:
-        kept = {one.id: one.computed for one in self if one.stays}
-        left.append((kept[id], sorted(kept.values()), any(one.state is State.HANDOVER for one in self)))
+        kept = {one.id: one.computed for one in self if one.decodes_in_place}
+        left.append((kept[id], sorted(kept.values()), any(one.state is State.TRANSFERRING for one in self)))
         leave(self, id)
 
     arrivals = [Arrival(0.03 * one, 20 + 15 * (one % 3), 200 + 37 * (one % 7), SLO(0.02, 0.02)) for one in range(99)]
     with patch.object(Scheduler, "leave", leaves):
-        report = simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement="unified:no-turn", rows=8))
+        report = simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(routing="unified:no-turn", rows=8))
     assert all(one == kept[-1] for one, kept, _ in left) and report.summary.reasons == {"stop": 99}
     chosen = [waits for _, kept, waits in left if len(kept) > 1]
     assert len(chosen) >= 3 and any(chosen), chosen
@@ -130,9 +130,9 @@ def test_unified_keeps_nobody_whose_decoding_would_cost_others_their_objectives(
     kept = []
     for some in ({}, change):
         arrivals = [Arrival(time=0.05 * one, **{**fields, **some}) for one in range(15)]  # type: ignore[arg-type]
-        with patch.object(Scheduler, "stay", autospec=True, side_effect=Scheduler.stay) as stay:
-            simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement="unified", rows=8))
-        kept.append(stay.call_count)
+        with patch.object(Scheduler, "decode_in_place", autospec=True, side_effect=Scheduler.decode_in_place) as stays:
+            simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(routing="unified", rows=8))
+        kept.append(stays.call_count)
     assert kept[0] > 3 and kept[1] == 0
 
 
@@ -144,6 +144,6 @@ def test_unified_knows_how_much_of_the_time_prompts_took_lately() -> None:
     assert lately.at(100.0) == pytest.approx(0.1, rel=0.05)
     assert lately.at(100.0 + 2 * LATELY) == pytest.approx(0.1 * exp(-2), rel=0.05)
     arrivals = [Arrival(0.05 * one, 20, 400, SLO(ttft=0.0075, tpot=0.008)) for one in range(15)]
-    with patch("jaxserve.sched.routing.unified.QUIET", 0.001), patch.object(Scheduler, "stay") as stay:
-        simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement="unified", rows=8))
-    assert not stay.called
+    with patch("jaxserve.sched.routing.unified.QUIET", 0.001), patch.object(Scheduler, "decode_in_place") as stays:
+        simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(routing="unified", rows=8))
+    assert not stays.called

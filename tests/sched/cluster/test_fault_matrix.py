@@ -78,7 +78,7 @@ def jobs() -> list[Job]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("fault", list(EXPECTED), ids=lambda fault: fault.__name__)
 def test_every_request_gets_an_end(fault: Fault, name: str, policy: str) -> None:
-    outcome = simulate(jobs(), SPLIT, policy=policy, placement="round_robin", rest=600.0, **fault(name))
+    outcome = simulate(jobs(), SPLIT, policy=policy, routing="round_robin", rest=600.0, **fault(name))
     reasons = Counter(str(one.finish_reason) for one in outcome.requests)
     assert sum(reasons.values()) == COUNT and set(reasons) <= EXPECTED[fault], reasons
     assert reasons["stop"] >= COUNT - 2, reasons
@@ -104,7 +104,7 @@ def test_a_journal_of_a_run_in_which_a_step_hung_gives_the_same_plans(name: str)
         role = Role(instance.rstrip("0123456789"))
         return journal.instance(instance, policy="unified", limits=limits, role=role, prefix_caching=True, perf={})
 
-    simulate(jobs(), SPLIT, policy="unified", placement="round_robin", rest=600.0, log=log, **hangs(name))
+    simulate(jobs(), SPLIT, policy="unified", routing="round_robin", rest=600.0, log=log, **hangs(name))
     lines = text.getvalue().splitlines()
     assert any('"hang"' in line for line in lines)
     found = replay(lines, lambda perf: GeneralModel(COEFFICIENTS))

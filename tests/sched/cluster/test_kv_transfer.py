@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.sched.api.plan import KvParcel
 from jaxserve.sched.api.request import Request
-from jaxserve.sched.cluster.kv_transfer import Handover, Mover
+from jaxserve.sched.cluster.kv_transfer import KVTransfer, KVTransferManager
 from jaxserve.sched.instance.kv_manager import Reservation
 from jaxserve.sched.instance.scheduler import Scheduler
 from tests.support.sched.complete import ROLES
@@ -32,11 +32,11 @@ class Pool(Scheduler):
             self.arrived.difference_update(made.pages[made.cached :])
         return made
 
-    def adopt(self, request: Request, *args: Any) -> None:
+    def accept(self, request: Request, *args: Any) -> None:
         reservation = self._reservations[request.id]
         missing = set(reservation.pages[reservation.cached :]) - self.arrived
         assert not missing, f"{request} comes without the KV of pages {missing}"
-        super().adopt(request, *args)
+        super().accept(request, *args)
 
     def write(self, pages: Sequence[int]) -> None:
         """KV has arrived in these pages."""
@@ -56,7 +56,7 @@ def watch(patch: pytest.MonkeyPatch) -> type[Pool]:
             super().__init__(*args, **more)
             pools.append(self)
 
-    make, carry, send = Flaky.__init__, Flaky.import_kv, Mover._send
+    make, carry, send = Flaky.__init__, Flaky.import_kv, KVTransferManager._send
 
     def noted(executor: Flaky, *args: Any, **more: Any) -> None:
         make(executor, *args, **more)
@@ -66,22 +66,24 @@ def watch(patch: pytest.MonkeyPatch) -> type[Pool]:
         await carry(executor, parcel, pages)
         pools[executors.index(executor)].write(pages)
 
-    async def sent(mover: Mover, handover: Handover, target: Any, reservation: Reservation, ready: int) -> None:
-        full = handover.settled // target.executor.page_size
-        assert handover.complete or ready <= full, f"{ready} pages leave, and {full} are computed"
-        await send(mover, handover, target, reservation, ready)
+    async def sent(
+        kv_transfers: KVTransferManager, transfer: KVTransfer, target: Any, reservation: Reservation, ready: int
+    ) -> None:
+        full = transfer.settled // target.executor.page_size
+        assert transfer.complete or ready <= full, f"{ready} pages leave, and {full} are computed"
+        await send(kv_transfers, transfer, target, reservation, ready)
 
     patch.setattr(Flaky, "__init__", noted)
     patch.setattr(Flaky, "import_kv", imported)
-    patch.setattr(Mover, "_send", sent)
+    patch.setattr(KVTransferManager, "_send", sent)
     return Noted
 
 
 @pytest.mark.parametrize("roles", ["2x1", "4x1"])
-@pytest.mark.parametrize("placement", ["least_work", "least_work:give_back"])
+@pytest.mark.parametrize("routing", ["least_work", "least_work:write_back"])
 @pytest.mark.parametrize("loses", [0.0, 0.2])
 def test_kv_arrives_whole_and_where_it_belongs(
-    roles: str, placement: str, loses: float, monkeypatch: pytest.MonkeyPatch
+    roles: str, routing: str, loses: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of 6 tokens and pages of 4; conversations whose rounds share prefixes."""
     WRONG.clear()
@@ -96,7 +98,7 @@ def test_kv_arrives_whole_and_where_it_belongs(
         ROLES[roles],
         tokens=6,
         pages=40,
-        placement=placement,
+        routing=routing,
         loses=lambda: draw.random() < loses,
         scheduler=watch(monkeypatch),
     )

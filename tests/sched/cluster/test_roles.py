@@ -17,7 +17,7 @@ from jaxserve.sched.cluster.cluster import check_roles
 from jaxserve.sched.sim import Latency, Mesh, Options, Report, simulate
 from jaxserve.sched.sim.workload import Arrival
 from tests.support.examples import examples
-from tests.support.sched.cases import ADMISSIONS, JOBS, PLACEMENTS, POLICIES, SHAPE, drawn
+from tests.support.sched.cases import ADMISSIONS, JOBS, POLICIES, ROUTERS, SHAPE, drawn
 from tests.support.sched.harness import COEFFICIENTS, Job
 from tests.support.sched.roles import SEVERAL, TURNS, D, M, P, Turns, check, check_replay, journalled, run
 
@@ -26,14 +26,14 @@ from tests.support.sched.roles import SEVERAL, TURNS, D, M, P, Turns, check, che
 @given(
     policy=st.sampled_from(POLICIES),
     mesh=st.sampled_from(sorted(SEVERAL)),
-    placement=st.sampled_from(PLACEMENTS),
+    routing=st.sampled_from(ROUTERS),
     admission=st.sampled_from(ADMISSIONS),
     jobs=JOBS,
     shape=SHAPE,
     turns=TURNS,
 )
-def test_no_change_of_roles_loses_anything(policy, mesh, placement, admission, jobs, shape, turns) -> None:  # type: ignore[no-untyped-def]
-    check(policy, (mesh, placement, admission), jobs, shape, turns)
+def test_no_change_of_roles_loses_anything(policy, mesh, routing, admission, jobs, shape, turns) -> None:  # type: ignore[no-untyped-def]
+    check(policy, (mesh, routing, admission), jobs, shape, turns)
 
 
 def random_turns(draw: random.Random, count: int, instances: int = 4) -> Turns:
@@ -48,7 +48,7 @@ def random_turns(draw: random.Random, count: int, instances: int = 4) -> Turns:
 def test_no_change_of_roles_loses_anything_under_any_policy(policy: str) -> None:
     for number in range(60):
         draw = random.Random(f"{policy} {number}")
-        case = draw.choice(sorted(SEVERAL)), draw.choice(PLACEMENTS), draw.choice(ADMISSIONS)
+        case = draw.choice(sorted(SEVERAL)), draw.choice(ROUTERS), draw.choice(ADMISSIONS)
         jobs, shape = drawn((policy, number))
         check(policy, case, jobs, shape, random_turns(draw, draw.randint(1, 20)))
 
@@ -89,7 +89,7 @@ def test_what_decodes_moves_where_its_instance_prefills_from_now_on() -> None:
 def test_what_decodes_stays_where_there_is_no_room_elsewhere() -> None:
     """The other instance has one row, and it is taken for long: who decodes goes on beside the prompts that come."""
     jobs = [Job(range(40), 60), Job(range(100, 140), 60), Job(range(200, 230), 4, arrival=0.03)]
-    outcome = run([(0.025, {1: P, 2: D})], jobs, (P, D, P), rows=1, placement="round_robin")
+    outcome = run([(0.025, {1: P, 2: D})], jobs, (P, D, P), rows=1, routing="round_robin")
     gaps = [max(b - a for a, b in pairwise(one.token_times)) for one in outcome.requests[:2]]
     assert all(request.drops == 0 for request in outcome.requests)
     assert gaps[0] < 0.02, "the row that stays was stopped"
@@ -97,7 +97,7 @@ def test_what_decodes_stays_where_there_is_no_room_elsewhere() -> None:
 
 def test_prompts_that_wait_go_where_prompts_come_to() -> None:
     jobs = [Job(range(n * 100, n * 100 + 60), 3) for n in range(6)]
-    outcome = run([(0.0005, {1: D})], jobs, (P, P, D), placement="round_robin")
+    outcome = run([(0.0005, {1: D})], jobs, (P, P, D), routing="round_robin")
     prompts = {name: counters.prompt_tokens for name, counters in outcome.counters.items()}
     assert 0 < prompts["prefill1"] <= 60 and prompts["prefill0"] >= 5 * 60 and prompts["decode2"] == 0
 

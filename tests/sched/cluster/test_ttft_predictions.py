@@ -14,7 +14,7 @@ from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.request import BEST_EFFORT, Request
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.cluster.first_tokens import Shares, Waits
-from jaxserve.sched.cluster.ttft_predictions import Forecasts
+from jaxserve.sched.cluster.ttft_predictions import TTFTPredictions
 from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, Report, simulate
 
@@ -34,39 +34,39 @@ def own(at: float) -> Waits:
 
 
 def test_errors_are_shares_of_what_was_measured() -> None:
-    forecasts = Forecasts()
-    assert isnan(forecasts.accuracy["decode"].mape)
-    forecasts.note(request(None), Role.PREFILL, 10.0, own(10.5))
-    forecasts.note(request(None), Role.DECODE, 10.0, own(11.0))  # moved: the last one counts
-    assert forecasts.error(request(12.0)) == 0.5 and forecasts.error(request(10.5)) == 1.0
-    forecasts.over(request(12.0))
-    assert forecasts.error(request(12.0)) is None
-    forecasts.over(request(12.0))  # nobody said anything of this one
-    assert forecasts.accuracy["prefill"].median is None
-    forecasts.note(request(None), Role.MIXED, 10.0, own(13.0), later=1.0)
-    forecasts.over(request(12.0))
-    assert forecasts.accuracy["prefill"].median == 1.0
-    assert forecasts.accuracy["decode"].mape == 0.5 and forecasts.accuracy["decode"].count == 1
-    assert forecasts.accuracy["prefill"].mape == 1.0 and forecasts.accuracy["prefill"].predicted == 4.0
+    ttft_predictions = TTFTPredictions()
+    assert isnan(ttft_predictions.accuracy["decode"].mape)
+    ttft_predictions.note(request(None), Role.PREFILL, 10.0, own(10.5))
+    ttft_predictions.note(request(None), Role.DECODE, 10.0, own(11.0))  # moved: the last one counts
+    assert ttft_predictions.error(request(12.0)) == 0.5 and ttft_predictions.error(request(10.5)) == 1.0
+    ttft_predictions.over(request(12.0))
+    assert ttft_predictions.error(request(12.0)) is None
+    ttft_predictions.over(request(12.0))  # nobody said anything of this one
+    assert ttft_predictions.accuracy["prefill"].median is None
+    ttft_predictions.note(request(None), Role.MIXED, 10.0, own(13.0), later=1.0)
+    ttft_predictions.over(request(12.0))
+    assert ttft_predictions.accuracy["prefill"].median == 1.0
+    assert ttft_predictions.accuracy["decode"].mape == 0.5 and ttft_predictions.accuracy["decode"].count == 1
+    assert ttft_predictions.accuracy["prefill"].mape == 1.0 and ttft_predictions.accuracy["prefill"].predicted == 4.0
 
 
 def test_what_is_learned_counts_from_the_first_token_on() -> None:
     """Not from the last: an answer may take minutes."""
-    forecasts, one = Forecasts(), request(None)
-    forecasts.note(one, Role.PREFILL, 10.0, own(11.0))
-    forecasts.came(request(12.0))
-    forecasts.note(request(None), Role.PREFILL, 10.0, own(11.0))
-    again = forecasts.of(request(12.0))
+    ttft_predictions, one = TTFTPredictions(), request(None)
+    ttft_predictions.note(one, Role.PREFILL, 10.0, own(11.0))
+    ttft_predictions.came(request(12.0))
+    ttft_predictions.note(request(None), Role.PREFILL, 10.0, own(11.0))
+    again = ttft_predictions.of(request(12.0))
     assert again is not None and 1.1 < again[0] < 2.0
-    forecasts.came(request(12.0))
-    forecasts.came(request(12.0))  # its second token says nothing more
-    twice = Forecasts()
+    ttft_predictions.came(request(12.0))
+    ttft_predictions.came(request(12.0))  # its second token says nothing more
+    twice = TTFTPredictions()
     for _ in range(2):
         twice.note(request(None), Role.PREFILL, 10.0, own(11.0))
         twice.came(request(12.0))
-    for each in (forecasts, twice):
+    for each in (ttft_predictions, twice):
         each.note(request(None), Role.PREFILL, 10.0, own(11.0))
-    assert forecasts.of(request(12.0)) == twice.of(request(12.0))
+    assert ttft_predictions.of(request(12.0)) == twice.of(request(12.0))
 
 
 @given(
@@ -107,48 +107,48 @@ def test_a_first_token_that_starved_is_no_measure_of_the_others() -> None:
     ("first", "tier", "at"), [(None, "standard", 11.0), (12.0, BEST_EFFORT, 11.0), (12.0, "standard", inf)]
 )
 def test_what_tells_nothing_is_not_counted(first: float | None, tier: str, at: float) -> None:
-    forecasts = Forecasts()
-    forecasts.note(request(None), Role.DECODE, 10.0, own(at))
-    assert forecasts.error(request(first, tier)) is None
-    forecasts.over(request(first, tier))
-    assert not any(one.count for one in forecasts.accuracy.values())
+    ttft_predictions = TTFTPredictions()
+    ttft_predictions.note(request(None), Role.DECODE, 10.0, own(at))
+    assert ttft_predictions.error(request(first, tier)) is None
+    ttft_predictions.over(request(first, tier))
+    assert not any(one.count for one in ttft_predictions.accuracy.values())
 
 
-def served(placement: str, admission: str = "none", first_token: str = "prefill", policy: str = "distserve") -> Report:
+def served(routing: str, admission: str = "none", first_token: str = "prefill", policy: str = "distserve") -> Report:
     """A burst of long prompts into steady decoding, on 1P+1D."""
     short = [Arrival(0.02 * n, 20, 30, SLO(0.05, 0.01)) for n in range(40)]
     long = [Arrival(0.2 + 0.001 * n, 400, 4, SLO(0.15, 0.01)) for n in range(6)]
     arrivals = sorted(short + long, key=lambda one: one.time)
-    options = Options(placement=placement, admission=admission, tokens=64, rows=16, first_token=first_token)
+    options = Options(routing=routing, admission=admission, tokens=64, rows=16, first_token=first_token)
     return simulate(arrivals, policy, Mesh(2), TINY, options=options)
 
 
-@pytest.mark.parametrize("placement", ["deflect:faster", "deflect:slo", "deflect:dropped", "unified"])
-def test_deflected_prompts_are_counted_and_their_first_tokens_predicted(placement: str) -> None:
-    report = served(placement)
-    deflected = report.forecasts["decode"]
+@pytest.mark.parametrize("routing", ["deflect:faster", "deflect:slo", "deflect:dropped", "unified"])
+def test_deflected_prompts_are_counted_and_their_first_tokens_predicted(routing: str) -> None:
+    report = served(routing)
+    deflected = report.ttft_predictions["decode"]
     assert report.deflections >= deflected.count > 0
     assert deflected.mape < 0.6, deflected
 
 
-@pytest.mark.parametrize("placement", ["least_work", "round_robin", "fewest_requests", "prefill_budget"])
-def test_every_placement_has_its_first_tokens_predicted(placement: str) -> None:
-    report = served(placement)
-    made = report.forecasts["prefill"]
-    assert report.deflections == 0 == report.forecasts["decode"].count
+@pytest.mark.parametrize("routing", ["least_work", "round_robin", "fewest_requests", "prefill_budget"])
+def test_every_router_has_its_first_tokens_predicted(routing: str) -> None:
+    report = served(routing)
+    made = report.ttft_predictions["prefill"]
+    assert report.deflections == 0 == report.ttft_predictions["decode"].count
     assert made.count > 40 and made.median is not None and made.median < 0.15 and made.mape < 0.25, made
 
 
 @pytest.mark.parametrize("policy", ["edf", "flowprefill", "kairos", "sedf", "sjf", "unified"])
 def test_first_tokens_are_predicted_whatever_the_order(policy: str) -> None:
-    made = served("least_work", policy=policy).forecasts["prefill"]
+    made = served("least_work", policy=policy).ttft_predictions["prefill"]
     assert made.count > 30 and made.median is not None and made.median < 0.2, made
 
 
 @pytest.mark.parametrize("first_token", ["prefill", "decode"])
 def test_the_way_through_a_prefill_instance_is_predicted_too(first_token: str) -> None:
     """With exact step times and first come first served the prediction is nearly right."""
-    made = served("deflect:slo", first_token=first_token).forecasts["prefill"]
+    made = served("deflect:slo", first_token=first_token).ttft_predictions["prefill"]
     assert made.count > 20 and made.mape < 0.25, made
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
 from jaxserve.sched.api.errors import InvalidValue
-from jaxserve.sched.instance.block_pool import BlockManager, chain
+from jaxserve.sched.instance.block_pool import BlockPool, chain
 from tests.support.examples import examples
 
 SIZE = 2
@@ -21,7 +21,7 @@ class Pool(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = BlockManager(12, SIZE)
+        self.blocks = BlockPool(12, SIZE)
         self.owned: dict[int, list[int]] = {}
         self.content: dict[int, bytes] = {}  # what the last writer put into a page
         self.count = 0
@@ -74,7 +74,7 @@ TestPool.settings = settings(max_examples=examples(60), stateful_step_count=40)
 
 
 def test_the_least_recently_used_page_goes_first() -> None:
-    blocks = BlockManager(2, 1)
+    blocks = BlockPool(2, 1)
     for token in (1, 2):
         pages = blocks.take((), 1)
         assert pages is not None
@@ -90,7 +90,7 @@ def test_a_digest_covers_the_whole_prefix() -> None:
 
 
 def test_giving_back_twice_is_caught() -> None:
-    blocks = BlockManager(2, 1)
+    blocks = BlockPool(2, 1)
     pages = blocks.take((), 1)
     assert pages is not None
     blocks.release(pages)
@@ -100,4 +100,4 @@ def test_giving_back_twice_is_caught() -> None:
 
 def test_an_empty_pool_is_refused() -> None:
     with pytest.raises(InvalidValue, match="pages=0"):
-        BlockManager(0, 16)
+        BlockPool(0, 16)

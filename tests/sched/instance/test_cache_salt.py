@@ -7,8 +7,8 @@ import pytest
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import NO_SLO
-from jaxserve.sched.instance.block_pool import BlockManager
-from jaxserve.sched.instance.kv_manager import Memory
+from jaxserve.sched.instance.block_pool import BlockPool
+from jaxserve.sched.instance.kv_manager import KVManager
 
 PROMPT = tuple(range(64))
 
@@ -19,7 +19,7 @@ def request(id: int, salt: bytes) -> Request:
 
 @pytest.mark.parametrize("salt", [b"", b"red" * 4])
 def test_pages_are_found_with_the_same_salt_only(salt):
-    memory = Memory(BlockManager(64, 16), 4)
+    memory = KVManager(BlockPool(64, 16), 4)
     first = request(0, salt)
     assert memory.admit(first, 0) and first.computed == 0
     memory.register(first, 0, 64)

@@ -15,7 +15,7 @@ from jaxserve.sched.api.policy import Grant, one_each
 from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, Request
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.scheduler import Scheduler
-from jaxserve.sched.instance.step_builder import Granter
+from jaxserve.sched.instance.step_builder import StepBuilder
 from tests.support.examples import examples
 from tests.support.sched.complete import ROLES
 from tests.support.sched.harness import Job, Outcome, simulate
@@ -37,7 +37,7 @@ class Checked(Scheduler):
 
     def plan(self, now: float, start: float) -> StepPlan | None:
         plan = super().plan(now, start)
-        for table in (self._roster.prefill, self._roster.decode):
+        for table in (self._queues.prefill, self._queues.decode):
             requests = list(table)
             assert np.array_equal(table.deadline, [one.deadline for one in requests])
             assert np.array_equal(table.context, [one.computed for one in requests])
@@ -62,7 +62,7 @@ def history(outcome: Outcome) -> list[Any]:
 def test_the_short_way_ends_where_the_long_one_does(**case: Any) -> None:
     short = simulate(**case, tokens=16, acceptance=0.5, scheduler=Checked)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Granter, "_again", lambda self, request, start: self._span(request, 1, 0))
+        patch.setattr(StepBuilder, "_again", lambda self, request, start: self._span(request, 1, 0))
         long = simulate(**case, tokens=16, acceptance=0.5, scheduler=Checked)
     assert history(short) == history(long)
 
@@ -70,13 +70,13 @@ def test_the_short_way_ends_where_the_long_one_does(**case: Any) -> None:
 def test_most_rows_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """All tokens but the first, which its prompt's chunk samples, and those that begin a page."""
     taken: list[tuple[int, int]] = []
-    again = Granter._again
+    again = StepBuilder._again
 
-    def noted(self: Granter, request: Request, start: int) -> Span:
+    def noted(self: StepBuilder, request: Request, start: int) -> Span:
         taken.append((request.id, start))
         return again(self, request, start)
 
-    monkeypatch.setattr(Granter, "_again", noted)
+    monkeypatch.setattr(StepBuilder, "_again", noted)
     simulate([Job(range(5), 9)], page_size=4)
     assert taken == [(0, start) for start in range(5, 13) if start not in (8, 12)]
 

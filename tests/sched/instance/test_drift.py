@@ -50,7 +50,7 @@ def test_a_scaled_model_says_everything_times_its_factor() -> None:
 
 def test_unified_keeps_its_promises_with_a_hopeful_model() -> None:
     latency = load_yaml(preset("latency", "minimax-m2.5-h200-tp4"), Latency)
-    options = Options(placement="unified")
+    options = Options(routing="unified")
     right, hopeful = (
         simulate(
             NAMED["K128"], "unified", "2x4", latency, qps=6.0, num_requests=250,

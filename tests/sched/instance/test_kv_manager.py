@@ -10,8 +10,8 @@ from jaxserve.sched.api.plan import StepPlan, StepResult
 from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
-from jaxserve.sched.instance.block_pool import BlockManager
-from jaxserve.sched.instance.kv_manager import Memory
+from jaxserve.sched.instance.block_pool import BlockPool
+from jaxserve.sched.instance.kv_manager import KVManager
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf.model import GeneralModel
 from tests.support.sched.harness import COEFFICIENTS
@@ -24,11 +24,11 @@ def request(id: int, prompt: list[int] = PROMPT, salt: bytes = b"", **params: ob
     return Request(id, prompt, SamplingParams(max_tokens=8, **params), SLO(), 0.0, salt=salt)  # type: ignore[arg-type]
 
 
-def memory() -> Memory:
-    return Memory(BlockManager(PAGES, SIZE), ROWS)
+def memory() -> KVManager:
+    return KVManager(BlockPool(PAGES, SIZE), ROWS)
 
 
-def served(memory: Memory, one: Request) -> int:
+def served(memory: KVManager, one: Request) -> int:
     """Admit a request, compute its prompt, let it go; returns the tokens that it found in the cache."""
     assert memory.admit(one, 0)
     found = one.computed

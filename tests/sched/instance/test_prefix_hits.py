@@ -14,8 +14,8 @@ from jaxserve.sched.api.plan import StepResult
 from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import SLO
-from jaxserve.sched.instance.block_pool import BlockManager
-from jaxserve.sched.instance.kv_manager import Memory
+from jaxserve.sched.instance.block_pool import BlockPool
+from jaxserve.sched.instance.kv_manager import KVManager
 from jaxserve.sched.instance.prefix_hits import PrefixHits
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
@@ -36,7 +36,7 @@ class Hits(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.memory = Memory(BlockManager(10, 1), 100)
+        self.memory = KVManager(BlockPool(10, 1), 100)
         self.hits = PrefixHits(self.memory)
         self.waiting: dict[int, Request] = {}
         self.running: list[tuple[Request, int]] = []  # with the tokens that are computed
@@ -131,7 +131,7 @@ def test_what_is_evicted_is_found_no_more() -> None:
     one, shared = instance(pages=60), list(range(512))
     one.add(request(0, shared))
     step(one)
-    one.disown(0)
+    one.release(0)
     one.add(request(1, [*shared, *range(900, 932)], 2.0))
     one.add(request(2, list(range(1000, 1512)), 1.0))
     assert hit(one, 1) == 512
@@ -159,7 +159,7 @@ def test_a_dropped_request_finds_its_own_pages() -> None:
 @pytest.mark.parametrize("waiting", [10, 1000])
 def test_a_change_concerns_only_the_requests_at_its_frontier(waiting: int) -> None:
     """However many wait, one page that comes is looked up for those alone that it was the next page of."""
-    memory = Memory(BlockManager(100, 1), 8)
+    memory = KVManager(BlockPool(100, 1), 8)
     hits = PrefixHits(memory)
     for id in range(waiting):
         hits.watch(request(id, [1, 2, 3, 1000 + id]))
@@ -182,7 +182,7 @@ def test_a_change_concerns_only_the_requests_at_its_frontier(waiting: int) -> No
 
 def test_a_prefix_whose_first_page_goes_is_not_found_though_its_second_is_held() -> None:
     """Two requests computed the same prefix at once: each page has its name from whichever filled it first."""
-    memory = Memory(BlockManager(4, 1), 4)
+    memory = KVManager(BlockPool(4, 1), 4)
     blocks, hits, waiting = memory.blocks, PrefixHits(memory), request(0, [5, 6, 7])
     first, second = memory.digests(waiting, 2)
     pages = [blocks.take((), 1), blocks.take((), 1)]

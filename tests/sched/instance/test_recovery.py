@@ -80,7 +80,7 @@ def test_what_was_reserved_in_a_pool_that_is_gone_is_not_taken_from_the_new_one(
     assert reservation is not None and one.reserved(reservation) and one.blocks.available == 14
     assert one.recover() == []
     assert not one.reserved(reservation) and one.blocks.available == 16
-    one.unreserve(reservation)  # its mover hears of the loss later
+    one.unreserve(reservation)  # its kv_transfers hears of the loss later
     one.check()
     assert one.blocks.available == 16 and one.running == 0
 
@@ -124,7 +124,7 @@ def test_a_request_that_is_cancelled_after_its_kv_was_taken_gives_nothing_back_t
     one.add(gone)
     one.add(stays)
     settle(one, one.plan(0.0, 0.0))
-    drop(gone, one._roster, one._memory)
+    drop(gone, one._queues, one._memory)
     one.check()
     one.cancel(0, "abort")
     one.check()

@@ -71,12 +71,12 @@ class Seen:
         ((PREFILL, PREFILL, DECODE, DECODE), "decode2"),
     ],
 )
-@pytest.mark.parametrize("placement", ["least_work", "unified", "round_robin", "deflect", "prefill_budget"])
+@pytest.mark.parametrize("routing", ["least_work", "unified", "round_robin", "deflect", "prefill_budget"])
 def test_a_step_that_hangs_fails_its_requests_and_the_others_are_served(
-    roles: tuple[Role, ...], hangs: str, placement: str
+    roles: tuple[Role, ...], hangs: str, routing: str
 ) -> None:
     seen = Seen(20.0, 60.0, 400.0)
-    outcome = simulate(jobs(), roles, late=once(hangs, 0.1), placement=placement, watch=seen)
+    outcome = simulate(jobs(), roles, late=once(hangs, 0.1), routing=routing, watch=seen)
     assert len(outcome.requests) == 12
     failed = [one for one in outcome.requests if one.finish_reason != "stop"]
     assert 1 <= len(failed) <= 2, reasons(outcome)

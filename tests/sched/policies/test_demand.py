@@ -1,4 +1,4 @@
-"""What a prompt costs in the currency of SLOs-Serve's dynamic programme."""
+"""What a prompt costs in the currency of SLOs-Serve's dynamic program."""
 
 from __future__ import annotations
 

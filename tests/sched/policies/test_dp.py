@@ -1,4 +1,4 @@
-"""The dynamic programme against its definition: every subset tried, the paper's recurrence, the paper's example."""
+"""The dynamic program against its definition: every subset tried, the paper's recurrence, the paper's example."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched import admission
-from jaxserve.sched import routing as placement
+from jaxserve.sched import admission, routing
 from jaxserve.sched.admission.dp import ByDP
-from jaxserve.sched.admission.none import Everybody
+from jaxserve.sched.admission.none import AdmitAll
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.perf import Array
@@ -27,9 +26,9 @@ from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.fcfs import Fcfs
 from jaxserve.sched.policies.slos_serve import dp
-from jaxserve.sched.policies.slos_serve.commitments import Prompts, Standing
+from jaxserve.sched.policies.slos_serve.commitments import Commitments, Prompts
 from jaxserve.sched.policies.slos_serve.dp import admitted, largest_set, tier_of, tiers, values
-from jaxserve.sched.policies.slos_serve.speculation import Terms
+from jaxserve.sched.policies.slos_serve.speculation import StepCosts
 from tests.support.examples import examples
 from tests.support.sched.harness import Job, simulate
 
@@ -42,14 +41,14 @@ def prompts(deadline: list[float], tokens: list[float], tpot: float = 1.0, pages
     return Prompts(np.array(deadline), np.array(tokens), np.full(count, tpot), np.full(count, pages))
 
 
-def terms(coefficients: Coefficients = TOKEN, margin: float = 0.0) -> Terms:
-    return Terms(GeneralModel(coefficients, correct=False), 8192, 1.0, margin=margin)
+def terms(coefficients: Coefficients = TOKEN, margin: float = 0.0) -> StepCosts:
+    return StepCosts(GeneralModel(coefficients, correct=False), 8192, 1.0, margin=margin)
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(3, 3), (0, 4), (1, 4), (2, 4), (4, 2), (5, 1), (6, 0), (7, 0)])
 def test_figure_3(rows: int, expected: int) -> None:
     """Six tokens a unit, three decodes, four prompts of six, TTFT of six units: 36 - 18 tokens are three prompts."""
-    standing = Standing(0.0, np.ones(rows), np.ones(rows), prompts([], []), 1e9)
+    standing = Commitments(0.0, np.ones(rows), np.ones(rows), prompts([], []), 1e9)
     assert int(admitted(standing, prompts([6.0] * 4, [6.0] * 4), terms()).sum()) == expected
 
 
@@ -186,7 +185,7 @@ def test_of_equal_sets_the_one_that_leaves_the_most() -> None:
 
 def test_more_new_prompts_than_are_decided_at_a_time() -> None:
     """A hundred alike, all due at 100: sixty fit, whatever the size of the lots."""
-    standing = Standing(0.0, np.zeros(0), np.zeros(0), prompts([], []), 1e9)
+    standing = Commitments(0.0, np.zeros(0), np.zeros(0), prompts([], []), 1e9)
     found = admitted(standing, prompts([100.0] * 100, [10.0] * 100, tpot=1e6), terms())
     assert int(found.sum()) == 60 and dp.MOST < 60
 
@@ -211,13 +210,13 @@ def test_ten_new_beside_two_hundred_running_within_ten_milliseconds() -> None:
         return Prompts(random.uniform(0.2, 20.0, count), random.uniform(50, 2000, count), tpot, np.full(count, 70.0))
 
     for rows, under_way, limit in ((200, 0, 0.010), (100, 100, 0.010), (0, 200, 0.020)):
-        standing = Standing(
+        standing = Commitments(
             0.0, random.choice([0.05, 0.1], rows), random.uniform(100, 2000, rows), drawn(under_way), 400.0
         )
         best = float("inf")
         for _ in range(5):
             new, began = drawn(10), process_time()
-            admitted(standing, new, Terms(model, 8192, 0.3, 0.7, 4))
+            admitted(standing, new, StepCosts(model, 8192, 0.3, 0.7, 4))
             best = min(best, process_time() - began)
         assert best <= limit, (rows, under_way, best)
 
@@ -310,13 +309,13 @@ def test_demoted_requests_are_served_last() -> None:
 # ---- routing -------------------------------------------------------------------------------------------------------
 
 
-def fleet(*servers: Scheduler) -> placement.Fleet:
-    return placement.Fleet(0.0, servers, lambda tokens: 0.0)
+def fleet(*servers: Scheduler) -> routing.Fleet:
+    return routing.Fleet(0.0, servers, lambda tokens: 0.0)
 
 
 def test_the_next_replica_is_asked() -> None:
     """In turn; the one whose turn it is first, then those behind it, and back to it where none can."""
-    route = placement.make("next_replica", ByDP(margin=0.0, output=0))
+    route = routing.make("next_replica", ByDP(margin=0.0, output=0))
     servers = [scheduler() for _ in range(3)]
     servers[1].add(request(0, 36, 6.0, tpot=1e5))
     firsts = [route.prefill(request(id, 36, 6.0, tpot=1e5), fleet(*servers))[0] for id in (1, 2, 3)]
@@ -331,16 +330,16 @@ def test_the_limit_ends_the_search() -> None:
     servers[1].add(request(1, 36, 6.0, tpot=1e5))
     one = request(2, 36, 6.0, tpot=1e5)
     for limit, first in ((1, 0), (2, 0), (3, 2)):
-        route = placement.make(f"next_replica:limit={limit}", ByDP(margin=0.0, output=0))
+        route = routing.make(f"next_replica:limit={limit}", ByDP(margin=0.0, output=0))
         assert route.prefill(one, fleet(*servers))[0] == first
     with pytest.raises(InvalidValue, match="limit=0 must be at least 1"):
-        placement.make("next_replica:limit=0")
+        routing.make("next_replica:limit=0")
 
 
 def test_it_asks_the_programme_where_admission_lets_everybody_in() -> None:
     servers = [scheduler(), scheduler()]
     servers[0].add(request(0, 36, 6.0, tpot=1e5))
-    route = placement.make("next_replica", Everybody())
+    route = routing.make("next_replica", AdmitAll())
     assert route.prefill(request(1, 30, 6.0, tpot=1e5), fleet(*servers)) == [1, 0]
     late = request(2, 30, 6.0, tier=BEST_EFFORT)
     assert route.prefill(late, fleet(*servers)) == [1, 0], "best effort stays where its turn is"
@@ -357,7 +356,7 @@ def test_more_replicas_refuse_less() -> None:
             tokens=256,
             rows=16,
             policy="slos_serve",
-            placement="next_replica",
+            routing="next_replica",
             admission="dp:refuse",
         )
         kept.append(sum(one.finish_reason == "stop" for one in outcome.requests))

@@ -1,4 +1,4 @@
-"""The values of promises in the dynamic programme: priorities, sets worth the most, lots."""
+"""The values of promises in the dynamic program: priorities, sets worth the most, lots."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from jaxserve.sched.feasibility import Mask
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.slos_serve import dp
-from jaxserve.sched.policies.slos_serve.commitments import Prompts, Standing
+from jaxserve.sched.policies.slos_serve.commitments import Commitments, Prompts
 from jaxserve.sched.policies.slos_serve.dp import admitted, largest_set, tier_of, tiers, values
-from jaxserve.sched.policies.slos_serve.speculation import Supply, Terms
+from jaxserve.sched.policies.slos_serve.speculation import PrefillSupply, StepCosts
 from tests.support.examples import examples
 
 TOKEN = Coefficients(fixed=0, prefill=1 / 6, decode=1 / 6, quadratic=0, longest=0, context=0)  # six tokens per second
-TERMS = Terms(GeneralModel(TOKEN, correct=False), 8192, 1.0, margin=0.0)
+TERMS = StepCosts(GeneralModel(TOKEN, correct=False), 8192, 1.0, margin=0.0)
 
 
 def prompts(deadline: list[float], tokens: list[float], tpot: float = 1.0) -> Prompts:
@@ -38,21 +38,21 @@ def prompts(deadline: list[float], tokens: list[float], tpot: float = 1.0) -> Pr
 def test_the_promised_are_worth_the_most_whatever_the_way_to_them(
     jobs: list[tuple[int, int, float, int]], running: int, free: float, level: int
 ) -> None:
-    """The short ways and lots of `admitted` find a set worth as much as the whole programme does, and a priority that
+    """The short ways and lots of `admitted` find a set worth as much as the whole program does, and a priority that
     all share changes nothing."""
     deadline, tokens, tpot, priority = (list(column) for column in zip(*jobs, strict=True))
     count = len(jobs)
     new = Prompts(np.array(deadline, float), np.array(tokens, float), np.array(tpot), np.ones(count))
-    standing = Standing(0.0, np.full(running, 0.5), np.ones(running), prompts([], []), free)
+    standing = Commitments(0.0, np.full(running, 0.5), np.ones(running), prompts([], []), free)
     found, value = admitted(standing, new, TERMS, values(priority)), values(priority)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Supply, "uniform", lambda self, counts: False)
+        patch.setattr(PrefillSupply, "uniform", lambda self, counts: False)
         whole = admitted(standing, new, TERMS, value)
         assert float(value[found].sum()) == float(value[whole].sum())
     among = tiers(np.concatenate((standing.tpot, new.tpot)))
     tier = tier_of(new.tpot, among)
     counts = np.bincount(tier_of(standing.tpot, among), minlength=len(among)).astype(float)
-    supply = Supply(TERMS, among.tolist(), standing.load, running, float(new.tokens.mean()))
+    supply = PrefillSupply(TERMS, among.tolist(), standing.load, running, float(new.tokens.mean()))
     none: Mask = np.zeros(count, dtype=bool)
     plain = largest_set(0.0, new, tier, none, counts, supply.rate, free, value)
     assert float(value[found].sum()) == float(value[plain].sum())
@@ -69,7 +69,7 @@ def test_a_value_is_that_of_a_priority() -> None:
 
 def test_one_of_more_value_outweighs_several() -> None:
     """Ten seconds of a server: a prompt that takes all of them, or three that take three each."""
-    standing = Standing(0.0, np.zeros(0), np.zeros(0), prompts([], []), 1e9)
+    standing = Commitments(0.0, np.zeros(0), np.zeros(0), prompts([], []), 1e9)
     new = prompts([10.0] * 4, [60.0, 18.0, 18.0, 18.0], tpot=1e6)
     for priority, chosen in ((0, [1, 2, 3]), (-1, [1, 2, 3]), (-2, [0])):
         found = admitted(standing, new, TERMS, values([priority, 0, 0, 0]))
@@ -78,7 +78,7 @@ def test_one_of_more_value_outweighs_several() -> None:
 
 def test_lots_are_smaller_where_kinds_are_many() -> None:
     """Fourteen priorities at once, of which ten fit: those of more value first."""
-    standing = Standing(0.0, np.zeros(0), np.zeros(0), prompts([], []), 1e9)
+    standing = Commitments(0.0, np.zeros(0), np.zeros(0), prompts([], []), 1e9)
     new = prompts([100.0] * 14, [60.0] * 14, tpot=1e6)
     order = np.random.default_rng(0).permutation(14)
     found = admitted(standing, new, TERMS, values(order.tolist()))

@@ -20,10 +20,10 @@ from jaxserve.sched.api.plan import StepPlan
 from jaxserve.sched.api.policy import Decision, Limits, Role, View
 from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, Request, State
 from jaxserve.sched.api.slo import SLO
-from jaxserve.sched.instance.block_pool import BlockManager
-from jaxserve.sched.instance.kv_manager import Memory
+from jaxserve.sched.instance.block_pool import BlockPool
+from jaxserve.sched.instance.kv_manager import KVManager
 from jaxserve.sched.instance.prefix_hits import PrefixHits
-from jaxserve.sched.instance.request_queues import Roster
+from jaxserve.sched.instance.request_queues import RequestQueues
 from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.slos_serve.policy import SlosServe
@@ -35,12 +35,12 @@ from tests.support.sched.harness import simulate as run
 DEVICE = Coefficients(fixed=10e-3, prefill=1e-4, decode=5e-5, quadratic=0, longest=0, context=0)
 
 
-def filed(requests: list[Request], role: Role = Role.MIXED) -> Roster:
-    roster = Roster(role, PrefixHits(Memory(BlockManager(1, 16), 1)))
+def filed(requests: list[Request], role: Role = Role.MIXED) -> RequestQueues:
+    queues = RequestQueues(role, PrefixHits(KVManager(BlockPool(1, 16), 1)))
     for one in requests:
-        roster.requests[one.id] = one
-        roster.file(one)
-    return roster
+        queues.requests[one.id] = one
+        queues.file(one)
+    return queues
 
 
 def view(requests: list[Request], now: float = 0.0, **more: object) -> View:
@@ -49,10 +49,10 @@ def view(requests: list[Request], now: float = 0.0, **more: object) -> View:
     role = more.pop("role", Role.MIXED)
     perf = more.pop("perf", GeneralModel(DEVICE, correct=False))
     assert isinstance(limits, Limits) and isinstance(role, Role) and isinstance(perf, GeneralModel)
-    roster = filed(requests, role)
+    queues = filed(requests, role)
     free = limits.pages - sum(-(-one.computed // limits.page_size) for one in requests)
     slots = limits.rows - sum(one.state is State.RUNNING for one in requests)
-    return View(now, now, role, roster.prefill, roster.decode, limits, free, slots, 0, perf, **more)  # type: ignore[arg-type]
+    return View(now, now, role, queues.prefill, queues.decode, limits, free, slots, 0, perf, **more)  # type: ignore[arg-type]
 
 
 def waiting(id: int, prompt: int, ttft: float, tpot: float = 0.05, tier: str = STANDARD, at: float = 0.0) -> Request:
@@ -380,18 +380,18 @@ def test_decisions_are_fast(rows: int, prompts: int, limit: float) -> None:
 
     requests = [decoding(one, int(random.integers(100, 2000)), 0.1) for one in range(rows)]
     requests += [new(rows + one, BEST_EFFORT) for one in range(prompts)]
-    roster, policy, taken = filed(requests), SlosServe(), []
+    queues, policy, taken = filed(requests), SlosServe(), []
     limits = Limits(tokens=8192, rows=1024, pages=1 << 20, page_size=16)
     perf = GeneralModel(DEVICE, correct=False)
     for step in range(24):
         if step % 4 == 0:
-            coming = roster.requests[10_000 + step] = new(10_000 + step, STANDARD)
-            roster.file(coming)
+            coming = queues.requests[10_000 + step] = new(10_000 + step, STANDARD)
+            queues.file(coming)
         now = 0.002 * step
-        seen = View(now, now, Role.MIXED, roster.prefill, roster.decode, limits, 1 << 19, 1024 - rows, 0, perf)
+        seen = View(now, now, Role.MIXED, queues.prefill, queues.decode, limits, 1 << 19, 1024 - rows, 0, perf)
         began = process_time()
         decision = policy.decide(seen)
         taken.append(process_time() - began)
         for id in decision.demote:
-            roster.demote(id)
+            queues.demote(id)
     assert median(taken) <= 3 * limit, taken

@@ -15,7 +15,7 @@ from jaxserve.sched.api.plan import StepPlan
 from jaxserve.sched.api.policy import Decision, Grant, Role, View
 from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, State
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
-from jaxserve.sched.policies.slos_serve.speculation import Supply, Terms, accepted, counted_on, prompt_room
+from jaxserve.sched.policies.slos_serve.speculation import PrefillSupply, StepCosts, accepted, counted_on, prompt_room
 from tests.support.examples import examples
 from tests.support.sched.harness import Job, Outcome, simulate
 from tests.support.sched.speculation import JOB, check
@@ -79,9 +79,9 @@ def test_prompt_room_is_the_most_that_fits(
 FLAT = Coefficients(fixed=20e-3, prefill=1e-4, decode=1e-4, quadratic=0, longest=0, context=0, draft=2e-3)
 
 
-def supply(tpot: Sequence[float], draft: int, acceptance: float = 0.7, margin: float = 0.0) -> Supply:
-    terms = Terms(GeneralModel(FLAT, correct=False), 100_000, 10.0, acceptance, draft, margin, caution=0.0)
-    return Supply(terms, tpot, Load(decode=1, longest=1, context=1), 1, 1.0)
+def supply(tpot: Sequence[float], draft: int, acceptance: float = 0.7, margin: float = 0.0) -> PrefillSupply:
+    terms = StepCosts(GeneralModel(FLAT, correct=False), 100_000, 10.0, acceptance, draft, margin, caution=0.0)
+    return PrefillSupply(terms, tpot, Load(decode=1, longest=1, context=1), 1, 1.0)
 
 
 def test_the_best_length_by_hand() -> None:

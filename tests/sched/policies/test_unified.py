@@ -217,12 +217,12 @@ def test_beside_decoding_prompts_are_on_time_at_the_speed_that_is_left() -> None
     assert granted(policy.decide(replace(at, role=Role.PREFILL, decode=view([], []).decode)))[0] == 1
 
 
-@pytest.mark.parametrize("placement", ["unified", "deflect:dropped"])
-def test_what_one_instance_must_drop_is_on_time_on_another(placement: str) -> None:
+@pytest.mark.parametrize("routing", ["unified", "deflect:dropped"])
+def test_what_one_instance_must_drop_is_on_time_on_another(routing: str) -> None:
     """Twelve prompts of 1 s each with 8 s: the prefill instance does 8, the decode instance the others."""
     arrivals = [Arrival(0.001 * one, 10_000, 2, SLO(ttft=8.5, tpot=0.05)) for one in range(12)]
-    alone = simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement="least_work"))
-    both = simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement=placement))
+    alone = simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(routing="least_work"))
+    both = simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(routing=routing))
     assert round(alone.summary.ttft_attained * 12) == 8
     assert both.summary.ttft_attained > alone.summary.ttft_attained
 
@@ -234,8 +234,8 @@ def test_prompts_that_meet_are_on_time_where_a_decode_instance_has_a_step_for_th
     first = Arrival(0.0, 100, 500, SLO(ttft=0.5, tpot=0.05))
     others = [Arrival(0.3 + at, 100, 2, SLO(ttft=0.020, tpot=0.05)) for at in (0.0, 0.004, third)]
     alone, both = (
-        simulate([first, *others], "unified", Mesh(2), LATENCY, options=Options(placement=placement))
-        for placement in ("least_work", "unified")
+        simulate([first, *others], "unified", Mesh(2), LATENCY, options=Options(routing=routing))
+        for routing in ("least_work", "unified")
     )
     assert alone.summary.ttft_attained < 1.0
     assert both.summary.ttft_attained == 1.0 and both.deflections > 0
@@ -262,8 +262,8 @@ def test_prompts_find_rows_where_those_of_the_decode_instance_are_taken() -> Non
     """Four rows of 200 tokens each at 2.2 ms a token: 9 requests per second, and 14 come. Eight rows are enough."""
     arrivals = [Arrival(0.07 * one, 200, 200, SLO(ttft=0.5, tpot=0.01)) for one in range(100)]
     apart, both = (
-        simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(placement=placement, rows=4))
-        for placement in ("unified:no-turn", "unified")
+        simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(routing=routing, rows=4))
+        for routing in ("unified:no-turn", "unified")
     )
     assert apart.summary.attained < both.summary.attained
 
@@ -283,7 +283,7 @@ def test_no_prompt_moves_to_where_the_last_rows_are_for_those_computed_elsewhere
     first = [Arrival(0.03 * one, 100, 2000, SLO(ttft=0.5, tpot=0.05)) for one in range(19)]
     meet = [Arrival(0.9, 200, 2, SLO(ttft=0.03, tpot=0.05)) for _ in range(6)]
     full, free = (
-        simulate([*first, *meet], "unified", Mesh(2), LATENCY, options=Options(placement="unified", rows=rows))
+        simulate([*first, *meet], "unified", Mesh(2), LATENCY, options=Options(routing="unified", rows=rows))
         for rows in (20, 40)
     )
     assert full.deflections == 0 < free.deflections

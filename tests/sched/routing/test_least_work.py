@@ -1,4 +1,4 @@
-"""Placement by the work that is left after each instance's own prefix hit, and KV that goes back for later hits."""
+"""Routing by the work that is left after each instance's own prefix hit, and KV that goes back for later hits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched import routing as placement
+from jaxserve.sched import routing
 from jaxserve.sched.api.errors import StepFailed
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import KvParcel
@@ -42,7 +42,7 @@ def request(id: int, tokens: int, start: int = 0) -> Request:
 
 
 def order(one: Request, *instances: Scheduler) -> list[int]:
-    return placement.make("least_work").prefill(one, Fleet(0.0, instances, lambda tokens: 0.0))
+    return routing.make("least_work").prefill(one, Fleet(0.0, instances, lambda tokens: 0.0))
 
 
 def test_counts_what_is_to_be_computed_and_not_how_many_wait() -> None:
@@ -105,7 +105,7 @@ def test_conversations_stay_where_their_prefix_is() -> None:
     the turn before the last one left; by least work it finds all of the last one."""
     talk = conversations(3, 4)
     found = {
-        name: simulate(talk, "distserve", "4x1", DEVICE, options=Options(placement=name))
+        name: simulate(talk, "distserve", "4x1", DEVICE, options=Options(routing=name))
         for name in ("least_work", "round_robin")
     }
     assert hits(found["least_work"]) == 3 * TURN * (1 + 2 + 3)
@@ -116,7 +116,7 @@ def test_conversations_stay_where_their_prefix_is() -> None:
 # giving back
 
 PD = (Role.PREFILL, Role.DECODE)
-GIVE = "least_work:give_back"
+GIVE = "least_work:write_back"
 
 
 def rounds(output: int, later: float = 10.0, **more: float | None) -> list[Job]:
@@ -128,14 +128,14 @@ def rounds(output: int, later: float = 10.0, **more: float | None) -> list[Job]:
 @pytest.mark.parametrize(("output", "cached", "without"), [(9, 24, 16), (10, 24, 16), (8, 20, 16), (2, 16, 16)])
 def test_the_next_round_finds_the_answer_of_the_last(output: int, cached: int, without: int) -> None:
     """Pages of 4: the prompt fills 4, and the answer but for its last token, which nobody attends to, up to 2."""
-    assert serve(rounds(output), PD, placement=GIVE).requests[1].cached == cached
+    assert serve(rounds(output), PD, routing=GIVE).requests[1].cached == cached
     assert serve(rounds(output), PD).requests[1].cached == without
 
 
 def test_nothing_comes_back_of_what_was_cancelled_or_lost_on_the_way() -> None:
-    assert serve(rounds(9, cancel_at=0.004), PD, placement=GIVE).requests[1].cached == 16
+    assert serve(rounds(9, cancel_at=0.004), PD, routing=GIVE).requests[1].cached == 16
     sent = iter([False, True])  # the prompt arrives, the answer does not
-    assert serve(rounds(9), PD, placement=GIVE, loses=lambda: next(sent, False)).requests[1].cached == 16
+    assert serve(rounds(9), PD, routing=GIVE, loses=lambda: next(sent, False)).requests[1].cached == 16
 
 
 def test_an_answer_whose_pool_is_just_gone_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def test_an_answer_whose_pool_is_just_gone_is_left_out(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(SimExecutor, "export_kv", lost)
     jobs = rounds(9)
-    found = serve(jobs, PD, placement=GIVE)
+    found = serve(jobs, PD, routing=GIVE)
     check_complete(found, jobs)
     assert found.requests[1].cached == 16 and len(sent) > 2
 
@@ -158,7 +158,7 @@ def test_an_answer_whose_pool_is_just_gone_is_left_out(monkeypatch: pytest.Monke
 def test_nothing_comes_back_that_takes_pages_from_those_who_wait() -> None:
     """The prefill instance holds 16 pages; a prompt of 15 waits when the first answer is done."""
     jobs = [*rounds(9), Job(range(1000, 1060), 2, 0.0), Job(range(2000, 2060), 2, 0.0)]
-    found = serve(jobs, PD, placement=GIVE, pages=16, prefix_caching=True)
+    found = serve(jobs, PD, routing=GIVE, pages=16, prefix_caching=True)
     check_complete(found, jobs)
 
 
@@ -177,7 +177,7 @@ def test_giving_back_loses_nothing(jobs, roles, pages, every) -> None:  # type: 
         count[0] += 1
         return count[0] % every == 0 and count[0] < 40
 
-    found = serve(jobs, roles, placement=GIVE, pages=pages, rows=3, loses=loses)
+    found = serve(jobs, roles, routing=GIVE, pages=pages, rows=3, loses=loses)
     assert [request.id for request in found.requests] == list(range(len(jobs)))
 
 
@@ -193,6 +193,6 @@ def test_what_other_threads_ask_for_is_not_kept() -> None:
     scheduler = Scheduler(Sarathi(), GeneralModel(COEFFICIENTS), Limits(pages=100))
     for id in range(3):
         scheduler.add(Request(id, range(10 * id + 5), SamplingParams(max_tokens=2), SLO(), float(id)))
-    table = scheduler._roster.prefill
+    table = scheduler._queues.prefill
     assert scheduler.prefill_backlog == 5 + 15 + 25 and not table._columns
     assert int((table.remaining - table.hit).sum()) == 45

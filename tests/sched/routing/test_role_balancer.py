@@ -12,7 +12,7 @@ from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.cluster.cluster import Cluster
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.routing import Fleet
-from jaxserve.sched.routing.role_balancer import Turns
+from jaxserve.sched.routing.role_balancer import RoleBalancer
 from jaxserve.sched.sim import Arrival, Mesh, simulate
 from jaxserve.sched.sim.options import Options
 from tests.support.sched.fleet import decodes, fleet, instance
@@ -33,7 +33,7 @@ def full(roles: Sequence[Role], tpot: float, rows: int = 1) -> Fleet:
     return fleet(instances)
 
 
-def turned(turns: Turns, now: Fleet, offered: float) -> Mapping[int, Role]:
+def turned(turns: RoleBalancer, now: Fleet, offered: float) -> Mapping[int, Role]:
     """What changes, done."""
     roles = turns.roles(now, offered)
     for index, role in roles.items():
@@ -61,21 +61,21 @@ def turned(turns: Turns, now: Fleet, offered: float) -> Mapping[int, Role]:
 def test_who_lacks_rows_is_lent_an_instance(
     roles: Sequence[Role], tpot: float, offered: float, expected: Mapping[int, Role]
 ) -> None:
-    assert Turns(0.95).roles(full(roles, tpot), offered) == expected
+    assert RoleBalancer(0.95).roles(full(roles, tpot), offered) == expected
 
 
 def test_nobody_is_lent_while_one_row_is_free_or_nobody_waits() -> None:
     now = full((P, P, D, D), 0.02)
     now.instances[2].kv_waiting = 0
-    assert Turns(0.95).roles(now, 0.0) == {}
+    assert RoleBalancer(0.95).roles(now, 0.0) == {}
     now = full((P, P, D, D), 0.02, rows=2)
     now.instances[3].cancel(30, "stop")
-    assert Turns(0.95).roles(now, 0.0) == {}
+    assert RoleBalancer(0.95).roles(now, 0.0) == {}
 
 
 def test_who_is_lent_has_the_least_to_do_and_comes_back_when_prompts_or_rows_allow() -> None:
     for offered, ended, back in ((0.1, 0, {}), (0.6, 0, {1: P}), (0.1, 2, {1: P})):
-        turns, now = Turns(0.95), full((P, P, D, D), 0.02, rows=2)
+        turns, now = RoleBalancer(0.95), full((P, P, D, D), 0.02, rows=2)
         first: Scheduler = now.instances[0]
         decodes(first, 1, 16)
         first.add(prompt(2, 100))
@@ -89,7 +89,7 @@ def test_who_is_lent_has_the_least_to_do_and_comes_back_when_prompts_or_rows_all
 
 
 def test_what_somebody_else_turned_is_not_given_back() -> None:
-    turns, now = Turns(0.95), full((P, P, D, D), 0.02)
+    turns, now = RoleBalancer(0.95), full((P, P, D, D), 0.02)
     assert turned(turns, now, 0.1) == {0: D}
     now.instances[0].turn(P)
     now.instances[2].kv_waiting = 0
@@ -97,7 +97,7 @@ def test_what_somebody_else_turned_is_not_given_back() -> None:
 
 
 def test_the_last_that_decodes_is_not_given_back() -> None:
-    turns, now = Turns(0.95), full((P, P, D), 0.02)
+    turns, now = RoleBalancer(0.95), full((P, P, D), 0.02)
     assert turned(turns, now, 0.1) == {0: D}
     now.instances[2].turn(M)
     assert turned(turns, now, 0.6) == {}
@@ -112,12 +112,12 @@ def test_long_answers_to_short_prompts_find_rows_where_a_prefill_instance_has_no
         changes.append(dict(roles))
         turn(self, roles)
 
-    def run(placement: str) -> float:
-        report = simulate(arrivals, "unified", Mesh(4), LATENCY, options=Options(placement=placement, rows=4))
+    def run(routing: str) -> float:
+        report = simulate(arrivals, "unified", Mesh(4), LATENCY, options=Options(routing=routing, rows=4))
         assert report.summary.reasons == {"stop": 100}
         return report.summary.attained
 
-    with patch.object(Cluster, "turn", noted):
+    with patch.object(Cluster, "set_roles", noted):
         stay = run("unified:no-keep+no-turn")
         assert not changes
         assert run("unified:no-keep") > stay + 0.1

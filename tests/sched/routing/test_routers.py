@@ -1,4 +1,4 @@
-"""Each placement's choice between a few schedulers made by hand, and moves that lose nothing."""
+"""Each router's choice between a few schedulers made by hand, and moves that lose nothing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched import routing as placement
-from jaxserve.sched.admission.none import Everybody
+from jaxserve.sched import routing
+from jaxserve.sched.admission.none import AdmitAll
 from jaxserve.sched.api.plan import StepResult
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.request import BEST_EFFORT, Request, State
@@ -32,7 +32,7 @@ def test_a_fleet_knows_who_takes_prompts_and_who_decodes() -> None:
 
 @pytest.mark.parametrize("name", ["least_work", "unified", "deflect", "fewest_requests", "prefill_budget"])
 def test_where_nothing_is_there_the_first_instance_is_as_good_as_any(name: str) -> None:
-    assert placement.make(name).prefill(request(0, 100), fleet([instance(role) for role in ROLES])) == [0, 1]
+    assert routing.make(name).prefill(request(0, 100), fleet([instance(role) for role in ROLES])) == [0, 1]
 
 
 def test_decodes_go_where_the_least_context_is() -> None:
@@ -40,7 +40,7 @@ def test_decodes_go_where_the_least_context_is() -> None:
     decodes(instances[1], 100, 500)
     decodes(instances[3], 101, 100)
     for name in ("least_work", "unified", "deflect", "prefill_budget", "next_replica"):
-        assert placement.make(name).decode(request(0, 50), fleet(instances)) == [2, 3, 1]
+        assert routing.make(name).decode(request(0, 50), fleet(instances)) == [2, 3, 1]
 
 
 def test_a_reservation_counts_as_context() -> None:
@@ -49,11 +49,11 @@ def test_a_reservation_counts_as_context() -> None:
     instances[0].add(coming)
     assert instances[0].plan(0.0, 0.0) is not None
     assert instances[1].reserve(coming) is not None
-    assert placement.make("least_work").decode(request(1, 50), fleet(instances)) == [2, 1]
+    assert routing.make("least_work").decode(request(1, 50), fleet(instances)) == [2, 1]
 
 
 def test_round_robin_takes_turns_on_both_sides() -> None:
-    turns, all_ = placement.make("round_robin"), fleet([instance(role) for role in (P, P, P, D, D)])
+    turns, all_ = routing.make("round_robin"), fleet([instance(role) for role in (P, P, P, D, D)])
     assert [turns.prefill(request(id, 9), all_) for id in range(4)] == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
     assert [turns.decode(request(id, 9), all_) for id in range(3)] == [[3, 4], [4, 3], [3, 4]]
 
@@ -62,7 +62,7 @@ def test_least_work_counts_tokens_then_contexts() -> None:
     instances = [instance(M), instance(M), instance(M)]
     instances[0].add(request(10, 300))
     decodes(instances[1], 11, 40)
-    assert placement.make("least_work").prefill(request(0, 100), fleet(instances)) == [2, 1, 0]
+    assert routing.make("least_work").prefill(request(0, 100), fleet(instances)) == [2, 1, 0]
 
 
 def test_unified_counts_the_time_until_a_prompt_is_done() -> None:
@@ -71,8 +71,8 @@ def test_unified_counts_the_time_until_a_prompt_is_done() -> None:
     instances[0].ends = 0.05
     instances[1].add(request(10, 20))
     instances[2].ends = 0.01
-    assert placement.make("least_work").prefill(request(0, 100), fleet(instances)) == [0, 2, 1]
-    assert placement.make("unified").prefill(request(0, 100), fleet(instances)) == [2, 1, 0]
+    assert routing.make("least_work").prefill(request(0, 100), fleet(instances)) == [0, 2, 1]
+    assert routing.make("unified").prefill(request(0, 100), fleet(instances)) == [2, 1, 0]
 
 
 def test_fewest_requests_counts_requests_whatever_their_length() -> None:
@@ -80,10 +80,10 @@ def test_fewest_requests_counts_requests_whatever_their_length() -> None:
     instances[0].add(request(10, 3))
     instances[0].add(request(11, 3))
     instances[1].add(request(12, 5000))
-    assert placement.make("fewest_requests").prefill(request(0, 100), fleet(instances)) == [1, 0]
+    assert routing.make("fewest_requests").prefill(request(0, 100), fleet(instances)) == [1, 0]
 
 
-class Asked(Everybody):
+class Asked(AdmitAll):
     """Says no on some instances, and remembers where it was asked."""
 
     def __init__(self, refuses: Sequence[Scheduler]) -> None:
@@ -95,9 +95,9 @@ class Asked(Everybody):
         return not any(scheduler is one for one in self.refuses)
 
 
-def next_replica(name: str, admission: Asked) -> placement.Placement:
-    made = placement.make(name, admission)
-    made._asked = admission  # type: ignore[attr-defined]  # Everybody would be replaced by the programme
+def next_replica(name: str, admission: Asked) -> routing.Router:
+    made = routing.make(name, admission)
+    made._asked = admission  # type: ignore[attr-defined]  # AdmitAll would be replaced by the program
     return made
 
 
@@ -124,26 +124,26 @@ def busy(role: Role, *tokens: int, due: float = 8.0) -> Scheduler:
 
 def test_deflect_where_faster_and_only_where_the_slo_asks_for_it() -> None:
     """Through the prefill instance 4 + 1 s and two steps; on the idle decode instance 1 s and a step."""
-    faster, slo = placement.make("deflect:faster"), placement.make("deflect:slo")
+    faster, slo = routing.make("deflect:faster"), routing.make("deflect:slo")
     instances = [busy(P, 4000), instance(D)]
     assert faster.prefill(request(0, 1000, ttft=8.0), fleet(instances)) == [1, 0]
     assert slo.prefill(request(0, 1000, ttft=8.0), fleet(instances)) == [0]
     assert slo.prefill(request(0, 1000, ttft=5.1), fleet(instances)) == [0]
     assert slo.prefill(request(0, 1000, ttft=4.9), fleet(instances)) == [1, 0]
     assert slo.prefill(request(0, 1000, ttft=0.9), fleet(instances)) == [0]  # the decode path would miss it too
-    assert placement.make("deflect").prefill(request(0, 1000, ttft=4.9), fleet(instances)) == [1, 0]  # slo
+    assert routing.make("deflect").prefill(request(0, 1000, ttft=4.9), fleet(instances)) == [1, 0]  # slo
 
 
 def test_the_transfer_counts_on_the_way_through_a_prefill_instance() -> None:
     instances, one = [instance(P), instance(D)], request(0, 1000, ttft=8.0)
-    faster = placement.make("deflect:faster")
+    faster = routing.make("deflect:faster")
     assert faster.prefill(one, fleet(instances)) == [0]
     assert faster.prefill(one, fleet(instances, transfer=1e-3)) == [1, 0]
 
 
 def test_residents_leave_a_guest_less_and_a_full_pool_nothing() -> None:
     """Beside a row of 50 ms a step takes 37.5 and computes 26 tokens: 1,000 tokens take 38 of these, 1.43 s."""
-    faster = placement.make("deflect:faster")
+    faster = routing.make("deflect:faster")
     host, full, one = instance(D), instance(D, pages=62), request(0, 1000, ttft=8.0)
     decodes(host, 20, 100)
     assert faster.prefill(one, fleet([busy(P, 395), host])) == [0]  # 1.42 s
@@ -154,39 +154,39 @@ def test_residents_leave_a_guest_less_and_a_full_pool_nothing() -> None:
 
 def test_deflect_dropped_moves_who_lost_its_place_and_could_be_on_time_elsewhere() -> None:
     """1.0 + 0.5 + 0.5 s of work due in 1.8: the longest loses its place, and an idle decode instance can take it."""
-    dropped, instances = placement.make("deflect:dropped"), [busy(P, 1000, 500, 500, due=1.8), instance(D)]
+    dropped, instances = routing.make("deflect:dropped"), [busy(P, 1000, 500, 500, due=1.8), instance(D)]
     assert dropped.prefill(request(0, 1000), fleet(instances)) == [0]
     [move] = dropped.redirect(fleet(instances))
     assert move[:3] == (50, 0, 1) and move.ends == pytest.approx(1.01)
     assert not dropped.redirect(fleet([busy(P, 1000, 500, due=1.8), instance(D)]))  # nobody is lost
     assert not dropped.redirect(fleet([busy(P, 1700, 500, due=1.8), instance(D)]))  # 1.71 is more than 0.9 of 1.8
     assert not dropped.redirect(fleet([busy(P, 3000, 500, due=1.8), instance(D)]))  # hopeless anywhere
-    assert not placement.make("deflect:slo").redirect(fleet(instances))
+    assert not routing.make("deflect:slo").redirect(fleet(instances))
 
 
 def test_unified_moves_the_longest_that_another_instance_can_do_in_time() -> None:
     """1.2 + 0.9 + 0.6 s of work due in 2: one of them must go, and has a share of the time on another."""
-    unified = placement.make("unified:margin=0.7+early=1")
+    unified = routing.make("unified:margin=0.7+early=1")
     instances = [busy(P, 1200, 900, 600, due=2.0), instance(P), instance(D)]
     [move] = unified.redirect(fleet(instances))
     assert move[:3] == (50, 0, 1) and move.ends == pytest.approx(1.21)
     assert not unified.redirect(fleet(instances))  # nothing has come or gone since
-    tight = placement.make("unified:margin=0.5+early=1")
+    tight = routing.make("unified:margin=0.5+early=1")
     [move] = tight.redirect(fleet([busy(P, 1200, 900, 600, due=2.0), instance(P)]))
     assert move == Move(51, 0, 1, move.ends)
-    assert not placement.make("unified:margin=0.1").redirect(fleet([busy(P, 1200, 900, 600, due=2.0), instance(P)]))
+    assert not routing.make("unified:margin=0.1").redirect(fleet([busy(P, 1200, 900, 600, due=2.0), instance(P)]))
     half = [busy(P, 800, 700, due=2.0), instance(P)]
-    assert not placement.make("unified:margin=1.0+early=1").redirect(fleet(half))
-    [move] = placement.make("unified:margin=1.0+early=0.5").redirect(fleet(half))
+    assert not routing.make("unified:margin=1.0+early=1").redirect(fleet(half))
+    [move] = routing.make("unified:margin=1.0+early=0.5").redirect(fleet(half))
     assert move == Move(50, 0, 1, move.ends)
 
 
 def test_unified_moves_nobody_to_where_prompts_wait_for_pages() -> None:
     instances = [busy(P, 1200, 900, 600, due=2.0), instance(D)]
     instances[1].kv_waiting = 1
-    assert not placement.make("unified:margin=0.7").redirect(fleet(instances))
+    assert not routing.make("unified:margin=0.7").redirect(fleet(instances))
     instances = [busy(P, 1200, 900, 600, due=2.0), instance(D)]
-    assert placement.make("unified:margin=0.7").redirect(fleet(instances))
+    assert routing.make("unified:margin=0.7").redirect(fleet(instances))
 
 
 def crowded(role: Role, rows: int, tpot: float = 0.05) -> Scheduler:
@@ -200,22 +200,22 @@ def crowded(role: Role, rows: int, tpot: float = 0.05) -> Scheduler:
 
 def test_unified_has_all_instances_do_both_where_rows_are_what_is_lacking() -> None:
     """One of two decodes: steps may take twice as long, 28 ms."""
-    unified = placement.make("unified")
+    unified = routing.make("unified")
     assert unified.roles(fleet([instance(P), crowded(D, 4)])) == {0: M, 1: M}
     for lacks in (
         [instance(P), crowded(D, 3)],  # pages, not rows
         [instance(P), crowded(D, 4, tpot=0.029)],
         [instance(P), crowded(D, 4), instance(D)],
     ):
-        assert placement.make("unified").roles(fleet(lacks)) == {}
+        assert routing.make("unified").roles(fleet(lacks)) == {}
     four = [instance(P), instance(P), instance(P), crowded(D, 4)]  # four times as long; nobody has a prompt to compute
-    assert placement.make("unified").roles(fleet(four)) == {0: D}
-    assert placement.make("unified:no-turn").roles(fleet([instance(P), crowded(D, 4)])) == {}
-    assert placement.make("unified").roles(fleet([crowded(M, 4), crowded(M, 4)])) == {}
+    assert routing.make("unified").roles(fleet(four)) == {0: D}
+    assert routing.make("unified:no-turn").roles(fleet([instance(P), crowded(D, 4)])) == {}
+    assert routing.make("unified").roles(fleet([crowded(M, 4), crowded(M, 4)])) == {}
 
 
 def test_roles_are_as_before_when_there_is_room_again_unless_somebody_else_has_changed_them() -> None:
-    unified = placement.make("unified")
+    unified = routing.make("unified")
     unified.roles(fleet([instance(P), crowded(D, 4)]))
     assert unified.roles(fleet([crowded(M, 1), crowded(M, 2)])) == {}
     assert unified.roles(fleet([crowded(M, 1), crowded(M, 1)])) == {0: P, 1: D}
@@ -233,7 +233,7 @@ def test_who_has_begun_or_has_a_token_never_moves(name: str) -> None:
     one.settle(StepResult(plan.step, 0.0, 0.0, tuple(() if not span.samples else (7,) for span in plan.spans)))
     for id, length in ((60, 1000), (61, 1200), (62, 1300)):
         one.add(request(id, length, 2.5))
-    moves = placement.make(name).redirect(fleet([one, instance(D)]))
+    moves = routing.make(name).redirect(fleet([one, instance(D)]))
     assert moves and {move.request for move in moves} <= {60, 61, 62}
 
 
@@ -248,7 +248,7 @@ def test_who_has_begun_or_has_a_token_never_moves(name: str) -> None:
 def test_moves_are_of_waiting_requests_and_lose_nothing(prompts, name, roles) -> None:  # type: ignore[no-untyped-def]
     moved: list[int] = []
 
-    class Recorded(type(placement.make(name))):  # type: ignore[misc]
+    class Recorded(type(routing.make(name))):  # type: ignore[misc]
         def redirect(self, fleet: Fleet) -> Sequence[Move]:
             moves = super().redirect(fleet)
             for move in moves:
@@ -258,13 +258,13 @@ def test_moves_are_of_waiting_requests_and_lose_nothing(prompts, name, roles) ->
             moved.extend(move.request for move in moves)
             return list(moves)
 
-    made = placement.make(name)
+    made = routing.make(name)
     made.__class__ = Recorded
     jobs = [
         Job(range(1000 * id, 1000 * id + length), 5, arrival, SLO(ttft, 0.01))
         for id, (length, arrival, ttft) in enumerate(prompts)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placement, "make", lambda *names: made)
+        patch.setattr(routing, "make", lambda *names: made)
         outcome = serve(jobs, roles, policy="sedf", pages=40)
     assert [len(one.output) for one in outcome.requests] == [5] * len(jobs)

@@ -36,7 +36,7 @@ MESHES = {"1": Mesh(1), "1P1D": Mesh(2), "2 mixed": Mesh(2, colocated=True), "1P
 )
 def test_no_policy_attains_more(mesh: str, policy: str, qps: float, seed: int, skip: int, draft: int) -> None:
     options = Options(
-        skip=skip, draft=draft, acceptance=1.0, placement="unified" if policy == "unified" else "least_work"
+        skip=skip, draft=draft, acceptance=1.0, routing="unified" if policy == "unified" else "least_work"
     )
     report = simulate(HARD, policy, MESHES[mesh], QUIET, seed, qps=qps, num_requests=40, options=options)
     [found] = bounds(HARD, MESHES[mesh], QUIET, rates=[qps], seeds=[seed], num_requests=40, options=options)
@@ -48,7 +48,7 @@ def test_no_policy_sustains_a_higher_rate() -> None:
     found = goodput_search(
         HARD, ["distserve", "kairos", "edf"], "2x1", QUIET, num_requests=60, start=100.0, tolerance=0.1
     )
-    [highest] = goodput_bounds(HARD, "2x1", QUIET, num_requests=60, options=Options(placement="least_work"))
+    [highest] = goodput_bounds(HARD, "2x1", QUIET, num_requests=60, options=Options(routing="least_work"))
     assert all(0 < one.rate <= highest for one in found.values())
 
 
@@ -104,5 +104,5 @@ def test_no_policy_attains_the_goal_well_above_it(policy: str) -> None:
     arrivals = HARD.draw(150, 100.0, 1)
     limits = Details(kv_tokens=QUIET.kv_tokens)
     rate = sustained_bound(arrivals, QUIET.solve(), 0, 2, deflection=True, chunk=8192, details=limits)
-    options = Options(skip=25, placement="unified" if policy == "unified" else "least_work")
+    options = Options(skip=25, routing="unified" if policy == "unified" else "least_work")
     assert simulate(arrivals, policy, "2x1", QUIET, qps=1.5 * rate, options=options).summary.attained < 0.9

@@ -14,7 +14,7 @@ from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.policy import Decision, Grant, View
 from jaxserve.sched.perf import Perf
-from jaxserve.sched.routing import PLACEMENTS
+from jaxserve.sched.routing import ROUTERS
 from jaxserve.sched.sim import Arrival, Mesh, Options, simulate, sweep
 from jaxserve.sched.sim.predict import perf_model
 from jaxserve.sched.sim.record import Recorder
@@ -115,7 +115,7 @@ def test_routing_takes_time_that_counts() -> None:
 
 
 def test_stale_news_of_instances_crowd_one_of_them() -> None:
-    """Everybody hears that the first is empty, until the news that it is not has arrived."""
+    """AdmitAll hears that the first is empty, until the news that it is not has arrived."""
 
     def first_given(stale: float) -> list[str]:
         recorder = Recorder()
@@ -129,10 +129,10 @@ def test_stale_news_of_instances_crowd_one_of_them() -> None:
     assert set(first_given(1.0)) == {"mixed0"}
 
 
-@pytest.mark.parametrize("placement", sorted(PLACEMENTS))
+@pytest.mark.parametrize("routing", sorted(ROUTERS))
 @pytest.mark.parametrize("mesh", [Mesh(4), Mesh(3, colocated=True)], ids=["2P2D", "3 mixed"])
-def test_every_placement_loses_nothing_on_stale_news(placement: str, mesh: Mesh) -> None:
-    options = Options(stale=0.05, placement=placement, routing_delay=0.002)
+def test_every_router_loses_nothing_on_stale_news(routing: str, mesh: Mesh) -> None:
+    options = Options(stale=0.05, routing=routing, routing_delay=0.002)
     report = simulate(CHAT, "kairos", mesh, TINY, qps=150, num_requests=80, options=options)
     assert report.summary.reasons == {"stop": 80}
 

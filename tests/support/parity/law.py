@@ -27,8 +27,7 @@ from jaxserve.engine.mesh import plan_mesh
 from jaxserve.engine.sampling import MOST_COUNTED, SEEN_IN_PROMPT, Column, Rows
 from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
-from jaxserve.sched import policies
-from jaxserve.sched import routing as placement
+from jaxserve.sched import policies, routing
 from jaxserve.sched.api.log import Log, no_log
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Begin, Delta, StepPlan
@@ -160,7 +159,7 @@ class Setup:
             )
             instances.append(Instance(executor.name, scheduler, executor))
         named = policy if isinstance(policy, str) else "distserve"
-        return Cluster(instances, placement.make(policies.placement(named, place)), finished=over.append)
+        return Cluster(instances, routing.make(policies.routing(named, place)), finished=over.append)
 
     async def _run(
         self,
@@ -197,7 +196,7 @@ class Setup:
         if machine.done():
             machine.result()
         assert drained.done(), [list(core.scheduler) for core in cluster.cores]
-        while len(cluster.mover) or any(core.scheduler.in_flight for core in cluster.cores):
+        while len(cluster.kv_transfers) or any(core.scheduler.in_flight for core in cluster.cores):
             await asyncio.sleep(0.01)  # surplus rows and moves
         for _ in range(1000):  # a move that was abandoned gives its pages back when what it sends has arrived
             if not any(core.scheduler.blocks.held for core in cluster.cores):
@@ -253,7 +252,7 @@ def hold(model: Model, requests: Sequence[Ask], mesh: str, chunk: int, pages: in
     served, cluster = Setup(mesh, chunk, pages, model=model).run(requests, "unified")
     assert all(request.finish_reason in ("stop", "length") for request in served)
     if not mesh.startswith("1x"):
-        assert cluster.mover.transfers > 0, "nothing was migrated"
+        assert cluster.kv_transfers.transfers > 0, "nothing was migrated"
     assert compare(requests, served, alone(model, tuple(requests), roomy), model) <= 1
 
 

@@ -1,4 +1,4 @@
-"""Cases of the laws: every policy, admission, placement and mesh."""
+"""Cases of the laws: every policy, admission, routing and mesh."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ VARIANTS = [
 POLICIES = [*policies.names(), *VARIANTS]
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 MESHES = {"1": (M,), "1P1D": (P, D), "2P2D": (P, P, D, D), "2 mixed": (M, M), "1P2D": (P, D, D)}
-PLACEMENTS = [
+ROUTERS = [
     "deflect:dropped",
     "deflect:faster",
     "deflect:slo",
     "fewest_requests",
     "least_work",
-    "least_work:give_back",
+    "least_work:write_back",
     "next_replica",
     "prefill_budget",
     "round_robin",
     "unified",
 ]
 ADMISSIONS = ["none", "pab", "pab:refuse", "dp"]
-Case = tuple[str, str, str]  # mesh, placement, admission
+Case = tuple[str, str, str]  # mesh, routing, admission
 SLOS = [SLO(ttft, tpot) for ttft, tpot in product((0.004, 0.02, 0.1, 8.0), (0.0015, 0.004, 0.05))] + [SLO(inf, inf)]
 JOB = st.builds(
     lambda start, prompt, output, arrival, slo, tier: Job(

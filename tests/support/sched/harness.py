@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from jaxserve.sched import admission, policies
-from jaxserve.sched import routing as placement
+from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.errors import InvalidValue, Unavailable
 from jaxserve.sched.api.log import Log, no_log
 from jaxserve.sched.api.params import SamplingParams
@@ -97,7 +96,7 @@ class Shape:
     coefficients: Coefficients = COEFFICIENTS
     draft: int = 0
     acceptance: float = 0.0  # chance that a drafted token is right
-    placement: str = "least_work"
+    routing: str = "least_work"
     admission: str = "none"
     prefix_caching: bool = True
     first_token: str = "prefill"
@@ -124,7 +123,7 @@ async def _simulate(jobs: Sequence[Job], shape: Shape) -> Outcome:
     outputs = {index: job.output for index, job in enumerate(jobs)}
     instances = _instances(shape, outputs, plans, loop)
     admits = admission.make(shape.admission)
-    place = placement.make(shape.placement, admits)
+    place = routing.make(shape.routing, admits)
     cluster = Cluster(instances, place, admits, first_token=shape.first_token, finished=over.append)
     deltas: dict[int, list[Delta]] = {index: [] for index in range(len(jobs))}
 
@@ -139,7 +138,7 @@ async def _simulate(jobs: Sequence[Job], shape: Shape) -> Outcome:
     def turn(roles: Mapping[int, Role]) -> None:
         before = [core.scheduler.role for core in cluster.cores]
         try:
-            cluster.turn(roles)
+            cluster.set_roles(roles)
         except InvalidValue:
             assert [core.scheduler.role for core in cluster.cores] == before
         cluster.check()
@@ -164,7 +163,7 @@ async def _simulate(jobs: Sequence[Job], shape: Shape) -> Outcome:
     cluster.check()
     for core in cluster.cores:
         assert len(core.scheduler) == 0 and core.scheduler.blocks.held == 0
-    assert len(cluster.mover) == 0
+    assert len(cluster.kv_transfers) == 0
     machine.cancel()
     await asyncio.wait([machine])
     counters = {core.name: core.scheduler.counters for core in cluster.cores}

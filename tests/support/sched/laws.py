@@ -129,7 +129,7 @@ class Watch:
 
     def _log(self, name: str) -> Log:
         def log(kind: str, **fields: Any) -> None:
-            if kind in ("planned", "settle", "suspend", "adopt"):
+            if kind in ("planned", "settle", "suspend", "accept"):
                 what = next(iter(fields.values()))
                 self.records.append((clock.loop().now, name, kind, what))
 

@@ -25,11 +25,11 @@ Turns = Sequence[tuple[float, Mapping[int, Role]]]
 
 def check(policy: str, case: Case, jobs: list[Job], shape: dict[str, Any], turns: Turns) -> None:
     """All laws that hold where roles stay, and that equal runs have equal histories."""
-    mesh, placement, admission = case
+    mesh, routing, admission = case
     histories = []
     for _ in range(2):
         watch = Watch(policy, seal=False)
-        outcome = watch.run(jobs, MESHES[mesh], placement=placement, admission=admission, turns=turns, **shape)
+        outcome = watch.run(jobs, MESHES[mesh], routing=routing, admission=admission, turns=turns, **shape)
         check_told(outcome, jobs, admission.endswith(":refuse"))
         check_tokens(outcome, watch.records, page_size=4)
         histories.append((watch.records, [one.token_times for one in outcome.requests]))

@@ -32,7 +32,7 @@ class Double:
             dtype="float32",
             instances=(instance,),
             policy="fcfs",
-            placement="least_work",
+            routing="least_work",
             eos=none,
             thinking=ThinkingMarkers(),
             startup_seconds=0.0,
