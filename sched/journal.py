@@ -209,7 +209,7 @@ class _Replayer:
                 self._compare(line, at, None)  # the journal has no plan where one came out now
             for moved in self._moved.pop(at, ()):
                 self.outcome.moves.append(record["now"] - (moved.first_token_at or record["now"]))
-            scheduler.kv_waiting = record["kv_waiting"]
+            scheduler.set_kv_waiting(record["kv_waiting"])
             self._last[at] = scheduler.plan(record["now"], record["start"])
         elif kind == "planned":
             self._compare(line, at, record["plan"])
@@ -220,7 +220,8 @@ class _Replayer:
                 self.outcome.steps.append(Step(at, oldest.load, took, finished, oldest.seconds))
             scheduler.settle(StepResult(step, started, finished, tuple(map(tuple, tokens)), dict(failed)))
         elif kind == "interrupts":
-            scheduler.ends, scheduler.kv_waiting = record["ends"], record["kv_waiting"]
+            scheduler.set_ends(record["ends"])
+            scheduler.set_kv_waiting(record["kv_waiting"])
             scheduler.interrupts(record["now"])
         elif kind == "suspend":
             scheduler.suspend(Suspended(*record["result"]))

@@ -1,8 +1,8 @@
 """FlowPrefill's stopped steps in the simulator: blocking time (Figure 12) and prompts beside decodes (Figure 16).
 
 Steps are cut and dispatched as the engine does it (sched/api/preemption.py), unless a row says otherwise. Figure 12
-uses prompts alone, as flowprefill.py does; Figure 16 takes the colocated workload on one mixed instance: three times the
-TTFT, and a TBT of 100 ms for text and images, 200 ms for searches and files (section 6.5).
+uses prompts alone, as flowprefill.py does; Figure 16 takes the colocated workload on one mixed instance: three times
+the TTFT, and a TBT of 100 ms for text and images, 200 ms for searches and files (section 6.5).
 
     python benchmarks/reproduce/flowprefill_stops.py             # both tables, and JSON
 """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..api.instance_view import InstanceView
 from ..api.request import Request
-from ..instance.scheduler import Scheduler
 from .prefill_budget import prefill_budget
 
 
@@ -14,6 +14,6 @@ class ByPrefillBudget:
     def __init__(self, refuse: bool = False) -> None:
         self.refuse = refuse
 
-    def admits(self, request: Request, scheduler: Scheduler, now: float) -> bool:
-        new = request.prompt_length - scheduler.cached_tokens(request)
-        return new <= prefill_budget(scheduler.view(now, max(now, scheduler.ends)), request.deadline, new)
+    def admits(self, request: Request, instance: InstanceView, now: float) -> bool:
+        new = request.prompt_length - instance.cached_tokens(request)
+        return new <= prefill_budget(instance.view(now, max(now, instance.ends)), request.deadline, new)

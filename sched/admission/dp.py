@@ -7,12 +7,10 @@ from functools import partial
 
 import numpy as np
 
+from ..api.instance_view import InstanceMemo, InstanceView
 from ..api.perf import Array
 from ..api.policy import Role, View
-from ..api.request import Request
-from ..instance.memo import InstanceMemo
-from ..instance.request_queues import tightest
-from ..instance.scheduler import Scheduler
+from ..api.request import Request, tightest
 from ..policies.slos_serve.commitments import (
     ROUNDING,
     Commitments,
@@ -43,12 +41,12 @@ class ByDP:
         self._output = output
         self._promised = InstanceMemo(self._standing)
 
-    def admits(self, request: Request, scheduler: Scheduler, now: float) -> bool:
-        view, standing, terms = self._promised.of(scheduler, now)
+    def admits(self, request: Request, instance: InstanceView, now: float) -> bool:
+        view, standing, terms = self._promised.of(instance, now)
         ttft, length = np.array([request.slo.ttft]), np.array([float(request.prompt_length)])
         own = quantum(view.perf, ttft, length, view.limits.tokens)
         terms = replace(terms, idle=min(terms.idle, self._block * request.slo.ttft if self._block else own))
-        cached = float(scheduler.cached_tokens(request))
+        cached = float(instance.cached_tokens(request))
         tokens, context = np.array([request.known - cached]), np.array([cached])
         ends = view.start + view.perf.prefill_times(tokens, context, view.limits.tokens)
         if ends[0] > request.deadline + ROUNDING:
@@ -57,11 +55,11 @@ class ByDP:
         alone = partial(in_time, view, new.deadline, tokens, context, length, new.tpot)
         return bool(admitted(standing, new, terms, None, alone)[0])
 
-    def _standing(self, scheduler: Scheduler, start: float) -> tuple[View, Commitments, StepCosts]:
-        view = scheduler.view(start, start)
+    def _standing(self, instance: InstanceView, start: float) -> tuple[View, Commitments, StepCosts]:
+        view = instance.view(start, start)
         standing = standing_of(view, prompts_of(view, view.prefill.standard, self._output), self._output)
         terms = terms_of(view, idle_of(view, self._block), draft=view.limits.draft, margin=self._margin)
-        return view, _with_drafting(standing, scheduler, view), terms
+        return view, _with_drafting(standing, instance, view), terms
 
     def _prompt(self, request: Request, view: View, tokens: Array, context: Array) -> Prompts:
         tpot = NEVER if view.role is Role.PREFILL else tightest(request, request.slo.tpot_of(request.stage))
@@ -73,9 +71,9 @@ class ByDP:
         )
 
 
-def _with_drafting(standing: Commitments, scheduler: Scheduler, view: View) -> Commitments:
+def _with_drafting(standing: Commitments, instance: InstanceView, view: View) -> Commitments:
     """Rows whose drafts are being verified are in no table of the view."""
-    drafting = [one for one in scheduler if one.drafting and one.tier != "best_effort"]
+    drafting = [one for one in instance if one.drafting and one.tier != "best_effort"]
     if not drafting or view.role is Role.PREFILL:
         return standing
     tpot = [tightest(one, one.slo.tpot_of(one.stage)) for one in drafting]

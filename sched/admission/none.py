@@ -1,13 +1,13 @@
-"""AdmitAll is let in."""
+"""Admit every request."""
 
 from __future__ import annotations
 
+from ..api.instance_view import InstanceView
 from ..api.request import Request
-from ..instance.scheduler import Scheduler
 
 
 class AdmitAll:
     refuse = False
 
-    def admits(self, request: Request, scheduler: Scheduler, now: float) -> bool:
+    def admits(self, request: Request, instance: InstanceView, now: float) -> bool:
         return True

@@ -58,6 +58,12 @@ class RequestView(Protocol):
     def drafts(self) -> bool: ...
     @property
     def state(self) -> State: ...
+    @property
+    def stage(self) -> str: ...
+    @property
+    def drafting(self) -> int: ...
+    @property
+    def drops(self) -> int: ...
 
 
 class Request:
@@ -300,3 +306,8 @@ class Request:
         self.suspended = False
         self.on_device = False
         self.take_back(self.pending)
+
+
+def tightest(request: RequestView, tpot: float) -> float:
+    """The least tpot of the stages that a request, now at one of `tpot`, has still to go through."""
+    return min(tpot, request.slo.tpot_of(ANSWER)) if request.slo.stages else tpot

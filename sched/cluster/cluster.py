@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from ..admission import Admission
+from ..admission.base import Admission
 from ..admission.none import AdmitAll
 from ..api.errors import InvalidValue, Unavailable
 from ..api.executor import Executor
@@ -19,7 +19,7 @@ from ..instance.loop import Core
 from ..instance.scheduler import Scheduler
 from ..instance.watchdog import PATIENT, Patience
 from ..metrics import FINISHED
-from ..routing import Router
+from ..routing.base import Router
 from .first_tokens import Waits, waits
 from .kv_transfer import KVTransferManager
 from .ttft_predictions import TTFTPredictions
@@ -124,14 +124,15 @@ class Cluster:
         fleet = self.kv_transfers.fleet()
         if not fleet.entries:
             raise Unavailable(self.ailment or "no instance takes prompts")
-        core = self.cores[self._router.prefill(request, fleet)[0]]
+        index = self._router.prefill(request, fleet)[0]
+        core = self.cores[index]
         admission = self._admission
-        if request.tier != BEST_EFFORT and not admission.admits(request, core.scheduler, fleet.now):
+        if request.tier != BEST_EFFORT and not admission.admits(request, fleet.instances[index], fleet.now):
             if admission.refuse:
                 self._refuse(request, on_output)
                 return
             request.tier = BEST_EFFORT
-            core.scheduler.counters.demotions += 1
+            core.scheduler.count_demotion()
         most = min(one.scheduler.limits.pages * one.scheduler.limits.page_size for one in self.cores)
         request.limit = min(request.limit, max(1, most - request.prompt_length))
         self._predict_ttft(request, core, self._router.predicted_first_token(request))

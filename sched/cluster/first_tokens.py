@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..api.instance_view import InstanceView
 from ..api.policy import Role
 from ..api.request import Request
 from ..feasibility import GRID, decode_load, largest_chunk, mixed_bound, promised, remaining_work
-from ..instance.scheduler import Scheduler
 from ..perf.recursive import Recursive
 
 SHARE = 0.95  # of the tightest tpot: a mixed step is taken to last that long where prompts wait
@@ -35,7 +35,7 @@ class Waits(NamedTuple):
     own: float = 0.0
 
 
-def waits(request: Request, one: Scheduler, now: float) -> Waits:
+def waits(request: Request, one: InstanceView, now: float) -> Waits:
     """Of a prompt that arrives now on this instance.
 
     On an instance with running decodes prompts are computed in mixed steps, as long as the tightest tpot allows.

@@ -22,9 +22,10 @@ from ..api.plan import UNAVAILABLE, KvParcel
 from ..api.policy import Role
 from ..api.request import BEST_EFFORT, Request, State
 from ..instance.kv_manager import Reservation, WriteBack
+from ..instance.live_view import LiveView
 from ..instance.loop import Core
 from ..instance.watchdog import PATIENT, Patience
-from ..routing import Fleet, Router
+from ..routing.base import Fleet, Router
 
 ATTEMPTS = 3
 KEPT = 4  # requests that a router is asked about at a time
@@ -122,6 +123,7 @@ class KVTransferManager:
     ) -> None:
         self._cores = cores
         self._schedulers = [core.scheduler for core in cores]
+        self._views = [LiveView(core.scheduler) for core in cores]
         self._router = router
         self._spawn = spawn
         self._arrived = arrived
@@ -139,7 +141,7 @@ class KVTransferManager:
 
     def fleet(self) -> Fleet:
         """The instances as they stand now, for a router to look at."""
-        return Fleet(self._cores[0].executor.now(), self._schedulers, self._predicted)
+        return Fleet(self._cores[0].executor.now(), self._views, self._predicted)
 
     def _predicted(self, tokens: int) -> float:
         """Seconds that moving the KV of so many tokens takes, by those moved so far."""
@@ -162,7 +164,7 @@ class KVTransferManager:
         self._keep(one for one in ranked if one.complete and one.reservation is None)
         lacking = sum(one.complete and one.reservation is None for one in self._going.values())
         for scheduler in self._schedulers:
-            scheduler.kv_waiting = lacking if scheduler.role is Role.DECODE else 0
+            scheduler.set_kv_waiting(lacking if scheduler.role is Role.DECODE else 0)
 
     def _ranked(self) -> list[KVTransfer]:
         fleet = self.fleet()

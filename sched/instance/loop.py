@@ -84,7 +84,7 @@ class Core:
             self._listener.dropped(self)
         if plan is None:
             return None
-        self.scheduler.ends = start + self.scheduler.predicted
+        self.scheduler.set_ends(start + self.scheduler.predicted)
         return self.executor.submit(plan)
 
     async def _nearly(self, step: Step) -> None:
@@ -120,11 +120,11 @@ class Core:
         except StepFailed:
             return False
         if isinstance(result, Suspended):
-            self.scheduler.ends = result.at
+            self.scheduler.set_ends(result.at)
             self.scheduler.suspend(result)
             return True
         behind = self.scheduler.predicted if self.scheduler.in_flight > 1 else 0.0
-        self.scheduler.ends = result.finished + behind
+        self.scheduler.set_ends(result.finished + behind)
         self.failed.clear()
         self._listener.settled(self, self.scheduler.settle(result))
         return True
@@ -133,7 +133,7 @@ class Core:
         if ahead is not None:
             await asyncio.wait([ahead])
             ahead.exception()  # it ran on buffers that are gone
-        self.scheduler.ends = self.executor.now()
+        self.scheduler.set_ends(self.executor.now())
         self.failed = [*self.failed[-FEW:], self.executor.now()]
         self.executor.rebuild()
         self._listener.recovered(self, self.scheduler.recover())

@@ -10,8 +10,7 @@ import numpy as np
 
 from ..api.perf import Array
 from ..api.policy import Order, Role
-from ..api.request import BEST_EFFORT, Request, State
-from ..api.slo import ANSWER
+from ..api.request import BEST_EFFORT, Request, State, tightest
 from .prefix_hits import PrefixHits
 
 Key = tuple[bool, int, float, int]
@@ -21,11 +20,6 @@ ARRIVAL, TTFT, TBT, TPOT, TIGHTEST, DEADLINE, REMAINING, CONTEXT, LENGTH, RUNNIN
 def key(request: Request) -> Key:
     """The order of service among equals: best effort last, then vLLM's priority (lower first), arrival, id."""
     return (request.tier == BEST_EFFORT, request.priority, request.arrival, request.id)
-
-
-def tightest(request: Request, tpot: float) -> float:
-    """The least tpot of the stages that a request, now at one of `tpot`, has still to go through."""
-    return min(tpot, request.slo.tpot_of(ANSWER)) if request.slo.stages else tpot
 
 
 class RequestQueue:

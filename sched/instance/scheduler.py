@@ -44,8 +44,8 @@ class Scheduler:
         self.policy = policy
         self.perf = perf
         self.limits = limits
-        self.kv_waiting = 0  # requests of other instances that wait for pages here; set by the Cluster
-        self.ends = 0.0  # predicted end of what is submitted, executor's clock; set by the Core
+        self._kv_waiting = 0
+        self._ends = 0.0
         self.counters = Counters()
         self.hung = False  # its oldest step does not end: no new request comes here
         self._prefix_caching = prefix_caching
@@ -107,9 +107,32 @@ class Scheduler:
         return int(self._queues.decode.context.sum()) + coming
 
     @property
-    def version(self) -> tuple[int, int]:
-        """The tables of `view` are what they were as long as this is."""
-        return self._queues.prefill.version, self._queues.decode.version
+    def version(self) -> tuple[object, ...]:
+        """Changes whenever `view` does, time aside."""
+        queues = self._queues
+        return (queues.prefill.version, queues.decode.version, self.perf.version, self.blocks.available, self.steps,
+                queues.role)  # fmt: skip
+
+    @property
+    def steps(self) -> int:
+        """Steps that have ended."""
+        return self.counters.steps
+
+    @property
+    def kv_waiting(self) -> int:
+        """Requests of other instances waiting for KV pages here."""
+        return self._kv_waiting
+
+    def set_kv_waiting(self, count: int) -> None:
+        self._kv_waiting = count
+
+    @property
+    def ends(self) -> float:
+        """Predicted end of the submitted steps, seconds of the executor's clock."""
+        return self._ends
+
+    def set_ends(self, at: float) -> None:
+        self._ends = at
 
     @property
     def in_flight(self) -> int:
@@ -152,6 +175,10 @@ class Scheduler:
         self._queues.requests[request.id] = request
         request.drafted = self._drafts.record(request.tier, request.drafted)
         self._queues.file(request)
+
+    def count_demotion(self) -> None:
+        """Count a request that admission has made best effort."""
+        self.counters.demotions += 1
 
     def cancel(self, id: int, reason: str, error: str | None = None) -> Delta | None:
         """End a request early; None where it is not here or already over."""

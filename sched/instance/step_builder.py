@@ -22,7 +22,7 @@ class BuiltStep(NamedTuple):
 
 
 class StepBuilder:
-    """Turn one Decision into a legal step. Writes Requests, KVManager and RequestQueues for the Scheduler that owns it."""
+    """Turn one Decision into a legal step. Writes the Requests, KVManager and RequestQueues of its Scheduler."""
 
     def __init__(
         self,

@@ -18,13 +18,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ..api.errors import InvalidValue
+from ..api.instance_view import InstanceMemo, InstanceView
 from ..api.perf import Array, Load, Number, PerfModel
 from ..api.policy import Order
 from ..api.request import Request, RequestView, State
 from ..feasibility import chunk_times, decode_load, mixed_bound, on_time_set, remaining_work
-from ..instance.memo import InstanceMemo
-from ..instance.scheduler import Scheduler
-from . import Fleet, Move
+from .base import Fleet, Move
 from .least_work import LeastWork
 
 PROBES = 256, 2048  # tokens: a mixed step's time is close to linear in the chunk, so two of them tell the rest
@@ -78,14 +77,14 @@ class Deflect(LeastWork):
         self._hosts = InstanceMemo(self._host)
         self._lost = InstanceMemo(_lost)
         self._paths = Paths()
-        self._predict_ttft: float | None = None  # of the request placed last
+        self._predicted: float | None = None  # of the request placed last
 
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         usual = super().prefill(request, fleet)
-        self._predict_ttft = None
+        self._predicted = None
         if self._dropped or not fleet.decoders:
             return usual
-        self._predict_ttft = first = self._prefill_path(request, fleet, usual[0])
+        self._predicted = first = self._prefill_path(request, fleet, usual[0])
         through = first + fleet.transfer(request.prompt_length)
         due = request.arrival + request.slo.ttft
         if not self._faster and through <= due:
@@ -95,11 +94,11 @@ class Deflect(LeastWork):
         best = int(ends.argmin())
         if ends[best] >= through or not (self._faster or ends[best] <= due):
             return usual
-        self._predict_ttft = float(ends[best])
+        self._predicted = float(ends[best])
         return [decoders[best], *usual]
 
     def predicted_first_token(self, request: Request) -> float | None:
-        return self._predict_ttft
+        return self._predicted
 
     def redirect(self, fleet: Fleet) -> Sequence[Move]:
         """Of each decode instance the first prompt that had better be there: its queue is longer then than this fleet
@@ -136,14 +135,14 @@ class Deflect(LeastWork):
         own = view.perf.prefill_times(np.array([float(new)]), np.array([0.0]), view.limits.tokens)
         return view.start + queue + float(own[0])
 
-    def _host(self, one: Scheduler, start: float) -> Host:
+    def _host(self, one: InstanceView, start: float) -> Host:
         view = one.view(start, start)
         queue = float(view.prefill.remaining.sum()) if len(view.prefill) else 0.0
-        free, bound = one.blocks.available * one.limits.page_size, mixed_bound(view, self._share, self._share)
+        free, bound = view.free_pages * one.limits.page_size, mixed_bound(view, self._share, self._share)
         return Host(start, free, queue, bound, decode_load(view.decode), view.perf, one.limits.tokens)
 
 
-def _lost(one: Scheduler, start: float) -> Lost:
+def _lost(one: InstanceView, start: float) -> Lost:
     view = one.view(start, start)
     rows = view.prefill
     work = remaining_work(view, rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..api.request import Request
-from . import Fleet, Router
+from .base import Fleet, Router
 from .sent import Sent
 
 WAITING = 4  # running ones that a waiting one counts for, as in vLLM

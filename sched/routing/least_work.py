@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..api.request import Request
-from . import Fleet, Router
+from .base import Fleet, Router
 
 
 class LeastWork(Router):

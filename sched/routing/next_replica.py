@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..admission import Admission
+from ..admission.base import Admission
 from ..admission.dp import ByDP
 from ..admission.none import AdmitAll
 from ..api.errors import InvalidValue
 from ..api.request import BEST_EFFORT, Request
-from . import Fleet, Router
+from .base import Fleet, Router
 
 
 class NextReplica(Router):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from ..admission.prefill_budget import Promised
+from ..api.instance_view import InstanceMemo, InstanceView
 from ..api.request import Request
-from ..instance.memo import InstanceMemo
-from ..instance.scheduler import Scheduler
-from . import Fleet, Router
+from .base import Fleet, Router
 from .sent import Sent
 
 
@@ -38,5 +37,5 @@ class PrefillBudget(Router):
         return order
 
 
-def _promised(one: Scheduler, start: float) -> Promised:
+def _promised(one: InstanceView, start: float) -> Promised:
     return Promised(one.view(start, start))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..api.instance_view import InstanceView
 from ..api.policy import Role
 from ..feasibility import decode_load, tightest_tpot
-from ..instance.scheduler import Scheduler
-from . import Fleet
+from .base import Fleet
 
 FULL = 0.95  # of the rows of the instances that decode: they are all taken, or nearly
 CALM = 0.6  # of them: there is room for all that decode
@@ -74,11 +74,11 @@ class RoleBalancer:
         return {back: Role.PREFILL}
 
 
-def _lacks_rows(one: Scheduler) -> bool:
+def _lacks_rows(one: InstanceView) -> bool:
     return one.kv_waiting > 0 and one.running >= FULL * one.limits.rows
 
 
-def _quick(one: Scheduler, now: float, share: float) -> bool:
+def _quick(one: InstanceView, now: float, share: float) -> bool:
     """Whether all rows together take no more than a share of the tightest tpot."""
     rows = one.view(now, max(now, one.ends)).decode
     return one.perf.step_time(decode_load(rows)) <= share * tightest_tpot(rows)

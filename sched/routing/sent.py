@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..api.request import Request, State
-from . import Fleet
+from .base import Fleet
 
 
 class Sent:

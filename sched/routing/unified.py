@@ -8,6 +8,7 @@ from math import exp, inf
 
 import numpy as np
 
+from ..api.instance_view import InstanceView
 from ..api.perf import Load, PerfModel
 from ..api.policy import Role
 from ..api.request import BEST_EFFORT, Request, RequestView, State
@@ -23,9 +24,8 @@ from ..feasibility import (
     tightest_tpot,
     with_prompt,
 )
-from ..instance.scheduler import Scheduler
 from ..policies.unified import GAP, SHARE, SLOWEST, SOON, STRETCH
-from . import Fleet, Move, Router
+from .base import Fleet, Move, Router
 from .role_balancer import FULL, QUIET, RoleBalancer
 
 SURE = 0.9  # of the time left: what ends soon is as certain as that
@@ -41,7 +41,7 @@ class Unified(Router):
     What is far off is uncertain (others will come there), so that a prompt moves only where `margin` of its time left
     is enough; what takes less than `SOON` may take `SURE` of it. early: prompts are moved while there is still this
     share of their time left, not when the last of it is about to go. Who cannot be on time where it waits goes wherever
-    it still can be. turn: see turns.py. keep: see `keeps`.
+    it still can be. turn: see role_balancer.py. keep: see `decode_in_place`.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class Unified(Router):
         moves: list[Move] = []
         for index in fleet.entries:
             one = fleet.instances[index]
-            seen = (len(one), one.counters.steps)
+            seen = (len(one), one.steps)
             if self._seen.get(index) != seen:  # nothing came, ended or moved on otherwise
                 self._seen[index] = seen
                 moves += self._relieve(index, one, fleet)
         return moves
 
-    def _relieve(self, index: int, one: Scheduler, fleet: Fleet) -> list[Move]:
+    def _relieve(self, index: int, one: InstanceView, fleet: Fleet) -> list[Move]:
         view = one.view(fleet.now, max(fleet.now, one.ends))
         rows = view.prefill
         if not len(rows):
@@ -188,12 +188,12 @@ class _Lately:
         self.share, self.since = self.at(now) + seconds / LATELY, now
 
 
-def _hit(request: Request, one: Scheduler) -> int:
+def _hit(request: Request, one: InstanceView) -> int:
     """Tokens of a prompt that an instance need not compute."""
     return min(one.cached_tokens(request), request.prompt_length - 1)
 
 
-def _prompt_time(request: Request, one: Scheduler, hit: int) -> float:
+def _prompt_time(request: Request, one: InstanceView, hit: int) -> float:
     """Seconds that an instance takes for a prompt alone, after its prefix hit."""
     left, before = np.array([float(request.prompt_length - hit)]), np.array([float(hit)])
     return float(one.perf.prefill_times(left, before, one.limits.tokens)[0])

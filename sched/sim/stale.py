@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
-from ..api.perf import Array
-from ..api.policy import Order, QueueView, Role, View
+from ..api.instance_view import InstanceView
+from ..api.perf import Array, PerfModel
+from ..api.policy import Limits, Order, QueueView, Role, View
 from ..api.request import Request, RequestView, State
-from ..instance.scheduler import Scheduler
-from ..routing import Fleet, Move, Router
+from ..routing.base import Fleet, Move, Router
 
 NAMES = "arrival ttft tbt tpot tightest deadline remaining context length running hit best_effort"
 COLUMNS = tuple(NAMES.split())
@@ -21,20 +21,51 @@ OFTEN = 4  # pictures taken in the age that they will have
 
 
 class Seen:
-    """A scheduler as it was: its queues, contexts, pages and predictions. Its limits, its step-time model and what its
-    prefix cache holds are asked of the scheduler itself."""
+    """An InstanceView of a while ago: its queues, contexts, pages and predictions. Role, limits, step-time model and
+    prefix-cache hits are those of now."""
 
-    def __init__(self, live: Scheduler, now: float) -> None:
+    def __init__(self, live: InstanceView, now: float) -> None:
         self._live = live
         view = live.view(now, max(now, live.ends))
-        self._view = replace(view, prefill=_copied(view.prefill), decode=_copied(view.decode))
+        self._view = replace(view, prefill=PastQueue(view.prefill), decode=PastQueue(view.decode))
         self._requests = tuple(live)
-        self.version = live.version
+        self._version = live.version
         self.ends = live.ends
         self.prefill_backlog = live.prefill_backlog
         self.decode_context = live.decode_context
         self.running = live.running
         self.waiting = live.waiting
+
+    @property
+    def role(self) -> Role:
+        return self._live.role
+
+    @property
+    def limits(self) -> Limits:
+        return self._live.limits
+
+    @property
+    def perf(self) -> PerfModel:
+        return self._live.perf
+
+    @property
+    def hung(self) -> bool:
+        return self._live.hung
+
+    @property
+    def kv_waiting(self) -> int:
+        return self._live.kv_waiting
+
+    @property
+    def steps(self) -> int:
+        return self._live.steps
+
+    @property
+    def version(self) -> Hashable:
+        return self._version, self._live.version
+
+    def cached_tokens(self, request: Request) -> int:
+        return self._live.cached_tokens(request)
 
     def view(self, now: float, start: float) -> View:
         return replace(self._view, now=now, start=start)
@@ -42,15 +73,25 @@ class Seen:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[RequestView]:
         return iter(self._requests)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._live, name)
 
+class PastQueue:
+    """A QueueView of a while ago: columns copied then."""
 
-class _Rows:
-    """A queue whose columns stay as they were."""
+    arrival: Array
+    ttft: Array
+    tbt: Array
+    tpot: Array
+    tightest: Array
+    deadline: Array
+    remaining: Array
+    context: Array
+    length: Array
+    running: Array
+    hit: Array
+    best_effort: Array
 
     def __init__(self, rows: QueueView) -> None:
         self._requests = tuple(rows)
@@ -74,15 +115,11 @@ class _Rows:
         return self._last[order]
 
 
-def _copied(rows: QueueView) -> QueueView:
-    return cast(QueueView, _Rows(rows))
-
-
 class Picture(NamedTuple):
     """All instances at one time."""
 
     at: float
-    instances: tuple[Scheduler, ...]
+    instances: tuple[InstanceView, ...]
 
 
 class Stale:
@@ -120,12 +157,12 @@ class Stale:
     def _past(self, fleet: Fleet) -> Fleet:
         pictures, now = self._pictures, fleet.now
         if not pictures or now - pictures[-1].at >= self._age / OFTEN:
-            pictures.append(Picture(now, tuple(cast(Scheduler, Seen(one, now)) for one in fleet.instances)))
+            pictures.append(Picture(now, tuple(Seen(one, now) for one in fleet.instances)))
         while len(pictures) > 1 and pictures[1].at <= now - self._age:
             pictures.popleft()
         return fleet._replace(instances=pictures[0].instances)
 
 
-def _waits(scheduler: Scheduler, id: int) -> bool:
+def _waits(instance: InstanceView, id: int) -> bool:
     """Whether a request is still there, and none of it computed."""
-    return any(one.id == id and one.state is State.WAITING and not one.drops for one in scheduler)
+    return any(one.id == id and one.state is State.WAITING and not one.drops for one in instance)

@@ -212,7 +212,7 @@ def test_prompts_move_as_if_nothing_was_kept(seed: int, prompts: int) -> None:
         fleet.instances[int(random.integers(2))].add(one)
         fleet = fleet._replace(now=fleet.now + float(random.uniform(0.0, 0.1)))
         if random.random() < 0.5:
-            fleet.instances[int(random.integers(2))].ends = fleet.now + float(random.uniform(0.0, 2.0))
+            fleet.instances[int(random.integers(2))].set_ends(fleet.now + float(random.uniform(0.0, 2.0)))
         moves = plain.redirect(fleet)
         assert list(deflect.redirect(fleet)) == moves
         for move in moves:

@@ -69,7 +69,7 @@ def test_who_is_there_takes_from_the_rest_and_best_effort_does_not(name: str) ->
 
 def test_a_running_step_takes_from_the_time() -> None:
     one = instance(Role.PREFILL)
-    one.ends = 0.25
+    one.set_ends(0.25)
     assert most("pab", one, 1.0) == 740
     assert most("dp", one, 1.0) <= 740
 

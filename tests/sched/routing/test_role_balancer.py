@@ -29,7 +29,7 @@ def full(roles: Sequence[Role], tpot: float, rows: int = 1) -> Fleet:
         if one.role is D:
             for row in range(rows):
                 decodes(one, 10 * at + row, 16, tpot)
-            one.kv_waiting = 1
+            one.set_kv_waiting(1)
     return fleet(instances)
 
 
@@ -66,7 +66,7 @@ def test_who_lacks_rows_is_lent_an_instance(
 
 def test_nobody_is_lent_while_one_row_is_free_or_nobody_waits() -> None:
     now = full((P, P, D, D), 0.02)
-    now.instances[2].kv_waiting = 0
+    now.instances[2].set_kv_waiting(0)
     assert RoleBalancer(0.95).roles(now, 0.0) == {}
     now = full((P, P, D, D), 0.02, rows=2)
     now.instances[3].cancel(30, "stop")
@@ -81,7 +81,7 @@ def test_who_is_lent_has_the_least_to_do_and_comes_back_when_prompts_or_rows_all
         first.add(prompt(2, 100))
         assert turned(turns, now, 0.1) == {1: D}
         for one in now.instances:
-            one.kv_waiting = 0
+            one.set_kv_waiting(0)
         for id in (20, 21)[:ended]:
             now.instances[2].cancel(id, "stop")
         assert turned(turns, now, offered) == back
@@ -92,7 +92,7 @@ def test_what_somebody_else_turned_is_not_given_back() -> None:
     turns, now = RoleBalancer(0.95), full((P, P, D, D), 0.02)
     assert turned(turns, now, 0.1) == {0: D}
     now.instances[0].turn(P)
-    now.instances[2].kv_waiting = 0
+    now.instances[2].set_kv_waiting(0)
     assert turned(turns, now, 0.6) == {}
 
 

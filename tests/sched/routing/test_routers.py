@@ -68,9 +68,9 @@ def test_least_work_counts_tokens_then_contexts() -> None:
 def test_unified_counts_the_time_until_a_prompt_is_done() -> None:
     """The running step is part of it, of which no token is left to plan; so is who waits."""
     instances = [instance(P), instance(P), instance(P)]
-    instances[0].ends = 0.05
+    instances[0].set_ends(0.05)
     instances[1].add(request(10, 20))
-    instances[2].ends = 0.01
+    instances[2].set_ends(0.01)
     assert routing.make("least_work").prefill(request(0, 100), fleet(instances)) == [0, 2, 1]
     assert routing.make("unified").prefill(request(0, 100), fleet(instances)) == [2, 1, 0]
 
@@ -183,7 +183,7 @@ def test_unified_moves_the_longest_that_another_instance_can_do_in_time() -> Non
 
 def test_unified_moves_nobody_to_where_prompts_wait_for_pages() -> None:
     instances = [busy(P, 1200, 900, 600, due=2.0), instance(D)]
-    instances[1].kv_waiting = 1
+    instances[1].set_kv_waiting(1)
     assert not routing.make("unified:margin=0.7").redirect(fleet(instances))
     instances = [busy(P, 1200, 900, 600, due=2.0), instance(D)]
     assert routing.make("unified:margin=0.7").redirect(fleet(instances))
@@ -194,7 +194,7 @@ def crowded(role: Role, rows: int, tpot: float = 0.05) -> Scheduler:
     one = instance(role, rows=4)
     for id in range(rows):
         decodes(one, id, 100, tpot)
-    one.kv_waiting = 1
+    one.set_kv_waiting(1)
     return one
 
 

@@ -1,0 +1,70 @@
+"""What a router or an admission control may read of an instance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import Generic, Protocol, TypeVar
+from weakref import WeakKeyDictionary
+
+from .perf import PerfModel
+from .policy import Limits, Role, View
+from .request import Request, RequestView
+
+T = TypeVar("T")
+
+
+class InstanceView(Protocol):
+    """One instance, read-only: its role, its load, its queues and predictions. Iterating gives its requests."""
+
+    @property
+    def role(self) -> Role: ...
+    @property
+    def limits(self) -> Limits: ...
+    @property
+    def perf(self) -> PerfModel: ...
+    @property
+    def ends(self) -> float: ...  # predicted end of the submitted steps, seconds
+    @property
+    def hung(self) -> bool: ...  # its oldest step does not end: it takes no requests
+    @property
+    def kv_waiting(self) -> int: ...  # requests of other instances waiting for KV pages here
+    @property
+    def running(self) -> int: ...  # requests that hold a slot
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def prefill_backlog(self) -> int: ...  # prompt tokens to compute, expected prefix hits aside
+    @property
+    def decode_context(self) -> int: ...  # tokens of context of the running decodes
+    @property
+    def steps(self) -> int: ...  # steps that have ended
+    @property
+    def version(self) -> Hashable: ...  # changes whenever `view` does, time aside
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[RequestView]: ...
+    def cached_tokens(self, request: Request) -> int:
+        """Prompt tokens of a request that the instance's prefix cache holds."""
+
+    def view(self, now: float, start: float) -> View:
+        """What the instance's policy would see for a step that begins at `start`."""
+
+
+class InstanceMemo(Generic[T]):
+    """Per-instance memo of `compute(instance, start)`, invalidated when the instance changes.
+
+    `start` is when its next step can begin. `compute` may read the instance's `view` and nothing else.
+    """
+
+    def __init__(self, compute: Callable[[InstanceView, float], T]) -> None:
+        self._compute = compute
+        self._memo: WeakKeyDictionary[InstanceView, tuple[Hashable, T]] = WeakKeyDictionary()
+
+    def of(self, one: InstanceView, now: float) -> T:
+        start = max(now, one.ends)
+        state = (start, one.version)
+        before = self._memo.get(one)
+        if before is not None and before[0] == state:
+            return before[1]
+        found = self._compute(one, start)
+        self._memo[one] = state, found
+        return found
