@@ -41,7 +41,8 @@ from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.perf.registry import KINDS
 from jaxserve.sched.policies.slos_serve.commitments import idle_of, prompts_of, standing_of, terms_of
 from jaxserve.sched.policies.slos_serve.dp import admitted
-from jaxserve.sched.routing import ROUTERS, Fleet
+from jaxserve.sched.routing import ROUTERS
+from jaxserve.sched.routing.base import Fleet
 
 # About an 8B model on one large accelerator; the cost of deciding does not depend on them.
 COEFFICIENTS = Coefficients(fixed=5e-3, prefill=2e-5, decode=1e-5, quadratic=1e-10, longest=1e-8, context=1e-8)

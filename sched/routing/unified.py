@@ -41,7 +41,7 @@ class Unified(Router):
     What is far off is uncertain (others will come there), so that a prompt moves only where `margin` of its time left
     is enough; what takes less than `SOON` may take `SURE` of it. early: prompts are moved while there is still this
     share of their time left, not when the last of it is about to go. Who cannot be on time where it waits goes wherever
-    it still can be. turn: see role_balancer.py. keep: see `decode_in_place`.
+    it still can be. change_roles: see role_balancer.py. decode_in_place: see the method.
     """
 
     def __init__(
@@ -50,21 +50,21 @@ class Unified(Router):
         share: float = SHARE,
         stretch: float = STRETCH,
         early: float = 0.5,
-        turn: bool = True,
-        keep: bool = True,
+        change_roles: bool = True,
+        decode_in_place: bool = True,
     ) -> None:
         self._margin = margin
         self._early = early
         self._share = share
         self._stretch = stretch
-        self._turn = turn
-        self._keep = keep
+        self._change_roles = change_roles
+        self._decode_in_place = decode_in_place
         self._seen: dict[int, tuple[int, int]] = {}  # instance -> how far it was when last looked at
         self._offered = _Lately()
         self._role_balancer = RoleBalancer(share)
 
     def roles(self, fleet: Fleet) -> Mapping[int, Role]:
-        return self._role_balancer.roles(fleet, self._offered.at(fleet.now)) if self._turn else {}
+        return self._role_balancer.roles(fleet, self._offered.at(fleet.now)) if self._change_roles else {}
 
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         entries = fleet.entries
@@ -101,7 +101,7 @@ class Unified(Router):
 
     def _quiet(self, fleet: Fleet) -> bool:
         """Whether prompts took little of the time lately, so that rows may decode where prompts come to."""
-        return self._keep and self._offered.at(fleet.now) <= QUIET * len(fleet.entries)
+        return self._decode_in_place and self._offered.at(fleet.now) <= QUIET * len(fleet.entries)
 
     def redirect(self, fleet: Fleet) -> Sequence[Move]:
         moves: list[Move] = []

@@ -15,7 +15,7 @@ from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.cluster.cluster import Cluster
 from jaxserve.sched.journal import Journal, replay
-from jaxserve.sched.routing import Router
+from jaxserve.sched.routing.base import Router
 from tests.support.parity.asks import ROOMY, TIGHT, alone, asks, setup
 from tests.support.parity.law import compare
 
@@ -87,7 +87,7 @@ def test_what_decodes_moves_and_is_not_computed_again() -> None:
 def test_who_finds_no_room_decodes_where_its_prompt_was_computed(policy: str) -> None:
     """With few pages on the decode instance every second request that finds none is kept, and moves later or never."""
     file = io.StringIO()
-    with patch.object(Router, "keeps", lambda self, request, index, fleet: request.id % 2 == 0):
+    with patch.object(Router, "decode_in_place", lambda self, request, index, fleet: request.id % 2 == 0):
         served, _ = setup("2x1", 64, TIGHT).run(asks(1), policy, journal=Journal(file), place="least_work")
     kept = {id for kind, id in map(_named, file.getvalue().splitlines()) if kind == "decode_in_place"}
     assert kept and all(id % 2 == 0 for id in kept)

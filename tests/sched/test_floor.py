@@ -17,7 +17,7 @@ from jaxserve.sched import policies
 from jaxserve.sched.api.policy import Role, View
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import NO_SLO, SLO
-from jaxserve.sched.feasibility import JOINING, PATIENCE, keeps, starved
+from jaxserve.sched.feasibility import JOINING, PATIENCE, keeps_objectives, starved
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.sim.floor import CPU, REGIMES, Floor, floor, kept, plain
 from jaxserve.sched.sim.latency import Latency
@@ -138,7 +138,7 @@ def test_what_is_published_may_cut_prompts_and_leave_rows_out_for_nothing() -> N
 
 def test_a_row_keeps_its_objectives_where_it_is_on_time_or_catches_up() -> None:
     def kept_in(row: Request, seconds: float, now: float = 0.0) -> bool:
-        return keeps(view([], [row]).decode, now, seconds)
+        return keeps_objectives(view([], [row]).decode, now, seconds)
 
     assert kept_in(decoding(0, 0.05), 0.05) and not kept_in(decoding(0, 0.05), 0.06)
     assert kept_in(decoding(0, 0.2), 0.1), "it is ahead"
@@ -160,8 +160,8 @@ def test_of_many_rows_one_that_keeps_its_objectives_is_enough(made: list[tuple[f
         decoding(id, slack, first=0.5 if began else 1.5, tier="best_effort" if best else "standard")
         for id, (slack, began, best) in enumerate(made)
     ]
-    alone = [keeps(view([], [row]).decode, 0.0, seconds) for row in rows]
-    assert keeps(view([], rows).decode, 0.0, seconds) == any(alone)
+    alone = [keeps_objectives(view([], [row]).decode, 0.0, seconds) for row in rows]
+    assert keeps_objectives(view([], rows).decode, 0.0, seconds) == any(alone)
 
 
 def test_rows_left_out_join_by_how_long_they_waited_some_at_a_time() -> None:

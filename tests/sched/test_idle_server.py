@@ -17,7 +17,7 @@ from jaxserve.sched.api.perf import Load, PerfModel
 from jaxserve.sched.api.policy import Limits, Role, View
 from jaxserve.sched.api.request import BEST_EFFORT, Request, State
 from jaxserve.sched.api.slo import SLO
-from jaxserve.sched.instance.request_queues import Table
+from jaxserve.sched.instance.request_queues import RequestQueue
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf import Perf, make
 from jaxserve.sched.perf.buckets import Buckets
@@ -77,11 +77,11 @@ def waiting(prompt: int, slo: SLO) -> Request:
 
 
 def view(prompts: list[Request], perf: PerfModel, within: Limits, role: Role = Role.MIXED, now: float = 0.0) -> View:
-    table = Table()
+    table = RequestQueue()
     for one in prompts:
         table.add(one)
     slots = within.rows - sum(one.state is State.RUNNING for one in prompts)
-    return View(now, now, role, table, Table(), within, within.pages, slots, 0, perf)
+    return View(now, now, role, table, RequestQueue(), within, within.pages, slots, 0, perf)
 
 
 def served(policy: SlosServe, one: Request, perf: PerfModel, within: Limits, role: Role) -> float:

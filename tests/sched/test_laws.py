@@ -21,7 +21,7 @@ from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Decision, Limits, Role, View, in_order
 from jaxserve.sched.api.request import BEST_EFFORT, Request
 from jaxserve.sched.api.slo import SLO
-from jaxserve.sched.instance.request_queues import Table
+from jaxserve.sched.instance.request_queues import RequestQueue
 from jaxserve.sched.perf.model import GeneralModel
 from tests.support.examples import examples
 from tests.support.sched.cases import (
@@ -152,9 +152,9 @@ def test_what_watches_sees_an_idle_instance_and_a_look_behind_the_protocol(monke
     monkeypatch.setattr(policies, "make", lambda name: Lazy())
     with pytest.raises(AssertionError, match=r"idle at .*wants none of"):
         serve("lazy", ("1", "least_work", "none"), jobs, {}, seal=False)
-    table = Table()
+    table = RequestQueue()
     table.add(Request(0, range(5), SamplingParams(max_tokens=3), SLO(), 0.0))
-    view = View(0.0, 0.0, Role.MIXED, table, Table(), Limits(pages=9), 9, 256, 0, GeneralModel(COEFFICIENTS))
+    view = View(0.0, 0.0, Role.MIXED, table, RequestQueue(), Limits(pages=9), 9, 256, 0, GeneralModel(COEFFICIENTS))
     seen = sealed(view)
     assert seen.prefill[0].remaining == seen.prefill.remaining[0] == 5
     for look in (

@@ -37,7 +37,7 @@ from jaxserve.sched.policies.slos_serve.commitments import Commitments, Prompts
 from jaxserve.sched.policies.slos_serve.dp import admitted
 from jaxserve.sched.policies.slos_serve.speculation import NEVER, PrefillSupply, StepCosts
 from jaxserve.sched.policies.unified import _waited
-from jaxserve.sched.routing import Fleet, Move
+from jaxserve.sched.routing.base import Fleet, Move
 from jaxserve.sched.routing.deflect import PROBES, Deflect, Host, Lost, Paths
 from tests.support.examples import examples
 from tests.support.sched.fleet import decodes, instance, request

@@ -141,7 +141,7 @@ def test_requests_are_counted_in_their_class(live):
 
 
 def test_errors_of_predicted_first_tokens(live, monkeypatch):
-    monkeypatch.setattr(live.engine._cluster._router, "forecast", lambda request: request.arrival + 1e6)
+    monkeypatch.setattr(live.engine._cluster._router, "predicted_first_token", lambda request: request.arrival + 1e6)
     got = gained(live, {}, {"service_tier": "batch", "n": 2}, {"service_tier": "best_effort"})
     counts = {key[1]: value for key, value in got.items() if key[0] == "ttft_prediction_error_count"}
     assert counts == {"default": 1, "batch": 2}, "best effort waits for what others leave: nothing is predicted of it"

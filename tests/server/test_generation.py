@@ -6,13 +6,13 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from double import Double
 
 from jaxserve.errors import QueueFull
 from jaxserve.generation import Job, Mailbox, pieces, submit
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.slo import SLO
 from jaxserve.tokenizer import Tokenizer
+from tests.support.server.double import Double
 
 JOB = Job([5, 6, 7], SamplingParams(max_tokens=200, n=3, ignore_eos=True), SLO())
 

@@ -81,7 +81,7 @@ def test_a_prefix_hit_is_not_computed_again() -> None:
     pages = one.blocks.take((), 4)
     assert pages is not None
     held.pages = pages
-    for place, digest in enumerate(one._memory.digests(held, 64)):
+    for place, digest in enumerate(one._kv.digests(held, 64)):
         one.blocks.register(pages[place], digest, b"")
     assert most("pab", one, 1.0) == 990 + 64
 

@@ -15,13 +15,13 @@ from jaxserve.sched.api.perf import Load, PerfModel
 from jaxserve.sched.api.policy import Limits, Role, View
 from jaxserve.sched.api.request import BEST_EFFORT, Request, State
 from jaxserve.sched.api.slo import SLO
-from jaxserve.sched.instance.request_queues import Table
+from jaxserve.sched.instance.request_queues import RequestQueue
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf.buckets import Buckets, Padded
 from jaxserve.sched.perf.linear import LinearModel
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.sarathi import Sarathi
-from jaxserve.sched.routing import Fleet
+from jaxserve.sched.routing.base import Fleet
 from jaxserve.sched.routing.fewest_requests import FewestRequests
 from jaxserve.sched.routing.prefill_budget import PrefillBudget
 from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
@@ -46,7 +46,7 @@ def decoding(id: int, context: int, due: float, tier: str = "standard") -> Reque
 
 
 def view(prefill: list[Request], decode: list[Request]) -> View:
-    tables = Table(), Table()
+    tables = RequestQueue(), RequestQueue()
     for table, requests in zip(tables, (prefill, decode), strict=True):
         for request in requests:
             table.add(request)
@@ -69,7 +69,7 @@ def test_steps_that_are_padded_cost_what_the_padded_ones_do(rows: int) -> None:
 
 
 def test_by_hand() -> None:
-    """Rows due in 50 and 150 ms take 10 and 8 steps within 500 ms, a prompt due in 400 ms takes 3."""
+    """QueueView due in 50 and 150 ms take 10 and 8 steps within 500 ms, a prompt due in 400 ms takes 3."""
     at = view([waiting(0, 500, due=0.4)], [decoding(1, 1000, due=0.05), decoding(2, 3000, due=0.15)])
     free = 0.5 - 0.010 * 10 - 10 * (1e-4 + 1e-7 * 1000) - 8 * (1e-4 + 1e-7 * 3000) - 3 * (1e-4 + 1e-7 * 500)
     assert prefill_budget(at, due=0.5) == pytest.approx(free / (1e-4 + 1e-7) - 500)
@@ -186,7 +186,7 @@ def test_places_where_the_prefix_is_where_budgets_are_equal() -> None:
     held = Request(0, range(160), SamplingParams(max_tokens=1), PROMISED, 0.0)
     pages = other.blocks.take((), 10)
     assert pages is not None
-    for page, digest in zip(pages, other._memory.digests(held, 160), strict=True):
+    for page, digest in zip(pages, other._kv.digests(held, 160), strict=True):
         other.blocks.register(page, digest, b"")
     fleet = Fleet(0.0, [one, other], lambda tokens: 0.0)
     assert PrefillBudget().prefill(waiting(1, 161, due=0.5), fleet) == [1, 0]

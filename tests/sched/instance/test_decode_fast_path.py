@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.sched.api.plan import Delta, Span, StepPlan, decoding, news
+from jaxserve.sched.api.plan import Delta, Span, StepPlan, decoding, token_delta
 from jaxserve.sched.api.policy import Grant, one_each
 from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, Request
 from jaxserve.sched.api.slo import SLO
@@ -83,5 +83,5 @@ def test_most_rows_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_values_made_quickly_are_those_made_by_name() -> None:
     assert decoding(3, 2, 17) == Span(3, 2, 17, 1, samples=True)
-    assert news(3, (7, 8)) == Delta(3, (7, 8))
+    assert token_delta(3, (7, 8)) == Delta(3, (7, 8))
     assert one_each(Request(id, (1,), SamplingParams(), SLO(), 0.0) for id in (4, 2)) == (Grant(4, 1), Grant(2, 1))

@@ -124,8 +124,8 @@ def test_a_request_that_is_cancelled_after_its_kv_was_taken_gives_nothing_back_t
     one.add(gone)
     one.add(stays)
     settle(one, one.plan(0.0, 0.0))
-    drop(gone, one._queues, one._memory)
+    drop(gone, one._queues, one._kv)
     one.check()
     one.cancel(0, "abort")
     one.check()
-    assert [other.id for other in one] == [1] and one._memory.free_slots == 3
+    assert [other.id for other in one] == [1] and one._kv.free_slots == 3

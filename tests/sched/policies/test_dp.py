@@ -29,6 +29,7 @@ from jaxserve.sched.policies.slos_serve import dp
 from jaxserve.sched.policies.slos_serve.commitments import Commitments, Prompts
 from jaxserve.sched.policies.slos_serve.dp import admitted, largest_set, tier_of, tiers, values
 from jaxserve.sched.policies.slos_serve.speculation import StepCosts
+from jaxserve.sched.routing.base import Fleet
 from tests.support.examples import examples
 from tests.support.sched.harness import Job, simulate
 
@@ -309,8 +310,8 @@ def test_demoted_requests_are_served_last() -> None:
 # ---- routing -------------------------------------------------------------------------------------------------------
 
 
-def fleet(*servers: Scheduler) -> routing.Fleet:
-    return routing.Fleet(0.0, servers, lambda tokens: 0.0)
+def fleet(*servers: Scheduler) -> Fleet:
+    return Fleet(0.0, servers, lambda tokens: 0.0)
 
 
 def test_the_next_replica_is_asked() -> None:

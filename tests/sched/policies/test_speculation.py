@@ -304,7 +304,7 @@ def test_best_effort_loses_pages_never_tokens(jobs, pages, draft) -> None:  # ty
 def test_a_row_of_best_effort_gives_way_before_a_prompt_with_an_objective() -> None:
     """A row needs a page: the half-done prompt that this step leaves out keeps its own."""
 
-    class Rows(Drafting):
+    class QueueView(Drafting):
         """Decodes, lets prompts in, and goes on with them only when nobody with an objective decodes."""
 
         def decide(self, view: View) -> Decision:
@@ -318,7 +318,7 @@ def test_a_row_of_best_effort_gives_way_before_a_prompt_with_an_objective() -> N
         Job(range(100, 120), 2, 0.004, tier=STANDARD),
         Job(range(200, 204), 30, 0.001, tier=BEST_EFFORT),
     ]
-    outcome = simulate(jobs, policy=lambda: Rows([0]), pages=14, rows=4, tokens=8)
+    outcome = simulate(jobs, policy=lambda: QueueView([0]), pages=14, rows=4, tokens=8)
     drops = [request.drops for request in outcome.requests]
     assert drops[2] >= 1 and drops[0] == drops[1] == 0
 

@@ -263,7 +263,7 @@ def test_prompts_find_rows_where_those_of_the_decode_instance_are_taken() -> Non
     arrivals = [Arrival(0.07 * one, 200, 200, SLO(ttft=0.5, tpot=0.01)) for one in range(100)]
     apart, both = (
         simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(routing=routing, rows=4))
-        for routing in ("unified:no-turn", "unified")
+        for routing in ("unified:no-change_roles", "unified")
     )
     assert apart.summary.attained < both.summary.attained
 

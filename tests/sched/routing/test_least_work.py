@@ -19,7 +19,7 @@ from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.journal import replay
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.sarathi import Sarathi
-from jaxserve.sched.routing import Fleet
+from jaxserve.sched.routing.base import Fleet
 from jaxserve.sched.sim import Arrival, Latency, Options, Report, simulate
 from jaxserve.sched.sim.executor import SimExecutor
 from tests.support.examples import examples
@@ -64,7 +64,7 @@ def test_a_prefix_is_worth_what_it_saves_and_no_more() -> None:
         held = request(0, 800)
         pages = holder.blocks.take((), 50)
         assert pages is not None
-        for page, digest in zip(pages, holder._memory.digests(held, 800), strict=True):
+        for page, digest in zip(pages, holder._kv.digests(held, 800), strict=True):
             holder.blocks.register(page, digest, b"")
         holder.add(request(1, backlog, 50_000))
         assert order(request(9, 1000), empty, holder)[0] == best

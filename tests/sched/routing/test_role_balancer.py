@@ -11,7 +11,7 @@ from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.cluster.cluster import Cluster
 from jaxserve.sched.instance.scheduler import Scheduler
-from jaxserve.sched.routing import Fleet
+from jaxserve.sched.routing.base import Fleet
 from jaxserve.sched.routing.role_balancer import RoleBalancer
 from jaxserve.sched.sim import Arrival, Mesh, simulate
 from jaxserve.sched.sim.options import Options
@@ -37,7 +37,7 @@ def turned(turns: RoleBalancer, now: Fleet, offered: float) -> Mapping[int, Role
     """What changes, done."""
     roles = turns.roles(now, offered)
     for index, role in roles.items():
-        now.instances[index].turn(role)
+        now.instances[index].set_role(role)
     return roles
 
 
@@ -91,7 +91,7 @@ def test_who_is_lent_has_the_least_to_do_and_comes_back_when_prompts_or_rows_all
 def test_what_somebody_else_turned_is_not_given_back() -> None:
     turns, now = RoleBalancer(0.95), full((P, P, D, D), 0.02)
     assert turned(turns, now, 0.1) == {0: D}
-    now.instances[0].turn(P)
+    now.instances[0].set_role(P)
     now.instances[2].set_kv_waiting(0)
     assert turned(turns, now, 0.6) == {}
 
@@ -99,18 +99,18 @@ def test_what_somebody_else_turned_is_not_given_back() -> None:
 def test_the_last_that_decodes_is_not_given_back() -> None:
     turns, now = RoleBalancer(0.95), full((P, P, D), 0.02)
     assert turned(turns, now, 0.1) == {0: D}
-    now.instances[2].turn(M)
+    now.instances[2].set_role(M)
     assert turned(turns, now, 0.6) == {}
 
 
 def test_long_answers_to_short_prompts_find_rows_where_a_prefill_instance_has_nothing_to_do() -> None:
     """Four rows an instance for answers of 0.9 s, 12 a second: 11 rows, where two instances have eight."""
     arrivals = [Arrival(0.085 * one, 20, 400, SLO(ttft=0.0075, tpot=0.004)) for one in range(100)]
-    turn, changes = Cluster.turn, []
+    set_roles, changes = Cluster.set_roles, []
 
     def noted(self: Cluster, roles: Mapping[int, Role]) -> None:
         changes.append(dict(roles))
-        turn(self, roles)
+        set_roles(self, roles)
 
     def run(routing: str) -> float:
         report = simulate(arrivals, "unified", Mesh(4), LATENCY, options=Options(routing=routing, rows=4))
@@ -118,7 +118,7 @@ def test_long_answers_to_short_prompts_find_rows_where_a_prefill_instance_has_no
         return report.summary.attained
 
     with patch.object(Cluster, "set_roles", noted):
-        stay = run("unified:no-keep+no-turn")
+        stay = run("unified:no-decode_in_place+no-change_roles")
         assert not changes
-        assert run("unified:no-keep") > stay + 0.1
+        assert run("unified:no-decode_in_place") > stay + 0.1
     assert [role for change in changes for role in change.values()][:2] == [D, P]

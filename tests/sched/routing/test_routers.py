@@ -15,7 +15,7 @@ from jaxserve.sched.api.policy import Role
 from jaxserve.sched.api.request import BEST_EFFORT, Request, State
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.scheduler import Scheduler
-from jaxserve.sched.routing import Fleet, Move
+from jaxserve.sched.routing.base import Fleet, Move
 from tests.support.examples import examples
 from tests.support.sched.fleet import decodes, fleet, instance, request
 from tests.support.sched.harness import Job
@@ -210,7 +210,7 @@ def test_unified_has_all_instances_do_both_where_rows_are_what_is_lacking() -> N
         assert routing.make("unified").roles(fleet(lacks)) == {}
     four = [instance(P), instance(P), instance(P), crowded(D, 4)]  # four times as long; nobody has a prompt to compute
     assert routing.make("unified").roles(fleet(four)) == {0: D}
-    assert routing.make("unified:no-turn").roles(fleet([instance(P), crowded(D, 4)])) == {}
+    assert routing.make("unified:no-change_roles").roles(fleet([instance(P), crowded(D, 4)])) == {}
     assert routing.make("unified").roles(fleet([crowded(M, 4), crowded(M, 4)])) == {}
 
 

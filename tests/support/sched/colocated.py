@@ -6,7 +6,7 @@ from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Limits, Role, View
 from jaxserve.sched.api.request import Request, State
 from jaxserve.sched.api.slo import SLO
-from jaxserve.sched.instance.request_queues import Table
+from jaxserve.sched.instance.request_queues import RequestQueue
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 
 # 10 ms + 0.1 ms per prompt token + 1 ms per decoding row, whatever the contexts; FLAT has contexts cost 10 us a token
@@ -29,7 +29,7 @@ def decoding(id: int, due: float, context: int = 100, tier: str = "standard", fi
 
 
 def view(prefill: list[Request], decode: list[Request], **more: object) -> View:
-    tables = Table(), Table()
+    tables = RequestQueue(), RequestQueue()
     for table, requests in zip(tables, (prefill, decode), strict=True):
         for request in requests:
             table.add(request)

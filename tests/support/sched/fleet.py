@@ -13,7 +13,7 @@ from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.sarathi import Sarathi
-from jaxserve.sched.routing import Fleet
+from jaxserve.sched.routing.base import Fleet
 
 # 10 ms a step, 1 ms a prompt token, 1 ms a row
 PERF = Coefficients(0.010, 1e-3, 1e-3, 0.0, 0.0, 0.0)

@@ -13,7 +13,7 @@ from jaxserve.sched import policies
 from jaxserve.sched.api.log import Log
 from jaxserve.sched.api.perf import Form, PerfModel
 from jaxserve.sched.api.plan import Span
-from jaxserve.sched.api.policy import Decision, Policy, Rows, Task, View
+from jaxserve.sched.api.policy import Decision, Policy, QueueView, Task, View
 from jaxserve.sched.api.request import BEST_EFFORT, Request, RequestView, State
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.sim import clock
@@ -28,7 +28,7 @@ def names_of(*protocols: type) -> frozenset[str]:
 
 
 REQUEST = names_of(RequestView)
-ROWS = names_of(Rows)
+ROWS = names_of(QueueView)
 MODEL = names_of(Form, PerfModel) - {"observe"}  # to learn is the scheduler's
 
 
@@ -54,7 +54,7 @@ class SealedRows(Sealed):
 
     __slots__ = ()
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: QueueView) -> None:
         super().__init__(rows, ROWS)
 
     def __len__(self) -> int:

@@ -6,7 +6,7 @@ from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Limits, Policy, Role, View
 from jaxserve.sched.api.request import Request, State
 from jaxserve.sched.api.slo import SLO
-from jaxserve.sched.instance.request_queues import Table
+from jaxserve.sched.instance.request_queues import RequestQueue
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 
 
@@ -33,7 +33,7 @@ def decoding(id: int, context: int, due: float, last: float = 0.0) -> Request:
 
 
 def view(prefill: list[Request], decode: list[Request], **more: object) -> View:
-    tables = Table(), Table()
+    tables = RequestQueue(), RequestQueue()
     for table, requests in zip(tables, (prefill, decode), strict=True):
         for request in requests:
             table.add(request)
