@@ -184,7 +184,7 @@ def mermaid(rooms: Graph) -> Iterator[str]:
         yield from (f"  {name} --> {target}" for target in sorted(rooms[name]))
 
 
-def packages(graph: Mapping[str, object]) -> list[str]:
+def parents(graph: Mapping[str, object]) -> list[str]:
     """All packages of the graph, by import name, parents of modules included."""
     return sorted({name[:at] for name in graph for at, letter in enumerate(name) if letter == "."})
 
@@ -192,7 +192,7 @@ def packages(graph: Mapping[str, object]) -> list[str]:
 def all_circles(graph: Graph) -> Iterator[tuple[str, list[str]]]:
     """(kind, full names) of every circle of modules, and of rooms in every package."""
     yield from (("modules", circle) for circle in circles(graph))
-    for package in packages(graph):
+    for package in parents(graph):
         for circle in circles(room_graph(graph, package)):
             yield "rooms", [f"{package}.{room}" for room in circle]
 
@@ -222,12 +222,12 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
         parser.error("give a package, or --check")
     if args.check:
         return check(root, ALLOWED)
+    try:
+        packages = {text: package_of(root, text) for text in args.package}
+    except ValueError as error:
+        parser.error(str(error))
     graph = module_graph(root)
-    for text in args.package:
-        try:
-            package = package_of(root, text)
-        except ValueError as error:
-            parser.error(str(error))
+    for text, package in packages.items():
         lines = mermaid(room_graph(graph, package)) if args.mermaid else picture(graph, package, text)
         print("\n".join(lines))
     return 0
