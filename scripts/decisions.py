@@ -21,19 +21,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
-import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "scripts")]
 
 # All that this script uses of the project: a rename touches these lines and the part "the adapter" below.
 from common import origin  # noqa: E402
+from decision_workloads import WORKLOADS, Job, Setting  # noqa: E402
 
 from jaxserve.report.progress import bar  # noqa: E402
 from jaxserve.sched import admission, placement, policies  # noqa: E402
@@ -69,152 +68,10 @@ EXTRA = (  # (policy, router)
     ("distserve", "write-back"),
     ("unified", "write-back"),
 )
-P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
+ROLES = {"P": Role.PREFILL, "D": Role.DECODE, "M": Role.MIXED}
 TRUTH = Coefficients(fixed=4e-3, prefill=6e-5, decode=1e-4, quadratic=1e-8, longest=2e-6, context=1e-7)
 BELIEVED = Coefficients(fixed=5e-3, prefill=5e-5, decode=8e-5, quadratic=1e-8, longest=2e-6, context=1e-7)
 HORIZON = 1e4  # virtual seconds after which a run is stuck
-
-
-# ---- workloads ------------------------------------------------------------------------------------------------------
-
-
-class Job(NamedTuple):
-    """A request to come. `follows`: it arrives `arrival` seconds after the end of that one, and continues it."""
-
-    arrival: float
-    prompt: int
-    output: int
-    ttft: float = 0.5
-    tpot: float = 0.02
-    tbt: float | None = None
-    priority: int = 0
-    best_effort: bool = False
-    thinking: int = 0
-    prefix: int = 0  # leading tokens that all requests of the same `family` share
-    family: int = 0
-    follows: int | None = None
-    cancel_at: float | None = None
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The cluster that serves a workload."""
-
-    jobs: Sequence[Job]
-    roles: Sequence[Role]
-    pages: int = 600
-    page_size: int = 16
-    rows: int = 24
-    tokens: int = 1024
-    prompts: int = 1 << 30
-    preemptible: bool = False
-    lead: float = 0.0
-    draft: int = 0
-    admission: str = "none"
-    behind: bool = False
-    failing: int = 0  # every so many steps one fails; 0: none
-    role_changes: Sequence[tuple[float, Mapping[int, Role]]] = field(default=())
-
-
-def drawn(seed: int, count: int, gap: float, prompt: tuple[int, int], output: tuple[int, int]) -> list[Job]:
-    """Requests with exponential gaps, and lengths and objectives that are uniform."""
-    draw, now, jobs = random.Random(seed), 0.0, []
-    for _ in range(count):
-        now += draw.expovariate(1 / gap)
-        slo = draw.choice([0.15, 0.3, 0.8]), draw.choice([0.008, 0.012, 0.03])
-        jobs.append(Job(now, draw.randint(*prompt), draw.randint(*output), *slo))
-    return jobs
-
-
-def changed(jobs: Sequence[Job], change: Callable[[int, Job], dict[str, Any]]) -> list[Job]:
-    return [job._replace(**change(index, job)) for index, job in enumerate(jobs)]
-
-
-def colocated() -> Setting:
-    return Setting(drawn(1, 48, 0.012, (30, 900), (2, 30)), (M, M), lead=1e-3)
-
-
-def split() -> Setting:
-    return Setting(drawn(2, 48, 0.01, (30, 1200), (4, 40)), (P, P, D, D), lead=1e-3)
-
-
-def overload() -> Setting:
-    return Setting(drawn(3, 40, 0.004, (100, 1200), (2, 16)), (P, D, D), admission="pab", behind=True)
-
-
-def bursts() -> Setting:
-    jobs = changed(drawn(4, 48, 0.01, (50, 700), (4, 30)), lambda index, job: {"arrival": index // 12 * 0.2})
-    return Setting(jobs, (M, M, M), prompts=4, admission="dp:refuse")
-
-
-def long_prompts() -> Setting:
-    jobs = changed(
-        drawn(5, 36, 0.02, (20, 300), (4, 30)),
-        lambda index, job: {"prompt": 1500 + 60 * index, "ttft": 2.0} if index % 4 == 0 else {},
-    )
-    return Setting(jobs, (P, M, D), pages=900, tokens=2048, preemptible=True, behind=True)
-
-
-def tiers() -> Setting:
-    jobs = changed(
-        drawn(6, 44, 0.008, (30, 700), (4, 30)),
-        lambda index, job: {
-            "best_effort": index % 5 < 2,
-            "priority": index % 3,
-            "tbt": 0.05 if index % 4 == 1 else None,
-        },
-    )
-    return Setting(jobs, (M, M), tokens=512, preemptible=True, admission="pab")
-
-
-def tight_memory() -> Setting:
-    return Setting(drawn(7, 26, 0.006, (30, 250), (20, 70)), (P, D, M), pages=26, rows=10, tokens=256, lead=1e-3)
-
-
-def speculation() -> Setting:
-    return Setting(drawn(8, 40, 0.008, (30, 800), (8, 40)), (P, M, D), draft=3)
-
-
-def prefixes() -> Setting:
-    jobs = changed(
-        drawn(9, 48, 0.008, (20, 500), (4, 24)),
-        lambda index, job: {
-            "prefix": 64 * (index % 3 + 1),
-            "family": index % 3,
-            "follows": index - 5 if index % 2 and index > 5 else None,
-            "arrival": 0.05 if index % 2 and index > 5 else job.arrival,
-        },
-    )
-    return Setting(jobs, (P, P, D), pages=400, behind=True)
-
-
-def disturbances() -> Setting:
-    jobs = changed(
-        drawn(10, 44, 0.008, (30, 800), (6, 30)),
-        lambda index, job: {
-            "cancel_at": job.arrival + 0.01 * index if index % 6 == 3 else None,
-            "thinking": 3 if index % 5 == 0 else 0,
-        },
-    )
-    changes = ((0.15, {1: D}), (0.35, {1: P, 2: M}))
-    return Setting(jobs, (P, P, D, D), lead=1e-3, failing=37, role_changes=changes)
-
-
-WORKLOADS: dict[str, Callable[[], Setting]] = {
-    made.__name__: made
-    for made in (
-        colocated,
-        split,
-        overload,
-        bursts,
-        long_prompts,
-        tiers,
-        tight_memory,
-        speculation,
-        prefixes,
-        disturbances,
-    )
-}
 
 
 # ---- the adapter: what of the project is driven and read, by its present names ---------------------------------------
@@ -293,13 +150,13 @@ class Run:
         """Serve all requests. Raises InvalidValue where the configuration is refused."""
         self._loop = clock.loop()
         self._over: asyncio.Future[None] = self._loop.create_future()
-        instances = [self._instance(index, role) for index, role in enumerate(self._setting.roles)]
+        instances = [self._instance(index, ROLES[role]) for index, role in enumerate(self._setting.roles)]
         admits = admission.make(self._setting.admission)
         self._cluster = Cluster(instances, placement.make(self._router, admits), admits)
         machine = asyncio.create_task(self._cluster.run())
         await asyncio.sleep(0)
         for at, roles in self._setting.role_changes:
-            self._loop.at(at, 1, self._change, roles)
+            self._loop.at(at, 1, self._change, {index: ROLES[role] for index, role in roles.items()})
         for id, job in enumerate(self._setting.jobs):
             if job.follows is None:
                 self._loop.at(job.arrival, 0, self._submit, id)
