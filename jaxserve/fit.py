@@ -48,7 +48,7 @@ class Profile(NamedTuple):
     steps: list[Step]
     kv_tokens: int | None = None
     page_size: int | None = None
-    recipe: Recipe = Recipe()  # noqa: RUF009: frozen
+    recipe: Recipe = Recipe()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

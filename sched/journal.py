@@ -175,6 +175,25 @@ class Replay:
         return [(step.load, step.seconds) for step in self.steps]
 
 
+# Entries that are replayed by one call of the scheduler.
+_CALLS: dict[str, Callable[[Scheduler, dict[str, Any]], object]] = {
+    "cancel": lambda one, record: one.cancel(record["id"], record["reason"], record["error"]),
+    "release": lambda one, record: one.release(record["id"]),
+    "hang": lambda one, record: one.hang(record["hung"]),
+    "finish_write_back": lambda one, record: one.finish_write_back(record["id"], record["arrived"]),
+    "leave": lambda one, record: one.leave(record["id"]),
+    "reserve_write_back": lambda one, record: one.reserve_write_back(
+        record["id"], [bytes.fromhex(digest) for digest in record["digests"]]
+    ),
+    "recover": lambda one, _: one.recover(),
+    "reset_prefix_cache": lambda one, _: one.reset_prefix_cache(),
+    "decode_in_place": lambda one, record: one.decode_in_place(record["id"], record["first_token_at"]),
+    "suspend": lambda one, record: one.suspend(Suspended(*record["result"])),
+    "set_role": lambda one, record: one.set_role(Role(record["role"]), record["first_token_at"]),
+    "unreserve": lambda one, record: one.unreserve_id(record["id"]),
+}
+
+
 class _Replayer:
     """New schedulers, fed record by record. Writer of the Replay it returns."""
 
@@ -200,10 +219,10 @@ class _Replayer:
             self.outcome.instances[at] = record
             return
         scheduler = self._schedulers[at]
-        if kind == "add":
+        if kind in _CALLS:
+            _CALLS[kind](scheduler, record)
+        elif kind == "add":
             scheduler.add(self._moved_here(record["request"]["id"]) or self._made(record["request"]))
-        elif kind == "cancel":
-            scheduler.cancel(record["id"], record["reason"], record["error"])
         elif kind == "plan":
             if self._last.get(at) is not None:
                 self._compare(line, at, None)  # the journal has no plan where one came out now
@@ -223,34 +242,12 @@ class _Replayer:
             scheduler.set_ends(record["ends"])
             scheduler.set_kv_waiting(record["kv_waiting"])
             scheduler.interrupts(record["now"])
-        elif kind == "suspend":
-            scheduler.suspend(Suspended(*record["result"]))
-        elif kind == "recover":
-            scheduler.recover()
         elif kind == "accept":
             request = self.outcome.requests[record["id"]]
             scheduler.accept(request, record["first_token_at"])
             self._moved.setdefault(at, []).append(request)
         elif kind == "reserve":
             scheduler.reserve(self.outcome.requests[record["id"]])
-        elif kind == "unreserve":
-            scheduler.unreserve_id(record["id"])
-        elif kind == "release":
-            scheduler.release(record["id"])
-        elif kind == "reserve_write_back":
-            scheduler.reserve_write_back(record["id"], [bytes.fromhex(digest) for digest in record["digests"]])
-        elif kind == "finish_write_back":
-            scheduler.finish_write_back(record["id"], record["arrived"])
-        elif kind == "set_role":
-            scheduler.set_role(Role(record["role"]), record["first_token_at"])
-        elif kind == "decode_in_place":
-            scheduler.decode_in_place(record["id"], record["first_token_at"])
-        elif kind == "leave":
-            scheduler.leave(record["id"])
-        elif kind == "reset_prefix_cache":
-            scheduler.reset_prefix_cache()
-        elif kind == "hang":
-            scheduler.hang(record["hung"])
         elif kind != "digest":
             raise InvalidValue(f"journal line {line}: unknown kind {kind!r}")
 

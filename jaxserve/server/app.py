@@ -79,10 +79,7 @@ def create_app(service: Service) -> FastAPI:
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
-        if service.draining:
-            raise Refused(503, "the server is shutting down", code="shutting_down")
-        if (ailment := service.engine.ailment) is not None:
-            raise Refused(503, ailment, code="unhealthy")
+        _check_health(service)
         return Response(status_code=200)
 
     @app.get("/load")
@@ -111,6 +108,14 @@ def create_app(service: Service) -> FastAPI:
         protect=config.protect_metrics,
     )
     return app
+
+
+def _check_health(service: Service) -> None:
+    """Raise Refused while the server drains, or cannot be expected to serve."""
+    if service.draining:
+        raise Refused(503, "the server is shutting down", code="shutting_down")
+    if (ailment := service.engine.ailment) is not None:
+        raise Refused(503, ailment, code="unhealthy")
 
 
 async def left(_: Request, error: Exception) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from math import inf
 from typing import Any
@@ -184,6 +185,9 @@ def test_clients_cannot_make_classes(live):
             key=f"k{n}",
             on_delta=ended.append,
         )
+    end = time.monotonic() + 20
+    while len(ended) < 5 and time.monotonic() < end:
+        time.sleep(0.01)
     live.quiet()
     seen = scrape(live)
     assert {name for kind, name, _ in seen if kind == "slo_requests_total"} == set(names)
