@@ -26,7 +26,7 @@ import numpy as np
 from common import add_output, clustered, save, submit
 
 from jaxserve.config import ServeConfig
-from jaxserve.engine.assemble import Machine, assemble
+from jaxserve.engine.startup.assemble import Machine, assemble
 from jaxserve.report.table import print_table
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.api.slo import NO_SLO, SLO

@@ -55,7 +55,7 @@ def main() -> None:
 def run(args: argparse.Namespace, target: Any) -> list[dict[str, Any]]:
     """One row per program."""
     from jaxserve.capacity.costs import Costs
-    from jaxserve.engine import aot
+    from jaxserve.engine.startup import aot
     from pallas_kernels.aot.compiling import compile_all
 
     weights: dict[str, int] = {}

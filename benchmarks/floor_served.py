@@ -27,8 +27,8 @@ from compare_bench.models import llama
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.config import ServeConfig
-from jaxserve.engine.assemble import Machine, assemble
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.startup.assemble import Machine, assemble
 from jaxserve.report.table import print_table
 from jaxserve.sched import policies
 from jaxserve.sched.api.slo import NO_SLO, SLO

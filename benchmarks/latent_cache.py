@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jaxserve.engine.calibrate import COLUMN_HEADROOM, TOKENS, rounded_up
+from jaxserve.engine.memory.calibrate import COLUMN_HEADROOM, TOKENS, rounded_up
 from jaxserve.report.table import print_table
 from pallas_kernels.xla.write import LARGEST, fitted
 

@@ -25,10 +25,10 @@ import common
 import jax
 import numpy as np
 
-from jaxserve.engine import build
-from jaxserve.engine.executor import JaxExecutor
-from jaxserve.engine.mesh import plan_mesh
-from jaxserve.engine.segments import links
+from jaxserve.engine.programs.mesh import plan_mesh
+from jaxserve.engine.programs.segments import links
+from jaxserve.engine.runtime.executor import JaxExecutor
+from jaxserve.engine.startup import build
 from jaxserve.models import registry
 from jaxserve.models.published import published_spec
 from jaxserve.models.spec import ModelSpec

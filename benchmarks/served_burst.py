@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 from common import add_output, clustered, save, submit
 
+from jaxserve.cli.replay import perf_of
 from jaxserve.config import ServeConfig
-from jaxserve.engine.assemble import Machine, assemble
-from jaxserve.replay import perf_of
+from jaxserve.engine.startup.assemble import Machine, assemble
 from jaxserve.report.table import print_table
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.request import Request

@@ -11,21 +11,50 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxserve import speculative
-from jaxserve.allowed import CHOICES, RANGES
-from jaxserve.elsewhere import argument_hint
 from jaxserve.errors import InvalidValue, short
 from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.preemption import DEPTH, Boundary
 from jaxserve.sched.api.slo import ANSWER, SLO, THINKING
 from jaxserve.sched.perf import KINDS
 from jaxserve.sched.sim.latency import Latency
-from jaxserve.settings import Bytes, HttpSettings, flag
-from jaxserve.speculative import Speculative
-from jaxserve.tiers import AUTO, Classes, Objective, Tier, load_tiers
+from jaxserve.settings import speculative
+from jaxserve.settings.fields import Bytes, HttpSettings, flag
+from jaxserve.settings.other_engines import argument_hint
+from jaxserve.settings.speculative import Speculative
+from jaxserve.settings.tiers import AUTO, Classes, Objective, Tier, load_tiers
 from jaxserve.yamlio import convert, load_fields, load_yaml, nearest, parse_yaml
 
 __all__ = ["ServeConfig", "load_yaml", "parse_mesh", "parse_yaml", "preset"]
+
+
+# name, least, most (None: any)
+RANGES: tuple[tuple[str, float, float | None], ...] = (
+    ("max_model_len", 2, None),
+    ("max_num_seqs", 1, None),
+    ("max_num_batched_tokens", 1, None),
+    ("max_num_queued_reqs", 1, None),
+    ("queue_timeout", 0, None),
+    ("preempt_depth", 1, None),
+    ("block_size", 1, None),
+    ("kv_cache_memory", 1, None),
+    ("profile_time", 0.01, None),
+    ("port", 0, 65535),
+    ("gpu_memory_utilization", 0.01, 1),
+)
+
+CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+    ("dtype", ("auto", "float32", "bfloat16")),
+    ("load_format", ("auto", "safetensors", "orbax", "dummy")),
+    ("mode", ("auto", "disaggregated", "colocated")),
+    ("attention_backend", ("auto", "mosaic_gpu", "tpu", "xla")),
+    ("experts_backend", ("auto", "mosaic_gpu", "xla")),
+    ("products_backend", ("auto", "mosaic_gpu", "xla")),
+    ("sampling_backend", ("auto", "mosaic_gpu", "xla")),
+    ("first_token", ("prefill", "decode")),
+    ("log_level", ("debug", "info", "warning", "error")),
+    ("quantization", (None, "int8", "fp8", "fp8_per_block")),
+    ("kv_cache_dtype", ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "int8")),
+)
 
 
 def preset(kind: str, name: str) -> Path:

@@ -2,74 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import atexit
 from collections.abc import Sequence
 
-from jaxserve import flags
-from jaxserve.config import ServeConfig
-
-DESCRIPTION = "Serve a model with OpenAI's API, meeting latency objectives per request."
-
-EXAMPLES = """
-examples
-  python -m jaxserve.run
-      the demo model on this machine, at http://127.0.0.1:8000
-  python -m jaxserve.run --model Qwen/Qwen3-8B --mesh 4x2 --ttft-slo 8s --tpot-slo 50ms
-      8 accelerators: two instances of 2 prefill, two decode
-  python -m jaxserve.run --mesh 8x1 --prefill 3 --policy kairos
-      three prefill, five decode
-  python -m jaxserve.run --mesh 2x1 --mode colocated --policy sarathi
-      each instance does both
-  python -m jaxserve.run --config configs/serve/example.yaml --port 9000
-      settings from a file; flags win over it
-
-then
-  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
-      -d '{"prompt": "Hello", "max_tokens": 20, "ttft_slo_ms": 500, "tpot_slo_ms": 30}'
-
-A request may bring its own objectives: body fields ttft_slo_ms, tpot_slo_ms, stage_slo, service_tier, priority
-(lower is earlier), or the headers x-llm-d-slo-ttft-ms and x-llm-d-slo-tpot-ms.
-"""
+from jaxserve.cli.main import dispatch
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the server."""
-    parser.description, parser.epilog, parser.usage = DESCRIPTION, EXAMPLES, "%(prog)s [MODEL] [--mesh RxT] [flags]"
-    flags.add_arguments(parser)
-
-
-def main(args: argparse.Namespace) -> int:
-    """Serve until told to stop; returns the exit status. Raises InvalidValue for settings that do not go."""
-    status = serve(flags.config_of(args))
-    _leave(status)
-    return status
-
-
-def _leave(status: int) -> None:
-    """End the process without unloading Python: to free all that jax and the model hold takes seconds."""
-    from jaxserve.server.signals import end_process
-
-    atexit._run_exitfuncs()
-    end_process(status)
-
-
-def serve(config: ServeConfig) -> int:
-    """Load, warm up, serve until SIGTERM or SIGINT."""
-    from jaxserve.models.source import check_names
-
-    check_names(config)
-    from jaxserve.server.main import run  # on demand: --help must not wait for jax
-
-    return run(config)
-
-
-def cli(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `python -m jaxserve.run`."""
-    from jaxserve.__main__ import dispatch
-
     return dispatch("serve", argv, prog="python -m jaxserve.run")
 
 
 if __name__ == "__main__":
-    raise SystemExit(cli())
+    raise SystemExit(main())

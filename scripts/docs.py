@@ -17,10 +17,10 @@ from typing import Any
 
 from prometheus_client.metrics_core import Metric
 
-from jaxserve.__main__ import COMMANDS
-from jaxserve.engine.classes import ERRORS, PHASES, SLACK, ClassStats, Spread
-from jaxserve.engine.info import EngineInfo, InstanceInfo, InstanceStats, Promise, Stats
-from jaxserve.flags import TeachingParser
+from jaxserve.cli.flags import TeachingParser
+from jaxserve.cli.main import COMMANDS
+from jaxserve.engine.runtime.classes import ERRORS, PHASES, SLACK, ClassStats, Spread
+from jaxserve.engine.runtime.info import EngineInfo, InstanceInfo, InstanceStats, Promise, Stats
 from jaxserve.sched import admission, policies, routing
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.api.thinking import ThinkingMarkers

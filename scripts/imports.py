@@ -25,10 +25,10 @@ FOLDERS = ("benchmarks", "configs", "examples", "jaxserve", "pallas_kernels", "s
 IMPORTED_AS = {"sched": "jaxserve.sched", "configs": "jaxserve.presets"}  # folders behind tracked symlinks
 PATHS = ("benchmarks", "scripts")  # folders whose files are run, so that they are on sys.path
 ALLOWED: tuple[frozenset[str], ...] = (  # modules, or rooms, that import one another and may for now
-    frozenset({"jaxserve.capacity.show", "jaxserve.planner"}),
-    frozenset({"jaxserve.capacity", "jaxserve.planner"}),
+    frozenset({"jaxserve.capacity.show", "jaxserve.cli.plan"}),
+    frozenset({"jaxserve.capacity", "jaxserve.cli.plan"}),
     frozenset({"jaxserve.demo.export", "jaxserve.demo.train"}),
-    frozenset({"jaxserve.simulate_plots", "jaxserve.simulate_report"}),
+    frozenset({"jaxserve.cli.simulate.plots", "jaxserve.cli.simulate.report"}),
     frozenset({f"jaxserve.sched.{room}" for room in ("feasibility", "perf", "policies", "policy")}),
     frozenset({"pallas_kernels.backends", "pallas_kernels.tpu"}),
     frozenset(

@@ -16,9 +16,9 @@ from typing import Self
 import httpx
 import pytest
 
-from jaxserve import __main__ as cli
+from jaxserve.cli import main as cli
+from jaxserve.cli.flags import TeachingParser, add_arguments, config_of
 from jaxserve.config import ServeConfig
-from jaxserve.flags import TeachingParser, add_arguments, config_of
 
 SMALL = "--max-model-len 128 --max-num-seqs 4 --max-num-batched-tokens 32 --kv-cache-memory 16MiB".split()  # noqa: SIM905
 
@@ -81,7 +81,7 @@ def test_mistakes_are_explained(words, said, capsys):
 )
 def test_a_missing_folder_is_said_before_anything_slow_is_imported(words, said):
     code = (
-        f"import sys; from jaxserve.__main__ import main; status = main({['serve', *words]})\n"
+        f"import sys; from jaxserve.cli.main import main; status = main({['serve', *words]})\n"
         "sys.exit(3 if {'jax', 'transformers', 'fastapi'} & set(sys.modules) else status)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -254,7 +254,7 @@ def test_every_setting_says_what_it_does():
 
 def test_settings_do_not_wait_for_jax():
     code = (
-        "import sys, jaxserve, jaxserve.config, jaxserve.flags, jaxserve.__main__\n"
+        "import sys, jaxserve, jaxserve.config, jaxserve.cli.flags, jaxserve.cli.main\n"
         "jaxserve.SamplingParams, jaxserve.SLO, jaxserve.InvalidValue\n"
         "jaxserve.config.ServeConfig().tiers, jaxserve.config.ServeConfig().model_source\n"
         "slow = {'jax', 'torch', 'transformers', 'fastapi', 'flax'} & set(sys.modules)\n"

@@ -151,7 +151,7 @@ def test_the_four_steps_of_contributing_add_a_policy(repo: Path, tmp_path: Path)
     words = simulate.replace("--num-requests 200", "--num-requests 20").split()
     assert words[:2] == ["jaxserve", "simulate"] and serve.startswith("python -m jaxserve.run ")
     code = (
-        f"from jaxserve.__main__ import main; raise SystemExit(main({[*words[1:], '--out', str(tmp_path / 'out')]!r}))"
+        f"from jaxserve.cli.main import main; raise SystemExit(main({[*words[1:], '--out', str(tmp_path / 'out')]!r}))"
     )
     assert "longest" in python(code, cwd=tmp_path, path=tmp_path)
 

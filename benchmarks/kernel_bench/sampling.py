@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxserve.engine.sampling import Column, Rows, draw
+from jaxserve.engine.programs.sampling import Column, Rows, draw
 from pallas_kernels import compat
 from pallas_kernels.border_search import LOG2_E, Found, Options
 from pallas_kernels.hopper import borders as hopper

@@ -19,11 +19,11 @@ from common import DEMO
 
 from jaxserve.bench.drive import Run
 from jaxserve.bench.load import Call
+from jaxserve.cli.replay import perf_of
 from jaxserve.config import ServeConfig
-from jaxserve.engine.assemble import assemble
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.info import Stats
-from jaxserve.replay import perf_of
+from jaxserve.engine.runtime.info import Stats
+from jaxserve.engine.startup.assemble import assemble
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.cluster.ttft_predictions import TTFTPredictions
 from jaxserve.sched.journal import Replay, replay

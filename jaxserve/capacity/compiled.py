@@ -9,9 +9,9 @@ from typing import Any
 
 from jaxserve.capacity.activations import COUNTS, Activations, adjusted
 from jaxserve.capacity.fit import Setting
-from jaxserve.engine import aot
-from jaxserve.engine.build import ExecutorConfig, random_init
-from jaxserve.engine.mesh import plan_mesh
+from jaxserve.engine.programs.mesh import plan_mesh
+from jaxserve.engine.startup import aot
+from jaxserve.engine.startup.build import ExecutorConfig, random_init
 from jaxserve.errors import InvalidValue
 from jaxserve.models.spec import ModelSpec
 from pallas_kernels.aot.compiling import compile_all

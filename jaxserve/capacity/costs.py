@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.capacity.devices import Device
-from jaxserve.engine import kv
+from jaxserve.engine.memory import kv
 from jaxserve.models import registry
 from jaxserve.models.layers import Info
 from jaxserve.models.narrow import SCALE

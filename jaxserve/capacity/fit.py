@@ -8,7 +8,7 @@ from typing import Any
 from jaxserve.capacity.activations import Activations
 from jaxserve.capacity.costs import Costs, Work
 from jaxserve.capacity.devices import Device
-from jaxserve.engine import kv
+from jaxserve.engine.memory import kv
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.api.errors import InvalidValue
 

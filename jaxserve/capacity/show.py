@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from jaxserve.capacity.fit import Fit, floors
+from jaxserve.capacity.fit import Fit, Setting, floors
+from jaxserve.models.spec import ModelSpec
 from jaxserve.report.table import print_table
 
-if TYPE_CHECKING:
-    from jaxserve.planner import Plan
-
 GB, ROWS = 1e9, (1, 16, 64, 256)  # rows of the decode steps that are shown
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All meshes that were asked about, and the one to take."""
+
+    model: str
+    source: str
+    spec: ModelSpec
+    setting: Setting
+    fits: list[Fit]
+    taken: Fit | None
+    why: str
 
 
 def tables(plan: Plan) -> None:

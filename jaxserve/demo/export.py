@@ -16,6 +16,7 @@ import jax
 from tokenizers import Tokenizer
 
 from jaxserve.demo.corpus import ASSISTANT, END, END_OF_TEXT, USER
+from jaxserve.demo.vocab import TOKENIZER_FILE
 from jaxserve.training.folder import llama_config, size, write, write_json, write_weights
 from jaxserve.training.net import NetConfig
 
@@ -90,7 +91,6 @@ def write_model(folder: Path, config: NetConfig, tokenizer: Tokenizer, params: M
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Export the last checkpoint of a training run."""
-    from jaxserve.demo.train import TOKENIZER_FILE  # it imports this file
     from jaxserve.training.checkpoints import Checkpoints  # needs orbax
 
     parser = argparse.ArgumentParser(prog="python -m jaxserve.demo.export", description=__doc__)

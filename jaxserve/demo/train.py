@@ -26,13 +26,12 @@ from tokenizers import Tokenizer
 
 from jaxserve.demo import corpus, vocab
 from jaxserve.demo.export import MODEL_FOLDER, write_model
+from jaxserve.demo.vocab import TOKENIZER_FILE
 from jaxserve.report.progress import bar
 from jaxserve.training.checkpoints import Checkpoints
 from jaxserve.training.curve import plot
 from jaxserve.training.loop import Params, Report, Schedule, State, build_steps, rows_of, run, shape_at
 from jaxserve.training.net import Net, NetConfig, mean_loss
-
-TOKENIZER_FILE = "tokenizer.json"
 
 
 def validation_loss(

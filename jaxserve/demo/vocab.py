@@ -9,6 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxserve.demo.corpus import END_OF_TEXT, SPECIAL_TOKENS
 
+TOKENIZER_FILE = "tokenizer.json"
+
 
 def train_tokenizer(documents: Iterable[str], size: int = 4096) -> Tokenizer:
     """Learn `size` tokens: the special ones first (ids 0 to 3), then the 256 bytes, then merges."""

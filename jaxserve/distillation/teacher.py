@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.engine.build import from_folder
+from jaxserve.engine.startup.build import from_folder
 from jaxserve.errors import InvalidValue
 from jaxserve.models import registry
 from jaxserve.models.layers import Tree

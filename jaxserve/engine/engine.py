@@ -19,14 +19,14 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from jaxserve.config import ServeConfig
-from jaxserve.engine.assemble import CLOSING, Machine, assemble
-from jaxserve.engine.checks import cause, check_request
-from jaxserve.engine.classes import Tallies
-from jaxserve.engine.heartbeat import Heartbeat
-from jaxserve.engine.hygiene import Hygiene, Stalls, least_slack, watched_loop
-from jaxserve.engine.info import EngineInfo, InstanceStats, Stats
-from jaxserve.engine.queue import ROWS, Queue
-from jaxserve.engine.warmup import Progress
+from jaxserve.engine.runtime.checks import cause, check_request
+from jaxserve.engine.runtime.classes import Tallies
+from jaxserve.engine.runtime.gc_control import GCControl, Stalls, least_slack, watched_loop
+from jaxserve.engine.runtime.heartbeat import Heartbeat
+from jaxserve.engine.runtime.info import EngineInfo, InstanceStats, Stats
+from jaxserve.engine.runtime.queue import ROWS, Queue
+from jaxserve.engine.startup.assemble import CLOSING, Machine, assemble
+from jaxserve.engine.startup.warmup import Progress
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, Unavailable
 from jaxserve.sched.api.params import SamplingParams
@@ -71,7 +71,7 @@ class Engine:
         self._classes = config.classes
         self._tallies = Tallies(self._classes.names)
         self._stalls = Stalls()
-        self._hygiene = Hygiene(self._slack)
+        self._gc_control = GCControl(self._slack)
         self._loop = watched_loop(self._stalls)
         self._heartbeat = Heartbeat(self._loop, machine.now)
         self._stop = asyncio.Event()
@@ -88,7 +88,7 @@ class Engine:
         engine = cls(machine.config, machine)
         engine._thread.start()
         engine._rehearse()
-        engine._hygiene.begin()
+        engine._gc_control.begin()
         engine._loop.call_soon_threadsafe(engine._stalls.clear)  # warm-up's are nobody's
         bound = machine.config.max_num_queued_reqs or ROWS * machine.limits.rows
         engine._queue = Queue(bound, machine.config.queue_timeout, machine.now, engine._expire)
@@ -258,11 +258,11 @@ class Engine:
                 listener(Delta(id, finish_reason=reason, error=why))
             except Exception:
                 log.exception("telling request %d of the engine's end failed", id)
-        self._hygiene.end()  # also where the engine failed: nothing would collect garbage any more
+        self._gc_control.end()  # also where the engine failed: nothing would collect garbage any more
 
     async def _serve(self) -> None:
         running = asyncio.ensure_future(self._cluster.run())
-        tending = asyncio.ensure_future(self._hygiene.tend())
+        tending = asyncio.ensure_future(self._gc_control.tend())
         stop = asyncio.ensure_future(self._stop.wait())
         tasks: list[asyncio.Future[Any]] = [running, tending, stop]
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -353,8 +353,8 @@ class Engine:
             self._stalls.count,
             self._stalls.seconds,
             tuple(self._stalls.sizes),
-            dict(self._hygiene.collections),
-            self._hygiene.seconds,
+            dict(self._gc_control.collections),
+            self._gc_control.seconds,
             deflections=self._cluster.deflections,
             unkept_programs=compiled.unkept_total,
             ttft_predictions=dict(self._cluster.ttft_predictions.accuracy),
@@ -394,7 +394,7 @@ class Engine:
             self._end(JaxserveError("it was closed, and its thread did not end"))
             return False
         self._loop.close()
-        self._hygiene.end()
+        self._gc_control.end()
         if self._left:
             log.error("a step or a transfer did not end within %g s; what waits for it is left behind", CLOSING)
         return not self._left

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxserve.generation import Job, Piece
+from jaxserve.generation.generate import Job, Piece
 from jaxserve.outputs import RequestMetrics, logprob_dict
 from jaxserve.sched.api.plan import TokenLogprobs
 from jaxserve.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from jaxserve.errors import ECHO, InvalidValue, JaxserveError, QueueFull
-from jaxserve.generation import GenerationFailed
+from jaxserve.generation.generate import GenerationFailed
 from jaxserve.sched.api.errors import Unavailable
 from jaxserve.sched.api.plan import UNAVAILABLE
 

@@ -11,8 +11,8 @@ from hashlib import blake2b
 from pathlib import Path
 
 from jaxserve.errors import InvalidValue
-from jaxserve.salt import salt_of
-from jaxserve.settings import HttpSettings, check_key
+from jaxserve.generation.salt import salt_of
+from jaxserve.settings.fields import HttpSettings, check_key
 
 logger = logging.getLogger("jaxserve.server")
 

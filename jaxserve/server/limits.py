@@ -10,7 +10,7 @@ from pathlib import Path
 from jaxserve.errors import InvalidValue, short
 from jaxserve.server.failures import Refused
 from jaxserve.server.openai import Sampled
-from jaxserve.settings import HttpSettings
+from jaxserve.settings.fields import HttpSettings
 from jaxserve.yamlio import load_yaml, nearest
 
 

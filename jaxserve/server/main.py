@@ -17,7 +17,7 @@ import prometheus_client
 import uvicorn
 
 from jaxserve.config import ServeConfig
-from jaxserve.engine.info import Promise
+from jaxserve.engine.runtime.info import Promise
 from jaxserve.errors import InvalidValue
 from jaxserve.models.source import find_tokenizer
 from jaxserve.report.progress import bar

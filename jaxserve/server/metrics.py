@@ -16,9 +16,9 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from jaxserve.engine.classes import ERRORS, SLACK, ClassStats, Spread
-from jaxserve.engine.hygiene import EDGES
-from jaxserve.generation import Job, Piece
+from jaxserve.engine.runtime.classes import ERRORS, SLACK, ClassStats, Spread
+from jaxserve.engine.runtime.gc_control import EDGES
+from jaxserve.generation.generate import Job, Piece
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.cluster.ttft_predictions import RECENT, Accuracy
 from jaxserve.sched.instance.stats import BLOCKING, SIZES

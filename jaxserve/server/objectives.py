@@ -11,7 +11,7 @@ from jaxserve.errors import ECHO, InvalidValue, short
 from jaxserve.sched.api.request import STANDARD
 from jaxserve.sched.api.slo import LONGEST, SHORTEST, SLO
 from jaxserve.server.openai import Sampled
-from jaxserve.tiers import canonical, stages_over
+from jaxserve.settings.tiers import canonical, stages_over
 
 # Names in the order of precedence; gateways send the first kind, load generators the second.
 TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")

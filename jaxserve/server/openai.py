@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from jaxserve.errors import ECHO, InvalidValue, short
-from jaxserve.salt import check_salt
+from jaxserve.generation.salt import check_salt
 from jaxserve.sched.api.params import SamplingParams
 
 logger = logging.getLogger("jaxserve.server")

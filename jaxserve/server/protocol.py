@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from jaxserve.server.failures import Refused, body_of
-from jaxserve.settings import HttpSettings
+from jaxserve.settings.fields import HttpSettings
 
 logger = logging.getLogger("jaxserve.server")
 

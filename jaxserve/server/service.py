@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.config import ServeConfig
-from jaxserve.engine.queue import ROWS
+from jaxserve.engine.runtime.queue import ROWS
 from jaxserve.errors import InvalidValue, short
-from jaxserve.generation import GenerationFailed, Job, Mailbox, Piece, check_length, merged, pieces
-from jaxserve.pacing import Pace, paced
+from jaxserve.generation.generate import GenerationFailed, Job, Mailbox, Piece, check_length, merged, pieces
+from jaxserve.generation.stops import Automaton
 from jaxserve.sched.api.plan import GIVEN_UP
 from jaxserve.server.answers import Answer
 from jaxserve.server.client_metrics import StageCollector
@@ -24,8 +24,8 @@ from jaxserve.server.limits import load_limits
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.objectives import objectives_of
 from jaxserve.server.openai import ChatBody, CompletionBody, Sampled, params_of
+from jaxserve.server.pacing import Pace, paced
 from jaxserve.server.prompts import Prompts
-from jaxserve.stops import Automaton
 from jaxserve.tokenizer import Tokenizer
 
 WINDOW = 2  # requests in the engine for each that it can run at a time, where clients share it

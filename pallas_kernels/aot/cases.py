@@ -24,7 +24,7 @@ GPU = (
     "pallas_kernels.hopper.narrow",
     "pallas_kernels.hopper.borders",
     "pallas_kernels.pages",
-    "jaxserve.engine.aot",
+    "jaxserve.engine.startup.aot",
 )
 TPU = ("pallas_kernels.tpu.decode", "pallas_kernels.tpu.prefill")
 KERNELS_HOLD, STEPS_HOLD = 1 << 26, 1 << 20

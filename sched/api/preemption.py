@@ -1,7 +1,7 @@
 """Where a step of prompt chunks may stop: what users write, what the engine cuts, and what a simulation cuts.
 
-The engine (jaxserve/engine/segments.py, executor.py) and the simulated one (sim/latency.py) both take their numbers
-from here, so that the simulator stops steps as they are stopped when served.
+The engine (jaxserve/engine/programs/segments.py, executor.py) and the simulated one (sim/latency.py) both take their
+numbers from here, so that the simulator stops steps as they are stopped when served.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ there is room for them; so do those that found none, where the router keeps them
 The destination is chosen, and its pages reserved, when one more chunk can end the prompt, if there is room;
 otherwise the KV stays held where it is and moves when space comes. Reserving at the first chunk let prompts that a
 policy postpones hoard the decode side: half of it at 4.6 requests/s of K128 under `kairos`. A prefill owns all its
-pages from the start (memory.py), so whatever is reserved will be filled; where it loses them (best effort may) the
+pages from the start (kv_manager.py), so whatever is reserved will be filled; where it loses them (best effort may) the
 reservation is given back. So no cycle of instances waiting for each other's pages can close.
 """
 

@@ -242,7 +242,7 @@ class Scheduler:
         self._queues.file(request)
 
     def reserve_write_back(self, id: int, digests: Sequence[bytes]) -> WriteBack | None:
-        """Set pages aside for KV that comes back (giveback.py); None where those that wait may want them."""
+        """Set pages aside for KV that comes back (kv_transfer.py); None where those that wait may want them."""
         wanted = len(self._queues.decode) + self.blocks.count(self.prefill_backlog)
         returned = self._kv.reserve_write_back(id, digests, wanted)
         self._queues.refresh_hits()

@@ -8,7 +8,7 @@ from .base import Fleet, Router
 
 class LeastWork(Router):
     """write_back: the KV of a finished request's answer is copied to the instance that computed its prompt, for the
-    next round of the conversation (see giveback.py)."""
+    next round of the conversation (see kv_transfer.py)."""
 
     def __init__(self, write_back: bool = False) -> None:
         self.writes_back = write_back

@@ -10,7 +10,7 @@ from .sent import Sent
 
 
 class PrefillBudget(Router):
-    """Ranks instances by what their prefill admission budget (pab.py) for the request's own TTFT leaves once its
+    """Ranks instances by what their prefill admission budget (admission/prefill_budget.py) for the request's own TTFT leaves once its
     prompt, after each instance's own prefix-cache hit, is taken from it (arXiv 2510.14392, section 3.4). So are the
     prompts that it has sent and no instance has told of yet. Where budgets are equal, as all are for a request without
     a TTFT, the instance with the least prompt tokens to compute comes first."""

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from jaxserve.__main__ import main as jaxserve
-from jaxserve.bench import cli
-from jaxserve.flags import TeachingParser
+from jaxserve.cli import bench as cli
+from jaxserve.cli.flags import TeachingParser
+from jaxserve.cli.main import main as jaxserve
 from jaxserve.tokenizer import Tokenizer
 from tests.support.bench.endpoint import Endpoint
 

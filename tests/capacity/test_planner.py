@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.__main__ import main
+from jaxserve.cli.main import main
 from jaxserve.models import published
 from jaxserve.models.hub import ModelNotFound
 from tests.support.capacity.sizes import SIZES
@@ -134,9 +134,9 @@ def test_the_hub_is_asked_for_what_is_unknown(capsys: pytest.CaptureFixture[str]
 def test_no_device_is_started() -> None:
     code = """
 import sys
-from jaxserve.__main__ import main
+from jaxserve.cli.main import main
 status = main(["plan", "--model", "qwen3-8b", "--devices", "v6e:4", "--json"])
-from jaxserve.engine import compat
+from jaxserve.engine.programs import compat
 assert not compat.backend_started()
 sys.exit(status)
 """

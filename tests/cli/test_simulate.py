@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve import simulate_plots
-from jaxserve.__main__ import main
+from jaxserve.cli.main import main
+from jaxserve.cli.simulate import plots
+from jaxserve.cli.simulate.command import _read_workload, add_arguments, parse_policies, parse_rates, processes
 from jaxserve.config import preset
 from jaxserve.errors import InvalidValue
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.sim import Arrival, Latency, sweep
-from jaxserve.simulate import _read_workload, add_arguments, parse_policies, parse_rates, processes
 from jaxserve.yamlio import load_yaml
 from tests.support.sched.presets import CHAT, ROOT, TINY
 
@@ -30,7 +30,7 @@ TRACE = "id,arrival_s,input_tokens,output_tokens\n" + "".join(
 @pytest.fixture
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take a second each."""
-    monkeypatch.setattr(simulate_plots, "draw", lambda out, results: [])
+    monkeypatch.setattr(plots, "draw", lambda out, results: [])
 
 
 @pytest.mark.parametrize(

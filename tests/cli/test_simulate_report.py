@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from jaxserve.cli.simulate.results import Results
 from jaxserve.report import origin, plot, progress, table
-from jaxserve.simulate_report import Results
 
 
 def test_table_shows_every_cell_and_refuses_ragged_rows() -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:  # pytest may read this file before tests/conftest.py has configured jax
-    from jaxserve.engine.assemble import Machine
-    from jaxserve.engine.executor import JaxExecutor
+    from jaxserve.engine.runtime.executor import JaxExecutor
+    from jaxserve.engine.startup.assemble import Machine
     from tests.support.engine.faults import Starter
 
 
@@ -60,7 +60,7 @@ def pair(tiny: Path) -> list[JaxExecutor]:
 def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     """The demo model on the mesh that the test module names as MESH."""
     from jaxserve.config import ServeConfig
-    from jaxserve.engine.assemble import assemble
+    from jaxserve.engine.startup.assemble import assemble
     from tests.support.engine.faults import SMALL
 
     made = assemble(ServeConfig.load(mesh=request.module.MESH, **SMALL))

@@ -7,8 +7,8 @@ import logging
 import jax
 import pytest
 
-from jaxserve.engine import warmup
-from jaxserve.engine.warmup import compile_counter, use_persistent_cache, why_not_writable
+from jaxserve.engine.startup import warmup
+from jaxserve.engine.startup.warmup import compile_counter, use_persistent_cache, why_not_writable
 
 
 @pytest.fixture

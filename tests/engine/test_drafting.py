@@ -12,12 +12,12 @@ import pytest
 
 from jaxserve.config import ServeConfig
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.executor import JaxExecutor
+from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Begin, Delta, Span, StepPlan, StepResult
 from jaxserve.sched.api.slo import NO_SLO
-from jaxserve.speculative import Speculative
+from jaxserve.settings.speculative import Speculative
 from tests.support.engine.statistics import chi_square
 from tests.support.engine.steps import GREEDY, Job, alone, executors, finite_pages, generate, run
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.engine.assemble import Machine
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.startup.assemble import Machine
 from jaxserve.errors import JaxserveError
 from jaxserve.sched.api.plan import UNAVAILABLE, StepPlan
 from tests.support.engine.faults import LONG, Heard, Starter, Stuck

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.engine import assemble
-from jaxserve.engine.assemble import Machine
+from jaxserve.engine.startup import assemble
+from jaxserve.engine.startup.assemble import Machine
 from jaxserve.errors import JaxserveError, QueueFull
 from jaxserve.sched.api.errors import Unavailable
 from jaxserve.sched.api.plan import UNAVAILABLE, Delta, StepPlan

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from jaxserve.engine.executor import JaxExecutor
-from jaxserve.engine.hosts import Leading, OutOfStep, follow
-from jaxserve.engine.inputs import SlotTable
-from jaxserve.engine.warmup import idle_batch
+from jaxserve.engine.programs.inputs import SlotTable
+from jaxserve.engine.runtime.executor import JaxExecutor
+from jaxserve.engine.runtime.hosts import Leading, OutOfStep, follow
+from jaxserve.engine.startup.warmup import idle_batch
 from jaxserve.sched.api.errors import InvalidValue
 from tests.support.engine.host import DRAFTS, LONG, NEW, PARAMS, PROMPTS, REPEATED, WRONG, Case
 from tests.support.engine.mixed import jobs_of

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from jaxserve.config import ServeConfig
-from jaxserve.engine import calibrate, kv
-from jaxserve.engine.build import random_init
+from jaxserve.engine.memory import calibrate, kv
+from jaxserve.engine.startup.build import random_init
 from jaxserve.errors import InvalidValue
 from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.engine import compat, kv
-from jaxserve.engine.build import ExecutorConfig, build_executors, random_init, temporaries
-from jaxserve.engine.inputs import Limits
-from jaxserve.engine.mesh import plan_mesh, sub_meshes
-from jaxserve.engine.transfer import cut, piece_sizes
-from jaxserve.engine.warmup import compile_counter, use_persistent_cache
+from jaxserve.engine.memory import kv
+from jaxserve.engine.memory.transfer import cut, piece_sizes
+from jaxserve.engine.programs import compat
+from jaxserve.engine.programs.inputs import Limits
+from jaxserve.engine.programs.mesh import plan_mesh, sub_meshes
+from jaxserve.engine.startup.build import ExecutorConfig, build_executors, random_init, temporaries
+from jaxserve.engine.startup.warmup import compile_counter, use_persistent_cache
 from jaxserve.models import registry, weights
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.policy import Role
@@ -77,7 +78,7 @@ def test_accelerators_are_shared_only_when_asked(monkeypatch: pytest.MonkeyPatch
 def test_devices_are_emulated_in_a_fresh_process() -> None:
     code = """
 import logging; logging.basicConfig(level=logging.INFO, format="%(message)s")
-from jaxserve.engine.mesh import plan_mesh, sub_meshes
+from jaxserve.engine.programs.mesh import plan_mesh, sub_meshes
 print([[d.id for d in m.devices.flat] for m in sub_meshes(plan_mesh("3x2"))])
 """
     done = subprocess.run(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.config import ServeConfig
-from jaxserve.engine.objectives import DECODE, LEAST, LONGEST, PREFILL, promise
+from jaxserve.engine.startup.objectives import DECODE, LEAST, LONGEST, PREFILL, promise
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.policy import Limits
 from jaxserve.sched.api.slo import NO_SLO, SLO

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxserve.engine.executor import JaxExecutor
-from jaxserve.engine.inputs import Limits
+from jaxserve.engine.programs.inputs import Limits
+from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.sched.api.params import SamplingParams
 from tests.support.engine.steps import GREEDY, Job, alone
 

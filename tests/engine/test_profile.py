@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from jaxserve import __main__ as cli
+from jaxserve.cli import main as cli
 from jaxserve.config import ServeConfig
-from jaxserve.engine import assemble, profile
-from jaxserve.engine.assemble import Machine
+from jaxserve.engine.startup import assemble, profile
+from jaxserve.engine.startup.assemble import Machine
 from jaxserve.errors import InvalidValue
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.perf.fit import kind

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxserve.__main__ import dispatch
+from jaxserve.cli.main import dispatch
 from jaxserve.config import ServeConfig
 from jaxserve.demo import model_path
-from jaxserve.engine.backends import resolve_backends
-from jaxserve.engine.build import ExecutorConfig, random_init
-from jaxserve.engine.mesh import plan_mesh
+from jaxserve.engine.programs.backends import resolve_backends
+from jaxserve.engine.programs.mesh import plan_mesh
+from jaxserve.engine.startup.build import ExecutorConfig, random_init
 from jaxserve.errors import InvalidValue
 from jaxserve.models import registry
 from jaxserve.models.published import published_spec

@@ -10,11 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from jaxserve.engine import sampling
-from jaxserve.engine.inputs import SlotTable, banned, check_adjusted
-from jaxserve.engine.logprobs import CHUNK, best, logprobs_of
-from jaxserve.engine.results import unpack
-from jaxserve.engine.sampling import (
+from jaxserve.engine.programs import sampling
+from jaxserve.engine.programs.inputs import SlotTable, banned, check_adjusted
+from jaxserve.engine.programs.logprobs import CHUNK, best, logprobs_of
+from jaxserve.engine.programs.sampling import (
     ADJUSTED,
     BAD,
     MASKED,
@@ -25,6 +24,7 @@ from jaxserve.engine.sampling import (
     argmax,
     gumbel,
 )
+from jaxserve.engine.runtime.executor import unpack
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Begin

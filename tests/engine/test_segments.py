@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.engine.build import ExecutorConfig, build_executors, random_init
-from jaxserve.engine.executor import JaxExecutor
-from jaxserve.engine.inputs import Limits
-from jaxserve.engine.mesh import plan_mesh
-from jaxserve.engine.segments import Segments, links, outside
-from jaxserve.engine.warmup import compile_counter
+from jaxserve.engine.programs.inputs import Limits
+from jaxserve.engine.programs.mesh import plan_mesh
+from jaxserve.engine.programs.segments import Segments, links, outside
+from jaxserve.engine.runtime.executor import JaxExecutor
+from jaxserve.engine.startup.build import ExecutorConfig, build_executors, random_init
+from jaxserve.engine.startup.warmup import compile_counter
 from jaxserve.models import registry
 from jaxserve.models.layers import Part
 from jaxserve.models.spec import ModelSpec

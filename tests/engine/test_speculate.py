@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.engine import speculate
-from jaxserve.engine.sampling import BAD, Column, Rows, draw, heated_and_cut
-from jaxserve.engine.speculate import GUESSED, NONE, ngram, probabilistic, salted, strict
+from jaxserve.engine.programs import speculate
+from jaxserve.engine.programs.sampling import BAD, Column, Rows, draw, heated_and_cut
+from jaxserve.engine.programs.speculate import GUESSED, NONE, ngram, probabilistic, salted, strict
 from jaxserve.sched.api.params import SamplingParams
 from tests.support.engine.statistics import Array, V, chi_square, table
 from tests.support.examples import examples
@@ -172,7 +172,7 @@ LOOKUPS = {
 def test_noise_of_different_kinds_is_independent() -> None:
     """To draft, to judge and to draw again: were two alike, drafts would be kept too often or too seldom."""
     packed = table(SamplingParams(), 20_000).packed
-    from jaxserve.engine.sampling import gumbel
+    from jaxserve.engine.programs.sampling import gumbel
 
     drawing, drafting = (np.asarray(gumbel(one, 4))[:, 1] for one in (Rows(packed), salted(Rows(packed), GUESSED)))
     judging = np.asarray(speculate.uniform(Rows(packed)))

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.__main__ import dispatch
+from jaxserve.cli.main import dispatch
 from jaxserve.errors import InvalidValue
 from jaxserve.models import converted, registry
 from jaxserve.models.manifest import FOLDER, NAME

@@ -139,7 +139,7 @@ def test_dummy_weights_are_not_downloaded(tmp_path: Path, hub: tuple[str, list[s
     """Config and tokenizer are; of the draft model too."""
     endpoint, asked = hub
     code = (
-        "from jaxserve.config import ServeConfig; from jaxserve.engine.assemble import _draft;"
+        "from jaxserve.config import ServeConfig; from jaxserve.engine.startup.assemble import _draft;"
         "from jaxserve.models.source import find_model, find_tokenizer;"
         """draft = '{"method": "draft_model", "model": "someone/model", "num_speculative_tokens": 2}';"""
         "config = ServeConfig(model='someone/model', load_format='dummy', speculative_config=draft);"

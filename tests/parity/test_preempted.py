@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.engine.executor import JaxExecutor
-from jaxserve.engine.job import Job
-from jaxserve.replay import perf_of
+from jaxserve.cli.replay import perf_of
+from jaxserve.engine.runtime.executor import JaxExecutor, Job
 from jaxserve.sched import policies
 from jaxserve.sched.api.policy import Decision, Policy, View
 from jaxserve.sched.api.request import Request

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from jaxserve.replay import perf_of
+from jaxserve.cli.replay import perf_of
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.policy import Role
 from jaxserve.sched.cluster.cluster import Cluster

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from jaxserve.replay import perf_of
+from jaxserve.cli.replay import perf_of
 from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.sim.again import again
 from tests.support.parity.asks import ROOMY, TIGHT, Faults, asks, setup

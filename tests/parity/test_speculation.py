@@ -13,13 +13,13 @@ import jax
 import numpy as np
 import pytest
 
+from jaxserve.cli.replay import perf_of
 from jaxserve.models.spec import ModelSpec
-from jaxserve.replay import perf_of
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.policy import Decision, Grant, View
 from jaxserve.sched.api.request import Request
 from jaxserve.sched.journal import Journal, replay
-from jaxserve.speculative import Speculative
+from jaxserve.settings.speculative import Speculative
 from tests.support.parity.asks import STYLES
 from tests.support.parity.law import LENGTH, PAGE, SPEC, Ask, Setup, compare, weights
 

@@ -95,7 +95,7 @@ PAIRS = list(product(routing.ROUTERS, admission.ADMISSIONS))
 
 
 @pytest.mark.parametrize(("place", "admit"), PAIRS)
-def test_placements_and_admissions_compute_with_extreme_objectives(place: str, admit: str) -> None:
+def test_routers_and_admissions_compute_with_extreme_objectives(place: str, admit: str) -> None:
     """Every policy with one pair would be the same sums again: each pair takes the next policy."""
     names = policies.names()
     policy = names[PAIRS.index((place, admit)) % len(names)]

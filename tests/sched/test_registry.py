@@ -149,6 +149,6 @@ def test_options_meant_for_several_go_to_those_that_take_them() -> None:
         (admission.make, "all", "unknown admission 'all'; choose one of dp, none, pab"),
     ],
 )
-def test_policies_placements_and_admissions_say_what_they_take(make: Any, text: str, message: str) -> None:
+def test_policies_routers_and_admissions_say_what_they_take(make: Any, text: str, message: str) -> None:
     with pytest.raises(InvalidValue, match=re.escape(message)):
         make(text)

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.config import ServeConfig
-from jaxserve.engine.classes import ERRORS, PHASES, SLACK, Tallies
+from jaxserve.engine.runtime.classes import ERRORS, PHASES, SLACK, Tallies
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta
 from jaxserve.sched.api.request import Request

@@ -81,11 +81,11 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from double import Double
 import jaxserve.demo
-from jaxserve.run import main
+from jaxserve.cli.serve import main
 from jaxserve.server import main as server
 from jaxserve.server.service import Service
 from jaxserve.tokenizer import Tokenizer
-from jaxserve import flags
+from jaxserve.cli import flags
 
 listen_on = server.listen_on
 def listen(host, port):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.generation import GenerationFailed
+from jaxserve.generation.generate import GenerationFailed
 from jaxserve.sched.api.errors import QueueFull, Unavailable
 from jaxserve.sched.api.plan import GIVEN_UP, UNAVAILABLE
 from jaxserve.server.failures import refusal, response_of

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jaxserve.errors import QueueFull
-from jaxserve.generation import Job, Mailbox, pieces, submit
+from jaxserve.generation.generate import Job, Mailbox, pieces, submit
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.slo import SLO
 from jaxserve.tokenizer import Tokenizer

@@ -15,8 +15,16 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve import LLM
-from jaxserve.engine import hygiene
-from jaxserve.engine.hygiene import EDGES, UNPROMISED, Hygiene, Stalls, least_slack, uncollected, watched_loop
+from jaxserve.engine.runtime import gc_control
+from jaxserve.engine.runtime.gc_control import (
+    EDGES,
+    UNPROMISED,
+    GCControl,
+    Stalls,
+    least_slack,
+    uncollected,
+    watched_loop,
+)
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.request import BEST_EFFORT, Request
 from jaxserve.sched.api.slo import NO_SLO, SLO
@@ -54,7 +62,7 @@ def until(said: Any, seconds: float = 20.0) -> None:
 def process(monkeypatch) -> Iterator[None]:
     """A process of its own for the hygiene of one test, as if no engine ran beside it; afterwards as before."""
     enabled, interval, frozen = gc.isenabled(), sys.getswitchinterval(), gc.get_freeze_count()
-    monkeypatch.setattr(hygiene, "_process", hygiene._Process())
+    monkeypatch.setattr(gc_control, "_process", gc_control._Process())
     gc.enable()
     sys.setswitchinterval(5e-3)
     yield
@@ -120,7 +128,7 @@ def test_an_engine_collects_where_nobody_waits(live):
 
 def test_the_process_is_as_it_was(process):
     interval = sys.getswitchinterval()
-    first, second = Hygiene(lambda: inf), Hygiene(lambda: inf)
+    first, second = GCControl(lambda: inf), GCControl(lambda: inf)
     first.end()
     assert gc.isenabled(), "it had not begun"
     first.begin()
@@ -145,7 +153,7 @@ def test_an_llm_leaves_the_process_as_it_was(process):
 
 def test_a_start_beside_an_engine_that_serves_changes_nothing_for_it(process):
     gc.unfreeze()
-    serving = Hygiene(lambda: inf)
+    serving = GCControl(lambda: inf)
     with uncollected():
         assert not gc.isenabled() and gc.get_freeze_count() == 0
         serving.begin()
@@ -159,7 +167,7 @@ def test_a_start_beside_an_engine_that_serves_changes_nothing_for_it(process):
 
 def test_a_collector_that_was_off_stays_off(process):
     gc.disable()
-    one = Hygiene(lambda: inf)
+    one = GCControl(lambda: inf)
     one.begin()
     one.end()
     assert not gc.isenabled()
@@ -168,9 +176,9 @@ def test_a_collector_that_was_off_stays_off(process):
 @pytest.fixture
 def tended(process, monkeypatch) -> Iterator[Any]:
     """A Hygiene whose slack the test says, and which it asks to look; an engine of the session must not look now."""
-    said, look = {"slack": inf}, Hygiene.look
-    one: Any = Hygiene(lambda: said["slack"])
-    monkeypatch.setattr(Hygiene, "look", lambda self: look(self) if self is one else None)
+    said, look = {"slack": inf}, GCControl.look
+    one: Any = GCControl(lambda: said["slack"])
+    monkeypatch.setattr(GCControl, "look", lambda self: look(self) if self is one else None)
     one.said = said
     one.begin()
     yield one
@@ -206,7 +214,7 @@ def test_memory_is_bounded_without_gaps(tended, monkeypatch):
     litter()
     tended.look()
     assert knot() is not None and not tended.collections, "next to nothing"
-    monkeypatch.setattr(hygiene, "GROWN", 0.0)
+    monkeypatch.setattr(gc_control, "GROWN", 0.0)
     tended.look()
     assert not tended.collections, "a full collection was just made"
     tended._full_at -= 60.0

@@ -23,7 +23,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.replay import perf_of
+from jaxserve.cli.replay import perf_of
 from jaxserve.sched.journal import replay
 
 pytestmark = pytest.mark.full

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.engine.info import Promise
+from jaxserve.engine.runtime.info import Promise
 from jaxserve.sched.api.slo import SLO
 from jaxserve.server.main import promise_line
 from jaxserve.server.metrics import StatsLine

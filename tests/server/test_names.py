@@ -135,7 +135,7 @@ def serving(machine: Any, config: ServeConfig, tokenizer: Tokenizer) -> Iterator
 
 
 def assembled(mesh: str) -> Any:
-    from jaxserve.engine.assemble import assemble
+    from jaxserve.engine.startup.assemble import assemble
 
     return assemble(ServeConfig.load(mesh=mesh, **SMALL))
 

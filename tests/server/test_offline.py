@@ -15,7 +15,7 @@ import pytest
 import jaxserve
 from jaxserve import LLM, SLO, AsyncLLM, InvalidValue, SamplingParams
 from jaxserve.config import ServeConfig
-from jaxserve.metrics_reader import Counter, Gauge, Histogram
+from jaxserve.server.metrics_reader import Counter, Gauge, Histogram
 from tests.support.server.double import Double
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.pacing import Pace, paced
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.api.thinking import ThinkingEnd, ThinkingMarkers
 from jaxserve.sched.sim.clock import VirtualLoop
+from jaxserve.server.pacing import Pace, paced
 
 BODY = {"prompt": "def main(", "max_tokens": 12, "ignore_eos": True, "temperature": 0.0}
 TPOT = 0.08  # seconds: far more than the demo model needs
@@ -248,7 +248,7 @@ def test_a_server_that_ends_does_not_wait_for_the_pace(fake):
 
 
 def test_pieces_of_several_tokens_are_told_one_by_one():
-    from jaxserve.generation import _each_token
+    from jaxserve.generation.generate import _each_token
     from jaxserve.sched.api.plan import Delta
 
     whole = Delta(3, (4, 5, 6), finish_reason="stop", stop_token=6)

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from jaxserve.errors import InvalidValue
+from jaxserve.generation.stops import Automaton, StopStrings
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.stops import Automaton, StopStrings
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from jaxserve.detokenize import Detokenizer, TextStream
 from jaxserve.errors import InvalidValue
+from jaxserve.generation.detokenize import Detokenizer, TextStream
+from jaxserve.generation.stops import StopStrings
 from jaxserve.sched.api.params import SamplingParams
-from jaxserve.stops import StopStrings
 from jaxserve.tokenizer import Tokenizer
 
 WORDS = ["▁the", "▁cat", "s", "▁", "<s>", "</s>", "é"]

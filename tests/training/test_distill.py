@@ -17,7 +17,7 @@ from flax import nnx
 pytest.importorskip("optax")
 pytest.importorskip("orbax.checkpoint")
 
-from jaxserve import __main__ as cli
+from jaxserve.cli import main as cli
 from jaxserve.distillation import job, samples, teacher
 from jaxserve.distillation.acceptance import measure
 from jaxserve.training.loop import flat_params, rebuilder

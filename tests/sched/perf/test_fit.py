@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve import __main__ as cli
-from jaxserve import fit
+from jaxserve.cli import fit
+from jaxserve.cli import main as cli
 from jaxserve.errors import InvalidValue
 from jaxserve.sched.api.log import Log
 from jaxserve.sched.api.perf import Load

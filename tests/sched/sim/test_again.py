@@ -10,7 +10,7 @@ from typing import IO
 
 import pytest
 
-from jaxserve.replay import show
+from jaxserve.cli.replay import show
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.log import Log
 from jaxserve.sched.api.perf import Load

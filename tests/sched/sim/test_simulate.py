@@ -229,7 +229,7 @@ def test_speed() -> None:
 
 def test_the_command_never_imports_jax(tmp_path: Path) -> None:
     code = (
-        "import sys; from jaxserve.__main__ import main; "
+        "import sys; from jaxserve.cli.main import main; "
         f"flags = ['--qps', '3', '--num-requests', '20', '--out', {str(tmp_path)!r}, '--jobs', '1']; "
         "status = main(['simulate', *flags]); "
         "assert 'jax' not in sys.modules, 'jax was imported'; raise SystemExit(status)"

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.cli.simulate.workloads import find_workload
 from jaxserve.errors import InvalidValue
 from jaxserve.sched.api.request import BEST_EFFORT
 from jaxserve.sched.sim.arrival import validate
 from jaxserve.sched.sim.scenarios import NAMED
 from jaxserve.sched.sim.workload import K128, Mix, Slowdown, Workload
-from jaxserve.workloads import find_workload
 
 PRESETS = Path(__file__).resolve().parents[3] / "configs" / "workload"
 

@@ -7,8 +7,8 @@ import threading
 from typing import Any, ClassVar
 
 from jaxserve.config import ServeConfig
-from jaxserve.engine.assemble import Machine
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.startup.assemble import Machine
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta, StepPlan
 from jaxserve.sched.api.slo import NO_SLO

@@ -17,12 +17,12 @@ from typing import Any
 
 import jax
 
-from jaxserve.engine.executor import JaxExecutor
-from jaxserve.engine.hosts import Leading, accept, connect, follow
+from jaxserve.engine.runtime.executor import JaxExecutor
+from jaxserve.engine.runtime.hosts import Leading, accept, connect, follow
 from jaxserve.sched.api.errors import StepFailed
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Begin, Span, StepPlan, StepResult
-from jaxserve.speculative import Speculative
+from jaxserve.settings.speculative import Speculative
 from tests.support.engine.mixed import Action, Mixed, jobs_of
 from tests.support.engine.steps import GREEDY, PAGE, Job, executors, run
 

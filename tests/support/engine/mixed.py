@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxserve.engine.executor import JaxExecutor
+from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import StepPlan, StepResult, Suspended
 from tests.support.engine.steps import Job

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from jaxserve.demo import model_path
-from jaxserve.engine.executor import JaxExecutor
+from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.sched.api.params import SamplingParams
 from tests.support.engine.steps import PAGE, Job, executors, generate, run
 

@@ -8,11 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jaxserve.engine.inputs import Limits, SlotTable
-from jaxserve.engine.sampling import (
-    Column,
-    Rows,
-)
+from jaxserve.engine.programs.inputs import Limits, SlotTable
+from jaxserve.engine.programs.sampling import Column, Rows
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Begin
 

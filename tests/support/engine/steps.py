@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxserve.engine.build import ExecutorConfig, build_executors, from_folder
-from jaxserve.engine.executor import JaxExecutor
-from jaxserve.engine.mesh import plan_mesh
+from jaxserve.engine.programs.mesh import plan_mesh
+from jaxserve.engine.runtime.executor import JaxExecutor
+from jaxserve.engine.startup.build import ExecutorConfig, build_executors, from_folder
 from jaxserve.models import registry
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Begin, Span, StepPlan, StepResult, TokenLogprobs

@@ -18,13 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.engine import build, kv, sampling
-from jaxserve.engine.calibrate import with_kv_scales
-from jaxserve.engine.executor import JaxExecutor
-from jaxserve.engine.inputs import Limits as Shapes
-from jaxserve.engine.inputs import SlotTable
-from jaxserve.engine.mesh import plan_mesh
-from jaxserve.engine.sampling import MOST_COUNTED, SEEN_IN_PROMPT, Column, Rows
+from jaxserve.engine.memory import kv
+from jaxserve.engine.memory.calibrate import with_kv_scales
+from jaxserve.engine.programs import sampling
+from jaxserve.engine.programs.inputs import Limits as Shapes
+from jaxserve.engine.programs.inputs import SlotTable
+from jaxserve.engine.programs.mesh import plan_mesh
+from jaxserve.engine.programs.sampling import MOST_COUNTED, SEEN_IN_PROMPT, Column, Rows
+from jaxserve.engine.runtime.executor import JaxExecutor
+from jaxserve.engine.startup import build
 from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched import policies, routing

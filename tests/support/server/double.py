@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from jaxserve.engine.info import EngineInfo, InstanceInfo, InstanceStats, Stats
+from jaxserve.engine.runtime.info import EngineInfo, InstanceInfo, InstanceStats, Stats
 from jaxserve.errors import InvalidValue, QueueFull
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.api.params import SamplingParams

@@ -1,0 +1,239 @@
+"""`jaxserve distill`: a small draft model for speculation, trained on what its target says."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxserve.cli.flags import add_setting, settings_of
+from jaxserve.errors import InvalidValue
+
+DESCRIPTION = """Train a small draft for a model: a Llama of the same tokenizer that guesses the model's next tokens, so
+that several are verified in one step (speculative decoding). The model answers prompts, the draft learns to give its
+probabilities, and a report says how much of what it drafts is accepted. Runs again from where it was broken off.
+Needs optax and orbax-checkpoint: pip install 'jaxserve[train]'."""
+
+EPILOG = """
+examples
+  jaxserve distill --out draft                        # for the embedded demo model
+  jaxserve serve --speculative-config '{"method": "draft_model", "model": "draft", "num_speculative_tokens": 4}'
+
+  # prompts as your users send them make the best draft; a line each, or JSONL with "prompt" or "messages"
+  jaxserve distill --model Qwen/Qwen3-8B --prompts prompts.jsonl --samples 20000 --steps 20000 --out qwen3-draft
+
+  # train anew on the text that is there, with another size
+  jaxserve distill --out draft --layers 2 --dim 128 --no-resume
+
+Without --prompts the model begins its texts itself. OUT is a Hugging Face folder; OUT/work has text and checkpoints,
+and can go when all is done. Of every 16 prompts one is held out, and acceptance is measured on its answers.
+"""
+WIDTH = 4  # the draft is so many times narrower
+DEPTH = 6  # and so many times shallower
+DEMO = "the embedded demo model"  # as settings and reports call it
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `jaxserve distill`."""
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.add_argument(
+        "--model", metavar="NAME|PATH", help="the target: Hugging Face name, or folder [the demo model]"
+    )
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder of the draft")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="text, checkpoints and settings [OUT/work]")
+    parser.add_argument(
+        "--resume", action=argparse.BooleanOptionalAction, help="go on from the checkpoint in --work [if there is one]"
+    )
+    text = parser.add_argument_group("text")
+    text.add_argument("--prompts", type=Path, metavar="FILE", help="text or JSONL, a prompt a line [the model's own]")
+    text.add_argument("--samples", type=int, default=2048, metavar="N", help="answers to generate [2048]")
+    text.add_argument(
+        "--length", type=int, metavar="N", help="tokens of a prompt and its answer [512, or fewer positions]"
+    )
+    text.add_argument(
+        "--temperatures",
+        type=float,
+        nargs="+",
+        default=[0.0, 0.7, 1.0],
+        metavar="T",
+        help="answers are drawn at one [0 0.7 1]",
+    )
+    draft = parser.add_argument_group("the draft")
+    draft.add_argument("--layers", type=int, metavar="N", help=f"[the target's / {DEPTH}, at least 1]")
+    draft.add_argument("--dim", type=int, metavar="N", help=f"width [the target's / {WIDTH}]")
+    draft.add_argument("--head-dim", type=int, metavar="N", help="of an attention head [the target's]")
+    draft.add_argument("--heads", type=int, metavar="N", help="query heads [dim / head-dim]")
+    draft.add_argument("--kv-heads", type=int, metavar="N", help="[as many query heads share one as in the target]")
+    draft.add_argument("--ff-dim", type=int, metavar="N", help="of the feed-forward [8/3 of dim, to a multiple of 32]")
+    _training(parser.add_argument_group("training"))
+    report = parser.add_argument_group("report")
+    report.add_argument("--drafted", type=int, default=8, metavar="K", help="tokens to roll out [8]")
+    report.add_argument("--report-every", type=int, default=50, metavar="N", help="steps between two lines [50]")
+    report.add_argument("--save-every", type=float, default=2.0, metavar="MIN", help="minutes between checkpoints [2]")
+    engine = parser.add_argument_group("how the target runs (as for `jaxserve serve`)")
+    for name in ("revision", "mesh", "dtype", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory"):
+        add_setting(engine, name)
+
+
+def _training(group: Any) -> None:
+    group.add_argument("--steps", type=int, default=1000, metavar="N", help="[1000]")
+    group.add_argument("--rows", type=int, default=8, metavar="N", help="rows of --length tokens in a step [8]")
+    group.add_argument(
+        "--long-length", type=int, metavar="N", help="tokens of a row at the end [the target's, to 2048]"
+    )
+    group.add_argument("--long-share", type=float, default=0.1, metavar="X", help="share of the steps with such [0.1]")
+    group.add_argument("--rate", type=float, default=3e-3, metavar="X", help="peak learning rate [0.003]")
+    group.add_argument(
+        "--warm-up", type=float, default=0.02, metavar="X", help="share of the steps it rises over [0.02]"
+    )
+    group.add_argument("--weight-decay", type=float, default=0.1, metavar="X", help="on matrices [0.1]")
+    group.add_argument(
+        "--tv-share", type=float, default=0.3, metavar="X",
+        help="share of the steps, at the end, that minimise what is rejected instead of KL [0.3]",
+    )  # fmt: skip
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of text, weights and order [0]")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run it. Raises InvalidValue for what a person got wrong."""
+    _check(args)
+    try:
+        import optax  # noqa: F401
+        import orbax.checkpoint  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise InvalidValue(f"{error.name} is missing: pip install 'jaxserve[train]'") from error
+    from jaxserve.distillation import job
+
+    made = job_of(args)
+    job.settle(made, args.resume)
+    found = job.distill(made, lambda line: print(line, flush=True))
+    show(found, made.out)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, ok, allowed in (
+        ("samples", args.samples >= 32, "at least 32"),
+        ("length", args.length is None or args.length >= 8, "at least 8"),
+        ("temperatures", min(args.temperatures) >= 0, "0 (greedy) or more"),
+        ("steps", args.steps >= 1, "at least 1"),
+        ("rows", args.rows >= 1, "at least 1"),
+        ("long_share", 0 <= args.long_share <= 1, "between 0 and 1"),
+        ("tv_share", 0 <= args.tv_share <= 1, "between 0 and 1"),
+        ("warm_up", 0 <= args.warm_up < 1, "at least 0 and below 1"),
+        ("rate", args.rate > 0, "above 0"),
+        ("weight_decay", args.weight_decay >= 0, "0 or more"),
+        ("drafted", args.drafted >= 1, "at least 1"),
+        ("report_every", args.report_every >= 1, "at least 1"),
+        ("save_every", args.save_every >= 0, "0 or more"),
+    ):
+        if not ok:
+            raise InvalidValue(f"{name.replace('_', '-')}={getattr(args, name)!r} must be {allowed}", name)
+
+
+def job_of(args: argparse.Namespace) -> Any:
+    """The run that the flags ask for, a `distillation.job.Job`."""
+    from jaxserve.config import ServeConfig, parse_mesh
+    from jaxserve.demo import model_path
+    from jaxserve.distillation.job import DataSettings, Job, TrainingSettings
+    from jaxserve.models.registry import load_spec
+    from jaxserve.models.source import model_folder
+
+    engine = {name: value for name, value in settings_of(args).items() if name not in ("model", "seed")}
+    revision = engine.pop("revision", None)
+    engine.setdefault("mesh", "1x1")
+    ServeConfig(**engine)  # names what is wrong with these
+    instances, devices = parse_mesh(engine["mesh"])
+    if instances != 1:
+        raise InvalidValue(f"mesh={engine['mesh']!r} must be 1xT: one instance of the target is trained on", "mesh")
+    path = model_path() if args.model is None else model_folder(args.model, revision)
+    spec = load_spec(path)
+    length = args.length or min(512, spec.max_positions)
+    if length > spec.max_positions:
+        raise InvalidValue(f"length={length} is above the {spec.max_positions} positions of {path}", "length")
+    _check_out(args.out, path)
+    long_length = args.long_length or max(length, min(2048, spec.max_positions))
+    prompts = None if args.prompts is None else str(args.prompts.resolve())
+    dtype = engine.get("dtype", "auto")
+    return Job(
+        path=path,
+        demo=path.resolve() == model_path().resolve(),
+        out=args.out,
+        work=args.work or args.out / "work",
+        data=DataSettings(
+            args.model or DEMO, prompts, args.samples, length, tuple(args.temperatures), args.seed
+        ),
+        training=TrainingSettings(
+            net_of(args, spec), args.steps, args.rows, length, long_length, args.long_share, args.rate,
+            args.warm_up, args.weight_decay, args.tv_share, args.seed,
+        ),
+        engine=engine,
+        devices=devices,
+        dtype=_dtype() if dtype == "auto" else dtype,
+        drafted=args.drafted,
+        report_every=args.report_every,
+        save_every=args.save_every,
+    )  # fmt: skip
+
+
+def _dtype() -> str:
+    import jax
+
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def _check_out(out: Path, model: Path) -> None:
+    """Never write over a model that `distill` did not make."""
+    if out.resolve() == model.resolve():
+        raise InvalidValue(f"out={str(out)!r} is the folder of the model itself; name another", "out")
+    if (out / "config.json").exists() and not (out / "acceptance.json").exists():
+        raise InvalidValue(f"out={str(out)!r} has a config.json that no `jaxserve distill` wrote; name another", "out")
+
+
+def net_of(args: argparse.Namespace, spec: Any) -> Any:
+    """The sizes of the draft, a `training.net.NetConfig`: those of the flags, else fractions of the target's."""
+    from jaxserve.training.net import NetConfig
+
+    def given(name: str, default: int) -> int:
+        value = getattr(args, name)
+        return default if value is None else int(value)
+
+    head_dim = given("head_dim", spec.head_dim)
+    dim = given("dim", max(32, spec.dim // WIDTH))
+    heads = given("heads", max(1, dim // head_dim))
+    group = min(heads, spec.heads // spec.kv_heads)
+    return NetConfig(
+        vocab=spec.vocab,
+        dim=dim,
+        layers=given("layers", max(1, spec.layers // DEPTH)),
+        heads=heads,
+        kv_heads=given("kv_heads", heads // group if heads % group == 0 else heads),
+        head_dim=head_dim,
+        ff_dim=given("ff_dim", max(1, round(dim / 12)) * 32),
+        rope_theta=spec.rope.theta,
+        max_positions=spec.max_positions,
+    )
+
+
+def show(found: Any, out: Path) -> None:
+    """Tables of a `distillation.acceptance.Acceptance`."""
+    from jaxserve.report.table import print_table
+    from jaxserve.training.folder import size
+
+    rows: list[list[object]] = [[f"drawn at {t}", *values] for t, values in found.by_temperature.items()]
+    rows.append(["all", found.positions, found.overlap, found.agreement])
+    print_table("acceptance of one drafted token on held-out text", ["text", "tokens", "temperature 1", "greedy"], rows)
+    ways = (found.sampled, found.greedy)
+    rows = [
+        [j, *(value for way in ways for value in (way.acceptance[j - 1], way.survival[j - 1], way.tokens_per_step(j)))]
+        for j in range(1, len(found.sampled.survival) + 1)
+    ]
+    columns = ["accepted", "with all before", "tokens per step"]
+    print_table(
+        f"rolled out at {ways[0].anchors} (temperature 1) and {ways[1].anchors} (greedy) places",
+        ["position", *columns, *(f"{name}, greedy" for name in columns)],
+        rows,
+    )
+    parameters = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    print(f"{out}: {parameters['num_hidden_layers']} layers of {parameters['hidden_size']}, {size(out) / 1e6:.2f} MB")

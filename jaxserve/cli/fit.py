@@ -1,0 +1,222 @@
+"""`jaxserve fit`: measured steps in; how well each step-time model predicts them, and a latency preset, out."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from jaxserve.errors import InvalidValue
+from jaxserve.report.table import print_table
+from jaxserve.sched.api.perf import Load
+from jaxserve.sched.perf.buckets import NONE, Padded
+from jaxserve.sched.perf.compare import Score, compare
+from jaxserve.sched.perf.fit import Fit, fit, to_total
+from jaxserve.sched.perf.recipe import Recipe
+from jaxserve.sched.perf.registry import KINDS, Step
+from jaxserve.yamlio import nearest
+
+DESCRIPTION = "Fit step-time models to measured steps; say how far off each is, and write a latency preset."
+EPILOG = """examples:
+  jaxserve serve --journal run.jsonl                  # serve something, then
+  jaxserve fit run.jsonl --out mine.yaml              # a table of errors here, and what the simulator needs
+  jaxserve simulate --latency mine.yaml --qps 2,3,4
+  jaxserve serve --perf mine.yaml                     # no profile at start: predict by it from the first step on
+  jaxserve fit profile.csv --p-moe 0.03125 --out mine.yaml --kv-tokens 1000000 --kv-bytes-per-token 253952
+
+PROFILE is a journal, or a CSV or JSONL file with one step a row: `seconds`, and of what it computed
+  prefill    prompt tokens               decode    tokens of decoding rows, drafted ones included
+  prefix     sum over chunks of the context before them      longest   the longest context of a decoding row
+  quadratic  sum over chunks of k*c + k*k/2, k tokens after c     context   sum of the decoding rows' contexts
+  drafts     steps of the draft model
+What is missing is 0, quadratic that of one chunk, context that of rows as long as the longest, and the other way round.
+"""
+COLUMNS = (*Load._fields, "seconds")
+PAGE_SIZE = 64  # tokens, where nothing says otherwise
+
+
+class Profile(NamedTuple):
+    """Measured steps in order, and the pool and the engine they ran on where the file tells."""
+
+    steps: list[Step]
+    kv_tokens: int | None = None
+    page_size: int | None = None
+    recipe: Recipe = Recipe()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `jaxserve fit`."""
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.add_argument("profile", type=Path, metavar="PROFILE", help="journal, CSV or JSONL of steps")
+    parser.add_argument("--p-moe", type=float, default=0.0, metavar="P", help="share of the experts a token uses [0]")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write a latency preset there")
+    preset = parser.add_argument_group("what else the preset needs")
+    preset.add_argument("--kv-tokens", type=int, metavar="N", help="what the KV pool holds [the journal's]")
+    preset.add_argument("--page-size", type=int, metavar="N", help="tokens in a page of it [the journal's, or 64]")
+    preset.add_argument("--kv-bytes-per-token", type=int, default=0, metavar="N", help="moved between instances [0]")
+    preset.add_argument("--tensor-parallel", type=int, default=1, metavar="T", help="devices of an instance [1]")
+    preset.add_argument("--layers", type=int, default=1, metavar="N", help="boundaries at which a step can stop [1]")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run it. Raises InvalidValue for what a person got wrong."""
+    if not 0 <= args.p_moe <= 1:
+        raise InvalidValue(f"p-moe={args.p_moe!r} must be between 0 and 1", "p_moe")
+    profile = read(args.profile)
+    p_moe, buckets = args.p_moe or profile.recipe.p_moe, profile.recipe.buckets
+    scores = compare(profile.steps, [name for name in KINDS if name != "exact"], p_moe=p_moe, buckets=buckets)
+    made = fit(profile.steps, p_moe, buckets)
+    print_table(
+        f"{args.profile}: {made.steps} steps; error in % of the measured time",
+        ["model", "MAPE", "prefill", "decode", "mixed", "median", "worst", "online"],
+        [_row(score) for score in scores],
+    )
+    for score in scores:
+        if score.problem:
+            print(f"{score.name}: {score.problem}")
+    fitted = {name: value for name, value in asdict(made.coefficients).items() if value}
+    print("general: " + ", ".join(f"{name} {value:.4g}" for name, value in fitted.items()))
+    if args.out is not None:
+        args.out.write_text(_preset(args, profile, made), encoding="utf-8")
+        print(f"wrote {args.out}")
+    return 0
+
+
+def _row(score: Score) -> list[object]:
+    kinds = score.by_kind or {}
+    shares = [score.mape, *(kinds.get(one) for one in ("prefill", "decode", "mixed"))]
+    shares += [score.median, score.worst, score.online]
+    return [score.name, *(None if share is None else 100 * share for share in shares)]
+
+
+def read(path: Path) -> Profile:
+    """The steps of a journal, CSV or JSONL file. Raises InvalidValue, naming line and column, for what it cannot be."""
+    if not path.is_file():
+        raise InvalidValue(f"profile {str(path)!r} does not exist", "profile")
+    if path.suffix == ".csv":
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = csv.DictReader(file, restkey="beyond the header")
+            steps = [_step(row, f"{path}:{rows.line_num}") for row in rows]
+    else:
+        lines = list(_objects(path))
+        if lines and "kind" in lines[0][1]:
+            return _journal(path)
+        steps = [_step(row, where) for where, row in lines]
+    if not steps:
+        raise InvalidValue(f"{path} has no steps", "profile")
+    return Profile(steps)
+
+
+def _objects(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        where = f"{path}:{number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InvalidValue(f"{where} is not JSON: {error}", "profile") from None
+        if not isinstance(row, dict):
+            raise InvalidValue(f"{where} must be an object with {', '.join(COLUMNS)}", "profile")
+        yield where, row
+
+
+def _journal(path: Path) -> Profile:
+    from jaxserve.cli.replay import perf_of  # it knows what an engine writes, and imports the engine
+    from jaxserve.sched.journal import replay
+
+    with path.open(encoding="utf-8") as lines:
+        replayed = replay(lines, perf_of)
+    if not replayed.steps:
+        raise InvalidValue(f"no step of the journal {path} has ended", "profile")
+    first = next(iter(replayed.instances.values()))
+    limits = first["limits"]
+    return Profile(replayed.timed, limits["pages"] * limits["page_size"], limits["page_size"], Recipe.of(first["perf"]))
+
+
+def _step(row: Mapping[str, Any], where: str) -> Step:
+    """One row as (load, seconds)."""
+    found: dict[str, float] = {}
+    for name, value in row.items():
+        if name not in COLUMNS:
+            raise InvalidValue(f"{where}: unknown column {name!r}; {nearest(str(name), COLUMNS)}", "profile")
+        if value not in (None, ""):
+            found[name] = _number(name, value, where)
+    if not found.get("seconds"):
+        raise InvalidValue(f"{where}: column 'seconds' is missing", "seconds")
+    seconds = found.pop("seconds")
+    prefill, decode, prefix = (int(found.get(name, 0)) for name in ("prefill", "decode", "prefix"))
+    if not prefill and not decode:
+        raise InvalidValue(f"{where}: a step has prefill or decode tokens", "prefill")
+    if decode and "longest" not in found and "context" not in found:
+        raise InvalidValue(f"{where}: decode={decode} needs 'longest' or 'context', what the rows attend to", "longest")
+    longest = found.get("longest", found.get("context", 0.0) / max(decode, 1))
+    return Load(
+        prefill=prefill,
+        decode=decode,
+        quadratic=found.get("quadratic", prefill * prefix + prefill * prefill / 2),
+        longest=round(longest),
+        context=int(found.get("context", decode * longest)),
+        prefix=prefix,
+        drafts=int(found.get("drafts", 0)),
+    ), seconds
+
+
+def _number(name: str, value: Any, where: str) -> float:
+    real = name in ("seconds", "quadratic")
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = -1.0
+    if isinstance(value, bool) or not 0 <= number < float("inf") or (name == "seconds" and not number):
+        allowed = "a positive number" if name == "seconds" else "a number, 0 or more"
+        raise InvalidValue(f"{where}: column {name!r}={value!r} must be {allowed}", name)
+    if not real and number != int(number):
+        raise InvalidValue(f"{where}: column {name!r}={value!r} must be a whole number", name)
+    return number
+
+
+def _preset(args: argparse.Namespace, profile: Profile, made: Fit) -> str:
+    """A latency preset as YAML."""
+    tokens = args.kv_tokens or profile.kv_tokens
+    if tokens is None:
+        raise InvalidValue("kv-tokens is not in a profile: say --kv-tokens N, what the KV pool holds", "kv_tokens")
+    return preset_text(
+        args.out.stem,
+        profile.steps,
+        made,
+        profile.recipe,
+        source=args.profile.name,
+        tensor_parallel=args.tensor_parallel,
+        kv_bytes_per_token=args.kv_bytes_per_token,
+        kv_tokens=tokens,
+        page_size=args.page_size or profile.page_size or PAGE_SIZE,
+        layers=args.layers,
+    )
+
+
+def preset_text(name: str, steps: Sequence[Step], made: Fit, recipe: Recipe, *, source: str, **fields: int) -> str:
+    """A latency preset as YAML: the fit, scaled to all steps together, and `fields` of Latency."""
+    truth = to_total(made.coefficients, steps, recipe.buckets)
+    form = Padded(truth, recipe.buckets)
+    errors = [np.log(seconds / form.step_time(load)) for load, seconds in steps]
+    whole: dict[str, Any] = {"name": name, "coefficients": asdict(truth)}
+    whole["noise"] = round(min(float(np.std(errors)), 0.99), 4)
+    whole |= fields
+    if recipe.buckets != NONE:
+        whole["buckets"] = {key: list(sizes) for key, sizes in asdict(recipe.buckets).items()}
+    if recipe.model or recipe.device:
+        whole["measured_on"] = {"model": recipe.model, "device": recipe.device}
+    kinds = ", ".join(f"{kind} {error:.1%}" for kind, error in made.by_kind.items())
+    head = [
+        f"# MEASURED: the coefficients, from {made.steps} steps of {source}.",
+        f"# Fitted to the usual step, off by {made.mape:.1%} on average ({kinds}), {made.worst:.0%} at worst;",
+        "# then scaled to the time that all steps took together. noise is what they leave.",
+        "# ASSUMED: the link, which a profile says nothing about, and what the command line gave.",
+    ]
+    return "\n".join([*head, yaml.safe_dump(whole, sort_keys=False)])

@@ -1,0 +1,136 @@
+"""Command-line flags made from the fields of `ServeConfig`, and errors that teach."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from jaxserve.config import ServeConfig
+from jaxserve.errors import InvalidValue
+from jaxserve.settings.other_engines import flag_hint
+from jaxserve.yamlio import convert
+
+_GROUPS = {
+    "model": "what to serve",
+    "devices": "on which devices",
+    "scheduling": "in which order, against which objectives",
+    "memory": "KV cache",
+    "server": "HTTP server",
+}
+
+
+class TeachingParser(argparse.ArgumentParser):
+    """An argument parser that, on an unknown flag, names the nearest one or the one that other engines call so."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        more.setdefault("allow_abbrev", False)
+        more.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(*args, **more)
+
+    def error(self, message: str) -> NoReturn:
+        unknown = [word.split("=")[0] for word in message.rpartition(":")[2].split() if word.startswith("-")]
+        if not message.startswith("unrecognized arguments"):
+            unknown = []
+        for word in unknown:
+            message += "\n  " + self._hint(word)
+        self.print_usage(sys.stderr) if not unknown else None
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def _hint(self, word: str) -> str:
+        elsewhere = flag_hint(word)
+        if elsewhere is not None:
+            return f"{word}: {elsewhere}"
+        close = difflib.get_close_matches(word, self._option_string_actions, n=1, cutoff=0.7)
+        return f"{word}: did you mean {close[0]}?" if close else f"{word}: see --help for all flags"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every field of ServeConfig, `--config`, and the model as a positional argument."""
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="same as --model")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file with these settings by name; flags given here win over it"
+    )
+    groups = {name: parser.add_argument_group(text) for name, text in _GROUPS.items()}
+    for field in dataclasses.fields(ServeConfig):
+        add_setting(groups[field.metadata["group"]], field.name)
+
+
+def add_setting(group: Any, name: str) -> None:
+    """Add the flag of one field of ServeConfig."""
+    field = next(field for field in dataclasses.fields(ServeConfig) if field.name == name)
+    _add(group, field, typing.get_type_hints(ServeConfig, include_extras=True)[name])
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of ServeConfig that were given as flags."""
+    names = {field.name for field in dataclasses.fields(ServeConfig)}
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in vars(args).items() if k in names}
+
+
+def _add(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
+    text, default = field.metadata["help"].replace("%", "%%"), field.default
+    if default not in (None, ()) and not isinstance(default, bool):
+        text += f" [{default}]"
+    name = "--" + field.name.replace("_", "-")
+    more: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
+    if "metavar" in field.metadata:
+        more["metavar"] = field.metadata["metavar"]
+    if hint is bool:
+        if default:
+            text += " [on]"
+        group.add_argument(name, action=argparse.BooleanOptionalAction, **{**more, "help": text})
+    elif choices := _choices(hint):
+        group.add_argument(name, choices=choices, **more)
+    elif typing.get_origin(hint) is tuple:
+        group.add_argument(name, nargs="+", **more)
+    else:
+        more.setdefault("metavar", _metavar(hint))
+        group.add_argument(name, type=_parser(hint), **more)
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """Of a Literal, which may be optional."""
+    inner = (
+        [a for a in typing.get_args(hint) if a is not types.NoneType]
+        if typing.get_origin(hint) is not Literal
+        else [hint]
+    )
+    return typing.get_args(inner[0]) if len(inner) == 1 and typing.get_origin(inner[0]) is Literal else ()
+
+
+def _metavar(hint: Any) -> str:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        hint = next(a for a in typing.get_args(hint) if a is not types.NoneType)
+    return {int: "N", float: "X"}.get(hint, "TEXT")
+
+
+def _parser(hint: Any) -> Any:
+    def parse(text: str) -> Any:
+        try:
+            return convert(text, hint)
+        except InvalidValue as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse
+
+
+def config_of(args: argparse.Namespace) -> ServeConfig:
+    """The settings that parsed flags and the `--config` file say together. Raises InvalidValue."""
+    given = settings_of(args)
+    if args.model_tag is not None:
+        if given.get("model", args.model_tag) != args.model_tag:
+            raise InvalidValue(f"model is given twice: {args.model_tag!r} and --model {given['model']!r}", "model")
+        given["model"] = args.model_tag
+    if args.config is not None and not Path(args.config).is_file():
+        raise InvalidValue(
+            f"config={args.config!r} is not a file: give a YAML file with settings by name, such as "
+            "configs/serve/example.yaml",
+            "config",
+        )
+    return ServeConfig.load(args.config, **given)

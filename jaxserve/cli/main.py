@@ -1,0 +1,90 @@
+"""`jaxserve COMMAND …`: each command is a module that is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+from jaxserve.cli.flags import TeachingParser
+from jaxserve.errors import InvalidValue, JaxserveError
+from jaxserve.version import __version__
+from jaxserve.yamlio import nearest
+
+# Each module has add_arguments(parser) and main(args) -> exit status.
+COMMANDS = {
+    "serve": ("jaxserve.cli.serve", "serve a model over HTTP with OpenAI's API"),
+    "simulate": ("jaxserve.cli.simulate.command", "try policies on a trace, without a device, in seconds"),
+    "bench": ("jaxserve.cli.bench", "send load to a running server and report latencies and goodput"),
+    "replay": ("jaxserve.cli.replay", "feed a server's journal back: equal plans, and the same load simulated"),
+    "profile": ("jaxserve.cli.profile", "measure step times of a model on this machine, for the simulator"),
+    "fit": ("jaxserve.cli.fit", "fit step-time models to measured steps, and write a latency preset"),
+    "plan": (
+        "jaxserve.cli.plan",
+        "whether a model fits given devices, on which mesh, and what they could serve at best",
+    ),
+    "distill": ("jaxserve.cli.distill", "train a draft model for speculation"),
+    "convert": ("jaxserve.cli.convert", "turn safetensors into an Orbax checkpoint"),
+}
+
+
+def usage() -> str:
+    """The help of `jaxserve` itself."""
+    lines = [f"  {name:<9} {text}" for name, (module, text) in COMMANDS.items() if _exists(module)]
+    return "\n".join(
+        [
+            "usage: jaxserve COMMAND …",
+            "",
+            "LLM serving under per-request latency objectives, in JAX.",
+            "",
+            *lines,
+            "",
+            "`jaxserve COMMAND --help` shows flags and examples. Start with `jaxserve serve`.",
+        ]
+    )
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def dispatch(command: str, argv: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Run one command with its own flags; what a person got wrong ends in one line and status 2."""
+    name = COMMANDS[command][0]
+    if not _exists(name):
+        print(f"jaxserve {command}: error: not in this version", file=sys.stderr)
+        return 2
+    module = importlib.import_module(name)
+    parser = TeachingParser(prog=prog or f"jaxserve {command}")
+    module.add_arguments(parser)
+    args = parser.parse_args(argv)
+    try:
+        return int(module.main(args))
+    except (InvalidValue, FileNotFoundError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    except JaxserveError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of the `jaxserve` script."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if words[0] in ("-V", "--version", "version"):
+        print(f"jaxserve {__version__}")
+        return 0
+    command, rest = words[0], words[1:]
+    if command not in COMMANDS:
+        print(f"jaxserve: error: unknown command {command!r}; {nearest(command, COMMANDS)}", file=sys.stderr)
+        return 2
+    return dispatch(command, rest)

@@ -1,0 +1,192 @@
+"""jaxserve plan: does a model fit these devices, on which mesh, and what could it serve at best?
+
+Needs no weights and no devices: sizes come from a config.json, devices from what their makers publish.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.cli.flags import add_setting, settings_of
+from jaxserve.config import ServeConfig, parse_mesh
+from jaxserve.errors import InvalidValue
+from jaxserve.report.progress import bar
+
+if TYPE_CHECKING:
+    from jaxserve.capacity.show import Plan
+
+EXAMPLES = """
+examples:
+  # Every mesh of eight H200, and the one to take
+  jaxserve plan --model llama3-70b --devices h200:8
+
+  # One mesh, a folder with a config.json, answers within 30 ms a token at 8K of context
+  jaxserve plan --model ./my-model --devices a100-80:4 --mesh 2x2 --tpot-ms 30 --context 8192
+
+  # With the step programs compiled for the device (packages of the `gate` extra; minutes)
+  jaxserve plan --model llama3-8b --devices h200:1 --compile
+
+docs/guide/plan.md says what is counted, and what is not.
+"""
+# Settings of the engine that decide what fits; they mean here what they mean there.
+SETTINGS = (
+    "mesh", "dtype", "quantization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
+    "kv_cache_dtype", "gpu_memory_utilization", "kv_cache_memory",
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `jaxserve plan`."""
+    parser.description = __doc__.split(": ", 1)[1] if __doc__ else None
+    parser.epilog = EXAMPLES
+    asked = parser.add_argument_group("what to plan for")
+    asked.add_argument(
+        "--model", required=True, metavar="NAME|PATH",
+        help="folder with a config.json, a published model by its short name, or a Hugging Face name",
+    )  # fmt: skip
+    asked.add_argument("--devices", required=True, metavar="KIND[:N]", help="N devices of one kind, as in h200:8")
+    asked.add_argument(
+        "--tpot-ms", type=_positive(float), default=50.0, metavar="MS", help="time per output token [50]"
+    )
+    asked.add_argument("--context", type=_positive(int), metavar="N", help="tokens a decoding row attends to [2048]")
+    asked.add_argument("--prompt", type=_positive(int), metavar="N", help="tokens of a prefill [8192]")
+    asked.add_argument(
+        "--compile",
+        action="store_true",
+        help="take activations from the compiled programs of the mesh, not counted ones",
+    )
+    asked.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    engine = parser.add_argument_group("settings of the engine", "as for jaxserve serve")
+    for name in SETTINGS:
+        add_setting(engine, name)
+
+
+def _positive(kind: type) -> Any:
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} must be {'a whole number' if kind is int else 'a number'} above 0"
+            )
+        return value
+
+    return parse
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the plan. 0 where the model fits, 1 where it does not. Raises InvalidValue for what a person got wrong."""
+    from jaxserve.capacity.devices import devices, parse_devices
+
+    name, count = parse_devices(args.devices)
+    config = ServeConfig(**settings_of(args) | {"model": args.model})
+    asked = _asked(config.mesh, count, args.devices)
+    if args.compile:
+        if config.mesh is None and count > 1:
+            raise InvalidValue(f"--compile compiles for one mesh: add --mesh, one of {_names(count)}", "mesh")
+        _prepare(devices()[name].target, name)
+    made = make_plan(args, config, name, count, asked)
+    from jaxserve.capacity import show
+
+    if args.json:
+        json.dump(show.as_json(made), sys.stdout, indent=1)
+        print()
+    else:
+        show.tables(made)
+    return 0 if made.taken is not None else 1
+
+
+def make_plan(
+    args: argparse.Namespace, config: ServeConfig, name: str, count: int, asked: list[tuple[int, int]]
+) -> Plan:
+    """Count, and choose."""
+    from jaxserve.capacity import fit, show
+    from jaxserve.capacity.devices import devices
+    from jaxserve.engine.memory import kv
+    from jaxserve.models.published import find_config
+    from jaxserve.models.registry import spec_from_config
+
+    device = devices()[name]
+    found, source = find_config(args.model)
+    spec = spec_from_config(found).quantised_as(config.quantization)
+    spec = replace(spec, kv_scales=kv.scaled(config.kv_cache_dtype))
+    length = config.max_model_len or spec.max_positions
+    if length > spec.max_positions:
+        raise InvalidValue(
+            f"max_model_len={length} is above the model's {spec.max_positions} positions", "max_model_len"
+        )
+    dtype = device.dtype if config.dtype == "auto" else config.dtype
+    setting = fit.Setting(
+        device=device,
+        name=name,
+        count=count,
+        max_model_len=length,
+        max_num_seqs=config.rows(device.platform),
+        max_num_batched_tokens=config.step_tokens(device.platform),
+        page_size=config.block_size or kv.default_page_size(device.platform),
+        utilization=config.gpu_memory_utilization,
+        kv_cache_memory=config.kv_cache_memory,
+        dtype=dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
+        context=_within(length, args.context, 2048, "context"),
+        prompt=_within(length, args.prompt, 8192, "prompt"),
+        tpot=args.tpot_ms / 1000,
+    )
+    measured = None
+    if args.compile:
+        from jaxserve.capacity.compiled import compiled
+
+        with bar("compile") as progress:
+            measured = compiled(spec, setting, asked[0][1], progress)
+    fits = [fit.fit(spec, setting, instances, tp, measured) for instances, tp in asked]
+    chosen = fit.choose(fits)
+    if chosen is None:
+        return show.Plan(args.model, source, spec, setting, fits, None, fit.remedy(spec, setting, fits))
+    return show.Plan(args.model, source, spec, setting, fits, *chosen)
+
+
+def _within(length: int, given: int | None, usual: int, name: str) -> int:
+    """Tokens that were asked for, or as many as usual where a request may have so many."""
+    if given is not None and given > length:
+        raise InvalidValue(f"{name}={given} is above max_model_len={length}, the longest request", name)
+    return given or min(usual, length)
+
+
+def _asked(mesh: str | None, count: int, devices: str) -> list[tuple[int, int]]:
+    from jaxserve.capacity.devices import meshes
+
+    if mesh is None:
+        return list(meshes(count))
+    instances, tp = parse_mesh(mesh)
+    if instances * tp > count:
+        raise InvalidValue(
+            f"mesh={mesh!r} needs {instances * tp} devices and {devices!r} has {count}; allowed: {_names(count)}",
+            "mesh",
+        )
+    return [(instances, tp)]
+
+
+def _names(count: int) -> str:
+    from jaxserve.capacity.devices import meshes
+
+    return ", ".join(f"{instances}x{tp}" for instances, tp in meshes(count))
+
+
+def _prepare(target: str | None, name: str) -> None:
+    """Set the environment for compiling; before jax is imported."""
+    from jaxserve.capacity.devices import devices
+    from pallas_kernels.aot.targets import TARGETS, prepare
+
+    if target is None:
+        able = ", ".join(other for other, device in devices().items() if device.target)
+        raise InvalidValue(f"--compile cannot compile for {name!r}; allowed: {able}", "devices")
+    missing = TARGETS[target].missing()
+    if missing is not None:
+        raise InvalidValue(f"--compile cannot run: {missing}", "compile")
+    prepare(TARGETS[target])

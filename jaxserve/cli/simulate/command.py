@@ -1,0 +1,335 @@
+"""`jaxserve simulate`: policies on workloads, on a model of the devices, in seconds and without a device."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import multiprocessing
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxserve.cli.simulate.flags import add_arguments
+from jaxserve.cli.simulate.report import goodput, print_report, write_report
+from jaxserve.cli.simulate.results import VALUES, Results
+from jaxserve.cli.simulate.workloads import find_workload
+from jaxserve.config import preset
+from jaxserve.errors import InvalidValue
+from jaxserve.report import progress
+from jaxserve.sched import admission, policies, routing
+from jaxserve.sched.api.perf import Load
+from jaxserve.sched.api.slo import SLO
+from jaxserve.sched.sim import (
+    Arrival,
+    Latency,
+    Mesh,
+    Mix,
+    Options,
+    Report,
+    Workload,
+    load_trace,
+    simulate,
+    sweep,
+)
+from jaxserve.sched.sim.bounds import STAYING, bounds, goodput_bounds
+from jaxserve.sched.sim.explain import explain
+from jaxserve.sched.sim.record import Recorder
+from jaxserve.sched.sim.sweep import Case, Run, goodput_search
+from jaxserve.sched.sim.timeline import trace
+from jaxserve.sched.sim.workload import for_server
+from jaxserve.yamlio import load_yaml
+
+__all__ = ["add_arguments", "main", "parse_policies", "parse_rates", "processes"]
+
+
+class Study(NamedTuple):
+    """What a command line asks for."""
+
+    policies: list[str]
+    workload: Workload | Mix | list[Arrival]
+    mesh: Mesh
+    latency: Latency
+    options: Options
+    rates: list[float | None]
+    seeds: range
+    num_requests: int | None
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run it. Raises InvalidValue for what a person got wrong."""
+    study = _study(args)
+    recorder = _recorder(args, study)
+    with progress.bar("simulating") as tick, processes(args.jobs) as run:
+        if recorder is not None:
+            reports = [_one(study, recorder, tick)]
+        elif args.goodput:
+            reports = _search(args, study, tick, run)
+        else:
+            reports = _sweep(study, tick, run)
+    title = f"{args.workload} on {study.mesh} of {study.latency.name}"
+    results = Results(title, reports, goodput(reports, args.attain, args.goal), args.goal, args.attain, args.goodput)
+    if args.bound:
+        results = _bounded(args, study, results)
+    print_report(results)
+    if args.out is not None:
+        settings = {name: _plain(value) for name, value in sorted(vars(args).items()) if name != "out"}
+        settings["coefficients"] = asdict(study.latency.solve())
+        for path in write_report(args.out, settings, results):
+            print(f"wrote {path}")
+    if recorder is not None:
+        _tell(args, recorder, reports[0])
+    return 0
+
+
+def _study(args: argparse.Namespace) -> Study:
+    names = parse_policies(args.policy)
+    for name in names:
+        policies.make(name)  # what is wrong is said before anything is computed
+        routing.make(policies.routing(name, args.routing), admission.make(args.admission))
+    if args.seeds < 1:
+        raise InvalidValue(f"seeds={args.seeds} must be at least 1", "seeds")
+    latency = _latency(args)
+    mesh = Mesh.parse(args.mesh or f"2x{latency.tensor_parallel}", args.prefill, colocated=args.mode == "colocated")
+    options = Options(
+        perf=args.perf,
+        prediction_error=args.prediction_error,
+        noise=args.noise,
+        routing=args.routing,
+        admission=args.admission,
+        tokens=args.max_num_batched_tokens,
+        rows=args.max_num_seqs,
+        prompts=args.max_prompts,
+        first_token=args.first_token,
+        boundary=args.preempt_boundary,
+        depth=args.preempt_depth,
+        behind=args.kv_behind_steps,
+        suspended=args.max_suspended,
+        draft=args.draft,
+        acceptance=args.acceptance,
+        routing_delay=args.routing_delay,
+        stale=args.stale_state,
+        prefix_caching=args.enable_prefix_caching,
+        pages=args.num_pages,
+        page_size=args.block_size,
+        kv_scale=args.kv_scale,
+        skip=args.skip,
+        horizon=args.horizon,
+        timer=time.process_time,
+    )
+    options.device(latency)
+    rates: list[float | None] = [*parse_rates(args.qps)] if args.qps else [None]
+    seeds = range(args.seed, args.seed + args.seeds)
+    return Study(names, _read_workload(args, latency), mesh, latency, options, rates, seeds, args.num_requests)
+
+
+def _recorder(args: argparse.Namespace, study: Study) -> Recorder | None:
+    """Keeps what a timeline or a life needs, where one is asked for."""
+    if args.timeline is None and args.explain is None:
+        return None
+    cases = len(study.policies) * len(study.rates) * len(study.seeds)
+    if cases != 1 or args.goodput:
+        raise InvalidValue(
+            "--timeline and --explain are of a single simulation: one policy, one rate, one seed, and no --goodput; "
+            f"this is {'a search' if args.goodput else f'{cases} simulations'}",
+            "timeline",
+        )
+    return Recorder()
+
+
+def _one(study: Study, recorder: Recorder | None, tick: Callable[..., None]) -> Report:
+    return simulate(
+        study.workload,
+        study.policies[0],
+        study.mesh,
+        study.latency,
+        study.seeds[0],
+        qps=study.rates[0],
+        num_requests=study.num_requests,
+        options=study.options,
+        progress=tick,
+        recorder=recorder,
+    )
+
+
+def _sweep(study: Study, tick: Callable[..., None], run: Run) -> list[Report]:
+    if len(study.policies) * len(study.rates) * len(study.seeds) == 1:
+        return [_one(study, None, tick)]
+    return sweep(
+        study.workload,
+        study.policies,
+        study.mesh,
+        study.latency,
+        rates=study.rates,
+        seeds=study.seeds,
+        num_requests=study.num_requests,
+        options=study.options,
+        progress=tick,
+        run=run,
+    )
+
+
+def _search(args: argparse.Namespace, study: Study, tick: Callable[..., None], run: Run) -> list[Report]:
+    found = goodput_search(
+        study.workload,
+        study.policies,
+        study.mesh,
+        study.latency,
+        seeds=study.seeds,
+        num_requests=study.num_requests,
+        options=study.options,
+        goal=args.goal,
+        value=VALUES[args.attain],
+        tolerance=args.tolerance,
+        start=study.rates[0] or 1.0,
+        progress=tick,
+        run=run,
+    )
+    return [report for one in found.values() for report in one.reports]
+
+
+def _bounded(args: argparse.Namespace, study: Study, results: Results) -> Results:
+    given = (study.workload, study.mesh, study.latency)
+    routers = {policies.routing(name, study.options.routing).partition(":")[0] for name in study.policies}
+    loosest = min(routers, key=lambda name: (name in STAYING, name))  # one bound holds for all policies
+    options = replace(study.options, routing=loosest)
+    more: dict[str, Any] = {"seeds": study.seeds, "num_requests": study.num_requests, "options": options}
+    rates = list(dict.fromkeys(report.rate for report in results.reports)) if args.qps or args.goodput else [None]
+    found = tuple(bounds(*given, rates=rates, **more))
+    highest = goodput_bounds(*given, goal=args.goal, **more)
+    return results._replace(bounds=found, goodput_bound=sum(highest) / len(highest))
+
+
+def _tell(args: argparse.Namespace, recorder: Recorder, report: Report) -> None:
+    if args.timeline is not None:
+        text = json.dumps(trace(recorder), separators=(",", ":")).encode()
+        args.timeline.parent.mkdir(parents=True, exist_ok=True)
+        args.timeline.write_bytes(gzip.compress(text) if args.timeline.suffix == ".gz" else text)
+        print(f"wrote {args.timeline}: open it on https://ui.perfetto.dev")
+    if args.explain is not None:
+        id = _asked(args.explain, recorder, report)
+        print(*(["", *explain(recorder, id)] if id is not None else ["\nno request missed its SLO"]), sep="\n")
+
+
+def _asked(text: str, recorder: Recorder, report: Report) -> int | None:
+    """The request that --explain means: a number, an id of the trace, or the first that missed its SLO."""
+    if text == "missed":
+        return min((one.id for one in report.measured if not one.attained), default=None)
+    if text.isdecimal() and int(text) in recorder.requests:
+        return int(text)
+    for id, request in recorder.requests.items():
+        if request.key == text:
+            return id
+    raise InvalidValue(
+        f"explain={text!r} must be a request's number, 0 to {max(recorder.requests)}, its id in the trace, or missed",
+        "explain",
+    )
+
+
+def parse_policies(text: str) -> list[str]:
+    """`a,b` and `prefill=x,decode=y`, which has a comma of its own, also mixed."""
+    halves = r"prefill=[^,]*,decode=[^,]*|decode=[^,]*,prefill=[^,]*"
+    names = [name.strip() for name in re.findall(rf"{halves}|[^,]+", text) if name.strip()]
+    if not names:
+        raise InvalidValue("policy must name at least one", "policy")
+    return list(dict.fromkeys(names))
+
+
+def parse_rates(text: str) -> list[float]:
+    """`3`, `2,3,4` or `first:last:step`, both ends included."""
+    try:
+        if ":" in text:
+            first, last, step = (float(part) for part in text.split(":"))
+            if step <= 0 or last < first:
+                raise ValueError
+            rates = [round(first + i * step, 9) for i in range(int((last - first) / step + 1e-9) + 1)]
+        else:
+            rates = [float(part) for part in text.split(",")]
+        if not rates or not all(0 < rate < float("inf") for rate in rates):
+            raise ValueError
+    except ValueError as error:
+        raise InvalidValue(f"qps={text!r} must be as 3, 2,3,4 or 2.0:5.0:0.2, all positive", "qps") from error
+    return rates
+
+
+def _latency(args: argparse.Namespace) -> Latency:
+    path = Path(args.latency)
+    if path.suffix not in (".yaml", ".yml"):
+        path = preset("latency", args.latency)
+    latency = load_yaml(path, Latency)
+    values: dict[str, float] = {}
+    for text in args.coefficient:
+        name, _, value = text.partition("=")
+        try:
+            values[name.strip()] = float(value)
+        except ValueError:
+            raise InvalidValue(
+                f"coefficient={text!r} must be NAME=SECONDS, as in context=40e-9", "coefficient"
+            ) from None
+    return latency.with_coefficients(values) if values else latency
+
+
+def _read_workload(args: argparse.Namespace, latency: Latency) -> Workload | Mix | list[Arrival]:
+    given = {name: getattr(args, f"{name}_slo") for name in ("ttft", "tpot")}
+    given = {name: value for name, value in given.items() if value is not None}
+    kind, _, path = args.workload.partition(":")
+    if kind == "trace" and path:
+        with progress.bar(f"reading {path}") as tick:
+            return load_trace(
+                path,
+                slo=SLO(**given),
+                num_prompts=args.num_requests,
+                time_scale=args.time_scale,
+                prompt_scale=args.prompt_scale,
+                output_scale=args.output_scale,
+                spread=args.spread,
+                start=args.start,
+                duration=args.duration,
+                keep_failed=args.keep_failed,
+                seed=args.seed,
+                progress=tick,
+                tell=lambda sentence: print(sentence, file=sys.stderr),
+            )
+    workload = find_workload(args.workload)
+    if not args.qps and not args.goodput:
+        raise InvalidValue(f"workload {args.workload} needs a rate, as in --qps 3 or --qps 2.0:5.0:0.2", "qps")
+    if args.own_slowdown:
+        devices = latency.solve()
+        workload = for_server(workload, lambda tokens: devices.step_time(Load().add_chunk(tokens, 0)))
+    return replace(workload, **given)
+
+
+@contextmanager
+def processes(jobs: int | None) -> Iterator[Run]:
+    """A map over cases by several processes, in order; they start when there is more than one case, and stay."""
+    if jobs is not None and jobs < 1:
+        raise InvalidValue(f"jobs={jobs} must be at least 1", "jobs")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    pools: list[Any] = []
+
+    def run(cell: Callable[[Case], Report], cases: Sequence[Case]) -> Iterable[Report]:
+        if min(jobs or cores, len(cases)) == 1:
+            return map(cell, cases)
+        if not pools:
+            pools.append(multiprocessing.get_context("spawn").Pool(min(jobs or cores, max(len(cases), 2))))
+        reports: Iterable[Report] = pools[0].imap(cell, cases)
+        return reports
+
+    try:
+        yield run
+    finally:
+        for pool in pools:
+            pool.terminate()
+            pool.join()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

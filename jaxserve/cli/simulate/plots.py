@@ -1,0 +1,84 @@
+"""The plots of `jaxserve simulate`, in the style of the papers' figures: curves over the rate, bars of goodput,
+distributions of latencies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+
+from jaxserve.cli.simulate.results import FIGURES, SHARES, VALUES, Results, Value
+from jaxserve.report import plot
+from jaxserve.sched.metrics import CLASSES
+
+
+def draw(out: Path, results: Results) -> list[Path]:
+    """Curves and bars where there are several rates; distributions of one rate, the middle one; returns the paths."""
+    rates = sorted({one.rate for one in results.reports})
+    several = len(rates) > 1
+    return [*(_curves(out, results) if several else []), *_distributions(out, results, rates[len(rates) // 2])]
+
+
+def _curves(out: Path, results: Results) -> list[Path]:
+    """Kairos's Figures 3 to 6, what counting requests alone hides, and goodput."""
+    asked = {"both": "Both objectives", "worst": "TTFT and worst TPOT", "window": "TTFT and TPOT over 10 tokens"}
+    name = asked.get(results.attain, "Both objectives")
+    paper = [
+        _panel(results, name, "% of requests", VALUES[results.attain if results.attain in asked else "both"]),
+        _panel(results, "TTFT attainment", "% of requests", VALUES["ttft"]),
+        _panel(results, "TPOT attainment", "% of requests", VALUES["tpot"]),
+        _panel(results, "Decode speed of the median request", "tokens/s", FIGURES["tok/s"], 1.0),
+    ]
+    if results.bounds:
+        bound = results.bound_at()
+        line = plot.Series([*bound], [100 * share for share in bound.values()], dashed=True)
+        paper[0] = plot.Panel(
+            name, "QPS", "% of requests", {**paper[0].series, "bound": line}, paper[0].ylim, paper[0].level
+        )
+    hidden = [_panel(results, f"Prompts {length}", "% attained", SHARES[length]) for length, _ in CLASSES]
+    hidden += [
+        _panel(results, "Weighted by prompt tokens", "% attained", VALUES["tokens"]),
+        _panel(results, "All requests together", "tokens/s", FIGURES["all"], 1.0),
+    ]
+    bars = {policy: rate or 0.0 for policy, rate in results.goodput.items()}
+    return [
+        plot.lines(out / "attainment.png", paper, title=results.title),
+        plot.lines(out / "by-length.png", hidden, title=results.title, columns=3),
+        plot.bars(
+            out / "goodput.png",
+            bars,
+            title=results.title,
+            ylabel=f"requests/s at {results.goal:.0%}",
+            level=results.goodput_bound,
+            level_name="bound",
+            at_least=results.at_least,
+        ),
+    ]
+
+
+def _panel(results: Results, name: str, ylabel: str, value: Value, scale: float = 100.0) -> plot.Panel:
+    lines: dict[str, plot.Series] = {}
+    cells = results.cells()
+    for policy in results.policies:
+        rates = sorted(rate for other, rate in cells if other == policy)
+        spread = [[scale * value(one.summary) for one in cells[policy, rate]] for rate in rates]
+        lines[policy] = plot.Series(rates, [*map(fmean, spread)], [*map(min, spread)], [*map(max, spread)])
+    share = scale == 100.0
+    return plot.Panel(name, "QPS", ylabel, lines, (0, 102) if share else None, 100 * results.goal if share else None)
+
+
+def _distributions(out: Path, results: Results, rate: float) -> list[Path]:
+    """Of the requests at one rate; in a search each policy has its own, the one found."""
+
+    def of(name: str) -> dict[str, list[float]]:
+        values: dict[str, list[float]] = {}
+        for one in results.reports:
+            if one.rate == (results.goodput.get(one.policy) if results.searched else rate):
+                values.setdefault(one.policy, []).extend(getattr(each, name) for each in one.measured)
+        return values
+
+    title = f"{results.title}, " + ("each at its goodput" if results.searched else f"{rate:.3g} requests/s")
+    return [
+        plot.cdf(out / "ttft.png", of("ttft"), title=title, xlabel="TTFT, s"),
+        plot.cdf(out / "tpot.png", of("tpot"), title=title, xlabel="mean TPOT, s"),
+        plot.cdf(out / "tbt.png", of("largest_gap"), title=title, xlabel="largest gap between two tokens, s"),
+    ]

@@ -1,0 +1,114 @@
+"""What was simulated, and the figures that are taken of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import nan
+from statistics import fmean
+from typing import NamedTuple
+
+from jaxserve.sched.metrics import CLASSES, GOAL, Summary
+from jaxserve.sched.sim import Report
+from jaxserve.sched.sim.bounds import Bounded
+
+Value = Callable[[Summary], float]
+
+
+def _of_length(name: str) -> Value:
+    return lambda summary: summary.by_length[name].attained
+
+
+def of_class(name: str) -> Value:
+    return lambda summary: summary.by_class[name].attained if name in summary.by_class else nan
+
+
+VALUES: dict[str, Value] = {  # what a goodput can ask the share of
+    "both": lambda s: s.attained,
+    "ttft": lambda s: s.ttft_attained,
+    "tpot": lambda s: s.tpot_attained,
+    "worst": lambda s: s.worst_attained,
+    "window": lambda s: s.window_attained,
+    "tokens": lambda s: s.token_weighted,
+}
+
+SHARES: dict[str, Value] = {
+    "both": VALUES["both"],
+    "TTFT": VALUES["ttft"],
+    "TPOT": VALUES["tpot"],
+    "tokens": VALUES["tokens"],
+    **{name: _of_length(name) for name, _ in CLASSES},
+}
+
+FIGURES: dict[str, Value] = {
+    "tok/s": lambda s: s.median_speed,
+    "all": lambda s: s.output_throughput,
+}
+
+SPREADS = ("ttft", "tpot", "worst_tpot", "window_tpot", "largest_gap")
+
+PERCENTILES = ("p50", "p95", "p99")
+
+
+def of_spread(name: str, percentile: str) -> Value:
+    return lambda summary: float(getattr(getattr(summary, name), percentile))
+
+
+FLAT: dict[str, Value] = {  # columns of the CSV
+    "attained": VALUES["both"],
+    "ttft_attained": VALUES["ttft"],
+    "tpot_attained": VALUES["tpot"],
+    "worst_attained": VALUES["worst"],
+    "window_attained": VALUES["window"],
+    "token_weighted": VALUES["tokens"],
+    **{f"attained_{name}": SHARES[name] for name, _ in CLASSES},
+    "median_speed_tok_s": lambda s: s.median_speed,
+    "output_throughput_tok_s": lambda s: s.output_throughput,
+    "request_goodput_req_s": lambda s: s.request_goodput,
+    **{f"{name}_{part}_s": of_spread(name, part) for name in SPREADS for part in PERCENTILES},
+}
+
+
+class Results(NamedTuple):
+    """All that was simulated, and what follows from it.
+
+    goodput: requests per second by policy, None where no rate reached the goal. searched: the rates are those of a
+    search. bounds, goodput_bound: what no policy exceeds, where asked for.
+    """
+
+    title: str
+    reports: Sequence[Report]
+    goodput: Mapping[str, float | None]
+    goal: float = GOAL
+    attain: str = "both"
+    searched: bool = False
+    bounds: Sequence[Bounded] = ()
+    goodput_bound: float | None = None
+
+    @property
+    def policies(self) -> list[str]:
+        return list(dict.fromkeys(one.policy for one in self.reports))
+
+    def cells(self) -> dict[tuple[str, float], list[Report]]:
+        """Reports by policy and rate; what is left inside a cell are seeds."""
+        cells: dict[tuple[str, float], list[Report]] = {}
+        for report in self.reports:
+            cells.setdefault((report.policy, report.rate), []).append(report)
+        return cells
+
+    def bound_at(self) -> dict[float, float]:
+        """By rate the share that no policy exceeds, as a mean over seeds."""
+        shares: dict[float, list[float]] = {}
+        for one in self.bounds:
+            shares.setdefault(one.rate, []).append(one.bound.share)
+        return {rate: fmean(each) for rate, each in sorted(shares.items())}
+
+    @property
+    def at_least(self) -> frozenset[str]:
+        """Policies whose goodput is the highest rate that was simulated: it may be more."""
+        highest = max((one.rate for one in self.reports), default=None)
+        if self.searched:
+            return frozenset()
+        return frozenset(policy for policy, rate in self.goodput.items() if rate is not None and rate == highest)
+
+    def classes(self) -> list[str]:
+        return sorted({name for one in self.reports for name in one.summary.by_class})

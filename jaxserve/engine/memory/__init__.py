@@ -1,0 +1,1 @@
+"""The KV pools of an instance: their size, their scales, and moving pages between instances."""

@@ -1,0 +1,160 @@
+"""Which kernels the programs of an engine use: resolved once at its start, every refusal logged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxserve.engine.memory import kv
+from jaxserve.engine.programs.mesh import MeshPlan
+from jaxserve.models import registry
+from jaxserve.models.layers import Info
+from jaxserve.models.quantised import Quantised
+from jaxserve.models.spec import ModelSpec
+from jaxserve.sched.api.errors import InvalidValue
+from pallas_kernels import borders, dispatch, experts, products
+from pallas_kernels.dispatch import Attention, Choice, attention
+from pallas_kernels.experts import experts as made
+
+log = logging.getLogger(__name__)
+
+
+class Backends(NamedTuple):
+    """A choice for each operation; None: XLA."""
+
+    attention: Choice | None = None
+    experts: Choice | None = None
+    products: Choice | None = None
+    sampling: Choice | None = None
+
+    def kernel(self, mesh: AbstractMesh, *, decode: bool = False, few: bool = False) -> Attention:
+        """What the programs of a bucket are given: the attention, and with it the experts and the products."""
+        return attention(
+            mesh,
+            self.attention,
+            decode=decode,
+            few=few,
+            experts=made(self.experts),
+            products=products.products(self.products),
+        )
+
+    def pooled(self, spec: ModelSpec) -> ModelSpec:
+        """`spec` with pools as the attention wants them."""
+        heads, width = dispatch.pool_row(self.attention, spec.head_dim)
+        first = dispatch.heads_first(self.attention)
+        return replace(spec, kv_row=heads, kv_width=width, kv_heads_first=first)
+
+    def borders(self, mesh: AbstractMesh) -> borders.Borders:
+        """What finds the borders of what rows draw from."""
+        return borders.borders(self.sampling, mesh)
+
+
+class Asked(Protocol):
+    """What of an `ExecutorConfig` decides."""
+
+    @property
+    def mesh(self) -> MeshPlan: ...
+    @property
+    def kv_cache_dtype(self) -> str: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def attention_backend(self) -> str: ...
+    @property
+    def experts_backend(self) -> str: ...
+    @property
+    def products_backend(self) -> str: ...
+    @property
+    def sampling_backend(self) -> str: ...
+    @property
+    def interpret(self) -> bool: ...
+
+
+def resolve_backends(config: Asked, spec: ModelSpec, dtype: Any, mesh: Mesh) -> Backends:
+    """Of all instances. `spec` is that of `for_tp`; raises InvalidValue where what is named cannot run."""
+    device = mesh.devices.flat[0]
+    # An interpreter runs every block of a kernel, one after the other: few of them.
+    cores = 2 if config.interpret else int(getattr(device, "core_count", 0) or dispatch.Spec.cores)
+    here = {
+        "platform": device.platform,
+        "device": device.device_kind,
+        "capability": str(getattr(device, "compute_capability", "")),
+        "cores": cores,
+        "interpret": config.interpret,
+    }
+    return Backends(
+        _resolved(dispatch.resolve, _attention(config, spec, dtype, here), config.attention_backend, "attention"),
+        _resolved(experts.resolve_experts, _experts(config, spec, dtype, here), config.experts_backend, "experts"),
+        _resolved(products.resolve_products, _products(config, spec, dtype, here), config.products_backend, "products"),
+        _resolved(
+            borders.resolve_sampling, borders.Spec(**here, vocab=spec.vocab), config.sampling_backend, "sampling"
+        ),
+    )
+
+
+def _attention(config: Asked, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]) -> dispatch.Spec:
+    return dispatch.Spec(
+        **here,
+        dtype=str(dtype),
+        heads=spec.heads // config.mesh.tp,
+        kv_heads=spec.cache.heads // config.mesh.tp,
+        head_dim=spec.cache.dim,
+        latent=spec.latent.rank if spec.latent is not None else 0,
+        page=config.page_size,
+        windows=spec.windows,
+        kv_dtype=str(kv.pool_dtype(config.kv_cache_dtype, dtype)),
+    )
+
+
+def _experts(config: Asked, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]) -> experts.Spec | None:
+    """None: the model has no mixture of experts."""
+    if spec.moe is None:
+        return None
+    narrow = spec.quantised
+    if narrow is not None and not any(map(_narrow_experts, registry.abstract_weights(spec, dtype)["layers"])):
+        narrow = None  # what is quantised are other weights
+    return experts.Spec(
+        **here,
+        dtype=str(dtype),
+        experts=spec.moe.experts // config.mesh.tp,
+        dim=spec.dim,
+        ff_dim=spec.moe.ff_dim,
+        weights="" if narrow is None else narrow.dtype,
+        block=narrow.block[1] if narrow is not None and narrow.block is not None else 0,
+    )
+
+
+def _narrow_experts(layer: Any) -> bool:
+    leaves = jax.tree.leaves(layer, is_leaf=lambda leaf: isinstance(leaf, Info | Quantised))
+    return any(isinstance(leaf, Quantised) and leaf.values.axes[0] == "experts" for leaf in leaves)
+
+
+def _products(config: Asked, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]) -> products.Spec | None:
+    """None: no weights are of 8 bits."""
+    if spec.quantised is None:
+        return None
+    blocks = spec.quantised.block is not None
+    weights = spec.quantised.dtype
+    return products.Spec(**here, dtype=str(dtype), weights=weights, blocks=blocks, shards=config.mesh.tp)
+
+
+A = TypeVar("A")
+
+
+def _resolved(resolve: Callable[[A, str], Choice], asked: A | None, name: str, what: str) -> Choice | None:
+    """The choice for what is asked, told; None where the model does not need it."""
+    if asked is None:
+        return None
+    try:
+        choice = resolve(asked, name)
+    except dispatch.Unsupported as error:
+        raise InvalidValue(str(error), f"{what}_backend") from error
+    for backend, reason in choice.refusals:
+        log.warning("%s backend %s refused: %s", what, backend, reason)
+    log.info("%s backend: %s", what, choice)
+    return choice

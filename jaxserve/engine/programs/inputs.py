@@ -1,0 +1,333 @@
+"""From a StepPlan to the few arrays that one step takes. Numpy only; runs on the engine's thread before every step.
+
+Letters: T tokens, S rows, P pages per row, G sampling rows, A adjusted tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxserve.engine.programs import draft_inputs as drafting
+from jaxserve.engine.programs.sampling import ADJUSTED, Column
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Begin, Span
+
+Int32 = npt.NDArray[np.int32]
+FROM_CARRY = -1  # in place of a token that is on the device; -2 and below: the first drafted after it, and so on
+ALWAYS = np.iinfo(np.int64).max
+FLOATS = {
+    Column.TEMPERATURE: "temperature",
+    Column.TOP_P: "top_p",
+    Column.MIN_P: "min_p",
+    Column.REPETITION: "repetition_penalty",
+    Column.PRESENCE: "presence_penalty",
+    Column.FREQUENCY: "frequency_penalty",
+}
+
+
+def banned(params: SamplingParams, eos: Sequence[int]) -> tuple[int, ...]:
+    """Ids that may not be drawn before `min_tokens` are out."""
+    return tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
+
+
+def check_adjusted(params: SamplingParams, eos: Sequence[int]) -> None:
+    """Raises InvalidValue where a request adjusts more tokens than the programs have room for."""
+    ends = len(banned(params, eos)) if params.min_tokens else 0
+    if ends + len(params.logit_bias) > ADJUSTED:
+        raise InvalidValue(
+            f"{ends} ids that end a text (banned by min_tokens={params.min_tokens}) and {len(params.logit_bias)} in "
+            f"logit_bias are together more than {ADJUSTED}",
+            "stop_token_ids",
+        )
+
+
+class Bucket(NamedTuple):
+    """The shape of a step program."""
+
+    tokens: int  # T
+    rows: int  # S
+    width: int  # G: rows of the sampling program behind it
+    decode: bool  # every row is one token, so T = S
+    verify: bool = False  # rows are one token and what was drafted after it; none has a part of a prompt
+
+    @property
+    def label(self) -> str:
+        return f"decode {self.rows}" if self.decode else f"{'verify' if self.verify else 'step'} {self.tokens}"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What decides the shapes of an instance's programs."""
+
+    slots: int  # max_num_seqs
+    tokens: int  # max_num_batched_tokens
+    pages: int  # N
+    page_size: int  # B
+    row_pages: int  # P
+    vocab: int  # V
+    draft: int = 0  # most tokens that a row drafts in a step
+    scores: bool = False  # a draft's logits are kept, see `speculate.probabilistic`
+    fine: bool = False  # steps of prompts are padded by less than a third: where arithmetic costs more than compiling
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Numbers of drafted tokens that programs are made for. Few, because each costs start-up time."""
+        return _ladder(1, self.draft, 4) if self.draft else ()
+
+    def depth(self, drafted: int) -> int:
+        """The least of `depths` for that many tokens."""
+        return next(depth for depth in self.depths if depth >= drafted)
+
+    @property
+    def positions(self) -> int:
+        """Tokens of the longest request."""
+        return self.row_pages * self.page_size
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Numbers of rows that a sampling program is made for."""
+        return _ladder(min(8, self.slots), self.slots, 4)
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """All step programs: decode-only ones first, each kind by size. Few, because each costs start-up time."""
+        rows = (1, *_ladder(4, self.slots, 2)) if self.slots > 4 else _ladder(1, self.slots, 2)
+        decode = [Bucket(n, n, self.width(n), True) for n in rows]
+        most = max(self.tokens, self.slots)
+        mixed = sorted({n for n in (64, *self._mixed(most)) if n <= most})  # short prompts are the ones that wait
+        verify = [
+            Bucket(n * (1 + depth), n, self.width(n), False, True)
+            for depth in self.depths
+            for n in rows
+            if n * (1 + depth) <= most
+        ]
+        return *decode, *verify, *(Bucket(n, min(n, self.slots), self.width(min(n, self.slots)), False) for n in mixed)
+
+    def _mixed(self, most: int) -> tuple[int, ...]:
+        if not self.fine:
+            return _ladder(128, most, 4)
+        return tuple(sorted({*_ladder(96, most, 2), *_ladder(128, most, 2)}))
+
+    def width(self, rows: int) -> int:
+        return next(width for width in self.widths if width >= rows)
+
+
+def _ladder(first: int, last: int, factor: int) -> tuple[int, ...]:
+    """first, first * factor, ... and `last` at its end."""
+    steps = []
+    while first < last:
+        steps.append(first)
+        first *= factor
+    return *steps, last
+
+
+class Batch(NamedTuple):
+    """One step, ready for the device."""
+
+    bucket: Bucket
+    packed: Int32  # see `Layout`
+    sampling: Int32 | None  # [G, len(Column)]; None where no row samples
+    full: bool  # some row needs `draw_full`
+    adjust: tuple[Int32, npt.NDArray[np.float32], int] | None  # ids and values [G, A], columns used
+    logprobs: tuple[int, ...]  # per span, alternatives to report; -1: none wanted
+    drafts: drafting.Drafts | None = None  # where some row drafts
+
+
+class Layout(NamedTuple):
+    """Where the parts of `Batch.packed` begin."""
+
+    starts: int
+    lengths: int
+    contexts: int
+    slots: int
+    last: int
+    tables: int
+    end: int
+
+    @classmethod
+    def of(cls, bucket: Bucket, row_pages: int) -> Layout:
+        t, s = bucket.tokens, bucket.rows
+        return cls(t, t + s, t + 2 * s, t + 3 * s, t + 4 * s, t + 5 * s, t + 5 * s + s * row_pages)
+
+
+class SlotTable:
+    """What the host knows of each slot. Writer: the executor that owns it."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        slots = limits.slots
+        self.tables = np.zeros((slots, limits.row_pages), np.int32)
+        self.pages = np.zeros(slots, np.int64)  # used columns of `tables`
+        self.columns = np.zeros((slots + 1, len(Column)), np.int32)  # the last row is padding: greedy, no slot
+        self.columns[:, [Column.SLOT, Column.HISTORY]] = slots
+        self.columns[:, [Column.TOP_P, Column.REPETITION]] = np.float32(1).view(np.int32)
+        self.full_until = np.zeros(slots + 1, np.int64)  # positions below need `draw_full`, which draws one token
+        self.bans_until = np.zeros(slots, np.int64)  # positions below may not be an end of the text
+        self.bans: dict[int, Int32] = {}
+        self.biases: dict[int, tuple[Int32, npt.NDArray[np.float32]]] = {}
+        self.begins: dict[int, Begin] = {}
+        self.scored: dict[int, tuple[int, ...]] = {}  # prompts whose log-probabilities are wanted
+
+    def begin(self, slot: int, begin: Begin) -> None:
+        """A request takes the slot."""
+        self.release(slot)
+        params, row = begin.params, self.columns[slot]
+        biased = [token for token, _ in params.logit_bias]
+        self.begins[slot] = begin
+        floats = row.view(np.float32)
+        for column, name in FLOATS.items():
+            floats[column] = getattr(params, name)
+        history = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        row[Column.SLOT] = slot
+        row[Column.TOP_K] = min(max(params.top_k, 0), np.iinfo(np.int32).max)
+        row[Column.HISTORY] = slot if history else self.limits.slots
+        row[[Column.SEED, Column.SEED_HIGH]] = np.array([begin.seed & (2**64 - 1)], np.uint64).view(np.int32)
+        row[Column.LOGPROBS] = params.logprobs is not None
+        if params.min_tokens:
+            self.bans_until[slot] = begin.prompt_length + params.min_tokens
+            self.bans[slot] = np.array(banned(params, begin.eos), np.int32)[: ADJUSTED - len(biased)]
+        if biased:
+            self.biases[slot] = np.array(biased, np.int32), np.array([b for _, b in params.logit_bias], np.float32)
+        alone = history or biased or params.logprobs is not None
+        self.full_until[slot] = ALWAYS if alone else self.bans_until[slot]
+        if params.prompt_logprobs is not None:
+            self.scored[slot] = begin.prompt[: begin.prompt_length]
+
+    def keeps_history(self, slot: int) -> bool:
+        """Whether the slot's request has penalties, which need counts of its tokens."""
+        return bool(self.columns[slot, Column.HISTORY] == slot)
+
+    def extend(self, slot: int, pages: Sequence[int]) -> None:
+        """The slot's request gained pages."""
+        used = int(self.pages[slot])
+        if used + len(pages) > self.limits.row_pages:
+            raise InvalidValue(f"{slot=} has {used + len(pages)} pages, more than the {self.limits.row_pages} of a row")
+        self.tables[slot, used : used + len(pages)] = pages
+        # Kernels read whole tiles of pages: what lies beyond a row's own must not be another row's, which may hold NaN.
+        self.tables[slot, used + len(pages) :] = pages[-1]
+        self.pages[slot] = used + len(pages)
+
+    def held(self, slot: int) -> list[int]:
+        """The slot's pages in order."""
+        pages: list[int] = self.tables[slot, : int(self.pages[slot])].tolist()
+        return pages
+
+    def release(self, slot: int) -> None:
+        self.columns[slot] = self.columns[-1]
+        self.pages[slot] = self.full_until[slot] = self.bans_until[slot] = 0
+        for table in (self.bans, self.biases, self.begins, self.scored):
+            table.pop(slot, None)
+
+
+class InputBuilder:
+    """Packs plans. Buffers are new each time: the CPU backend reads them in place while later steps are packed."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._decode = [bucket for bucket in limits.buckets if bucket.decode]
+        self._verify = sorted(bucket for bucket in limits.buckets if bucket.verify)
+        self._mixed = [bucket for bucket in limits.buckets if not bucket.decode and not bucket.verify]
+
+    def bucket(self, rows: int, tokens: int, *, verify: bool = False) -> Bucket:
+        """The smallest program for a step; `verify`: all of it is rows that decode. Raises InvalidValue where there
+        is none."""
+        if rows <= self.limits.slots:
+            some = self._decode if tokens == rows else [*self._verify, *self._mixed] if verify else self._mixed
+            for bucket in some:
+                if bucket.tokens >= tokens and (bucket.rows >= rows or not bucket.verify):
+                    return bucket
+        raise InvalidValue(
+            f"a step of {rows} rows and {tokens} tokens is larger than {self.limits.slots} rows and "
+            f"{self.limits.tokens} tokens"
+        )
+
+    def build(self, spans: Sequence[Span], slots: SlotTable) -> Batch:
+        """The arrays of a step. New pages and new requests are in `slots` already."""
+        _, slot, start, length, _, tokens, draft, samples, _ = zip(*spans, strict=True)
+        rows, total = len(spans), sum(length)
+        drafted = max(draft)
+        bucket = self.bucket(rows, total, verify=drafted > 0 and total == rows + sum(draft))
+        at = Layout.of(bucket, self.limits.row_pages)
+        ids = np.array(slot)
+        lengths = np.array(length)
+        contexts = np.array(start) + lengths
+        packed = np.zeros(at.end, np.int32)
+        packed[:total] = _tokens(tokens, length, draft)
+        ends = np.cumsum(lengths)
+        packed[at.starts : at.lengths] = total
+        packed[at.starts : at.starts + rows] = ends - lengths
+        packed[at.lengths : at.lengths + rows] = lengths
+        packed[at.contexts : at.contexts + rows] = contexts
+        packed[at.slots : at.slots + rows] = ids
+        packed[at.last : at.last + rows] = ends - 1
+        tables = packed[at.tables :].reshape(bucket.rows, self.limits.row_pages)
+        np.take(slots.tables, ids, axis=0, out=tables[:rows], mode="clip")
+        if not any(samples):
+            return Batch(bucket, packed, None, False, None, ())
+        drawn = np.full(bucket.width, self.limits.slots)
+        drawn[:rows] = ids if all(samples) else np.where(samples, ids, self.limits.slots)
+        sampling = slots.columns[drawn]  # [G, len(Column)]
+        sampling[:rows, Column.POSITION] = contexts
+        alone, drafts = contexts < slots.full_until[drawn[:rows]], None
+        if drafted:
+            drafts = drafting.drafts_of(
+                drafting.Rows(ids, np.array(start), np.array(draft), ends, alone),
+                depth=self.limits.depth(drafted),
+                ladder=[bucket.rows for bucket in self._decode],
+                sampling=sampling,
+                tables=tables[:rows],
+                slots=self.limits.slots,
+            )
+            sampling[:rows][~alone] = slots.columns[-1]
+        full = bool(alone.any())
+        adjust = _adjust(drawn[:rows].tolist(), contexts, bucket.width, slots) if full else None
+        return Batch(bucket, packed, sampling, full, adjust, _logprobs(slot, samples, slots) if full else (), drafts)
+
+
+def _tokens(tokens: Sequence[tuple[int, ...]], lengths: Sequence[int], drafts: Sequence[int]) -> Any:
+    """All spans' tokens in one row; a span without any has one on the device, and those drafted after it."""
+    if not any(tokens) and not any(drafts):
+        return FROM_CARRY
+    flat: list[int] = []
+    for given, length, draft in zip(tokens, lengths, drafts, strict=True):
+        flat.extend(given if given else (FROM_CARRY,) * (length - draft))
+        flat.extend(range(FROM_CARRY - 1, FROM_CARRY - 1 - draft, -1))
+    return flat
+
+
+def _adjust(
+    drawn: list[int], contexts: npt.NDArray[Any], width: int, slots: SlotTable
+) -> tuple[Int32, npt.NDArray[np.float32], int] | None:
+    """Bias and bans of the rows that draw, or None where there are none."""
+    if not slots.bans and not slots.biases:
+        return None
+    ids = np.full((width, ADJUSTED), slots.limits.vocab, np.int32)
+    values = np.zeros((width, ADJUSTED), np.float32)
+    most = 0
+    for row, slot in enumerate(drawn):
+        used = 0
+        if slot in slots.biases:
+            biased, bias = slots.biases[slot]
+            used = len(biased)
+            ids[row, :used], values[row, :used] = biased, bias
+        if slot in slots.bans and contexts[row] < slots.bans_until[slot]:
+            banned = slots.bans[slot]
+            ids[row, used : used + len(banned)] = banned
+            values[row, used : used + len(banned)] = -np.inf
+            used += len(banned)
+        most = max(most, used)
+    return (ids, values, most) if most else None
+
+
+def _logprobs(slot: Sequence[int], samples: Sequence[bool], slots: SlotTable) -> tuple[int, ...]:
+    wanted = [
+        slots.begins[s].params.logprobs if drawn and s in slots.begins else None
+        for s, drawn in zip(slot, samples, strict=True)
+    ]
+    return tuple(-1 if count is None else count for count in wanted) if any(c is not None for c in wanted) else ()

@@ -1,0 +1,150 @@
+"""A step of prompt chunks as a chain of programs, between any two of which the host may stop it.
+
+`begin` (embedding, attention plan), a segment for each piece of the model, `end` (last norm, rows to draw from). A
+segment takes the weights and pools of its own layers as arguments, so one program serves all layers of a kind. The
+functions are those of the whole step (`registry`), cut between their calls.
+
+Letters: T tokens, S rows, G sampling rows, E model dim.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.engine.programs.backends import Backends
+from jaxserve.engine.programs.inputs import Batch, Bucket, Layout, Limits
+from jaxserve.engine.programs.step import Program, Tree, gathered, jitted, unpack
+from jaxserve.models import registry
+from jaxserve.models.layers import Part
+from jaxserve.models.registry import Stream
+from jaxserve.models.spec import ModelSpec
+from jaxserve.sched.api.preemption import PARTS, SHORT, Boundary
+from pallas_kernels.dispatch import Attention, Pool
+
+CUT = (Part.MIX, Part.FEED)  # the PARTS of a layer at `op`
+assert len(CUT) == PARTS
+Kind = tuple[tuple[int, ...], Part]  # kinds of the layers of a segment, and what it computes of each
+
+
+class Link(NamedTuple):
+    """A segment of the chain."""
+
+    layers: slice
+    kind: Kind
+
+
+def links(spec: ModelSpec, boundary: Boundary) -> tuple[Link, ...]:
+    """The segments of a model, in order. `boundary` must cut."""
+    parts = CUT if boundary.operators else (Part.WHOLE,)
+    cuts = (slice(at, min(at + boundary.layers, spec.layers)) for at in range(0, spec.layers, boundary.layers))
+    return tuple(Link(cut, (spec.kinds[cut], part)) for cut in cuts for part in parts)
+
+
+class Segments:
+    """Jitted functions of a model's segments. Alike instances share one of these."""
+
+    def __init__(
+        self, spec: ModelSpec, mesh: Mesh, limits: Limits, boundary: Boundary, backends: Backends | None = None
+    ) -> None:
+        """`backends`: what was resolved; None: XLA."""
+        self._spec, self._limits = spec, limits
+        self.links = links(spec, boundary)
+        shape = mesh.abstract_mesh  # without devices, so that what is traced serves every instance
+        whole = NamedSharding(shape, PartitionSpec())
+        prompts = [bucket for bucket in limits.buckets if not bucket.decode and not bucket.verify]
+        least = min(SHORT, max(prompts).tokens)
+        self.buckets = tuple(bucket for bucket in prompts if bucket.tokens >= least)
+        self._kernel: Attention = (backends or Backends()).kernel(shape, decode=False)
+        self.begin: dict[Bucket, Program] = {}
+        self.end: dict[Bucket, Program] = {}
+        for bucket in self.buckets:
+            begin = partial(_begin, spec=spec, limits=limits, bucket=bucket, kernel=self._kernel)
+            self.begin[bucket] = jitted(begin, f"begin_{bucket.tokens}", whole)
+            self.end[bucket] = jitted(partial(_end, spec=spec, bucket=bucket), f"end_{bucket.tokens}", whole)
+        self.through: dict[Kind, Program] = {}
+        for link in self.links:
+            kinds, part = link.kind
+            pools = pools_of(link, spec.cache.pools(NamedSharding(shape, spec.cache.partition)))
+            program = partial(_through, spec=spec, kinds=kinds, part=part, kernel=self._kernel)
+            name = f"{part.name.lower()}_{'_'.join(map(str, kinds))}"
+            self.through.setdefault(link.kind, jitted(program, name, (whole, pools), (1,)))
+
+    def held_bytes(self, outer: Tree) -> int:
+        """Bytes on each device that the largest step keeps between two segments. `outer`: weights but the layers'."""
+        bucket = max(self.buckets)
+        packed = jax.ShapeDtypeStruct((Layout.of(bucket, self._limits.row_pages).end,), "int32")
+        carry = jax.ShapeDtypeStruct((self._limits.slots, 1 + self._limits.draft), "int32")
+        made = jax.eval_shape(
+            partial(_begin, spec=self._spec, limits=self._limits, bucket=bucket, kernel=self._kernel),
+            jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), outer),
+            carry,
+            packed,
+        )
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))
+
+
+class Walk:
+    """A step on its way through the segments; it stands still where nobody asks for the next. Writer: `DeviceState`."""
+
+    __slots__ = ("at", "batch", "last", "stream", "total")
+
+    def __init__(self, batch: Batch, total: int) -> None:
+        self.batch = batch
+        self.total = total
+        self.at = 0  # segments dispatched
+        self.stream: Stream | None = None
+        self.last: jax.Array | None = None  # [S] int32, index in [T] of each row's last token
+
+    @property
+    def left(self) -> int:
+        """Segments that have not been dispatched."""
+        return self.total - self.at
+
+
+def outside(weights: Tree) -> Tree:
+    """Weights but those of layers: what `begin` and `end` take."""
+    return {name: leaf for name, leaf in weights.items() if name != "layers"}
+
+
+def pools_of(link: Link, pools: list[Any]) -> list[Any]:
+    """The pools that a segment takes, donated, and gives back; () for a layer whose pool it leaves alone."""
+    mine = pools[link.layers]
+    return [()] * len(mine) if link.kind[1] is Part.FEED else mine
+
+
+def _begin(
+    outer: Tree,
+    carry: jax.Array,
+    packed: jax.Array,
+    *,
+    spec: ModelSpec,
+    limits: Limits,
+    bucket: Bucket,
+    kernel: Attention,
+) -> tuple[Stream, jax.Array]:
+    tokens, ragged, last = unpack(packed, carry, bucket, limits)
+    return registry.begin(spec, outer, tokens, ragged, attention=kernel), last
+
+
+def _through(
+    layers: list[Tree],
+    pools: list[Pool],
+    stream: Stream,
+    *,
+    spec: ModelSpec,
+    kinds: tuple[int, ...],
+    part: Part,
+    kernel: Attention,
+) -> tuple[jax.Array, list[Pool]]:
+    return registry.through(spec, kinds, layers, pools, stream, attention=kernel, part=part)
+
+
+def _end(outer: Tree, x: jax.Array, last: jax.Array, *, spec: ModelSpec, bucket: Bucket) -> tuple[jax.Array, jax.Array]:
+    """Hidden states of the rows' last tokens [G, E], and of all tokens [T, E]."""
+    hidden = registry.finish(spec, outer, x)
+    return gathered(hidden, last, bucket), hidden

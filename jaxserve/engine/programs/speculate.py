@@ -1,0 +1,138 @@
+"""Speculation on the device: what a draft's tokens are worth, and a draft that costs nothing.
+
+A row's span is its last token and the tokens drafted after it, so a step gives the target's logits at each of them.
+`strict` draws at every position as if nothing had been drafted, with the noise of that position, and keeps what
+agrees with the draft: the tokens are those without speculation, drawn ones too (drafter-invariant speculative
+decoding, arXiv 2408.07978). `probabilistic` is the rejection sampling of arXiv 2211.17192, which keeps more of a draft
+that was drawn, and other tokens of the same distribution. For a draft that was not drawn (an n-gram, a greedy row)
+the two accept alike.
+
+Letters: G sampling rows, D tokens of a row that are verified (1 + drafted), V vocabulary, S rows, L positions.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.engine.programs.sampling import BAD, BY_XLA, Column, Rows, argmax, draw, finite, gumbel, heated_and_cut
+from pallas_kernels.borders import Borders
+
+NONE = -2  # in place of a token that a row did not gain
+JUDGED, GUESSED = 0x5EED0001, 0x5EED0002  # kinds of noise: to keep a drafted token, and to draft one
+UNKNOWN = -1  # in place of a token in a history, where there is none yet
+
+
+def repeated(packed: jax.Array, times: int) -> Rows:
+    """Rows [G * D] of rows [G]: the next D positions of each."""
+    rows = jnp.repeat(packed, times, axis=0)
+    ahead = jnp.tile(jnp.arange(times, dtype=jnp.int32), packed.shape[0])
+    return Rows(rows.at[:, Column.POSITION].add(ahead))
+
+
+def strict(
+    logits: jax.Array, packed: jax.Array, draft: jax.Array, lengths: jax.Array, borders: Borders = BY_XLA
+) -> jax.Array:
+    """Tokens [G, D] that rows gain, NONE behind the last, BAD where logits are not finite.
+
+    logits [G * D, V]; packed [G, len(Column)], POSITION that of the first token to draw; draft [G, D - 1], of which
+    `lengths` [G] count.
+    """
+    width, times = packed.shape[0], 1 + draft.shape[1]
+    drawn = draw(logits, repeated(packed, times), borders).reshape(width, times)
+    right = (drawn[:, :-1] == draft) & (jnp.arange(times - 1)[None] < lengths[:, None])
+    return gained(drawn, _leading(right))
+
+
+def probabilistic(
+    logits: jax.Array,
+    packed: jax.Array,
+    draft: jax.Array,
+    lengths: jax.Array,
+    scores: jax.Array,
+    borders: Borders = BY_XLA,
+) -> jax.Array:
+    """As `strict`, by rejection sampling (arXiv 2211.17192, Algorithm 1): a drafted token is kept with chance
+    min(1, p / q), and where it is not, the row's token is drawn from what p has more than q.
+
+    scores [G, D - 1, V]: logits that the draft was drawn from, as they came from the draft model. Greedy rows keep what
+    is the best. What is drawn at a position depends on the request's seed, the position, and what was drafted there.
+    """
+    width, times = packed.shape[0], 1 + draft.shape[1]
+    told = repeated(packed, times)
+    theirs = jnp.pad(scores, ((0, 0), (0, 1), (0, 0))).reshape(logits.shape)
+    mine, guessed = (jax.nn.softmax(heated_and_cut(one, told, borders)) for one in (logits, theirs))
+    tokens = jnp.pad(draft, ((0, 0), (0, 1))).reshape(-1, 1)
+    p, q = (jnp.take_along_axis(one, tokens, axis=1)[:, 0] for one in (mine, guessed))
+    drafted = (jnp.arange(times)[None] < lengths[:, None]).reshape(-1)
+    kept = drafted & (uniform(told) * q < p)
+    more = jnp.where(drafted[:, None], jnp.maximum(mine - guessed, 0.0), mine)
+    drawn = argmax(jnp.where(more > 0, jnp.log(more) + gumbel(told, logits.shape[1]), -jnp.inf))
+    best = argmax(logits)
+    warm = told.floats(Column.TEMPERATURE) > 0
+    right = jnp.where(warm, kept, drafted & (best == tokens[:, 0]))
+    found = jnp.where(right, tokens[:, 0], jnp.where(warm, drawn, best))
+    found = jnp.where(finite(logits), found, BAD).reshape(width, times)
+    right = right & finite(logits)
+    return gained(found, _leading(right.reshape(width, times)[:, :-1]))
+
+
+def uniform(told: Rows) -> jax.Array:
+    """[G] in [0, 1), by seed and position; independent of `gumbel` of the same."""
+    noise = gumbel(salted(told, JUDGED), 1)[:, 0]
+    return jnp.exp(-jnp.exp(-noise))
+
+
+def salted(told: Rows, salt: int) -> Rows:
+    """Rows whose noise is of another kind."""
+    return Rows(told.packed.at[:, Column.SEED_HIGH].set(told.ints(Column.SEED_HIGH) ^ jnp.int32(salt)))
+
+
+def _leading(right: jax.Array) -> jax.Array:
+    """How many of [G, D - 1] hold before the first that does not, [G]."""
+    return jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
+
+
+def gained(drawn: jax.Array, accepted: jax.Array) -> jax.Array:
+    """`accepted` [G] tokens of each row [G, D], and the one behind them."""
+    return jnp.where(jnp.arange(drawn.shape[1])[None] <= accepted[:, None], drawn, NONE)
+
+
+def ngram(history: jax.Array, known: jax.Array, count: int, *, least: int, most: int) -> jax.Array:
+    """What followed the longest suffix that has occurred before, [S, count]: prompt lookup (`prompt_lookup_min` to
+    `prompt_lookup_max` tokens), the first of equally long ones.
+
+    history [S, L], of which `known` [S] tokens are. A continuation that ends with the text repeats. Where no suffix
+    occurs, the last token repeats.
+    """
+    length = history.shape[1]
+    index = jnp.arange(length, dtype=jnp.int32)[None]
+    last = known[:, None] - 1
+    run, matches = jnp.zeros(history.shape, jnp.int32), index < last
+    for back in range(most):
+        suffix = jnp.take_along_axis(history, jnp.maximum(last - back, 0), axis=1)  # [S, 1]
+        before = jnp.roll(history, back, axis=1)  # the token `back` positions before each
+        matches = matches & (before == suffix) & (index >= back) & (last >= back)
+        run = run + matches
+    longest = jnp.max(run, axis=1, keepdims=True)
+    first = jnp.min(jnp.where(run == longest, index, length), axis=1, keepdims=True)
+    begin = jnp.where(longest >= least, first + 1, last)  # [S, 1]
+    period = jnp.maximum(last + 1 - begin, 1)
+    follows = begin + jnp.arange(count, dtype=jnp.int32)[None] % period
+    return jnp.take_along_axis(history, jnp.clip(follows, 0, length - 1), axis=1)
+
+
+def noted(history: jax.Array, told: Rows, tokens: jax.Array) -> jax.Array:
+    """history [slots, L] with tokens [G, D] at the positions that they were drawn for; NONE and BAD are dropped."""
+    if not history.shape[1]:
+        return history
+    positions = told.ints(Column.POSITION)[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    positions = jnp.where(tokens > BAD, positions, history.shape[1])
+    return history.at[told.ints(Column.SLOT)[:, None], positions].set(tokens, mode="drop")
+
+
+def last_of(tokens: jax.Array) -> jax.Array:
+    """The last token that each row of [G, D] gained."""
+    count = jnp.sum(tokens != NONE, axis=1, keepdims=True)
+    last: jax.Array = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0), axis=1)[:, 0]
+    return last

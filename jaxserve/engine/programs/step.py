@@ -1,0 +1,252 @@
+"""The programs of an instance: compute a step, draw its tokens, score a prompt, move pages.
+
+A step is two programs, the model and the drawing, so that T buckets and the two ways to draw add up instead of
+multiplying. They are made once per model and mesh shape; jax then compiles them for each instance's devices.
+
+Letters: T tokens, S rows, P pages per row, N pages in the pool, B page size, L layers, K kv heads, D head dim,
+E model dim, V vocabulary, G sampling rows, W tokens scored together, M pages moved together,
+D tokens verified of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.engine.programs.backends import Backends
+from jaxserve.engine.programs.inputs import FROM_CARRY, Bucket, Layout, Limits
+from jaxserve.engine.programs.logprobs import logprobs_of
+from jaxserve.engine.programs.sampling import Adjust, Column, Rows, draw, draw_full
+from jaxserve.engine.programs.speculate import last_of, noted, probabilistic, strict
+from jaxserve.models import registry
+from jaxserve.models.cache import Cache
+from jaxserve.models.spec import ModelSpec
+from pallas_kernels.borders import Borders
+from pallas_kernels.dispatch import Attention, Pool
+from pallas_kernels.layout import Ragged
+from pallas_kernels.pages import export_pages, import_pages
+
+SCORED = 64  # W
+Tree = Any
+Program = Any  # a jitted function: called, or lowered and compiled ahead
+Logits = Callable[[Tree, jax.Array], jax.Array]  # weights, rows [G, E] -> [G, V]
+
+
+class Carry(NamedTuple):
+    """What the device knows of each slot's text."""
+
+    tokens: jax.Array  # [slots, 1 + most drafted] int32: the last token, then those drafted after it
+    history: jax.Array  # [slots, positions] int32: all of them; no positions where nothing drafts
+    scores: jax.Array  # [slots, most drafted, V] float32: logits that they were drawn from; nothing unless it is asked
+
+    @classmethod
+    def made(cls, limits: Limits, make: Callable[[tuple[int, ...], Any], Any]) -> Carry:
+        """Of what `make` makes of shapes and dtypes."""
+        positions, guessed = limits.positions if limits.draft else 0, limits.draft if limits.scores else 0
+        return cls(
+            make((limits.slots, 1 + limits.draft), jnp.int32),
+            make((limits.slots, positions), jnp.int32),
+            make((limits.slots, guessed, limits.vocab), jnp.float32),
+        )
+
+
+class Programs:
+    """Jitted functions by bucket. Alike instances share one of these, hence traces and lowered programs.
+
+    What they return lies where it lay as an argument: a sharding that only looks different compiles again.
+    """
+
+    def __init__(self, spec: ModelSpec, mesh: Mesh, limits: Limits, backends: Backends | None = None) -> None:
+        """`backends`: what was resolved; None: XLA."""
+        self.spec = spec
+        self.limits = limits
+        backends = backends or Backends()
+        self.attention, self.experts, self.products, self.sampling = (
+            "xla" if one is None else str(one) for one in backends
+        )
+        shape = mesh.abstract_mesh  # without devices, so that what is traced serves every instance
+        whole = NamedSharding(shape, PartitionSpec())
+        pools = spec.cache.pools(NamedSharding(shape, spec.cache.partition))
+        self.step: dict[Bucket, Program] = {}
+        self.block: dict[int, Program] = {}
+        for bucket in limits.buckets:
+            kernel = backends.kernel(shape, decode=bucket.decode, few=bucket.verify)
+            program = partial(_step, spec=spec, limits=limits, bucket=bucket, kernel=kernel)
+            self.step[bucket] = jitted(program, f"step_{bucket.tokens}_{bucket.rows}", (whole, pools, whole), (1,))
+            self.block.setdefault(bucket.tokens, jitted(_block, f"block_{bucket.tokens}", whole))
+        logits = partial(logits_of, spec=spec, whole=whole)
+        borders = backends.borders(shape)
+        self.draw = jitted(partial(_draw, logits=logits, borders=borders), "draw", (whole, whole), (2,))
+        self.full = jitted(partial(_full, logits=logits, borders=borders), "draw_full", (whole,) * 4, (2, 3))
+        self.pick = jitted(_pick, "pick", whole)
+        self.verify = jitted(partial(_verify, logits=logits, borders=borders), "verify", (whole, whole), (2,))
+        self.recall = jitted(_recall, "recall", whole, (0,))
+        self.score = jitted(partial(_score, logits=logits), "score", whole)
+        self.remember = jitted(_remember, "remember", whole, (0,))
+        self.moves = Moves(spec.cache, shape)
+
+
+class Moves:
+    """Pages out of the pools of a cache, and into them."""
+
+    def __init__(self, cache: Cache, mesh: AbstractMesh) -> None:
+        local = partial(jax.shard_map, mesh=mesh, check_vma=False)
+        parcel, held = cache.parcel_partition, cache.pools(cache.partition)
+        # By hand to each shard its own heads: XLA would have every device make room for a whole parcel.
+        export = local(export_pages, in_specs=(held, PartitionSpec()), out_specs=parcel)
+        fill = local(import_pages, in_specs=(held, PartitionSpec(), parcel), out_specs=held)
+        self.gather: Program = jitted(export, "gather", NamedSharding(mesh, parcel))
+        self.scatter: Program = jitted(fill, "scatter", cache.pools(NamedSharding(mesh, cache.partition)), (0,))
+
+
+def jitted(program: Callable[..., Any], name: str, out: Any, donate: tuple[int, ...] = ()) -> Program:
+    def named(*args: Any) -> Any:
+        return program(*args)
+
+    named.__name__ = named.__qualname__ = name
+    return jax.jit(named, out_shardings=out, donate_argnums=donate)
+
+
+def _step(
+    weights: Tree,
+    pools: list[Pool],  # L x what `spec.cache` says
+    carry: jax.Array,  # `Carry.tokens`
+    packed: jax.Array,  # [Layout.end] int32
+    *,
+    spec: ModelSpec,
+    limits: Limits,
+    bucket: Bucket,
+    kernel: Attention,
+) -> tuple[jax.Array, list[Pool], jax.Array]:
+    """Hidden states of the rows' last tokens [G, E], the pools, and hidden states of all tokens [T, E]."""
+    tokens, ragged, last = unpack(packed, carry, bucket, limits)
+    hidden, pools = registry.forward(spec, weights, pools, tokens, ragged, attention=kernel)
+    return gathered(hidden, last, bucket), pools, hidden
+
+
+def gathered(hidden: jax.Array, last: jax.Array, bucket: Bucket) -> jax.Array:
+    """Of hidden [T, E] the rows' last tokens [G, E]."""
+    rows = hidden if bucket.decode else hidden[last]  # [S, E]
+    return jnp.pad(rows, ((0, bucket.width - bucket.rows), (0, 0)))
+
+
+def unpack(packed: jax.Array, carry: jax.Array, bucket: Bucket, limits: Limits) -> tuple[jax.Array, Ragged, jax.Array]:
+    """Tokens [T], their `Ragged`, and the index in [T] of each row's last token [S]. Where a token's KV goes
+    follows from the rows: the host sends what it must, and this costs nothing here."""
+    at = Layout.of(bucket, limits.row_pages)
+    starts, lengths = packed[at.starts : at.lengths], packed[at.lengths : at.contexts]
+    contexts, slots = packed[at.contexts : at.slots], packed[at.slots : at.last]
+    tables = packed[at.tables : at.end].reshape(bucket.rows, limits.row_pages)
+    index = jnp.arange(bucket.tokens, dtype=jnp.int32)  # [T]
+    rows = jnp.sum((starts + lengths)[None, :] <= index[:, None], axis=1, dtype=jnp.int32)  # [T], S for padding
+    real, row = rows < bucket.rows, jnp.minimum(rows, bucket.rows - 1)
+    positions = jnp.where(real, contexts[row] - lengths[row] + index - starts[row], 0)
+    page = tables[row, positions // limits.page_size]
+    write = jnp.where(real, page * limits.page_size + positions % limits.page_size, limits.pages * limits.page_size)
+    tokens = packed[: at.starts]
+    tokens = jnp.where(tokens <= FROM_CARRY, carry[slots[row], jnp.maximum(FROM_CARRY - tokens, 0)], tokens)
+    ragged = Ragged(positions, rows, write, starts, lengths, contexts, tables)
+    # Without the barrier XLA fuses slices of `packed` into the kernels that read them, and leaves such fusions out of
+    # the step's CUDA graph: it would be cut in two at every layer.
+    return tokens, lax.optimization_barrier(ragged), packed[at.last : at.tables]
+
+
+def logits_of(weights: Tree, rows: jax.Array, *, spec: ModelSpec, whole: NamedSharding) -> jax.Array:
+    """[G, V], whole on every device: drawing from a split vocabulary would talk to the others at every turn.
+
+    Each device first computes its share of the vocabulary. Asked for the whole alone, XLA gathers the head instead,
+    a gigabyte and more at every step.
+    """
+    share = NamedSharding(whole.mesh, PartitionSpec(None, "tp"))
+    logits: jax.Array = lax.with_sharding_constraint(registry.logits(spec, weights, rows), share)
+    logits = lax.with_sharding_constraint(logits, whole)
+    return logits
+
+
+def _draw(
+    weights: Tree, rows: jax.Array, carry: Carry, sampling: jax.Array, *, logits: Logits, borders: Borders
+) -> tuple[jax.Array, Carry]:
+    """rows [G, E], sampling [G, len(Column)] -> tokens [G], carry."""
+    told = Rows(sampling)
+    tokens = draw(logits(weights, rows), told, borders)
+    return tokens, _carried(carry, told, tokens)
+
+
+def _full(
+    weights: Tree,
+    rows: jax.Array,
+    carry: Carry,
+    counts: jax.Array,
+    sampling: jax.Array,
+    ids: jax.Array,
+    values: jax.Array,
+    used: jax.Array,
+    *,
+    logits: Logits,
+    borders: Borders,
+) -> tuple[jax.Array, Carry, jax.Array, jax.Array]:
+    """As `_draw`, with token counts [slots, V] and an Adjust -> tokens, carry, counts, log-probabilities."""
+    told = Rows(sampling)
+    tokens, logprobs, counts = draw_full(logits(weights, rows), told, Adjust(ids, values, used), counts, borders)
+    return tokens, _carried(carry, told, tokens), counts, logprobs
+
+
+def _verify(
+    weights: Tree,
+    rows: jax.Array,
+    carry: Carry,
+    sampling: jax.Array,
+    lengths: jax.Array,
+    *,
+    logits: Logits,
+    borders: Borders,
+) -> tuple[jax.Array, Carry]:
+    """As `_draw`, for rows [G * D, E], of which `lengths` [G] were drafted; -> tokens [G, D] as of `strict`."""
+    told = Rows(sampling)
+    depth = rows.shape[0] // sampling.shape[0] - 1
+    slots = jnp.clip(told.ints(Column.SLOT), 0, carry.tokens.shape[0] - 1)
+    draft = carry.tokens[slots, 1 : 1 + depth]
+    scores = logits(weights, rows)
+    if carry.scores.shape[1]:
+        tokens = probabilistic(scores, sampling, draft, lengths, carry.scores[slots, :depth], borders)
+    else:
+        tokens = strict(scores, sampling, draft, lengths, borders)
+    return tokens, _carried(carry, told, last_of(tokens), tokens)
+
+
+def _carried(carry: Carry, told: Rows, last: jax.Array, tokens: jax.Array | None = None) -> Carry:
+    """With the last token [G] of each row, and in the history all it gained [G, D]."""
+    history = noted(carry.history, told, last[:, None] if tokens is None else tokens)
+    kept = carry.tokens.at[told.ints(Column.SLOT), 0].set(jnp.maximum(last, 0), mode="drop")
+    return carry._replace(tokens=kept, history=history)
+
+
+def _pick(hidden: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows `index` [G * D] of hidden [T, E]."""
+    return jnp.take(hidden, index, axis=0, mode="clip")
+
+
+def _recall(carry: Carry, slot: jax.Array, row: jax.Array) -> Carry:
+    """With the text [positions] of a request that takes the slot."""
+    return carry._replace(history=carry.history.at[slot].set(row))
+
+
+def _score(weights: Tree, rows: jax.Array, targets: jax.Array, *, logits: Logits) -> jax.Array:
+    """Log-probabilities of given next tokens: rows [W, E], targets [W] -> as `logprobs_of`."""
+    return logprobs_of(logits(weights, rows), targets)
+
+
+def _block(hidden: jax.Array, begin: jax.Array) -> jax.Array:
+    """W rows of hidden [T, E] from `begin`; the last ones repeat where there are fewer."""
+    return jnp.take(hidden, begin + jnp.arange(SCORED, dtype=jnp.int32), axis=0, mode="clip")
+
+
+def _remember(counts: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:
+    """counts [slots, V] with one row [V] replaced."""
+    return counts.at[slot].set(row)

@@ -1,0 +1,1 @@
+"""What runs steps: executors, the state they hold on their devices, queues and statistics."""

@@ -1,0 +1,42 @@
+"""What the engine refuses before it makes a request of it, and how it names what ended it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from jaxserve.engine.programs.inputs import check_adjusted
+from jaxserve.engine.runtime.info import EngineInfo
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.params import SamplingParams
+
+
+def check_request(info: EngineInfo, prompt: Sequence[int], params: SamplingParams) -> None:
+    """Raises InvalidValue, naming the field, where a request cannot be served."""
+    if not prompt:
+        raise InvalidValue("the prompt is empty: at least one token is needed", "prompt")
+    if len(prompt) >= info.max_model_len:
+        raise InvalidValue(
+            f"the prompt has {len(prompt)} tokens, and max_model_len={info.max_model_len} must hold it and at "
+            "least one token of output",
+            "prompt",
+        )
+    check_adjusted(params, tuple(info.eos))
+    wrong = [token for token in prompt if not 0 <= token < info.vocab_size]
+    if wrong:
+        raise InvalidValue(f"token id {wrong[0]} must be between 0 and {info.vocab_size - 1}", "prompt")
+    wrong = [token for token, _ in params.logit_bias if not 0 <= token < info.vocab_size]
+    if wrong:
+        raise InvalidValue(f"logit_bias of token {wrong[0]}: ids go from 0 to {info.vocab_size - 1}", "logit_bias")
+
+
+def cause(error: BaseException) -> str:
+    """The errors behind an error: those that a group of tasks holds, not the group."""
+    return "; ".join(dict.fromkeys(f"{type(one).__name__}: {one}" for one in _leaves(error)))
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for one in error.exceptions:
+            yield from _leaves(one)
+    else:
+        yield error

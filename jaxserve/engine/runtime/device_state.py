@@ -1,0 +1,236 @@
+"""What an instance holds on its devices: weights, KV pool, token carry and token counts. Writer: its executor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.engine.memory.kv import pool_maker
+from jaxserve.engine.memory.transfer import Piece, padded
+from jaxserve.engine.programs.draft_inputs import Drafts
+from jaxserve.engine.programs.inputs import Batch, Int32
+from jaxserve.engine.programs.mesh import placed
+from jaxserve.engine.programs.sampling import ADJUSTED, MOST_COUNTED, SEEN_IN_PROMPT
+from jaxserve.engine.programs.segments import Segments, Walk, outside, pools_of
+from jaxserve.engine.programs.speculate import UNKNOWN
+from jaxserve.engine.programs.step import SCORED, Carry, Programs, Tree
+from jaxserve.engine.speculation.drafters import Drafter
+from jaxserve.sched.api.plan import Begin, Span
+from pallas_kernels.dispatch import Pool
+
+# Alternatives wanted, and blocks of (targets, their log-probabilities [W, 2 + 2 * MAX_LOGPROBS] int32).
+Scores = tuple[int, list[tuple[Int32, jax.Array]]]
+
+
+class Drawn:
+    """What a submitted step leaves on the device: arrays that may not have been computed yet."""
+
+    __slots__ = ("logprobs", "rows", "scores", "tokens", "verified")
+
+    def __init__(self, rows: jax.Array) -> None:
+        self.rows = rows  # [G, E]
+        self.tokens: jax.Array | None = None  # [G] int32
+        self.verified: jax.Array | None = None  # [G, D] int32, of rows that may draft, see `speculate.strict`
+        self.logprobs: jax.Array | None = None  # [G, 2 + 2 * MAX_LOGPROBS] int32
+        self.scores: dict[int, Scores] = {}  # by span
+
+    def wait(self) -> None:
+        """Block until all of it is computed; raises what the device raised."""
+        jax.block_until_ready([x for x in (self.tokens, self.verified, self.logprobs) if x is not None] or self.rows)
+        for _, blocks in self.scores.values():
+            jax.block_until_ready([block for _, block in blocks])
+
+
+class DeviceState:
+    """Dispatches programs in order, each on what the one before it left."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        mesh: Mesh,
+        weights: Tree,
+        dtype: Any,
+        segments: Segments | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
+        """`segments`: of steps that can be stopped before their end; None: there are none."""
+        limits = programs.limits
+        self.programs = programs
+        self.segments = segments
+        self.outer = outside(weights)
+        self.mesh = mesh
+        self.weights = weights
+        self.drafter = drafter
+        self.pools: list[Pool] = []
+        self._whole = NamedSharding(mesh, PartitionSpec())
+        self._parcels = NamedSharding(mesh, programs.spec.cache.parcel_partition)
+        self._make = pool_maker(programs.spec, mesh, limits.pages, limits.page_size, dtype)
+        self._unadjusted: dict[int, tuple[jax.Array, jax.Array]] = {
+            width: placed(
+                (np.full((width, ADJUSTED), limits.vocab, np.int32), np.zeros((width, ADJUSTED), np.float32)),
+                self._whole,
+            )
+            for width in limits.widths
+        }
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Empty pools, nothing remembered: at the start, and after a step raised and its donated buffers are gone."""
+        limits = self.programs.limits
+        self.pools = []  # let go of the old ones first: both may not fit
+        self.pools = self._make()
+        self.carry = Carry.made(limits, self.filled)
+        self.counts = placed(np.zeros((limits.slots, limits.vocab), np.int16), self._whole)
+        if self.drafter is not None:
+            self.drafter.rebuild()
+
+    def step(self, batch: Batch, spans: Sequence[Span] = ()) -> tuple[Drawn, jax.Array]:
+        """Dispatch a step; returns also the hidden states of all its tokens [T, E]."""
+        step = self.programs.step[batch.bucket]
+        if self.drafter is not None and batch.drafts is not None:
+            self.carry = self.drafter.draft(self.carry, batch.drafts)
+        rows, self.pools, hidden = step(self.weights, self.pools, self.carry.tokens, batch.packed)
+        return self.draw(batch, spans, rows, hidden), hidden
+
+    def walk(self, batch: Batch) -> Walk | None:
+        """A step that is dispatched by segments; None where it has none."""
+        if self.segments is None or batch.bucket not in self.segments.end:
+            return None
+        return Walk(batch, len(self.segments.links))
+
+    def segment(self, walk: Walk) -> jax.Array:
+        """Dispatch the next segment of a step; returns what is ready when the segment is done."""
+        assert self.segments is not None
+        if walk.stream is None:
+            begin = self.segments.begin[walk.batch.bucket]
+            walk.stream, walk.last = begin(self.outer, self.carry.tokens, walk.batch.packed)
+        link = self.segments.links[walk.at]
+        mine = pools_of(link, self.pools)
+        x, mine = self.segments.through[link.kind](self.weights["layers"][link.layers], mine, walk.stream)
+        if mine[0]:
+            self.pools[link.layers] = mine
+        walk.stream = walk.stream._replace(x=x)
+        walk.at += 1
+        return walk.stream.x
+
+    def end(self, walk: Walk, spans: Sequence[Span] = ()) -> tuple[Drawn, jax.Array]:
+        """As `step`, of one whose segments are all dispatched."""
+        assert self.segments is not None and walk.stream is not None
+        rows, hidden = self.segments.end[walk.batch.bucket](self.outer, walk.stream.x, walk.last)
+        walk.stream = None
+        return self.draw(walk.batch, spans, rows, hidden), hidden
+
+    def draw(self, batch: Batch, spans: Sequence[Span], rows: jax.Array, hidden: jax.Array) -> Drawn:
+        """Dispatch the drawing of tokens from rows [G, E], and from several of hidden [T, E] where rows drafted."""
+        programs, drawn = self.programs, Drawn(rows)
+        if self.drafter is not None:
+            self.drafter.follow(self.carry, batch, spans)
+        if batch.sampling is None:
+            return drawn
+        if batch.drafts is not None:
+            drawn.verified = self._verify(hidden, batch.drafts)
+            if not batch.full:
+                return drawn
+        if not batch.full:
+            drawn.tokens, self.carry = programs.draw(self.weights, rows, self.carry, batch.sampling)
+            return drawn
+        ids, values = self.unadjusted(batch.bucket.width)
+        used = np.int32(0)
+        if batch.adjust is not None:
+            ids, values = placed(batch.adjust[:2], self._whole)
+            used = np.int32(batch.adjust[2])
+        drawn.tokens, self.carry, self.counts, logprobs = programs.full(
+            self.weights, rows, self.carry, self.counts, batch.sampling, ids, values, used
+        )
+        if batch.logprobs:
+            drawn.logprobs = logprobs
+        return drawn
+
+    def _verify(self, hidden: jax.Array, drafts: Drafts) -> jax.Array:
+        rows = self.programs.pick(hidden, drafts.places)
+        tokens, self.carry = self.programs.verify(self.weights, rows, self.carry, drafts.sampling, drafts.lengths)
+        verified: jax.Array = tokens
+        return verified
+
+    def unadjusted(self, width: int) -> tuple[jax.Array, jax.Array]:
+        """Ids and values [G, A] that change no logit."""
+        return self._unadjusted[width]
+
+    def replicated(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        """Zeros, whole on each device."""
+        zeros: jax.Array = placed(np.zeros(shape, dtype), self._whole)
+        return zeros
+
+    def described(self, shapes: Tree) -> Tree:
+        """Arrays of given shapes, whole on each device, without values."""
+        return jax.tree.map(
+            lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=self._whole, weak_type=one.weak_type),
+            shapes,
+        )
+
+    def filled(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        """Tokens that nobody knows, whole on each device."""
+        array: jax.Array = placed(np.full(shape, UNKNOWN, dtype), self._whole)
+        return array
+
+    def parcel(self, size: int) -> Piece:
+        """A piece of zeros."""
+        shape = self.programs.spec.cache.parcel_shape(size, self.programs.limits.page_size)
+        drafted = () if self.drafter is None else self.drafter.parcel(size)
+        return self.receive((np.zeros(shape, self.pools[0][0].dtype), *drafted))
+
+    def score(self, hidden: jax.Array, begin: int, targets: Int32) -> list[tuple[Int32, jax.Array]]:
+        """Log-probabilities of `targets`, each the token after hidden[begin], hidden[begin + 1], ..."""
+        take, blocks = self.programs.block[hidden.shape[0]], []
+        for at in range(0, len(targets), SCORED):
+            mine = targets[at : at + SCORED]
+            padded = np.zeros(SCORED, np.int32)
+            padded[: len(mine)] = mine
+            block = take(hidden, np.int32(begin + at))
+            blocks.append((mine, self.programs.score(self.weights, block, padded)))
+        return blocks
+
+    def remember(self, slot: int, begin: Begin) -> None:
+        """Set the slot's token counts to those of its request so far."""
+        vocab = self.programs.limits.vocab
+        drawn = np.bincount(np.array(begin.output, np.int64), minlength=vocab)[:vocab]
+        row = np.minimum(drawn, MOST_COUNTED).astype(np.int16)
+        prompt = np.array(begin.prompt, np.int64)
+        row[prompt[(prompt >= 0) & (prompt < vocab)]] |= SEEN_IN_PROMPT
+        self.counts = self.programs.remember(self.counts, np.int32(slot), row)
+
+    def begin(self, slot: int, begin: Begin, start: int) -> None:
+        """A request takes the slot: who drafts is told its text so far, of which `start` tokens have KV."""
+        if self.drafter is None:
+            return
+        row = np.full(self.programs.limits.positions, UNKNOWN, np.int32)
+        known = (*begin.prompt, *begin.output)[: len(row)]
+        row[: len(known)] = known
+        self.carry = self.programs.recall(self.carry, np.int32(slot), row)
+        self.drafter.begin(slot, start)
+
+    def export(self, pages: Int32) -> Piece:
+        """Pages [M] of all layers as one array, a piece of a parcel; and of the drafter's layers."""
+        drafted = () if self.drafter is None else self.drafter.export(pages)
+        return self.programs.moves.gather(self.pools, pages), *drafted
+
+    def fill(self, pages: Int32, piece: Piece) -> None:
+        """Put a piece that lies on this mesh into `pages` [M]; those out of range are padding."""
+        self.pools = self.programs.moves.scatter(self.pools, pages, piece[0])
+        if self.drafter is not None:
+            self.drafter.fill(pages, piece[1:])
+
+    def receive(self, piece: Sequence[Any]) -> Piece:
+        """A piece from another instance, or of numpy, on this mesh."""
+        drafted = () if self.drafter is None else self.drafter.receive(piece[1:])
+        return placed(piece[0], self._parcels), *drafted
+
+    def scrub(self, pages: Sequence[int], bucket: int) -> None:
+        """Zero pages, as many at a time as a piece of a parcel has."""
+        zeros = self.parcel(bucket)
+        for at in range(0, len(pages), bucket):
+            self.fill(padded(pages[at : at + bucket], bucket, self.programs.limits.pages), zeros)

@@ -1,0 +1,484 @@
+"""The executor that computes: steps go to the devices at once, a thread waits for what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from jaxserve.engine.memory.transfer import Parcel, cut, padded, piece_sizes
+from jaxserve.engine.programs.inputs import Batch, InputBuilder, Int32, SlotTable
+from jaxserve.engine.programs.sampling import BAD, Column
+from jaxserve.engine.programs.segments import Walk
+from jaxserve.engine.programs.speculate import NONE
+from jaxserve.engine.runtime.checks import cause
+from jaxserve.engine.runtime.device_state import DeviceState, Drawn
+from jaxserve.sched.api.errors import InvalidValue, JaxserveError, StepFailed
+from jaxserve.sched.api.executor import Step
+from jaxserve.sched.api.params import MAX_LOGPROBS
+from jaxserve.sched.api.plan import Span, StepPlan, StepResult, Suspended, TokenLogprobs
+from jaxserve.sched.api.preemption import DEPTH, stopping
+
+log = logging.getLogger(__name__)
+
+LEAST_LEAD, MOST_LEAD = 3e-3, 8e-3  # seconds; an event loop's timer wakes up to 1 ms late
+
+
+class Job:
+    """Writer: the executor that holds it; of `started` the thread that waits for the devices."""
+
+    __slots__ = ("ahead", "batch", "committed", "drawn", "life", "plan", "started", "step", "stop", "submitted", "walk")
+
+    batch: Batch  # once prepared
+    drawn: Drawn  # once all of it is dispatched
+
+    def __init__(self, plan: StepPlan, step: Step, life: int, submitted: float) -> None:
+        """`life`: of the device state it runs on."""
+        self.plan = plan
+        self.step = step
+        self.life = life
+        self.submitted = submitted
+        self.walk: Walk | None = None  # its segments; None: it is dispatched as a whole
+        self.started: float | None = None
+        self.stop = False  # asked to stop at a boundary
+        self.ahead = 0  # segments dispatched and not done
+        self.committed: asyncio.Future[None] = step.get_loop().create_future()
+
+    def go_on(self, suspended: Job) -> None:
+        """From where another stopped."""
+        self.batch, self.walk = suspended.batch, suspended.walk
+
+    def commit(self) -> None:
+        """From now on it cannot be stopped: all of it is dispatched, or no more of it will be."""
+        if not self.committed.done():
+            self.committed.set_result(None)
+
+
+class JaxExecutor:
+    """One instance. All methods belong to one event loop's thread; only waiting happens elsewhere.
+
+    A step that can be stopped is dispatched by segments, at most `depth` ahead of what the devices have done.
+
+    `fault`: called with each plan where the device would raise; what it raises counts as the device's error.
+    """
+
+    def __init__(self, name: str, state: DeviceState, depth: int = DEPTH) -> None:
+        self.name = name
+        self.depth = depth
+        self.fault: Callable[[StepPlan], None] | None = None
+        self.submit_seconds = 0.0  # moving average of the time that `submit` takes
+        self.steps = 0
+        self.rebuilds = 0
+        self._state = state
+        self._limits = state.programs.limits
+        self._inputs = InputBuilder(self._limits)
+        self._slots = SlotTable(self._limits)
+        self._sizes = piece_sizes(self._limits.row_pages)
+        self._life = 0
+        self._lost = False  # the pool is gone: a step raised, and nobody has said to rebuild it yet
+        self._flying: dict[Step, Job] = {}
+        self._queue: deque[Job] = deque()  # steps of which there is more to dispatch, in order
+        self._suspended: dict[int, Job] = {}  # by step
+        self._unsure: set[int] = set()  # pages whose content no finite token vouches for: they may hold NaN
+        self._unsure_slots: set[int] = set()  # slots that may hold such pages
+        self._finished = 0.0
+        self._submitted: queue.SimpleQueue[tuple[Job, jax.Array | None] | None] = queue.SimpleQueue()
+        self._waiter: threading.Thread | None = None  # waits for the devices; made with the first step
+        self._movers = ThreadPoolExecutor(4, thread_name_prefix=f"jaxserve-{name}-kv")
+
+    @property
+    def pages(self) -> int:
+        return self._limits.pages
+
+    @property
+    def page_size(self) -> int:
+        return self._limits.page_size
+
+    @property
+    def preemptible(self) -> bool:
+        """Whether steps of prompt chunks alone can be stopped before their end."""
+        return self._state.segments is not None
+
+    @property
+    def pieces(self) -> int:
+        """Segments of such a step; 1 where none can be stopped."""
+        segments = self._state.segments
+        return 1 if segments is None else len(segments.links)
+
+    @property
+    def stopping(self) -> float:
+        """The largest share of such a step that still runs after it was asked to stop; 0 where none can be."""
+        return stopping(self.pieces, self.depth) if self.preemptible else 0.0
+
+    @property
+    def lead(self) -> float:
+        return min(max(LEAST_LEAD + 2 * self.submit_seconds, LEAST_LEAD), MOST_LEAD)
+
+    @property
+    def state(self) -> DeviceState:
+        """What lies on the devices; for warm-up."""
+        return self._state
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def submit(self, plan: StepPlan) -> Step:
+        step: Step = asyncio.get_running_loop().create_future()
+        if plan.resume is not None and plan.resume not in self._suspended:
+            raise InvalidValue(f"step {plan.step} resumes step {plan.resume}, which is not suspended", "resume")
+        self._check_pool()
+        if self._waiter is None or not self._waiter.is_alive():
+            self._waiter = threading.Thread(target=self._wait, name=f"jaxserve-{self.name}", daemon=True)
+            self._waiter.start()
+        job = self._flying[step] = Job(plan, step, self._life, self.now())
+        try:
+            if plan.resume is not None:
+                job.go_on(self._suspended.pop(plan.resume))
+            else:
+                job.batch = self._prepare(plan)
+                job.walk = self._state.walk(job.batch) if plan.preemptible else None
+            self._queue.append(job)
+            self._dispatch()
+        except Exception as error:  # it may have got as far as donating the pool
+            self._fail(self._life, error)
+            return step
+        self._note(self.now() - job.submitted)
+        return step
+
+    def _prepare(self, plan: StepPlan) -> Batch:
+        for span in plan.spans:
+            if span.draft > self._limits.draft:
+                raise InvalidValue(
+                    f"{span.draft=} of request {span.request}: this executor drafts at most {self._limits.draft} tokens"
+                )
+            if span.begin is not None:
+                self._slots.begin(span.slot, span.begin)
+                self._state.begin(span.slot, span.begin, span.start)
+                if self._slots.keeps_history(span.slot):
+                    self._state.remember(span.slot, span.begin)
+            if span.new_pages:
+                if self._unsure:
+                    self._clean(span)
+                self._slots.extend(span.slot, span.new_pages)
+            if not span.samples:
+                self._doubt(span)
+        return self._inputs.build(plan.spans, self._slots)
+
+    def _dispatch(self) -> None:
+        """What may go to the devices now, in the order in which it was submitted."""
+        while self._queue and self._go(self._queue[0]):
+            self._queue.popleft()
+
+    def _go(self, job: Job) -> bool:
+        """Dispatch a step, or some of its segments; returns whether it is out of the way."""
+        if job.walk is None:
+            drawn, hidden = self._state.step(job.batch, job.plan.spans)
+        else:
+            while job.walk.left and job.ahead < self.depth and not job.stop:
+                mark = self._state.segment(job.walk)
+                job.ahead += 1
+                if job.walk.left:  # the last is waited for together with what is drawn
+                    self._submitted.put((job, mark))
+            if job.walk.left:
+                return job.stop and not job.ahead and self._suspend(job)
+            drawn, hidden = self._state.end(job.walk, job.plan.spans)
+        job.drawn = drawn
+        self._score(job.plan.spans, drawn, hidden)
+        job.commit()
+        self._submitted.put((job, None))
+        return True
+
+    def _passed(self, job: Job) -> None:
+        """A segment is done: the next may follow."""
+        if job.life != self._life:
+            return
+        job.ahead -= 1
+        try:
+            self._dispatch()
+        except Exception as error:
+            self._fail(self._life, error)
+
+    def _suspend(self, job: Job) -> bool:
+        """All that was dispatched of a step is done, and no more shall be."""
+        del self._flying[job.step]
+        self._suspended[job.plan.step] = job
+        job.commit()
+        if not job.step.done():
+            started = self.now() if job.started is None else job.started
+            job.step.set_result(Suspended(job.plan.step, started, max(started, self._finished)))
+        return True
+
+    def _score(self, spans: Sequence[Span], drawn: Drawn, hidden: jax.Array) -> None:
+        """Log-probabilities of the prompt tokens that follow this step's, where asked for."""
+        if not self._slots.scored:
+            return
+        at = 0
+        for index, span in enumerate(spans):
+            prompt = self._slots.scored.get(span.slot, ())
+            targets = prompt[span.start + 1 : span.start + span.length + 1]
+            if targets:
+                count = self._slots.begins[span.slot].params.prompt_logprobs or 0
+                drawn.scores[index] = count, self._state.score(hidden, at, np.array(targets, np.int32))
+            at += span.length
+
+    def _note(self, seconds: float) -> None:
+        self.steps += 1
+        self.submit_seconds += (seconds - self.submit_seconds) * max(0.05, 1 / self.steps)
+
+    # results
+
+    def _wait(self) -> None:
+        """The waiter's thread: steps in order, each until the device is done with it, or with a segment of it."""
+        while (waiting := self._submitted.get()) is not None:
+            try:
+                self._await(*waiting)
+            except BaseException as error:  # such as SystemExit: no failure of a step, and nothing waits from now on
+                waiting[0].step.get_loop().call_soon_threadsafe(self._died, error)
+                return
+            del waiting  # or what is over would be held until the next
+
+    def _await(self, job: Job, mark: jax.Array | None) -> None:
+        loop = job.step.get_loop()
+        news: partial[None]
+        try:
+            if job.started is None:
+                if self.fault is not None:
+                    self.fault(job.plan)
+                job.started = max(job.submitted, self._finished)
+            if mark is not None:
+                mark.block_until_ready()
+                self._finished = self.now()
+                news = partial(self._passed, job)
+            else:
+                job.drawn.wait()
+                self._finished = self.now()
+                result = read(job.plan, job.batch, job.drawn, job.started, self._finished)
+                news = partial(self._resolve, job, result)
+        except Exception as error:
+            news = partial(self._fail, job.life, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            loop.call_soon_threadsafe(news)
+
+    def _resolve(self, job: Job, result: StepResult) -> None:
+        if job.life != self._life:
+            return  # its life ended in an error, which the future has
+        del self._flying[job.step]
+        for index in result.failed:
+            self._unsure.update(self._slots.held(job.plan.spans[index].slot))
+        if self._unsure_slots:
+            self._trust(job.plan.spans, result)
+        if not job.step.done():
+            job.step.set_result(result)
+
+    def _clean(self, span: Span) -> None:
+        """Zero the pages that the span begins to fill if they may hold NaN: a weight of zero times NaN is NaN, so
+        masking does not keep it from the new owner."""
+        held = len(self._slots.held(span.slot))
+        written = max(0, -(-span.start // self.page_size) - held)
+        if dirty := self._unsure.intersection(span.new_pages[written:]):
+            self._state.scrub(sorted(dirty), self._sizes[-1])
+            self._unsure -= dirty
+        if not self._unsure.isdisjoint(span.new_pages[:written]):
+            self._unsure_slots.add(span.slot)
+
+    def _doubt(self, span: Span) -> None:
+        """A chunk whose logits are never looked at may write NaN unnoticed."""
+        size = self.page_size
+        pages = self._slots.held(span.slot)[span.start // size : (span.start + span.length - 1) // size + 1]
+        self._unsure.update(pages)
+        self._unsure_slots.add(span.slot)
+
+    def _trust(self, spans: Sequence[Span], result: StepResult) -> None:
+        """A finite token vouches for all KV that it was drawn from."""
+        for index, span in enumerate(spans):
+            if span.slot in self._unsure_slots and span.samples and index not in result.failed:
+                self._unsure_slots.discard(span.slot)
+                self._unsure.difference_update(self._slots.held(span.slot))
+
+    def _fail(self, life: int, error: BaseException) -> None:
+        """The device raised: every step in flight fails, and what the instance holds is not to be trusted."""
+        if life != self._life:
+            return
+        log.error("%s: a step raised; the KV pool is rebuilt", self.name, exc_info=error)
+        self._end_all(error, lambda job: StepFailed(f"step {job.plan.step} of instance {self.name}: {cause(error)}"))
+
+    def _died(self, error: BaseException) -> None:
+        """The waiter's thread ended: no step comes back any more, which is the whole engine's failure."""
+        why = f"the thread that waits for the devices of instance {self.name} ended: {cause(error)}"
+        self._end_all(error, lambda job: JaxserveError(why))
+
+    def _end_all(self, error: BaseException, failure: Callable[[Job], JaxserveError]) -> None:
+        """Every step in flight ends in an error, and the pool is gone."""
+        self._life += 1
+        self._lost = True
+        self._queue.clear()
+        flying, self._flying = self._flying, {}
+        for step, job in flying.items():
+            job.commit()
+            job.walk = None  # whoever keeps the error keeps its frames
+            if not step.done():
+                failed = failure(job)
+                failed.__cause__ = error
+                step.set_exception(failed)
+
+    def rebuild(self) -> None:
+        self.rebuilds += 1
+        self._unsure.clear()
+        self._unsure_slots.clear()
+        self._suspended.clear()  # what they had computed is gone with the pool
+        self._slots = SlotTable(self._limits)
+        self._state.rebuild()
+        self._lost = False
+
+    def _check_pool(self) -> None:
+        if self._lost:
+            raise StepFailed(f"instance {self.name} lost its KV pool; it takes nothing before it is rebuilt")
+
+    def preempt(self, step: Step) -> None:
+        job = self._flying.get(step)
+        if job is None:
+            return
+        if not job.plan.preemptible:
+            raise InvalidValue(f"step {job.plan.step} is not preemptible", "preemptible")
+        job.stop = True
+
+    def committed(self, step: Step) -> asyncio.Future[Any]:
+        job = self._flying.get(step)
+        return step if job is None else job.committed
+
+    def release(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._slots.release(slot)
+
+    # pages
+
+    def export_kv(self, pages: Sequence[int]) -> Parcel:
+        self._check_pool()
+        pieces = []
+        for size, mine in cut(pages, self._sizes):
+            pieces.append((len(mine), self._state.export(padded(mine, size, self._limits.pages))))
+        return Parcel(len(pages), tuple(pieces))
+
+    async def import_kv(self, parcel: Parcel, pages: Sequence[int]) -> None:
+        """Waits for the copy before it touches the pool: a scatter that waits for another instance's long step would
+        hold up every step behind it."""
+        if parcel.pages != len(pages):
+            raise JaxserveError(f"a parcel of {parcel.pages} pages cannot go into {len(pages)} pages")
+        self._check_pool()
+        loop, life = asyncio.get_running_loop(), self._life
+        arrived = []
+        for _, piece in parcel.pieces:
+            await loop.run_in_executor(self._movers, jax.block_until_ready, piece)
+            arrived.append(self._state.receive(piece))
+        await loop.run_in_executor(self._movers, jax.block_until_ready, arrived)
+        if life != self._life:
+            raise StepFailed(f"instance {self.name} lost its KV pool while {parcel.pages} pages were on their way")
+        at = 0
+        for (count, _), piece in zip(parcel.pieces, arrived, strict=True):
+            self._state.fill(padded(pages[at : at + count], piece[0].shape[2], self._limits.pages), piece)
+            self._unsure.update(pages[at : at + count])
+            at += count
+
+    async def rest(self) -> None:
+        """Wait for the steps under way and forget all requests, so that another scheduler can begin."""
+        await self._landed()
+        if self._lost:
+            self.rebuild()
+        self._suspended.clear()
+        self.release(range(self._limits.slots))
+
+    async def _landed(self) -> None:
+        while self._flying:
+            await asyncio.wait(list(self._flying))
+
+    async def close(self) -> None:
+        await self._landed()
+        if self._waiter is not None and self._waiter.is_alive():
+            self._submitted.put(None)
+            await asyncio.get_running_loop().run_in_executor(self._movers, self._waiter.join)
+        self._movers.shutdown(wait=False)
+
+
+NOT_FINITE = "the model's logits are not finite"
+
+
+def read(plan: StepPlan, batch: Batch, drawn: Drawn, started: float, finished: float) -> StepResult:
+    """The result of a step whose arrays are computed."""
+    if drawn.verified is not None:
+        return _verified(plan, batch, drawn, started, finished)
+    if drawn.tokens is None:
+        return StepResult(plan.step, started, finished, ((),) * len(plan.spans), prompt_logprobs=_prompts(plan, drawn))
+    ids: list[int] = np.asarray(drawn.tokens).tolist()
+    tokens: tuple[tuple[int, ...], ...]
+    failed: dict[int, str] = {}
+    if min(ids) > BAD and all(span.samples for span in plan.spans):
+        tokens = tuple((token,) for token in ids[: len(plan.spans)])
+    else:
+        gained = []
+        for index, (span, token) in enumerate(zip(plan.spans, ids, strict=False)):
+            if span.samples and token == BAD:
+                failed[index] = NOT_FINITE
+            gained.append((token,) if span.samples and token != BAD else ())
+        tokens = tuple(gained)
+    logprobs = {} if drawn.logprobs is None else _logprobs(batch.logprobs, ids, np.asarray(drawn.logprobs))
+    return StepResult(plan.step, started, finished, tokens, failed, logprobs, _prompts(plan, drawn))
+
+
+def _verified(plan: StepPlan, batch: Batch, drawn: Drawn, started: float, finished: float) -> StepResult:
+    """As `read`, of a step in which rows drafted: several tokens of a row, or one that was drawn alone."""
+    assert batch.drafts is not None and drawn.verified is not None
+    slots, several = batch.drafts.sampling[:, Column.SLOT].tolist(), np.asarray(drawn.verified).tolist()
+    alone = None if drawn.tokens is None else np.asarray(drawn.tokens).tolist()
+    gained: list[tuple[int, ...]] = []
+    failed: dict[int, str] = {}
+    for index, span in enumerate(plan.spans):
+        mine = several[index] if slots[index] == span.slot or alone is None else [alone[index]]
+        tokens = tuple(token for token in mine if token != NONE) if span.samples else ()
+        if BAD in tokens:
+            failed[index] = NOT_FINITE
+            tokens = ()
+        gained.append(tokens)
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = {}
+    if alone is not None and drawn.logprobs is not None:
+        logprobs = _logprobs(batch.logprobs, alone, np.asarray(drawn.logprobs))
+    return StepResult(plan.step, started, finished, tuple(gained), failed, logprobs, _prompts(plan, drawn))
+
+
+def _logprobs(wanted: tuple[int, ...], ids: list[int], packed: Int32) -> Mapping[int, tuple[TokenLogprobs, ...]]:
+    return {
+        index: (unpack(packed[index], ids[index], count),)
+        for index, count in enumerate(wanted)
+        if count >= 0 and ids[index] != BAD
+    }
+
+
+def _prompts(plan: StepPlan, drawn: Drawn) -> Mapping[int, tuple[TokenLogprobs, ...]]:
+    found: dict[int, tuple[TokenLogprobs, ...]] = {}
+    for index, (count, blocks) in drawn.scores.items():
+        found[index] = tuple(
+            unpack(row, target, count)
+            for targets, block in blocks
+            for target, row in zip(targets.tolist(), np.asarray(block), strict=False)
+        )
+    return found
+
+
+def unpack(packed: npt.NDArray[Any], token: int, count: int) -> TokenLogprobs:
+    """One row of `sampling.logprobs_of`, with `count` alternatives."""
+    floats = packed.view(np.float32)
+    ids: list[int] = packed[2 : 2 + count].tolist()
+    best: list[float] = floats[2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + count].tolist()
+    top = tuple((i, value) for i, value in zip(ids, best, strict=True) if i >= 0)
+    return TokenLogprobs(token, float(floats[0]), int(packed[1]), top)

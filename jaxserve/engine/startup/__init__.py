@@ -1,0 +1,1 @@
+"""From settings to a warm engine: build, compile, measure."""

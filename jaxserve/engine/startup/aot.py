@@ -1,0 +1,333 @@
+"""Whole steps for the compile gate: the engine's own programs, with weights that are only described.
+
+`python -m pallas_kernels.aot` finds them by the name of this module; kernels know no engines, so they cannot be there.
+To add a model: a line in SERVED, of one in configs/model/published.yaml, and its bounds (`--record`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.engine.memory import kv
+from jaxserve.engine.programs.backends import Backends, resolve_backends
+from jaxserve.engine.programs.inputs import Bucket, Layout, Limits
+from jaxserve.engine.programs.mesh import plan_mesh
+from jaxserve.engine.programs.sampling import ADJUSTED, Adjust, Column, Rows, draw, draw_full
+from jaxserve.engine.programs.segments import Segments, outside, pools_of
+from jaxserve.engine.programs.step import Carry, Programs, Tree
+from jaxserve.engine.startup.build import ExecutorConfig, random_init
+from jaxserve.models import registry
+from jaxserve.models.layers import Info, Part
+from jaxserve.models.published import published_spec
+from jaxserve.sched.api.preemption import Boundary
+from jaxserve.settings.speculative import Speculative
+from pallas_kernels.aot.cases import Case, Step, shapes
+from pallas_kernels.aot.targets import memory_of
+from pallas_kernels.borders import MosaicBorders, Spec
+
+ROWS, TOKENS = 256, 8192  # what an engine on a GPU has unless it is told otherwise
+LENGTH = 8192  # tokens of the longest request
+PAGE = 64
+DTYPE = jnp.dtype(jnp.bfloat16)
+SPARE = 6 << 30  # bytes left for temporaries; an engine measures them
+BACKENDS = {"gpu": "mosaic_gpu", "tpu": "tpu"}  # named, because one that is named does not fall back
+EXPERTS = {"mosaic_gpu": "mosaic_gpu", "tpu": "xla"}
+COLLECTIVES = "--xla_gpu_enable_command_buffer=+COLLECTIVES"  # for XLA_FLAGS: CUDA graphs take them in
+
+
+class Served(NamedTuple):
+    """A published model on a mesh, and those of its steps that every run of the gate compiles."""
+
+    model: str
+    tp: int
+    usual: tuple[str, ...] = ()
+    rows: int = ROWS
+    segments: bool = False  # also those of a step that can be stopped: a layer, and each of its halves
+    draft: int = 0  # tokens that a row may draft, by n-grams
+    quantization: str | None = None  # of weights, as the flag names it
+    wanted: tuple[str, ...] = ()  # of its steps; (): all
+    layers: int | None = None  # the first ones only, where all would take CI too long
+    graphed: bool = False  # with the collectives taken into CUDA graphs
+
+
+SERVED = (
+    Served("llama3-8b", 1, ("decode", "prefill", "draw", "segment layer"), segments=True),
+    Served("llama3-8b", 1, ("verify", "judge"), draft=4),
+    Served("llama3-8b", 1, ("decode",), quantization="fp8_per_block"),
+    Served("qwen2.5-7b", 1, ("decode",)),
+    Served("qwen3-0.6b", 1, ("decode",)),
+    Served("gemma3-1b", 1, ("decode",)),
+    Served("opt-6.7b", 1, ("decode",)),
+    Served("qwen3-30b-a3b", 1, ("decode",)),
+    Served("deepseek-v2-lite", 1, ("decode",)),
+    Served("qwen3-30b-a3b", 1, quantization="fp8_per_block", wanted=("decode",)),
+    Served("deepseek-v2-lite", 1, quantization="int8", wanted=("decode",)),
+    Served("qwen3-30b-a3b", 1, quantization="fp8_per_block", wanted=("prefill",), layers=4),
+    Served("deepseek-v2-lite", 1, quantization="int8", wanted=("prefill",), layers=4),
+    Served("gpt-oss-20b", 1, ("decode",)),
+    Served("minimax-m2", 4, ("decode",), layers=4),
+    Served("qwen3-30b-a3b", 4, layers=4),
+    Served("llama3-8b", 4),
+    Served("llama3-8b", 4, ("decode",), wanted=("decode",), graphed=True),
+    Served("llama3-70b", 4),
+    Served("qwen2.5-0.5b", 1),
+    Served("qwen3-32b", 1),
+    Served("qwen3-32b", 4),
+)
+
+
+VOCABULARY = 128256  # of Llama 3
+CUTS, FULLY = 6, 15  # how often the bytes of all logits may be read or written: with cuts, and with everything
+
+
+def cases() -> list[Case | Step]:
+    """The steps of each, and drawing from logits that are there, without the head that makes them."""
+    steps = [step for served in SERVED for step in served_steps(served)]
+    return [*steps, _cuts(VOCABULARY), _fully(VOCABULARY)]
+
+
+def _cuts(vocab: int) -> Case:
+    """Drawing by top-k, top-p and min-p."""
+
+    def draw_cut(logits: jax.Array, packed: jax.Array) -> jax.Array:
+        return draw(logits, Rows(packed), MosaicBorders(Spec(vocab, platform="gpu")))
+
+    return Case(
+        name=f"draw with cuts llama3 r{ROWS}",
+        program=draw_cut,
+        arguments=shapes(((ROWS, vocab), jnp.float32), ((ROWS, len(Column)), jnp.int32)),
+        most_moved=CUTS * 4 * ROWS * vocab,
+    )
+
+
+def _fully(vocab: int) -> Case:
+    """Drawing with penalties, bias, bans and log-probabilities."""
+
+    def draw_fully(logits: jax.Array, packed: jax.Array, counts: jax.Array, *adjust: jax.Array) -> Any:
+        return draw_full(logits, Rows(packed), Adjust(*adjust), counts, MosaicBorders(Spec(vocab, platform="gpu")))
+
+    return Case(
+        name=f"draw fully llama3 r{ROWS}",
+        program=draw_fully,
+        arguments=shapes(
+            ((ROWS, vocab), jnp.float32),
+            ((ROWS, len(Column)), jnp.int32),
+            ((ROWS, vocab), jnp.int16),
+            ((ROWS, ADJUSTED), jnp.int32),
+            ((ROWS, ADJUSTED), jnp.float32),
+            ((), jnp.int32),
+        ),
+        usual=False,
+        held=1 << 30,  # the counts, which are copied here, and are donated in an engine
+        most_moved=FULLY * 4 * ROWS * vocab,
+    )
+
+
+def served_steps(served: Served) -> Iterator[Step]:
+    named = f"{served.model} tp{served.tp}" + (f" draft{served.draft}" if served.draft else "")
+    named += f" {served.layers} layers" if served.layers else ""
+    named += f" {served.quantization}" if served.quantization else ""
+    config = partial(_config, served)
+    named += " graphed" if served.graphed else ""
+    wanted = served.wanted or (DRAFTING if served.draft else PLAIN)
+    yield from steps(named, config, served.tp, served.usual, wanted, (COLLECTIVES,) if served.graphed else ())
+    if served.segments:
+        for part in Part:
+            kind = f"segment {part.value}"
+            yield Step(
+                f"{named} {kind}",
+                partial(_program, config, partial(_segment, part=part)),
+                served.tp,
+                needs=frozenset() if part is Part.FEED else frozenset({"tma", "wgmma"}),
+                usual=kind in served.usual,
+            )
+
+
+def _config(served: Served, backend: str) -> ExecutorConfig:
+    spec = published_spec(served.model)
+    if served.quantization is not None:
+        spec = spec.quantised_as(served.quantization)
+    if served.layers is not None:
+        spec = spec.first_layers(served.layers)
+    return ExecutorConfig(
+        spec,
+        random_init(),
+        plan_mesh(f"1x{served.tp}"),
+        served.rows,
+        TOKENS,
+        min(LENGTH, spec.max_positions),
+        page_size=PAGE,
+        attention_backend=backend,
+        speculative=Speculative("ngram", served.draft) if served.draft else None,
+        experts_backend=EXPERTS[backend],
+        sampling_backend=EXPERTS[backend],
+        products_backend=EXPERTS[backend] if served.quantization == "fp8_per_block" else "auto",
+    )
+
+
+class Kind(NamedTuple):
+    """Of a step."""
+
+    program: Callable[[Instance], jax.stages.Lowered]
+    needs: frozenset[str] = frozenset()
+    graph: bool = False  # all of it is one CUDA graph
+
+
+PLAIN, DRAFTING = ("decode", "prefill", "draw"), ("verify", "judge")
+
+
+def kinds() -> dict[str, Kind]:
+    """The largest decode step, the largest step with prompts, and drawing; the largest step of rows that drafted, and
+    judging their drafts."""
+    return {
+        "decode": Kind(_decode, frozenset({"tma"}), graph=True),
+        "prefill": Kind(_prefill, frozenset({"tma", "wgmma"})),
+        "draw": Kind(_draw, graph=True),
+        "verify": Kind(_verify, frozenset({"tma"}), graph=True),
+        "judge": Kind(_judge),
+    }
+
+
+def steps(
+    named: str,
+    config: Callable[[str], ExecutorConfig],
+    tp: int,
+    usual: tuple[str, ...] = (),
+    wanted: tuple[str, ...] = PLAIN,
+    flags: tuple[str, ...] = (),
+) -> Iterator[Step]:
+    """Those `wanted` of `kinds`, of the engine that `config` makes for an attention backend."""
+    # Over several devices collectives are outside of CUDA graphs, unless XLA is asked to take them in.
+    graphs = tp == 1 or COLLECTIVES in flags
+    for name in wanted:
+        kind = kinds()[name]
+        yield Step(
+            f"{named} {name}",
+            partial(_program, config, kind.program),
+            tp,
+            needs=kind.needs,
+            usual=name in usual,
+            command_buffers=1 if kind.graph and graphs else None,
+            flags=flags,
+        )
+
+
+def _program(
+    config: Callable[[str], ExecutorConfig], program: Callable[[Instance], jax.stages.Lowered], mesh: Mesh
+) -> jax.stages.Lowered:
+    return program(described(config(BACKENDS[mesh.devices.flat[0].platform]), mesh))
+
+
+@dataclass(frozen=True)
+class Instance:
+    """Programs of an instance, and descriptions of what they take."""
+
+    programs: Programs
+    weights: Tree
+    pools: list[tuple[jax.ShapeDtypeStruct, ...]]
+    whole: NamedSharding
+    backends: Backends
+
+    def plain(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        """An array that every device holds."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.whole)
+
+    @property
+    def carried(self) -> jax.ShapeDtypeStruct:
+        """Tokens of `Carry`."""
+        limits = self.programs.limits
+        return self.plain((limits.slots, 1 + limits.draft))
+
+    def segment(self, bucket: Bucket, part: Part) -> jax.stages.Lowered:
+        """Of the model's first layer."""
+        spec, limits = self.programs.spec, self.programs.limits
+        boundary = Boundary(1, operators=part is not Part.WHOLE)
+        segments = Segments(spec, cast(Mesh, self.whole.mesh), limits, boundary, self.backends)
+        link = next(link for link in segments.links if link.kind[1] is part)
+        packed = self.plain((Layout.of(bucket, limits.row_pages).end,))
+        made = jax.eval_shape(segments.begin[bucket], outside(self.weights), self.carried, packed)
+        stream, _ = jax.tree.map(lambda one: self.plain(one.shape, one.dtype), made)
+        pools = pools_of(link, self.pools)
+        lowered: jax.stages.Lowered = segments.through[link.kind].lower(self.weights["layers"][:1], pools, stream)
+        return lowered
+
+    def step(self, bucket: Bucket) -> jax.stages.Lowered:
+        limits = self.programs.limits
+        packed = self.plain((Layout.of(bucket, limits.row_pages).end,))
+        program = self.programs.step[bucket]
+        lowered: jax.stages.Lowered = program.lower(self.weights, self.pools, self.carried, packed)
+        return lowered
+
+
+def described(config: ExecutorConfig, mesh: Mesh) -> Instance:
+    """As `build_executors` makes them, with as many pages as the devices have room for."""
+    tp, page, stored = config.mesh.tp, config.page_size, kv.pool_dtype(config.kv_cache_dtype, DTYPE)
+    spec = replace(config.spec.for_tp(tp), kv_scales=kv.scaled(config.kv_cache_dtype))
+    weights = jax.tree.map(
+        lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=NamedSharding(mesh, info.partition(tp))),
+        registry.abstract_weights(spec, DTYPE),
+        is_leaf=lambda leaf: isinstance(leaf, Info),
+    )
+    room = kv.device_pool_bytes(
+        mesh,
+        utilization=config.gpu_memory_utilization,
+        weights=sum(
+            prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights)
+        ),
+        temporaries=SPARE,
+        sharing=1,
+        memory=memory_of(mesh.devices.flat[0].device_kind),
+    )
+    backends = resolve_backends(config, spec, DTYPE, mesh)
+    spec = backends.pooled(spec)
+    pages = kv.fit_pages(spec, page, stored, pool_bytes=room, max_model_len=config.max_model_len)
+    row_pages = -(-config.max_model_len // page)
+    draft = 0 if config.speculative is None else config.speculative.num_speculative_tokens
+    limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, pages, page, row_pages, spec.vocab, draft)
+    part = jax.ShapeDtypeStruct(
+        spec.cache.shape(pages, page), stored, sharding=NamedSharding(mesh, spec.cache.partition)
+    )
+    programs = Programs(spec, mesh, limits, backends)
+    return Instance(programs, weights, spec.cache.pools(part), NamedSharding(mesh, PartitionSpec()), backends)
+
+
+def _decode(made: Instance) -> jax.stages.Lowered:
+    return made.step(max(bucket for bucket in made.programs.limits.buckets if bucket.decode))
+
+
+def _prefill(made: Instance) -> jax.stages.Lowered:
+    return made.step(max(bucket for bucket in made.programs.limits.buckets if not bucket.decode))
+
+
+def _segment(made: Instance, part: Part) -> jax.stages.Lowered:
+    return made.segment(max(bucket for bucket in made.programs.limits.buckets if not bucket.decode), part)
+
+
+def _draw(made: Instance) -> jax.stages.Lowered:
+    slots = made.programs.limits.slots
+    rows, carry = made.plain((slots, made.programs.spec.dim), DTYPE), Carry.made(made.programs.limits, made.plain)
+    sampling = made.plain((slots, len(Column)))
+    lowered: jax.stages.Lowered = made.programs.draw.lower(made.weights, rows, carry, sampling)
+    return lowered
+
+
+def _verify(made: Instance) -> jax.stages.Lowered:
+    return made.step(max(bucket for bucket in made.programs.limits.buckets if bucket.verify))
+
+
+def _judge(made: Instance) -> jax.stages.Lowered:
+    """Tokens of the largest step of rows that drafted, each as many as it may."""
+    limits = made.programs.limits
+    rows = made.plain((limits.slots * (1 + limits.draft), made.programs.spec.dim), DTYPE)
+    carry, lengths = Carry.made(limits, made.plain), made.plain((limits.slots,))
+    sampling = made.plain((limits.slots, len(Column)))
+    lowered: jax.stages.Lowered = made.programs.verify.lower(made.weights, rows, carry, sampling, lengths)
+    return lowered

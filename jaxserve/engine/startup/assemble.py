@@ -1,0 +1,347 @@
+"""From settings to a machine that is ready to serve: executors, schedulers, a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxserve.config import ServeConfig
+from jaxserve.engine.memory import kv
+from jaxserve.engine.programs.mesh import MeshPlan, plan_of, sub_meshes
+from jaxserve.engine.runtime.executor import JaxExecutor
+from jaxserve.engine.runtime.info import EngineInfo, InstanceInfo
+from jaxserve.engine.startup import objectives, profile
+from jaxserve.engine.startup.build import ExecutorConfig, LoadWeights, build_executors, from_folder, random_init
+from jaxserve.engine.startup.warmup import CompileCounter, Progress, compile_counter
+from jaxserve.errors import InvalidValue
+from jaxserve.models.source import DUMMY, find_model
+from jaxserve.models.thinking import thinking_markers
+from jaxserve.sched import admission, policies, routing
+from jaxserve.sched.api.log import Log, no_log
+from jaxserve.sched.api.policy import Limits, Role
+from jaxserve.sched.api.request import Request
+from jaxserve.sched.api.thinking import ThinkingMarkers
+from jaxserve.sched.cluster.cluster import Cluster, Instance
+from jaxserve.sched.instance.scheduler import Scheduler
+from jaxserve.sched.instance.watchdog import Patience
+from jaxserve.sched.journal import Journal
+from jaxserve.sched.perf.buckets import Padded
+from jaxserve.sched.perf.profile import priced, probes
+from jaxserve.sched.perf.recipe import Recipe
+from jaxserve.sched.sim.latency import Latency
+
+log = logging.getLogger(__name__)
+
+CLOSING = 10.0  # seconds that what runs on the devices may take to end when a machine is closed
+
+# Settings that no compiled program depends on: a machine can serve again with others.
+SCHEDULING = frozenset(
+    {
+        "policy",
+        "routing",
+        "admission",
+        "prefill",
+        "mode",
+        "first_token",
+        "enable_prefix_caching",
+        "journal",
+        "ttft_slo",
+        "tpot_slo",
+        "slo_tiers",
+        "max_num_queued_reqs",
+        "queue_timeout",
+    }
+)
+
+
+class Machine:
+    """Warm executors and what is needed to schedule them. Writer: the Engine that owns it."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        mesh: MeshPlan,
+        executors: list[JaxExecutor],
+        limits: Limits,
+        recipe: Recipe,
+        info: EngineInfo,
+        *,
+        lent: bool = False,
+    ) -> None:
+        """`lent`: the executors are another machine's, which closes them."""
+        promised = objectives.promise(config, recipe.make(), limits, info.max_model_len)
+        self.info = replace(info, promise=promised)
+        self.executors = executors
+        self.recipe = recipe  # of the step-time model that each new scheduler gets
+        self.compiled: CompileCounter = compile_counter()
+        self.config = config.promising(promised.slo)
+        self._mesh = mesh
+        self.limits = limits
+        self._lent = lent
+        self.patience = Patience()
+        self._journal: Journal | None = None  # open for as long as the machine lives
+        if config.journal is not None:
+            # Line by line, so that a process that is killed leaves all but the line it was writing.
+            file = Path(config.journal).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115
+            self._journal = Journal(file, _journal_stopped)
+
+    def cluster(self, finished: Callable[[Request], None]) -> Cluster:
+        """A new cluster over the executors."""
+        config = self.config
+        instances = []
+        for executor, role in zip(self.executors, self._mesh.roles, strict=True):
+            scheduler = Scheduler(
+                policies.make(config.decides),
+                self.recipe.make(),
+                self.limits,
+                role,
+                prefix_caching=config.enable_prefix_caching,
+                log=self._log(executor.name, role),
+            )
+            instances.append(Instance(executor.name, scheduler, executor))
+        admits = admission.make(config.admission)
+        places = routing.make(policies.routing(config.policy, config.routing), admits)
+        return Cluster(
+            instances, places, admits, first_token=config.first_token, finished=finished, patience=self.patience
+        )
+
+    @property
+    def journal_errors(self) -> int:
+        """How often the journal could not be written: 1 once it has stopped."""
+        return 0 if self._journal is None else self._journal.errors
+
+    def _log(self, name: str, role: Role) -> Log:
+        if self._journal is None:
+            return no_log
+        return self._journal.instance(
+            name,
+            policy=self.config.decides,
+            limits=self.limits,
+            role=role,
+            prefix_caching=self.config.enable_prefix_caching,
+            perf=self.recipe.record(),
+            options=self._options(),
+        )
+
+    def _options(self) -> dict[str, Any]:
+        """Of a simulation of this server (sched.sim.Options)."""
+        return {
+            "routing": policies.routing(self.config.policy, self.config.routing),
+            "admission": self.config.admission,
+            "first_token": self.config.first_token,
+            "boundary": self.config.preempt_boundary,
+            "segments": self.executors[0].pieces,
+            "depth": self.config.preempt_depth,
+        }
+
+    def now(self) -> float:
+        return self.executors[0].now()
+
+    def measure(self) -> None:
+        """Measure step times now; schedulers made from now on start from these. Nothing else may run."""
+        seconds = self.config.profile_time or profile.default_seconds(jax.default_backend())
+        points = profile.measured(self.executors[0], self.limits, self.info.max_model_len, self.recipe.buckets, seconds)
+        self.recipe = replace(self.recipe, points=tuple(points))
+
+    def serving(self, config: ServeConfig) -> Machine:
+        """The same executors under other settings of scheduling (SCHEDULING): nothing is compiled or measured again.
+
+        One of them serves at a time. This one stays the owner of the executors, and closes them. Raises InvalidValue
+        for a setting that the executors were built with.
+        """
+        for one in fields(config):
+            mine, given = getattr(self.config, one.name), getattr(config, one.name)
+            if mine != given and one.name not in SCHEDULING:
+                raise InvalidValue(f"{one.name}={given!r} must be {mine!r}, as these executors were built", one.name)
+        mesh = plan_of(config)
+        places = tuple(replace(one, role=role.value) for one, role in zip(self.info.instances, mesh.roles, strict=True))
+        info = replace(self.info, instances=places, policy=config.policy, routing=config.routing)
+        return Machine(config, mesh, self.executors, self.limits, self.recipe, info, lent=True)
+
+    async def close(self) -> bool:
+        """False where an executor did not end within CLOSING seconds."""
+        ending = [executor.rest() if self._lent else executor.close() for executor in self.executors]
+        tasks = [asyncio.ensure_future(one) for one in ending]
+        _, late = await asyncio.wait(tasks, timeout=CLOSING)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)  # a device that is gone does not keep the others open
+        if self._journal is not None:
+            self._journal.close()
+        return not late
+
+
+def _journal_stopped(error: OSError) -> None:
+    log.error("the journal cannot be written (%s): it stops here, and serving goes on", error)
+
+
+class Built(NamedTuple):
+    """Warm executors, and what they were built from."""
+
+    config: ExecutorConfig
+    path: Path | None  # of the model; None for random weights of a published one
+    executors: list[JaxExecutor]
+    limits: Limits
+    max_model_len: int
+
+
+def assemble(config: ServeConfig, progress: Progress | None = None) -> Machine:
+    """Load, compile, measure. Raises JaxserveError with what to do about it."""
+    began = time.perf_counter()
+    built = build(config, progress)
+    recipe = _recipe(config, built, progress)
+    compile_counter().warm()
+    seconds = time.perf_counter() - began
+    info = _info(config, built, seconds)
+    log.info("ready in %.1f s; %s, attention %s", seconds, policies_line(config, built.config.mesh), info.attention)
+    machine = Machine(config, built.config.mesh, built.executors, built.limits, recipe, info)
+    for why in machine.info.promise.broken.values():
+        log.warning("%s", why)
+    return machine
+
+
+def build(config: ServeConfig, progress: Progress | None = None) -> Built:
+    """Load and compile. Raises JaxserveError with what to do about it."""
+    found, path = find_model(config.model_source, config.revision, config.load_format)
+    spec = found.quantised_as(config.quantization)
+    mesh = plan_of(config)
+    sub_meshes(mesh, share_devices=config.share_devices)  # before jax starts, so that devices can be emulated
+    platform = jax.default_backend()
+    length = config.max_model_len or spec.max_positions
+    rows, tokens = config.rows(platform), config.step_tokens(platform)
+    page_size = config.block_size or kv.default_page_size(platform)
+    built = ExecutorConfig(
+        spec=spec,
+        load=_weights(config.load_format, config.seed, path, progress),
+        mesh=mesh,
+        max_num_seqs=rows,
+        max_num_batched_tokens=tokens,
+        max_model_len=length,
+        dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
+        page_size=page_size,
+        kv_cache_memory=config.kv_cache_memory,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        share_devices=config.share_devices,
+        attention_backend=config.attention_backend,
+        experts_backend=config.experts_backend,
+        products_backend=config.products_backend,
+        sampling_backend=config.sampling_backend,
+        preempt_boundary=config.preempt_boundary,
+        preempt_depth=config.preempt_depth,
+        speculative=config.speculative,
+        **_draft(config),
+    )
+    executors = build_executors(built, progress)
+    drafted = 0 if config.speculative is None else config.speculative.num_speculative_tokens
+    limits = Limits(
+        tokens,
+        rows,
+        executors[0].pages,
+        page_size,
+        preemptible=executors[0].preemptible,
+        stopping=executors[0].stopping,
+        draft=drafted,
+        history=drafted > 0,
+    )
+    return Built(built, path, executors, limits, length)
+
+
+def _weights(load_format: str, seed: int, folder: Path | None, progress: Progress | None = None) -> LoadWeights:
+    return random_init(seed) if load_format == DUMMY or folder is None else from_folder(folder, load_format, progress)
+
+
+def _recipe(config: ServeConfig, built: Built, progress: Progress | None) -> Recipe:
+    """The step-time model: from a latency preset, or fitted to steps that are measured now or were at an earlier
+    start of the same engine."""
+    executor = built.executors[0]
+    plain = plain_recipe(config, built)
+    if config.perf_preset is not None:
+        return _from_preset(config, config.perf_preset, built, plain)
+    seconds = config.profile_time or profile.default_seconds(jax.default_backend())
+    kept = profile.Kept(profile.facts(built.config, executor, config.model_source))
+    found = kept.load()
+    if found is not None and not profile.holds(found, executor, built.limits, built.max_model_len, plain.buckets):
+        log.warning("step times: kept ones are more than %g times off, measured again", profile.FAR)
+        found = None
+    if found is None:
+        found = profile.measured(executor, built.limits, built.max_model_len, plain.buckets, seconds, progress=progress)
+        kept.save(found)
+        log.info("step times: %d loads measured, kept in %s", len(found), kept.path)
+    else:
+        log.info("step times: %d loads measured at an earlier start, from %s", len(found), kept.path)
+    recipe = replace(plain, kind=config.perf, points=tuple(found))
+    recipe.make()  # a form that the points cannot tell is said now
+    return recipe
+
+
+def plain_recipe(config: ServeConfig, built: Built) -> Recipe:
+    """What is known of the step-time model before anything is measured."""
+    moe = built.config.spec.moe
+    return Recipe(
+        buckets=profile.buckets_of(built.executors[0]),
+        p_moe=0.0 if moe is None else moe.chosen / moe.experts,
+        drafts=built.limits.draft > 0,
+        model=config.model or "jaxserve-demo",
+        device=profile.device_name(),
+    )
+
+
+def _from_preset(config: ServeConfig, preset: Latency, built: Built, plain: Recipe) -> Recipe:
+    """Raises InvalidValue for a preset of another model, device or mesh."""
+    profile.check_measured_on(config.perf, preset.measured_on.known(), {"model": plain.model, "device": plain.device})
+    mesh = built.config.mesh
+    if preset.tensor_parallel != mesh.tp:
+        raise InvalidValue(
+            f"perf={config.perf!r} is of instances of {preset.tensor_parallel} devices, and mesh {mesh} has {mesh.tp} "
+            "in each",
+            "perf",
+        )
+    if not preset.measured_on.known():
+        log.warning("perf=%s does not say on which model and device it was measured: taken as it is", config.perf)
+    form = Padded(preset.solve(), plain.buckets)
+    loads = (probe.load for probe in probes(built.limits, built.max_model_len, plain.buckets))
+    return replace(plain, points=tuple(priced(loads, form.step_time)), coefficients=form.coefficients)
+
+
+def _draft(config: ServeConfig) -> dict[str, Any]:
+    """The draft model, where one drafts."""
+    if config.speculative is None or config.speculative.model is None:
+        return {}
+    load_format = DUMMY if config.load_format == DUMMY else "auto"  # else a draft's format is as its folder has it
+    draft, folder = find_model(config.speculative.model, config.speculative.revision, load_format)
+    return {"draft": draft, "load_draft": _weights(load_format, config.seed, folder)}
+
+
+def policies_line(config: ServeConfig, mesh: MeshPlan) -> str:
+    """What decides, in words."""
+    return f"mesh {mesh}, policy {config.policy}, routing {config.routing}"
+
+
+def _info(config: ServeConfig, built: Built, seconds: float) -> EngineInfo:
+    executors, mesh, spec = built.executors, built.config.mesh, built.config.spec
+
+    def instance(executor: JaxExecutor, role: Any) -> InstanceInfo:
+        devices = tuple(str(device) for device in executor.state.mesh.devices.flat)
+        return InstanceInfo(executor.name, role.value, devices, executor.pages, executor.page_size)
+
+    return EngineInfo(
+        model=config.model_source,
+        max_model_len=built.max_model_len,
+        vocab_size=spec.vocab,
+        dtype=str(executors[0].state.weights["embed"].dtype),
+        instances=tuple(map(instance, executors, mesh.roles)),
+        policy=config.policy,
+        routing=config.routing,
+        eos=frozenset(spec.eos),
+        thinking=ThinkingMarkers() if built.path is None else thinking_markers(built.path, spec.eos),
+        startup_seconds=seconds,
+        attention=executors[0].state.programs.attention,
+    )

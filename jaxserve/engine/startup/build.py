@@ -1,0 +1,294 @@
+"""From a configuration to warm executors, one per instance."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.engine.memory import kv
+from jaxserve.engine.memory.calibrate import with_kv_scales
+from jaxserve.engine.programs.backends import Backends, resolve_backends
+from jaxserve.engine.programs.inputs import Limits, SlotTable
+from jaxserve.engine.programs.mesh import MeshPlan, sub_meshes
+from jaxserve.engine.programs.sampling import ADJUSTED
+from jaxserve.engine.programs.segments import Segments, outside
+from jaxserve.engine.programs.step import Carry, Programs, Tree
+from jaxserve.engine.runtime.device_state import DeviceState
+from jaxserve.engine.runtime.executor import JaxExecutor
+from jaxserve.engine.speculation.draft_model import DraftModel, DraftPrograms
+from jaxserve.engine.speculation.drafters import Drafter, NGram
+from jaxserve.engine.startup.warmup import Progress, idle_batch, use_persistent_cache, warm_up
+from jaxserve.models import converted, manifest, registry, weights
+from jaxserve.models.layers import Info
+from jaxserve.models.spec import ModelSpec
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.preemption import DEPTH, Boundary
+from jaxserve.settings.speculative import Speculative
+
+log = logging.getLogger(__name__)
+
+# spec, dtype, meshes -> one weight tree per mesh
+LoadWeights = Callable[[ModelSpec, Any, Sequence[Mesh]], list[Tree]]
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorConfig:
+    """What the instances of a process share."""
+
+    spec: ModelSpec  # of the whole model; split for the mesh here
+    load: LoadWeights
+    mesh: MeshPlan
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    dtype: str = "auto"  # float32 on CPU, bfloat16 elsewhere
+    kv_cache_dtype: str = "auto"  # as `dtype`, or one of `kv.STORED`
+    page_size: int = 16
+    kv_cache_memory: int | None = None  # bytes of all pools together; None: see `kv`
+    gpu_memory_utilization: float = 0.9
+    share_devices: bool = False
+    attention_backend: str = "auto"  # see `dispatch.resolve`
+    experts_backend: str = "auto"  # the same, of a mixture of experts
+    products_backend: str = "auto"  # the same, of products with weights of 8 bits
+    sampling_backend: str = "auto"  # the same, of what top-k, top-p and min-p keep
+    preempt_boundary: str = "chunk"  # see `Boundary`
+    preempt_depth: int = DEPTH  # segments dispatched ahead of what is done
+    suspended: int = 4  # most steps stopped at a boundary at a time: memory is kept for them
+    interpret: bool = False  # tests only: run an accelerator's kernels in jax's interpreters on a CPU
+    persistent_cache: bool = True
+    cache_folder: Path | None = None  # None: see `warmup.use_persistent_cache`
+    warm: bool = True
+    speculative: Speculative | None = None
+    draft: ModelSpec | None = None  # the whole draft model, where one drafts
+    load_draft: LoadWeights | None = None
+
+    def __post_init__(self) -> None:
+        if self.preempt_depth < 1:
+            raise InvalidValue(f"preempt_depth={self.preempt_depth} must be at least 1", "preempt_depth")
+        Boundary.parse(self.preempt_boundary)
+        if self.draft is not None:
+            check_draft(self.draft, self.spec, self.max_model_len)
+        if self.max_model_len > self.spec.max_positions:
+            raise InvalidValue(
+                f"max_model_len={self.max_model_len} is above the model's {self.spec.max_positions} positions",
+                "max_model_len",
+            )
+
+    @property
+    def draft_spec(self) -> ModelSpec | None:
+        """The draft model on a mesh of this size."""
+        return None if self.draft is None else self.draft.for_tp(self.mesh.tp)
+
+
+def check_draft(draft: ModelSpec, spec: ModelSpec, max_model_len: int) -> None:
+    """Raises InvalidValue where one cannot draft for the other."""
+    if draft.vocab != spec.vocab:
+        raise InvalidValue(
+            f"the draft model has a vocabulary of {draft.vocab} tokens and the model one of {spec.vocab}: a draft must "
+            "share its model's tokenizer",
+            "speculative_config",
+        )
+    if draft.max_positions < max_model_len:
+        raise InvalidValue(
+            f"the draft model has {draft.max_positions} positions, fewer than {max_model_len=}: lower max_model_len",
+            "speculative_config",
+        )
+
+
+def from_folder(path: Path, load_format: str = "auto", progress: Progress | None = None) -> LoadWeights:
+    """Weights of a Hugging Face folder, or of one that `jaxserve convert` made; auto: as it is.
+
+    `progress`: told how many parameters (or parts) there are of all.
+    """
+
+    def told(done: int, total: int) -> None:
+        if progress is not None:
+            progress(done, total, "weights")
+
+    def load(spec: ModelSpec, dtype: Any, meshes: Sequence[Mesh]) -> list[Tree]:
+        orbax = load_format == "orbax" or (load_format == "auto" and manifest.find(path) is not None)
+        return (converted.load if orbax else weights.load_weights)(path, spec, dtype, meshes, progress=told)
+
+    return load
+
+
+def random_init(seed: int = 0) -> LoadWeights:
+    """Random weights (`--load-format dummy`)."""
+    return lambda spec, dtype, meshes: weights.random_weights(spec, dtype, meshes, seed=seed)
+
+
+def build_executors(config: ExecutorConfig, progress: Progress | None = None) -> list[JaxExecutor]:
+    """One warm executor per instance, in the order of `config.mesh.roles`."""
+    if config.persistent_cache:
+        use_persistent_cache(config.cache_folder)
+    meshes = sub_meshes(config.mesh, share_devices=config.share_devices)
+    platform = meshes[0].devices.flat[0].platform
+    spec = replace(
+        config.spec.for_tp(config.mesh.tp),
+        kv_scales=kv.scaled(config.kv_cache_dtype),
+        transposed=platform == "cpu",
+        whole=platform == "cpu" and config.mesh.tp == 1,
+    )
+    auto = "float32" if platform == "cpu" else "bfloat16"
+    dtype = jnp.dtype(auto if config.dtype == "auto" else config.dtype)
+    trees = config.load(spec, dtype, meshes)
+    stored = kv.pool_dtype(config.kv_cache_dtype, dtype)
+    if spec.kv_scales:
+        trees = with_kv_scales(spec, trees, meshes, stored)
+    backends = resolve_backends(config, spec, dtype, meshes[0])
+    spec = backends.pooled(spec)
+    limits = _limits(config, spec, dtype, meshes, trees[0], backends)
+    programs = Programs(spec, meshes[0], limits, backends)
+    segments = _segments(config, spec, meshes[0], limits, backends)
+    drafters = _drafters(config, dtype, meshes, limits)
+    states = [
+        DeviceState(programs, mesh, tree, stored, segments, drafter)
+        for mesh, tree, drafter in zip(meshes, trees, drafters, strict=True)
+    ]
+    if config.warm:
+        warm_up(states, progress)
+    roles = config.mesh.roles
+    return [
+        JaxExecutor(f"{role.value}-{i}", state, config.preempt_depth)
+        for i, (role, state) in enumerate(zip(roles, states, strict=True))
+    ]
+
+
+def _segments(
+    config: ExecutorConfig, spec: ModelSpec, mesh: Mesh, limits: Limits, backends: Backends
+) -> Segments | None:
+    boundary = Boundary.parse(config.preempt_boundary)
+    return Segments(spec, mesh, limits, boundary, backends) if boundary.layers else None
+
+
+def held_ahead(config: ExecutorConfig, segments: Segments | None, tree: Tree) -> int:
+    """Bytes per device beside those of a step that runs as a whole: activations of the steps that are stopped, and of
+    the segments that are dispatched ahead."""
+    if segments is None:
+        return 0
+    return (config.suspended + config.preempt_depth + 1) * segments.held_bytes(outside(tree))
+
+
+def _drafters(config: ExecutorConfig, dtype: Any, meshes: Sequence[Mesh], limits: Limits) -> list[Drafter | None]:
+    """One per instance, where they speculate."""
+    asked, draft = config.speculative, config.draft_spec
+    if asked is None:
+        return [None] * len(meshes)
+    if draft is not None:
+        assert config.load_draft is not None
+        cpu = meshes[0].devices.flat[0].platform == "cpu"
+        draft = replace(draft, transposed=cpu, whole=cpu and config.mesh.tp == 1)
+        plain = replace(
+            config, kv_cache_dtype="auto"
+        )  # its pools are of its own type: nothing measures scales for them
+        backends = resolve_backends(plain, draft, dtype, meshes[0])
+        programs = DraftPrograms(backends.pooled(draft), meshes[0], limits, backends)
+        trees = config.load_draft(draft, dtype, meshes)
+        return [DraftModel(programs, mesh, tree, dtype) for mesh, tree in zip(meshes, trees, strict=True)]
+    least, most = asked.lookup
+    return [NGram(mesh, limits, least=least, most=most) for mesh in meshes]
+
+
+def _limits(
+    config: ExecutorConfig, spec: ModelSpec, dtype: Any, meshes: Sequence[Mesh], tree: Tree, backends: Backends
+) -> Limits:
+    limits = Limits(
+        slots=config.max_num_seqs,
+        tokens=config.max_num_batched_tokens,
+        pages=-(-config.max_model_len // config.page_size),  # until it is known how many fit
+        page_size=config.page_size,
+        row_pages=-(-config.max_model_len // config.page_size),
+        vocab=spec.vocab,
+        draft=0 if config.speculative is None else config.speculative.num_speculative_tokens,
+        scores=config.speculative is not None and config.speculative.rejection_sample_method == "probabilistic",
+        fine=meshes[0].devices.flat[0].platform == "cpu",
+    )
+    name, stored = "kv_cache_memory", kv.pool_dtype(config.kv_cache_dtype, dtype)
+    if meshes[0].devices.flat[0].platform == "cpu" or config.kv_cache_memory is not None:
+        size = kv.cpu_pool_bytes(config.kv_cache_memory, len(meshes))
+    else:
+        name = "gpu_memory_utilization"
+        size = kv.device_pool_bytes(
+            meshes[0],
+            utilization=config.gpu_memory_utilization,
+            weights=_bytes(tree) + _draft_bytes(config, dtype),
+            temporaries=temporaries(spec, meshes[0], limits, tree, dtype, backends, stored=stored)
+            + held_ahead(config, _segments(config, spec, meshes[0], limits, backends), tree),
+            sharing=sum(meshes[0].devices.flat[0] in mesh.devices.flat for mesh in meshes),
+        )
+    draft = config.draft_spec
+    pages = kv.fit_pages(
+        spec,
+        config.page_size,
+        stored,
+        pool_bytes=size,
+        max_model_len=config.max_model_len,
+        name=name,
+        more=0 if draft is None else kv.page_bytes(draft, config.page_size, dtype),
+    )
+    return replace(limits, pages=pages)
+
+
+def _bytes(tree: Tree) -> int:
+    """Of the weights on one device."""
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def _draft_bytes(config: ExecutorConfig, dtype: Any) -> int:
+    """Of the draft model's weights on one device, before they are loaded: as if none of them were split."""
+    if config.draft_spec is None:
+        return 0
+    leaves = jax.tree.leaves(registry.abstract_weights(config.draft_spec, dtype), is_leaf=lambda x: isinstance(x, Info))
+    return sum(prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
+
+
+def temporaries(
+    spec: ModelSpec,
+    mesh: Mesh,
+    limits: Limits,
+    tree: Tree,
+    dtype: Any,
+    backends: Backends | None = None,
+    *,
+    stored: Any = None,
+) -> int:
+    """Bytes per device that the largest step needs beside weights and pool: measured on compiled programs, which do
+    not depend on the size of the pool, and token counts. `stored`: dtype of the pool; None: `dtype`."""
+    programs, slots = Programs(spec, mesh, limits, backends), SlotTable(limits)
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def described(shape: tuple[int, ...], kind: Any, sharding: Any = whole) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
+
+    shape = spec.cache.shape(limits.pages, limits.page_size)
+    part = described(shape, stored or dtype, NamedSharding(mesh, spec.cache.partition))
+    carry, bucket = Carry.made(limits, described), limits.buckets[-1]
+    batch = idle_batch(bucket, limits.row_pages, slots, full=True)
+    step = programs.step[bucket].lower(tree, spec.cache.pools(part), carry.tokens, batch.packed).compile()
+    rows = described((bucket.width, spec.dim), dtype)
+    counts = described((limits.slots, limits.vocab), jnp.int16)
+    adjust = described((bucket.width, ADJUSTED), jnp.int32), described((bucket.width, ADJUSTED), jnp.float32)
+    full = (tree, rows, carry, counts, batch.sampling, *adjust, described((), jnp.int32))
+    draw = programs.full.lower(*full).compile()
+    largest = max(_temporary(step), _temporary(draw))
+    if limits.draft:
+        several = described((bucket.width * (1 + limits.depths[-1]), spec.dim), dtype)
+        lengths = described((bucket.width,), jnp.int32)
+        verify = programs.verify.lower(tree, several, carry, batch.sampling, lengths).compile()
+        largest = max(largest, _temporary(verify))
+    return largest + limits.slots * limits.vocab * int(counts.dtype.itemsize)
+
+
+def _temporary(compiled: Any) -> int:
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return 0
+    return int(memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes)

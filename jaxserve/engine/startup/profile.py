@@ -1,0 +1,164 @@
+"""Measures steps before serving, so that the first predictions are of this machine; keeps them for the next start."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxserve.engine.runtime.executor import JaxExecutor
+from jaxserve.engine.startup.build import ExecutorConfig
+from jaxserve.engine.startup.warmup import Progress, cache_folder, compile_counter
+from jaxserve.sched.api.errors import InvalidValue
+from jaxserve.sched.api.executor import Executor
+from jaxserve.sched.api.perf import Load
+from jaxserve.sched.api.policy import Limits
+from jaxserve.sched.perf.buckets import Buckets
+from jaxserve.sched.perf.profile import RUNS, Point, measure
+from jaxserve.version import __version__
+
+log = logging.getLogger(__name__)
+
+SECONDS = {"cpu": 10.0}  # that a profile takes at most, by platform
+ACCELERATOR = 5.0
+CHECK = 0.5  # seconds for a look at whether a kept profile still holds
+FAR = 3.0  # times as fast or slow as then: it does not
+FOLDER = "profiles"  # in that of compiled programs
+
+
+def default_seconds(platform: str) -> float:
+    return SECONDS.get(platform, ACCELERATOR)
+
+
+def buckets_of(executor: JaxExecutor) -> Buckets:
+    """The sizes of an executor's step programs."""
+    made = executor.state.programs.limits.buckets
+    return Buckets(
+        tuple(bucket.rows for bucket in made if bucket.decode),
+        tuple(bucket.tokens for bucket in made if not bucket.decode and not bucket.verify),
+    )
+
+
+def facts(config: ExecutorConfig, executor: JaxExecutor, model: str) -> dict[str, Any]:
+    """What step times depend on: a profile is of an engine in which all of it is the same."""
+    state = executor.state
+    device = state.mesh.devices.flat[0]
+    spec, limits = hashlib.sha256(repr(config.spec).encode()).hexdigest()[:16], state.programs.limits
+    return {
+        "model": model,
+        "spec": spec,
+        "device": device_name(),
+        "platform": device.platform,
+        "cores": os.cpu_count(),
+        "mesh": str(config.mesh),
+        "dtype": str(state.weights["embed"].dtype),
+        "kv_dtype": str(state.pools[0][0].dtype),
+        "attention": state.programs.attention,
+        "backends": [config.experts_backend, config.products_backend, config.sampling_backend],
+        "limits": asdict(limits),
+        "preempt": [config.preempt_boundary, config.preempt_depth],
+        "draft": repr(config.speculative),
+        "versions": [__version__, jax.__version__],
+    }
+
+
+def device_name() -> str:
+    """The kind of the devices in use, as jax names it."""
+    return str(jax.devices()[0].device_kind)
+
+
+class Kept:
+    """A profile on disk, beside the compiled programs, in a file named after the facts of its engine."""
+
+    def __init__(self, known: Mapping[str, Any], folder: Path | None = None) -> None:
+        self._facts = json.loads(json.dumps(known))  # as a file gives it back
+        text = json.dumps(self._facts, sort_keys=True)
+        name = hashlib.sha256(text.encode()).hexdigest()[:24]
+        self.path = (cache_folder() if folder is None else folder) / FOLDER / f"{name}.json"
+
+    def load(self) -> list[Point] | None:
+        """What was measured before; None where nothing was. A file that cannot be read is said once, and ignored."""
+        if not self.path.is_file():
+            return None
+        try:
+            kept = json.loads(self.path.read_text(encoding="utf-8"))
+            if kept["facts"] != self._facts:
+                return None
+            points = [(Load(*load), float(seconds)) for load, seconds in kept["points"]]
+            if not points or not all(0 < seconds < float("inf") for _, seconds in points):
+                raise ValueError(f"{len(points)} points, each of which must have taken time")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("the kept profile %s cannot be read (%s): measuring step times again", self.path, error)
+            return None
+        return points
+
+    def save(self, points: list[Point]) -> None:
+        """Replace the file as a whole. A folder that cannot be written is said, and no reason not to serve."""
+        partial = self.path.with_suffix(f".{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps({"facts": self._facts, "points": points}), encoding="utf-8")
+            partial.replace(self.path)
+        except OSError as error:
+            if compile_counter().writable:  # else it is said already
+                log.warning("the profile cannot be kept in %s: %s", self.path, error)
+
+
+def measured(
+    executor: Executor,
+    limits: Limits,
+    max_model_len: int,
+    buckets: Buckets,
+    seconds: float,
+    *,
+    runs: int = RUNS,
+    progress: Progress | None = None,
+) -> list[Point]:
+    """`measure` in an event loop of its own, whether or not one runs in this thread."""
+
+    def told(share: float) -> None:
+        if progress is not None:
+            progress(int(100 * share), 100, "measuring step times")
+
+    async def measuring() -> list[Point]:
+        return await measure(executor, limits, max_model_len, buckets, seconds, runs=runs, progress=told)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="jaxserve-profile") as thread:
+        return thread.submit(asyncio.run, measuring()).result()
+
+
+def holds(points: list[Point], executor: Executor, limits: Limits, max_model_len: int, buckets: Buckets) -> bool:
+    """Whether a kept profile is of the machine as it is now: of a few steps, run again, one at least takes about as
+    long as it did. Where all are FAR times faster, or all slower, other work slowed the machine then, or does now."""
+    known = dict(points)
+    again = measured(executor, limits, max_model_len, buckets, CHECK, runs=2)
+    ratios = [took / known[load] for load, took in again if load in known]
+    return not ratios or (min(ratios) < FAR and max(ratios) > 1 / FAR)
+
+
+def check_measured_on(name: str, known: Mapping[str, str], here: Mapping[str, str]) -> None:
+    """Raise InvalidValue where a latency preset says that it is of another model or device than this engine."""
+    for what, value in known.items():
+        mine = here.get(what, "")
+        if value and mine and not _same(value, mine):
+            raise InvalidValue(
+                f"perf={name!r} was measured for {what} {value!r}, and this server has {mine!r}: measure it here "
+                "with `jaxserve profile`, or leave --perf out",
+                "perf",
+            )
+
+
+def _same(one: str, other: str) -> bool:
+    """Names of models by their last part; in both, one has all words of the other (`H200`, `NVIDIA H200`)."""
+    first, second = (set(re.split(r"[\s_-]+", name.rstrip("/").rpartition("/")[2].lower())) for name in (one, other))
+    return first <= second or second <= first

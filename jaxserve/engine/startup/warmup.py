@@ -1,0 +1,282 @@
+"""Compile every program before the first request, and count what is compiled after that: it must be nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import cache
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxserve.engine.memory.transfer import padded, piece_sizes
+from jaxserve.engine.programs import compat
+from jaxserve.engine.programs.draft_inputs import idle_drafts
+from jaxserve.engine.programs.inputs import Batch, Bucket, Int32, Layout, SlotTable
+from jaxserve.engine.programs.segments import pools_of
+from jaxserve.engine.programs.step import SCORED
+from jaxserve.engine.runtime.device_state import DeviceState
+from jaxserve.engine.runtime.gc_control import uncollected
+from jaxserve.engine.speculation.drafters import Call
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Begin
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int, str], None]  # programs done, programs in all, the one just done
+COMPILE, LOAD = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_hits"
+
+
+class CompileCounter:
+    """Counts programs that jax compiles, and those it loads from the persistent cache instead."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made = self._loaded = self._warm = 0
+        self.writable = True  # whether the persistent cache keeps what is compiled; set by `use_persistent_cache`
+        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+        jax.monitoring.register_event_listener(self._on_event)
+
+    def _on_duration(self, event: str, duration_secs: float, **_: str | int) -> None:
+        if event == COMPILE:  # jax reports it for loaded programs too
+            with self._lock:
+                self._made += 1
+
+    def _on_event(self, event: str, **_: str | int) -> None:
+        if event == LOAD:
+            with self._lock:
+                self._loaded += 1
+
+    @property
+    def compilations_total(self) -> int:
+        return self._made - self._loaded
+
+    @property
+    def cache_loads_total(self) -> int:
+        return self._loaded
+
+    @property
+    def unkept_total(self) -> int:
+        """Programs compiled that the next start compiles again, because the cache folder cannot be written."""
+        return 0 if self.writable else self.compilations_total
+
+    @property
+    def after_warmup(self) -> int:
+        """Programs compiled or loaded since `warm`: each held up a step."""
+        return self._made - self._warm
+
+    def warm(self) -> None:
+        """Warm-up is over."""
+        self._warm = self._made
+
+
+@cache
+def compile_counter() -> CompileCounter:
+    """The counter of this process. One, because jax never lets go of a listener."""
+    return CompileCounter()
+
+
+def cache_folder() -> Path:
+    """Where compiled programs are kept: JAXSERVE_CACHE_DIR, the folder jax has been given, or ~/.cache/jaxserve/xla."""
+    named = os.environ.get("JAXSERVE_CACHE_DIR") or jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    return Path(named or Path.home() / ".cache" / "jaxserve" / "xla")
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Return why nothing can be kept in a folder, which is made where it is missing; None where it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return f"{folder} cannot be written ({error.strerror or error})"
+
+
+def use_persistent_cache(folder: Path | None = None) -> Path:
+    """Keep compiled programs between runs and share them among instances. `folder` None: see `cache_folder`."""
+    path = folder or cache_folder()
+    counter, reason = compile_counter(), why_not_writable(path)
+    if reason is not None and counter.writable:
+        log.warning("compiled programs and profiles are not kept: %s; JAXSERVE_CACHE_DIR names another folder", reason)
+        warnings.filterwarnings("ignore", message="Error writing persistent compilation cache entry")  # one a program
+    counter.writable = reason is None
+    jax.config.update("jax_compilation_cache_dir", str(path))  # also where it can only be read
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compat.share_programs()
+    return path
+
+
+def idle_batch(bucket: Bucket, row_pages: int, slots: SlotTable, *, full: bool) -> Batch:
+    """A step of padding only: nothing is written, nothing drawn."""
+    packed = np.zeros(Layout.of(bucket, row_pages).end, np.int32)
+    sampling = slots.columns[np.full(bucket.width, slots.limits.slots)]
+    return Batch(bucket, packed, sampling, full, None, ())
+
+
+def idle_drafting(bucket: Bucket, depth: int, row_pages: int, slots: SlotTable) -> Batch:
+    """As `idle_batch`, of a step that drafts."""
+    batch = idle_batch(bucket, row_pages, slots, full=False)
+    assert batch.sampling is not None
+    size = next(
+        one.rows for one in slots.limits.buckets if one.decode and one.rows >= min(bucket.rows, slots.limits.slots)
+    )
+    return batch._replace(drafts=idle_drafts(depth, size, row_pages, batch.sampling, slots.limits.slots))
+
+
+def drafting_calls(state: DeviceState) -> list[Call]:
+    """Programs of steps that draft."""
+    programs, limits, made = state.programs, state.programs.limits, []
+    if state.drafter is None:
+        return []
+    slots, dtype, seen = SlotTable(limits), state.weights["embed"].dtype, set()
+    for bucket in limits.buckets:
+        for depth in () if bucket.decode else limits.depths:
+            drafts = idle_drafting(bucket, depth, limits.row_pages, slots).drafts
+            assert drafts is not None
+            hidden = state.replicated((bucket.tokens, programs.spec.dim), dtype)
+            if (shape := (bucket.tokens, len(drafts.places))) in seen:
+                continue
+            seen.add(shape)
+            made.append(Call(f"pick {len(drafts.places)} of {bucket.tokens}", programs.pick, (hidden, drafts.places)))
+    for width in limits.widths:
+        for depth in limits.depths:
+            rows = state.replicated((width * (1 + depth), programs.spec.dim), dtype)
+            sampling, lengths = slots.columns[np.full(width, limits.slots)], np.zeros(width, np.int32)
+            made.append(
+                Call(
+                    f"verify {width} x {depth}", programs.verify, (state.weights, rows, state.carry, sampling, lengths)
+                )
+            )
+    row = np.zeros(limits.positions, np.int32)
+    made.append(Call("recall", programs.recall, (state.carry, np.int32(0), row)))
+    return [*made, *state.drafter.calls(state.carry)]
+
+
+def calls(state: DeviceState) -> list[Call]:
+    """Every program of an instance, longest to compile first."""
+    programs, limits = state.programs, state.programs.limits
+    spec, slots, made = programs.spec, SlotTable(limits), []
+    for bucket in reversed(limits.buckets):
+        packed = idle_batch(bucket, limits.row_pages, slots, full=False).packed
+        made.append(Call(bucket.label, programs.step[bucket], (state.weights, state.pools, state.carry.tokens, packed)))
+    made.extend(_segments(state, slots))
+    dtype = state.weights["embed"].dtype
+    for width in limits.widths:
+        rows, sampling = state.replicated((width, spec.dim), dtype), slots.columns[np.full(width, limits.slots)]
+        ids, values = state.unadjusted(width)
+        made.append(Call(f"draw {width}", programs.draw, (state.weights, rows, state.carry, sampling)))
+        full = (state.weights, rows, state.carry, state.counts, sampling)
+        made.append(Call(f"draw fully {width}", programs.full, (*full, ids, values, np.int32(0))))
+    block, targets = state.replicated((SCORED, spec.dim), dtype), np.zeros(SCORED, np.int32)
+    made.append(Call("score", programs.score, (state.weights, block, targets)))
+    for tokens, program in programs.block.items():
+        made.append(Call(f"block {tokens}", program, (state.replicated((tokens, spec.dim), dtype), np.int32(0))))
+    row = np.zeros(limits.vocab, np.int16)
+    made.append(Call("remember", programs.remember, (state.counts, np.int32(0), row)))
+    for size in piece_sizes(limits.row_pages):
+        pages = padded((), size, limits.pages)
+        made.append(Call(f"export {size}", programs.moves.gather, (state.pools, pages)))
+        made.append(Call(f"import {size}", programs.moves.scatter, (state.pools, pages, state.parcel(size)[0])))
+    return [*made, *drafting_calls(state)]
+
+
+def _segments(state: DeviceState, slots: SlotTable) -> Iterator[Call]:
+    """The programs of steps that can be stopped; what goes from one to the next is only described."""
+    segments, limits = state.segments, state.programs.limits
+    if segments is None:
+        return
+    for bucket in reversed(segments.buckets):
+        args = state.outer, state.carry.tokens, idle_batch(bucket, limits.row_pages, slots, full=False).packed
+        yield Call(f"begin {bucket.tokens}", segments.begin[bucket], args)
+        stream, last = state.described(jax.eval_shape(segments.begin[bucket], *args))
+        for kind, link in {link.kind: link for link in segments.links}.items():
+            pools = pools_of(link, state.pools)
+            held = state.weights["layers"][link.layers], pools, stream
+            yield Call(f"{kind[1].value} {bucket.tokens}", segments.through[kind], held)
+        yield Call(f"end {bucket.tokens}", segments.end[bucket], (state.outer, stream.x, last))
+
+
+def run_through(state: DeviceState) -> None:
+    """Run every program once: what jax and the device set up at a first run is then behind them."""
+    limits, slots = state.programs.limits, SlotTable(state.programs.limits)
+    drawn, widths = None, set()
+    for bucket in limits.buckets:
+        drawn, hidden = state.step(idle_batch(bucket, limits.row_pages, slots, full=False))
+        state.score(hidden, 0, np.zeros(1, np.int32))
+        if bucket.width not in widths:
+            widths.add(bucket.width)
+            state.draw(idle_batch(bucket, limits.row_pages, slots, full=True), (), drawn.rows, hidden)
+        walk = state.walk(idle_batch(bucket, limits.row_pages, slots, full=False))
+        if walk is not None:
+            while walk.left:
+                state.segment(walk)
+            state.end(walk)
+    _run_drafts(state, slots)
+    state.remember(0, Begin(SamplingParams(), 0, (), (), 0, ()))
+    for size in piece_sizes(limits.row_pages):
+        pages: Int32 = padded((), size, limits.pages)
+        state.fill(pages, state.receive(state.export(pages)))
+    state.rebuild()
+    if drawn is not None:
+        drawn.wait()
+
+
+def _run_drafts(state: DeviceState, slots: SlotTable) -> None:
+    limits = state.programs.limits
+    state.begin(0, Begin(SamplingParams(), 0, (), (), 0, ()), 0)
+    if state.drafter is not None:
+        state.drafter.run(state.carry)
+    for bucket in limits.buckets:
+        for depth in () if bucket.decode else limits.depths:
+            state.step(idle_drafting(bucket, depth, limits.row_pages, slots))
+        if bucket.decode and state.drafter is not None:
+            sampling = slots.columns[-1:]
+            drafts = idle_drafts(limits.draft, bucket.rows, limits.row_pages, sampling, limits.slots)
+            state.carry = state.drafter.draft(state.carry, drafts)
+
+
+def warm_up(states: Sequence[DeviceState], progress: Progress | None = None) -> float:
+    """Compile all programs of alike instances, the first instance's first; returns the seconds it took.
+
+    The others then load what the first has compiled, where the persistent cache is on.
+    """
+    began, counter = time.perf_counter(), compile_counter()
+    before, loads = counter.compilations_total, counter.cache_loads_total
+    todo = [calls(state) for state in states]
+    done, total = 0, sum(len(each) for each in todo)
+    threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="jaxserve-compile")
+    with uncollected(), threads as pool:
+        runs = []
+        for state, each in zip(states, todo, strict=True):
+            compiling = {pool.submit(_compile, call): call for call in each}
+            for finished in as_completed(compiling):
+                finished.result()
+                done += 1
+                if progress is not None:
+                    progress(done, total, compiling[finished].label)
+            runs.append(pool.submit(run_through, state))  # beside the next instance's programs
+        for run in runs:
+            run.result()
+    seconds = time.perf_counter() - began
+    log.info(
+        "warm-up: %d programs for %d instance(s) in %.1f s (%d compiled, %d loaded from the cache)",
+        total,
+        len(states),
+        seconds,
+        counter.compilations_total - before,
+        counter.cache_loads_total - loads,
+    )
+    counter.warm()
+    return seconds
+
+
+def _compile(call: Call) -> None:
+    call.program.lower(*call.args).compile()

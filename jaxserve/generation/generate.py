@@ -1,0 +1,301 @@
+"""From a prompt to pieces of text: what the server and `LLM` share above the engine.
+
+The engine speaks of one request and its tokens, in its own thread. Here a job may ask for n outputs, tokens become
+text up to a stop string, and news hops to the thread or event loop of the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
+
+from jaxserve.errors import InvalidValue, JaxserveError, short
+from jaxserve.generation.detokenize import TextStream
+from jaxserve.generation.stops import Automaton
+from jaxserve.outputs import RequestMetrics
+from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.plan import Delta, TokenLogprobs
+from jaxserve.sched.api.request import STANDARD
+from jaxserve.sched.api.slo import SLO
+from jaxserve.tokenizer import Tokenizer
+
+
+class EngineLike(Protocol):
+    """The part of `Engine` that generating needs."""
+
+    @property
+    def info(self) -> Any: ...
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        slo: SLO,
+        priority: int = 0,
+        tier: str = STANDARD,
+        key: str = "",
+        salt: bytes = b"",
+        waited: float = 0.0,
+        on_delta: Callable[[Delta], None],
+    ) -> int: ...
+    def check_outputs(self, prompts: int, n: int) -> None: ...
+    def cancel(self, request: int, reason: str = "abort") -> None: ...
+    def record(self, request: int) -> RequestMetrics | None: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prompt and everything that was asked about it."""
+
+    prompt: list[int]
+    params: SamplingParams
+    slo: SLO
+    priority: int = 0
+    tier: str = STANDARD
+    key: str = field(default_factory=lambda: f"gen-{secrets.token_hex(8)}")
+    text: str | None = None  # the prompt as it was given, where it was text
+    pace: bool = False  # one piece per token, so that each can be told at its own time
+    stops: Automaton | None = None  # of `params.stop`; None: made when the job begins
+    waited: float = 0.0  # seconds since it arrived, before the engine knew of it
+    salt: bytes = b""  # of its pages in the prefix cache: only requests with the same salt share any
+
+
+class Piece(NamedTuple):
+    """News of one output of a job."""
+
+    choice: int  # which of the n outputs
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    metrics: RequestMetrics | None = None  # with the last piece
+
+
+class GenerationFailed(JaxserveError):
+    """The engine gave a request up; `reason` is `error` or `rejected`."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def check_length(length: int, params: SamplingParams, limit: int) -> None:
+    """Raises InvalidValue, naming the lengths, where prompt and output do not fit into the context."""
+    if length == 0:
+        raise InvalidValue("the prompt is empty: at least one token is needed", "prompt")
+    if length >= limit:
+        raise InvalidValue(
+            f"the prompt has {length} tokens, and this model's context of {limit} tokens must hold it and at least "
+            "one token of output",
+            "prompt",
+        )
+    if params.max_tokens is not None and length + params.max_tokens > limit:
+        raise InvalidValue(
+            f"max_tokens={short(params.max_tokens)} after a prompt of {length} tokens is more than the context of "
+            f"{limit} tokens: at most {limit - length} are left",
+            "max_tokens",
+        )
+
+
+class Choice:
+    """One output of a job. Writer: the thread that reads the job's news."""
+
+    def __init__(self, engine: EngineLike, tokenizer: Tokenizer, job: Job, index: int) -> None:
+        self.index = index
+        self.request = -1  # set by `submit`
+        self.finished = False
+        self.count = 0  # tokens of the output
+        self._engine = engine
+        self._params = job.params
+        self._stream = TextStream(tokenizer, job.params, job.stops)
+        self._stop: str | None = None
+
+    def feed(self, delta: Delta) -> Piece:
+        """What this delta says to the caller. After a stop string nothing more but the end, which the engine tells
+        once it has let the request go."""
+        final, text, used = delta.finish_reason is not None, "", 0
+        if self._stop is None:
+            gain = self._stream.add(delta.tokens, final=final, stop_token=delta.stop_token)
+            text, used = gain.text, gain.used
+            self.count += used
+            if gain.stop is not None:
+                self._stop = gain.stop
+                if not final:
+                    self._engine.cancel(self.request, "stop")
+        piece = Piece(self.index, text, delta.tokens[:used], delta.logprobs[:used], delta.prompt_logprobs)
+        return self._end(piece, delta) if final else piece
+
+    def _end(self, piece: Piece, delta: Delta) -> Piece:
+        self.finished = True
+        metrics = self._engine.record(self.request)
+        if metrics is not None:
+            metrics = replace(metrics, token_times=metrics.token_times[: self.count])
+        reason, stop = delta.finish_reason, None
+        if self._stop is not None:
+            reason, stop = "stop", self._stop
+        token = delta.stop_token if delta.stop_token in self._params.stop_token_ids else None
+        return piece._replace(
+            finish_reason=reason, stop_reason=stop if stop is not None else token, error=delta.error, metrics=metrics
+        )
+
+
+def gathered(params: SamplingParams, deliver: Callable[[Choice, Delta], None]) -> Callable[[Choice, Delta], None]:
+    """`deliver`, called once per output at its end with all of it, where nobody reads along and no stop string can
+    end it earlier: text is then decoded once, not after every token."""
+    if params.stop:
+        return deliver
+    parts: dict[int, list[Delta]] = {}
+
+    def gather(choice: Choice, delta: Delta) -> None:
+        held = parts.setdefault(choice.index, [])
+        held.append(delta)
+        if delta.finish_reason is not None:
+            whole = delta._replace(
+                tokens=tuple(chain.from_iterable(one.tokens for one in held)),
+                logprobs=tuple(chain.from_iterable(one.logprobs for one in held)),
+                prompt_logprobs=tuple(chain.from_iterable(one.prompt_logprobs for one in held)),
+            )
+            deliver(choice, whole)
+
+    return gather
+
+
+def submit(
+    engine: EngineLike, tokenizer: Tokenizer, job: Job, deliver: Callable[[Choice, Delta], None]
+) -> list[Choice]:
+    """Hand the n requests of a job to the engine; `deliver` is called in the engine's thread.
+
+    All or none: where one is refused, those before it are cancelled. Output i draws with seed + i; only the first
+    computes the prompt's log-probabilities.
+    """
+    params, choices = job.params, list[Choice]()
+    if job.stops is None:
+        job = replace(job, stops=Automaton(params.stop))  # one for all outputs
+    for index in range(params.n):
+        choice = Choice(engine, tokenizer, job, index)
+        own = replace(
+            params,
+            n=1,
+            seed=None if params.seed is None else params.seed + index,
+            prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+        )
+        key = job.key if params.n == 1 else f"{job.key}-{index}"
+        try:
+            choice.request = engine.submit(
+                job.prompt,
+                own,
+                slo=job.slo,
+                priority=job.priority,
+                tier=job.tier,
+                key=key,
+                salt=job.salt,
+                waited=job.waited,
+                on_delta=lambda delta, choice=choice: deliver(choice, delta),  # type: ignore[misc]
+            )
+        except BaseException:
+            cancel(engine, choices)
+            raise
+        choices.append(choice)
+    return choices
+
+
+def cancel(engine: EngineLike, choices: Sequence[Choice]) -> None:
+    """Let go of the outputs that have not ended."""
+    for choice in choices:
+        if not choice.finished:
+            engine.cancel(choice.request, "abort")
+
+
+class Mailbox:
+    """Carries news from the engine's thread to one event loop: one wake-up for all that a step brings."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._items: deque[tuple[asyncio.Queue[Any], Any]] = deque()
+        self._called = False
+
+    def post(self, queue: asyncio.Queue[Any], item: Any) -> None:
+        """Put an item into a queue of the loop; called from any thread. Nobody reads once the loop is closed."""
+        self._items.append((queue, item))
+        if not self._called:
+            self._called = True
+            with suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(self._flush)
+
+    def _flush(self) -> None:
+        self._called = False  # before reading: an item posted from now on calls again
+        while self._items:
+            queue, item = self._items.popleft()
+            queue.put_nowait(item)
+
+
+async def pieces(engine: EngineLike, tokenizer: Tokenizer, job: Job, mailbox: Mailbox) -> AsyncGenerator[Piece, None]:
+    """The outputs of a job as they come. Closing the iterator, or cancelling its task, cancels the job."""
+    news: asyncio.Queue[tuple[Choice, Delta]] = asyncio.Queue()
+    choices = submit(engine, tokenizer, job, lambda choice, delta: mailbox.post(news, (choice, delta)))
+    try:
+        open_ = len(choices)
+        while open_:
+            choice, delta = await news.get()
+            if choice.finished:
+                continue
+            for one in _each_token(delta) if job.pace else (delta,):
+                piece = choice.feed(one)
+                open_ -= choice.finished
+                yield piece
+    finally:
+        cancel(engine, choices)
+
+
+def _each_token(delta: Delta) -> list[Delta]:
+    """A delta as one for each of its tokens: the first brings the prompt's log-probabilities, the last the end."""
+    if len(delta.tokens) < 2:
+        return [delta]
+    made = [Delta(delta.request, (token,), delta.logprobs[at : at + 1]) for at, token in enumerate(delta.tokens)]
+    made[0] = made[0]._replace(prompt_logprobs=delta.prompt_logprobs)
+    made[-1] = delta._replace(tokens=made[-1].tokens, logprobs=made[-1].logprobs, prompt_logprobs=())
+    return made
+
+
+async def merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[tuple[int, Piece], None]:
+    """Several streams as one, each piece with the number of its stream; an error in one ends all."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for piece in only:
+                yield 0, piece
+        return
+    queue: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue()
+
+    async def pump(number: int, stream: AsyncGenerator[Piece, None]) -> None:
+        try:
+            async with aclosing(stream) as own:
+                async for piece in own:
+                    queue.put_nowait((number, piece))
+            queue.put_nowait((number, None))
+        except Exception as error:
+            queue.put_nowait((number, error))
+
+    tasks = [asyncio.ensure_future(pump(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        open_ = len(tasks)
+        while open_:
+            number, item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                open_ -= 1
+            else:
+                yield number, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
