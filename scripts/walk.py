@@ -4,14 +4,14 @@
     scripts/walk http        # only the first
     scripts/walk --stays     # every stay instead of every file
 
-Serves the demo model in this process, sends one request to warm up and a second one that is recorded: a prompt of a
-few tokens, two tokens out, not streamed. Every function of the repository that is called, and every coroutine that goes
-on after a wait, enters its file; consecutive entries of one file are one stay. A stay is a return where its thread was
-in that file before. Files are listed by first entry, with the number of stays, each thread by itself, since threads
-interleave by chance. The files are the same from run to run; the stays of the engine's thread are not quite, as it
-wakes at other moments. The part of the HTTP walk that `Service.prepare` spans is also listed alone, every stay of it,
-which is the same from run to run: the calls that it makes, and what they call, until it returns. Generated code,
-libraries, and imports are not part of a walk.
+Serves the demo model in this process, sends one request to warm up and a second one that is recorded: a prompt of a few
+tokens, two tokens out, not streamed. Every function of the repository that is called, and every coroutine that goes on
+after a wait, enters its file; consecutive entries of one file are one stay. A stay is a return where its thread was in
+that file before. Files are listed by first entry, with the number of stays, each thread by itself, since threads
+interleave by chance. The engine's thread wakes at other moments from run to run, so that its stays vary by a fifth and
+a file of its housekeeping may be missing. The part of the HTTP walk that `Service.prepare` spans is also listed alone,
+every stay of it, which is the same from run to run: the calls that it makes, and what they call, until it returns.
+Generated code, libraries, and imports are not part of a walk.
 """
 
 from __future__ import annotations
