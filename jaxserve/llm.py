@@ -21,9 +21,9 @@ from jaxserve.errors import InvalidValue, QueueFull
 from jaxserve.generation.generate import (
     Choice,
     EngineLike,
-    Job,
     Mailbox,
     Piece,
+    Submission,
     cancel,
     check_length,
     gathered,
@@ -109,7 +109,7 @@ class _Base:
         priority: int | None,
         tier: str | None,
         request_id: str | None = None,
-    ) -> Job:
+    ) -> Submission:
         """Check everything that can be checked before anything runs. Raises InvalidValue."""
         params = SamplingParams() if params is None else params
         for name, given, kind, allowed in (
@@ -125,7 +125,7 @@ class _Base:
         limit = self.engine.info.max_model_len
         check_length(len(tokens), _capped(params, limit - len(tokens)), limit)
         found, promised = self.config.tier(tier or STANDARD)
-        job = Job(
+        job = Submission(
             tokens,
             params,
             promised if slo is None else slo,
@@ -308,7 +308,7 @@ class AsyncLLM(_Base):
                 whole.finished = left == 0
                 yield snapshot(whole)
 
-    async def _pieces(self, job: Job) -> AsyncGenerator[Piece, None]:
+    async def _pieces(self, job: Submission) -> AsyncGenerator[Piece, None]:
         """Read the pieces of a job, counting them for the metrics."""
         begun = False
         async with aclosing(pieces(self.engine, self.tokenizer, job, self._open_mailbox())) as news:
@@ -338,7 +338,11 @@ class _Full(Exception):
 
 
 def run_batch(
-    engine: EngineLike, tokenizer: Tokenizer, jobs: Sequence[Job], progress: Callable[..., None], metrics: Metrics
+    engine: EngineLike,
+    tokenizer: Tokenizer,
+    jobs: Sequence[Submission],
+    progress: Callable[..., None],
+    metrics: Metrics,
 ) -> list[RequestOutput]:
     """Run all jobs at once; where the engine's queue is bounded, as many as it takes."""
     outputs = [blank_output(job) for job in jobs]
@@ -346,7 +350,7 @@ def run_batch(
     running: dict[int, list[Choice]] = {}
     waiting = deque(enumerate(jobs))
 
-    def start(number: int, job: Job) -> None:
+    def start(number: int, job: Submission) -> None:
         try:
             deliver = gathered(job.params, lambda choice, delta: news.put((number, choice, delta)))
             running[number] = submit(engine, tokenizer, job, deliver)
@@ -378,7 +382,7 @@ def run_batch(
     return outputs
 
 
-def blank_output(job: Job) -> RequestOutput:
+def blank_output(job: Submission) -> RequestOutput:
     """Return the output of a job before its first piece."""
     outputs = [CompletionOutput(index) for index in range(job.params.n)]
     return RequestOutput(job.key, job.text, job.prompt, outputs)

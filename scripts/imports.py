@@ -24,17 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("benchmarks", "configs", "examples", "jaxserve", "pallas_kernels", "scripts", "sched", "tests")
 IMPORTED_AS = {"sched": "jaxserve.sched", "configs": "jaxserve.presets"}  # folders behind tracked symlinks
 PATHS = ("benchmarks", "scripts")  # folders whose files are run, so that they are on sys.path
-ALLOWED: tuple[frozenset[str], ...] = (  # modules, or rooms, that import one another and may for now
-    frozenset({"jaxserve.capacity.show", "jaxserve.cli.plan"}),
-    frozenset({"jaxserve.capacity", "jaxserve.cli.plan"}),
-    frozenset({"jaxserve.demo.export", "jaxserve.demo.train"}),
-    frozenset({"jaxserve.cli.simulate.plots", "jaxserve.cli.simulate.report"}),
-    frozenset({f"jaxserve.sched.{room}" for room in ("feasibility", "perf", "policies", "policy")}),
-    frozenset({"pallas_kernels.backends", "pallas_kernels.tpu"}),
-    frozenset(
-        {"pallas_kernels.backends.tpu", *(f"pallas_kernels.tpu.{one}" for one in ("cases", "decode", "prefill"))}
-    ),
-)
+ALLOWED: tuple[frozenset[str], ...] = ()  # modules, or rooms, that import one another and may for now
 
 Graph = dict[str, set[str]]  # name -> names that it imports
 

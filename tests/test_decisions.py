@@ -9,8 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from jaxserve.sched.policy import Decision, View
 
+from jaxserve.sched.api.policy import Decision, View
 from jaxserve.sched.policies.ordered import Ordered
 
 ONE = ("kairos", "deflect", "tiers")
@@ -60,8 +60,8 @@ def test_what_is_refused_or_only_on_one_side_is_a_difference(decisions: ModuleTy
 
 
 def test_every_field_of_a_span_is_hashed(decisions: ModuleType) -> None:
-    from jaxserve.sched.params import SamplingParams
-    from jaxserve.sched.plan import Begin, Span
+    from jaxserve.sched.api.params import SamplingParams
+    from jaxserve.sched.api.plan import Begin, Span
 
     begin = Begin(SamplingParams(), 1, (), (), 5, (2,))
     span = Span(1, 2, 3, 4, (5,), (6,), 0, False, begin)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxserve.engine.programs.sampling import Column, Rows, draw
+from jaxserve.engine.programs.sampling import Column, SamplingRows, draw
 from pallas_kernels import compat
 from pallas_kernels.border_search import LOG2_E, Found, Options
 from pallas_kernels.hopper import borders as hopper
@@ -60,7 +60,7 @@ def _case(session: Session, name: str, kind: str, asks: str, rows: int, vocab: i
         took = session.seconds(reading(lambda x, o, call=call: call(x, o).border, turns), (x, [(options,)], ()), turns)
         sweeps = np.asarray(found.sweeps)
         session.add(name, label, took, moved=moved, sweeps=float(sweeps.mean()), most_sweeps=int(sweeps.max()))
-        drawing = reading(lambda x, packed, call=call: draw(x, Rows(packed), call), turns)
+        drawing = reading(lambda x, packed, call=call: draw(x, SamplingRows(packed), call), turns)
         took = session.seconds(drawing, (x, [(_rows(rows, top_k, top_p),)], ()), turns)
         session.add(name, f"draw, {label}", took, moved=moved)
 

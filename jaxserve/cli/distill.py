@@ -133,10 +133,10 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def job_of(args: argparse.Namespace) -> Any:
-    """The run that the flags ask for, a `distillation.job.Job`."""
+    """The run that the flags ask for, a `distillation.job.DistillationRun`."""
     from jaxserve.config import ServeConfig, parse_mesh
     from jaxserve.demo import model_path
-    from jaxserve.distillation.job import DataSettings, Job, TrainingSettings
+    from jaxserve.distillation.job import DataSettings, DistillationRun, TrainingSettings
     from jaxserve.models.registry import load_spec
     from jaxserve.models.source import model_folder
 
@@ -156,7 +156,7 @@ def job_of(args: argparse.Namespace) -> Any:
     long_length = args.long_length or max(length, min(2048, spec.max_positions))
     prompts = None if args.prompts is None else str(args.prompts.resolve())
     dtype = engine.get("dtype", "auto")
-    return Job(
+    return DistillationRun(
         path=path,
         demo=path.resolve() == model_path().resolve(),
         out=args.out,

@@ -74,7 +74,7 @@ class TrainingSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class DistillationRun:
     """Everything about a run. `path` is the target's folder, `engine` the settings that generate with it."""
 
     path: Path
@@ -91,7 +91,7 @@ class Job:
     save_every: float  # minutes
 
 
-def settle(job: Job, resume: bool | None) -> None:
+def settle(job: DistillationRun, resume: bool | None) -> None:
     """Compare the settings with those that the work folder was begun with, and note them there.
 
     resume None: go on where there is something. False: keep the text, train anew. True: there must be a checkpoint.
@@ -129,7 +129,7 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in settings.items() if key != "net"}, **net}
 
 
-def text(job: Job) -> list[samples.Sample]:
+def text(job: DistillationRun) -> list[samples.Sample]:
     """Prompts and answers: read where they are there, else generated."""
     data, tokenizer = job.data, Tokenizer.load(job.path)
     longest = max(1, data.length // 2)
@@ -162,7 +162,7 @@ def _begin(path: Path) -> int:
     return int(found)
 
 
-def distill(job: Job, tell: Callable[[str], None]) -> Acceptance:
+def distill(job: DistillationRun, tell: Callable[[str], None]) -> Acceptance:
     """Generate, train, write the folder, measure. `tell` is given a line now and then."""
     found = text(job)
     kept = samples.stream(found)
@@ -207,7 +207,8 @@ def _watched(held: Sequence[samples.Sample], rows: int, length: int) -> list[np.
 
 
 def train(
-    job: Job, target: teacher.Teacher, weights: Any, net: Net, tokens: np.ndarray, watched: Sequence[np.ndarray],
+    job: DistillationRun, target: teacher.Teacher, weights: Any, net: Net, tokens: np.ndarray,
+    watched: Sequence[np.ndarray],
     tell: Callable[[str], None],
 ) -> State:  # fmt: skip
     """Train from the newest checkpoint of the work folder, or from the beginning."""
@@ -250,7 +251,7 @@ def train(
     return state
 
 
-def write(job: Job, state: State) -> None:
+def write(job: DistillationRun, state: State) -> None:
     """The draft's folder: config, weights, the target's tokenizer, and the curve."""
     out = job.out
     out.mkdir(parents=True, exist_ok=True)

@@ -50,7 +50,7 @@ class EngineLike(Protocol):
 
 
 @dataclass(frozen=True)
-class Job:
+class Submission:
     """One prompt and everything that was asked about it."""
 
     prompt: list[int]
@@ -109,7 +109,7 @@ def check_length(length: int, params: SamplingParams, limit: int) -> None:
 class Choice:
     """One output of a job. Writer: the thread that reads the job's news."""
 
-    def __init__(self, engine: EngineLike, tokenizer: Tokenizer, job: Job, index: int) -> None:
+    def __init__(self, engine: EngineLike, tokenizer: Tokenizer, job: Submission, index: int) -> None:
         self.index = index
         self.request = -1  # set by `submit`
         self.finished = False
@@ -170,7 +170,7 @@ def gathered(params: SamplingParams, deliver: Callable[[Choice, Delta], None]) -
 
 
 def submit(
-    engine: EngineLike, tokenizer: Tokenizer, job: Job, deliver: Callable[[Choice, Delta], None]
+    engine: EngineLike, tokenizer: Tokenizer, job: Submission, deliver: Callable[[Choice, Delta], None]
 ) -> list[Choice]:
     """Hand the n requests of a job to the engine; `deliver` is called in the engine's thread.
 
@@ -238,7 +238,9 @@ class Mailbox:
             queue.put_nowait(item)
 
 
-async def pieces(engine: EngineLike, tokenizer: Tokenizer, job: Job, mailbox: Mailbox) -> AsyncGenerator[Piece, None]:
+async def pieces(
+    engine: EngineLike, tokenizer: Tokenizer, job: Submission, mailbox: Mailbox
+) -> AsyncGenerator[Piece, None]:
     """The outputs of a job as they come. Closing the iterator, or cancelling its task, cancels the job."""
     news: asyncio.Queue[tuple[Choice, Delta]] = asyncio.Queue()
     choices = submit(engine, tokenizer, job, lambda choice, delta: mailbox.post(news, (choice, delta)))

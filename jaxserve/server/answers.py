@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxserve.generation.generate import Job, Piece
+from jaxserve.generation.generate import Piece, Submission
 from jaxserve.outputs import RequestMetrics, logprob_dict
 from jaxserve.sched.api.plan import TokenLogprobs
 from jaxserve.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ class Answer:
     id: str
     model: str
     chat: bool
-    jobs: Sequence[Job]
+    jobs: Sequence[Submission]
     tokenizer: Tokenizer
     top: int | None  # alternatives per token, None: no log-probabilities
     prompt_top: bool  # the caller asked for `prompt_logprobs`
@@ -164,7 +164,7 @@ class Answer:
             made["service_tier"] = self.service_tier
         return made
 
-    def _prompt_text(self, job: Job) -> str:
+    def _prompt_text(self, job: Submission) -> str:
         return self.tokenizer.decode(job.prompt) if job.text is None else job.text
 
     def _scored(self, number: int) -> list[TokenLogprobs] | None:
@@ -199,7 +199,7 @@ class Answer:
         self,
         one: Gathered,
         positions: Sequence[TokenLogprobs],
-        job: Job | None = None,
+        job: Submission | None = None,
         scored: Sequence[TokenLogprobs] | None = None,
     ) -> dict[str, Any] | None:
         """The older shape: parallel lists. With `scored`, the prompt's tokens come first."""

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from jaxserve.engine.runtime.classes import ERRORS, SLACK, ClassStats, Spread
 from jaxserve.engine.runtime.gc_control import EDGES
-from jaxserve.generation.generate import Job, Piece
+from jaxserve.generation.generate import Piece, Submission
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.cluster.ttft_predictions import RECENT, Accuracy
 from jaxserve.sched.instance.stats import BLOCKING, SIZES
@@ -95,11 +95,11 @@ class Metrics:
         """Add families that another part of the server keeps."""
         self.registry.register(collector)
 
-    def begun(self, job: Job) -> None:
+    def begun(self, job: Submission) -> None:
         """The engine has taken a job and begun to answer."""
         self._prompt_tokens.inc(len(job.prompt) * job.params.n)
 
-    def news(self, job: Job, piece: Piece) -> None:
+    def news(self, job: Submission, piece: Piece) -> None:
         """A piece of an output came."""
         if piece.tokens:
             self._tokens.inc(len(piece.tokens))
@@ -110,7 +110,7 @@ class Metrics:
         """A paced stream told a piece so long after it came."""
         self._held.observe(seconds)
 
-    def _finished(self, job: Job, times: RequestMetrics) -> None:
+    def _finished(self, job: Submission, times: RequestMetrics) -> None:
         see, tokens = self._see, times.token_times
         see("request_prompt_tokens", len(job.prompt))
         see("request_generation_tokens", len(tokens))

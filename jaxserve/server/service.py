@@ -12,7 +12,7 @@ from typing import Any
 from jaxserve.config import ServeConfig
 from jaxserve.engine.runtime.queue import ROWS
 from jaxserve.errors import InvalidValue, short
-from jaxserve.generation.generate import GenerationFailed, Job, Mailbox, Piece, check_length, merged, pieces
+from jaxserve.generation.generate import GenerationFailed, Mailbox, Piece, Submission, check_length, merged, pieces
 from jaxserve.generation.stops import Automaton
 from jaxserve.sched.api.plan import GIVEN_UP
 from jaxserve.server.answers import Answer
@@ -89,7 +89,9 @@ class Service:
             check_length(len(tokens), params, self.engine.info.max_model_len)
             key = name if len(prompts) == 1 else f"{name}-{number}"
             jobs.append(
-                Job(tokens, params, goals.slo, goals.priority, goals.tier, key, text, goals.pace, stops, salt=salt)
+                Submission(
+                    tokens, params, goals.slo, goals.priority, goals.tier, key, text, goals.pace, stops, salt=salt
+                )
             )
         return Answer(
             name,

@@ -55,3 +55,13 @@ class Acceptance:
         mine = self._tiers.setdefault(tier, Drafts(self.all.acceptance))
         for one in (self.all, mine, own):
             one.count(drafted, right, cut=cut)
+
+
+def draft_lengths(most: int) -> tuple[int, ...]:
+    """Draft lengths worth trying, in tokens: powers of two below `most`, and `most`."""
+    found = []
+    length = 1
+    while length < most:
+        found.append(length)
+        length *= 2
+    return *found, most

@@ -7,12 +7,12 @@ from itertools import chain, zip_longest
 from statistics import median
 from typing import NamedTuple
 
+from ..api.acceptance import draft_lengths
 from ..api.executor import Executor
 from ..api.params import SamplingParams
 from ..api.perf import Load
 from ..api.plan import Begin, Span, StepPlan, StepResult
 from ..api.policy import Limits
-from ..policies.drafting import lengths_of
 from .buckets import Buckets
 from .fit import kind
 
@@ -109,7 +109,7 @@ def _drafting(limits: Limits, max_model_len: int) -> Iterator[Probe]:
     """Rows that draft as much as they may, and one token: what lies between is interpolated, and learned."""
     position = min(64, max_model_len - 1 - limits.draft)
     pages = (position + limits.draft) // limits.page_size + 1
-    for draft in lengths_of(limits.draft) if limits.draft and position > 0 else ():
+    for draft in draft_lengths(limits.draft) if limits.draft and position > 0 else ():
         for rows in sorted({1, min(8, limits.rows), limits.rows}):
             if rows * (1 + draft) <= limits.tokens and rows * pages <= limits.pages:
                 yield Probe((Row(position, 1 + draft, draft),) * rows, rows)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..api.acceptance import draft_lengths
 from ..api.perf import Array, Load, PerfModel
 from ..api.policy import Decision, Grant, Policy, Role, View
 from ..api.request import RequestView
@@ -26,16 +27,6 @@ LEAST, MOST = 16, 512  # steps between two tries
 AGAIN = (
     8  # steps of the same grants for which nobody drafts once that is best: to choose takes a tenth of a millisecond
 )
-
-
-def lengths_of(most: int) -> tuple[int, ...]:
-    """Drafted tokens to choose from: 1, 2, 4 and so on, and the most."""
-    found = []
-    length = 1
-    while length < most:
-        found.append(length)
-        length *= 2
-    return *found, most
 
 
 class _Best(NamedTuple):
@@ -85,7 +76,7 @@ class Drafting:
             return {}
         batch = _Batch.of(view, mine, rows)
         idle = _Best(batch.count / batch.alone, 0, batch.able)
-        found = [batch.best(draft, idle.rate) for draft in lengths_of(view.limits.draft)]
+        found = [batch.best(draft, idle.rate) for draft in draft_lengths(view.limits.draft)]
         best = max((one for one in found if one is not None), key=lambda one: one.rate, default=idle)
         best = self._tried(batch, best if best.rate > WORTH * idle.rate else idle, idle)
         drafting = zip(mine, best.rows.tolist(), strict=True)

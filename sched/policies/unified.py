@@ -341,7 +341,7 @@ class _Longest(NamedTuple):
     brief: float  # of what need not be done now: who comes during it can wait for it; inf where that does not matter
 
 
-class _Job(NamedTuple):
+class _PromptWork(NamedTuple):
     """A step that was started, with what is left of its prompts behind it."""
 
     due: float  # when the first of its requests is; -inf where none was promised anything
@@ -355,7 +355,9 @@ class _Queue(NamedTuple):
     on_time: Order  # rows that can be on time together, by deadline
     hopeless: tuple[int, ...]  # requests that cannot be on time any more, none of which has begun
     others: Callable[[], Order]  # the other rows: those that lost their place, the hopeless, best effort; by work each
-    stopped: _Job | None = None  # of the suspended steps that can be on time with them, the one that is due first
+    stopped: _PromptWork | None = (
+        None  # of the suspended steps that can be on time with them, the one that is due first
+    )
 
 
 class _Piggyback(NamedTuple):
@@ -364,17 +366,17 @@ class _Piggyback(NamedTuple):
     certain: bool  # somebody among them cannot fail to run
 
 
-def _job(view: View, task: Task) -> _Job:
+def _job(view: View, task: Task) -> _PromptWork:
     due = min((one.arrival + one.slo.ttft for one in task.requests if one.tier != BEST_EFFORT), default=-inf)
     left = [(float(left_behind(one)), float(one.context)) for one in task.requests if left_behind(one)]
     if not left:
-        return _Job(due, task.seconds, task.step)
+        return _PromptWork(due, task.seconds, task.step)
     tokens, context = np.array(left).T
     rest = float(view.perf.prefill_times(tokens, context, view.limits.tokens).sum())
-    return _Job(due, task.seconds + rest, task.step)
+    return _PromptWork(due, task.seconds + rest, task.step)
 
 
-def _with(deadline: Array, work: Array, jobs: Sequence[_Job]) -> tuple[Array, Array]:
+def _with(deadline: Array, work: Array, jobs: Sequence[_PromptWork]) -> tuple[Array, Array]:
     """Deadlines and seconds of prompts, and of started steps behind them."""
     if not jobs:
         return deadline, work

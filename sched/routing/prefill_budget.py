@@ -10,8 +10,8 @@ from .sent import Sent
 
 
 class PrefillBudget(Router):
-    """Ranks instances by what their prefill admission budget (admission/prefill_budget.py) for the request's own TTFT leaves once its
-    prompt, after each instance's own prefix-cache hit, is taken from it (arXiv 2510.14392, section 3.4). So are the
+    """Rank instances by the prefill admission budget that is left for the request's TTFT once its prompt, less the
+    instance's prefix-cache hit, is taken from it (arXiv 2510.14392, section 3.4). So are the
     prompts that it has sent and no instance has told of yet. Where budgets are equal, as all are for a request without
     a TTFT, the instance with the least prompt tokens to compute comes first."""
 

@@ -76,7 +76,7 @@ class Parcel(NamedTuple):
     at: float = 0.0  # when the pieces ahead of it are done
 
 
-class _Job:
+class _Running:
     """A submitted step. Writer: the SimExecutor that holds it."""
 
     __slots__ = ("began", "done", "future", "plan", "seconds", "stop", "timer", "tokens")
@@ -121,9 +121,9 @@ class SimExecutor:
         self._factors: list[float] = []
         self._watch = watch
         self._fails = fails
-        self._queue: deque[_Job] = deque()  # behind the running one
-        self._running: _Job | None = None
-        self._suspended: dict[int, _Job] = {}
+        self._queue: deque[_Running] = deque()  # behind the running one
+        self._running: _Running | None = None
+        self._suspended: dict[int, _Running] = {}
         self._last: Step | None = None
         self._prompts: dict[int, int] = {}  # slot -> prompt length of the request in it
         self._link_free = 0.0
@@ -145,12 +145,12 @@ class SimExecutor:
         future: Step = self._loop.create_future()
         if plan.resume is None:
             load, tokens = self._look(plan)
-            job = _Job(plan, future, self._model.step_time(load) * self._factor(), tokens)
+            job = _Running(plan, future, self._model.step_time(load) * self._factor(), tokens)
         else:
             before = self._suspended.pop(plan.resume, None)
             if before is None:
                 raise InvalidValue(f"step {plan.step} resumes step {plan.resume}, which is not suspended", "resume")
-            job = _Job(plan, future, before.seconds, before.tokens)
+            job = _Running(plan, future, before.seconds, before.tokens)
             job.done = before.done
         self._last = future
         if self._running is None:
@@ -175,7 +175,7 @@ class SimExecutor:
             job.timer.cancel()
             job.timer = self._loop.at(job.began + done - job.done, EVENT, self._suspend, job, done)
 
-    def _dispatched(self, job: _Job) -> float | None:
+    def _dispatched(self, job: _Running) -> float | None:
         """Seconds of the running step that are computed when the pieces dispatched by now are; None for all of it."""
         device = self._device
         if not job.plan.preemptible or sum(span.length for span in job.plan.spans) <= device.short:
@@ -188,7 +188,7 @@ class SimExecutor:
     def committed(self, step: Step) -> Step:
         return step
 
-    def _begin(self, job: _Job) -> None:
+    def _begin(self, job: _Running) -> None:
         self._running = job
         job.began = now = self._loop.now
         if job.stop:
@@ -196,7 +196,7 @@ class SimExecutor:
         else:
             job.timer = self._loop.at(now + job.seconds - job.done, EVENT, self._end, job)
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, job: _Running) -> None:
         result = StepResult(job.plan.step, job.began, self._loop.now, job.tokens)
         failed = self._fails is not None and self._fails(job.plan)
         if self._watch is not None and not failed:
@@ -208,7 +208,7 @@ class SimExecutor:
                 job.future.set_result(result)
         self._next()
 
-    def _suspend(self, job: _Job, done: float) -> None:
+    def _suspend(self, job: _Running, done: float) -> None:
         job.done = done
         self._suspended[job.plan.step] = job
         if not job.future.done():

@@ -119,7 +119,7 @@ def test_a_folder_that_cannot_be_written_is_no_reason_not_to_serve(
 ) -> None:
     (tmp_path / profile.FOLDER).write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING, "jaxserve"):
-        profile.Kept({"model": "m"}, tmp_path).save([(Load(decode=1), 0.1)])
+        profile.ProfileCache({"model": "m"}, tmp_path).save([(Load(decode=1), 0.1)])
     assert "cannot be kept" in caplog.text
 
 

@@ -20,7 +20,7 @@ from jaxserve.engine.programs.sampling import (
     MOST_COUNTED,
     SEEN_IN_PROMPT,
     Adjust,
-    Rows,
+    SamplingRows,
     argmax,
     gumbel,
 )
@@ -136,7 +136,7 @@ ALIKE: tuple[dict[str, Any], ...] = (
 def test_both_programs_draw_the_same_where_both_may() -> None:
     """Whichever row is beside them: some ask for no cut, some are greedy, and in `draw_full` one wants more."""
     tables = [table(SamplingParams(**asked, max_tokens=None), 16, seed=9) for asked in ALIKE]
-    rows = Rows(jnp.concatenate([one.packed for one in tables]))
+    rows = SamplingRows(jnp.concatenate([one.packed for one in tables]))
     count, vocab = rows.packed.shape[0], 4096
     logits = jax.random.normal(jax.random.key(0), (count, vocab)) * 3
     mine = np.asarray(draw(logits, rows))
@@ -146,7 +146,7 @@ def test_both_programs_draw_the_same_where_both_may() -> None:
         held = jnp.zeros((4, vocab), jnp.int16)
         full, _, _ = draw_full(
             jnp.concatenate([logits, logits[:1]]),
-            Rows(jnp.concatenate([rows.packed, beside.packed])),
+            SamplingRows(jnp.concatenate([rows.packed, beside.packed])),
             plain_adjust(count + 1),
             held,
         )

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.engine.programs import speculate
-from jaxserve.engine.programs.sampling import BAD, Column, Rows, draw, heated_and_cut
+from jaxserve.engine.programs.sampling import BAD, Column, SamplingRows, draw, heated_and_cut
 from jaxserve.engine.programs.speculate import GUESSED, NONE, ngram, probabilistic, salted, strict
 from jaxserve.sched.api.params import SamplingParams
 from tests.support.engine.statistics import Array, V, chi_square, table
@@ -174,8 +174,10 @@ def test_noise_of_different_kinds_is_independent() -> None:
     packed = table(SamplingParams(), 20_000).packed
     from jaxserve.engine.programs.sampling import gumbel
 
-    drawing, drafting = (np.asarray(gumbel(one, 4))[:, 1] for one in (Rows(packed), salted(Rows(packed), GUESSED)))
-    judging = np.asarray(speculate.uniform(Rows(packed)))
+    drawing, drafting = (
+        np.asarray(gumbel(one, 4))[:, 1] for one in (SamplingRows(packed), salted(SamplingRows(packed), GUESSED))
+    )
+    judging = np.asarray(speculate.uniform(SamplingRows(packed)))
     assert judging.min() >= 0 and judging.max() < 1 and abs(judging.mean() - 0.5) < 0.01
     for one, other in ((drawing, drafting), (drawing, judging), (drafting, judging)):
         assert abs(np.corrcoef(one, other)[0, 1]) < 0.03

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jaxserve.cli.replay import perf_of
-from jaxserve.engine.runtime.executor import JaxExecutor, Job
+from jaxserve.engine.runtime.executor import JaxExecutor, StepJob
 from jaxserve.sched import policies
 from jaxserve.sched.api.policy import Decision, Policy, View
 from jaxserve.sched.api.request import Request
@@ -68,7 +68,7 @@ class Stopping(Setup):
         return cluster
 
 
-def _passed(executor: JaxExecutor, core: Core, job: Job) -> None:
+def _passed(executor: JaxExecutor, core: Core, job: StepJob) -> None:
     JaxExecutor._passed(executor, job)
     core.wake()
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from jaxserve.errors import QueueFull
-from jaxserve.generation.generate import Job, Mailbox, pieces, submit
+from jaxserve.generation.generate import Mailbox, Submission, pieces, submit
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.slo import SLO
 from jaxserve.tokenizer import Tokenizer
 from tests.support.server.double import Double
 
-JOB = Job([5, 6, 7], SamplingParams(max_tokens=200, n=3, ignore_eos=True), SLO())
+JOB = Submission([5, 6, 7], SamplingParams(max_tokens=200, n=3, ignore_eos=True), SLO())
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2])

@@ -54,7 +54,7 @@ class Backends(NamedTuple):
         return borders.borders(self.sampling, mesh)
 
 
-class Asked(Protocol):
+class BackendOptions(Protocol):
     """What of an `ExecutorConfig` decides."""
 
     @property
@@ -75,7 +75,7 @@ class Asked(Protocol):
     def interpret(self) -> bool: ...
 
 
-def resolve_backends(config: Asked, spec: ModelSpec, dtype: Any, mesh: Mesh) -> Backends:
+def resolve_backends(config: BackendOptions, spec: ModelSpec, dtype: Any, mesh: Mesh) -> Backends:
     """Of all instances. `spec` is that of `for_tp`; raises InvalidValue where what is named cannot run."""
     device = mesh.devices.flat[0]
     # An interpreter runs every block of a kernel, one after the other: few of them.
@@ -97,7 +97,7 @@ def resolve_backends(config: Asked, spec: ModelSpec, dtype: Any, mesh: Mesh) -> 
     )
 
 
-def _attention(config: Asked, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]) -> dispatch.Spec:
+def _attention(config: BackendOptions, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]) -> dispatch.Spec:
     return dispatch.Spec(
         **here,
         dtype=str(dtype),
@@ -111,7 +111,7 @@ def _attention(config: Asked, spec: ModelSpec, dtype: Any, here: Mapping[str, An
     )
 
 
-def _experts(config: Asked, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]) -> experts.Spec | None:
+def _experts(config: BackendOptions, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]) -> experts.Spec | None:
     """None: the model has no mixture of experts."""
     if spec.moe is None:
         return None
@@ -134,7 +134,7 @@ def _narrow_experts(layer: Any) -> bool:
     return any(isinstance(leaf, Quantised) and leaf.values.axes[0] == "experts" for leaf in leaves)
 
 
-def _products(config: Asked, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]) -> products.Spec | None:
+def _products(config: BackendOptions, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]) -> products.Spec | None:
     """None: no weights are of 8 bits."""
     if spec.quantised is None:
         return None

@@ -37,7 +37,7 @@ class Drafts(NamedTuple):
     sampling: Int32  # [G, len(Column)], of all rows but those drawn alone
 
 
-class Rows(NamedTuple):
+class DraftRows(NamedTuple):
     """The rows of a step as numpy columns, one entry each."""
 
     slots: npt.NDArray[Any]
@@ -47,7 +47,9 @@ class Rows(NamedTuple):
     alone: npt.NDArray[np.bool_]  # drawn by `draw_full`, which draws one token
 
 
-def drafts_of(rows: Rows, *, depth: int, ladder: Sequence[int], sampling: Int32, tables: Int32, slots: int) -> Drafts:
+def drafts_of(
+    rows: DraftRows, *, depth: int, ladder: Sequence[int], sampling: Int32, tables: Int32, slots: int
+) -> Drafts:
     """sampling [G, len(Column)] of all rows; tables [rows, P]; ladder: numbers of rows that drafters have programs
     for; slots: of the instance, so the number of none. Raises InvalidValue where a row drafts that is drawn alone."""
     if wrong := rows.slots[rows.alone & (rows.lengths > 0)].tolist():

@@ -277,7 +277,7 @@ class InputBuilder:
         alone, drafts = contexts < slots.full_until[drawn[:rows]], None
         if drafted:
             drafts = drafting.drafts_of(
-                drafting.Rows(ids, np.array(start), np.array(draft), ends, alone),
+                drafting.DraftRows(ids, np.array(start), np.array(draft), ends, alone),
                 depth=self.limits.depth(drafted),
                 ladder=[bucket.rows for bucket in self._decode],
                 sampling=sampling,

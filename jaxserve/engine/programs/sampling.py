@@ -46,7 +46,7 @@ class Column(IntEnum):
     LOGPROBS = 12  # 1: wanted
 
 
-class Rows(NamedTuple):
+class SamplingRows(NamedTuple):
     """The columns of a step, [G] each."""
 
     packed: jax.Array  # [G, len(Column)] int32
@@ -66,14 +66,14 @@ class Adjust(NamedTuple):
     used: jax.Array  # [] int32, columns in use in any row
 
 
-def draw(logits: jax.Array, rows: Rows, borders: Borders = BY_XLA) -> jax.Array:
+def draw(logits: jax.Array, rows: SamplingRows, borders: Borders = BY_XLA) -> jax.Array:
     """Tokens [G] int32 by temperature, min-p, top-k and top-p, BAD where a row's logits are not finite.
     logits: [G, V] float32."""
     tokens, top = _drawn(logits, rows, borders)
     return jnp.where(jnp.isfinite(top), tokens, BAD)
 
 
-def _drawn(x: jax.Array, rows: Rows, borders: Borders) -> tuple[jax.Array, jax.Array]:
+def _drawn(x: jax.Array, rows: SamplingRows, borders: Borders) -> tuple[jax.Array, jax.Array]:
     """Tokens [G] of logits [G, V], and the largest of these, found by the same look. Each way to draw asks here, so all
     draw alike."""
     warm = (rows.floats(Column.TEMPERATURE) > 0)[:, None]
@@ -89,7 +89,7 @@ def _drawn(x: jax.Array, rows: Rows, borders: Borders) -> tuple[jax.Array, jax.A
     return drawn
 
 
-def heated_and_cut(x: jax.Array, rows: Rows, borders: Borders = BY_XLA) -> jax.Array:
+def heated_and_cut(x: jax.Array, rows: SamplingRows, borders: Borders = BY_XLA) -> jax.Array:
     """Logits [G, V] whose softmax is what a row's token is drawn from; MASKED where a cut leaves a token out: min-p,
     then top-k, then top-p. Ties at a border stay in. Greedy rows are left as they are."""
     temperature = rows.floats(Column.TEMPERATURE)
@@ -97,7 +97,7 @@ def heated_and_cut(x: jax.Array, rows: Rows, borders: Borders = BY_XLA) -> jax.A
     return jnp.where(x >= _border(x, rows, borders)[:, None], heated, MASKED)
 
 
-def _border(x: jax.Array, rows: Rows, borders: Borders) -> jax.Array:
+def _border(x: jax.Array, rows: SamplingRows, borders: Borders) -> jax.Array:
     """The least logit [G] that is left in. Searched where some row asks for a cut; its result is [G], because a branch
     that returned logits would write them, for another kernel to read."""
     temperature, min_p = rows.floats(Column.TEMPERATURE), rows.floats(Column.MIN_P)
@@ -116,7 +116,7 @@ def _border(x: jax.Array, rows: Rows, borders: Borders) -> jax.Array:
 
 def draw_full(
     logits: jax.Array,  # [G, V] float32
-    rows: Rows,
+    rows: SamplingRows,
     adjust: Adjust,
     counts: jax.Array,  # [slots, V] int16
     borders: Borders = BY_XLA,
@@ -142,7 +142,7 @@ def draw_full(
 
 
 def finite(logits: jax.Array) -> jax.Array:
-    """Rows [G] whose largest logit is a number; NaN anywhere, or +inf, makes it none."""
+    """SamplingRows [G] whose largest logit is a number; NaN anywhere, or +inf, makes it none."""
     return jnp.isfinite(jnp.max(logits, axis=-1))
 
 
@@ -162,7 +162,7 @@ def argmax(x: jax.Array) -> jax.Array:
     return found
 
 
-def gumbel(rows: Rows, vocab: int) -> jax.Array:
+def gumbel(rows: SamplingRows, vocab: int) -> jax.Array:
     """Standard Gumbel noise [G, V], a pure function of (seed, position, token).
 
     A counter through the finaliser of MurmurHash3, twice. jax.random costs 3.6 ms for 32 x 4096 on a CPU, more than
@@ -185,7 +185,7 @@ def _mix(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def _penalised(x: jax.Array, kept: jax.Array, rows: Rows) -> jax.Array:
+def _penalised(x: jax.Array, kept: jax.Array, rows: SamplingRows) -> jax.Array:
     drawn = (kept & MOST_COUNTED).astype(jnp.float32)  # [G, V]
     repetition = rows.floats(Column.REPETITION)[:, None]
     x = jnp.where(kept != 0, jnp.where(x > 0, x / repetition, x * repetition), x)

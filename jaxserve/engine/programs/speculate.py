@@ -15,7 +15,17 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxserve.engine.programs.sampling import BAD, BY_XLA, Column, Rows, argmax, draw, finite, gumbel, heated_and_cut
+from jaxserve.engine.programs.sampling import (
+    BAD,
+    BY_XLA,
+    Column,
+    SamplingRows,
+    argmax,
+    draw,
+    finite,
+    gumbel,
+    heated_and_cut,
+)
 from pallas_kernels.borders import Borders
 
 NONE = -2  # in place of a token that a row did not gain
@@ -23,11 +33,11 @@ JUDGED, GUESSED = 0x5EED0001, 0x5EED0002  # kinds of noise: to keep a drafted to
 UNKNOWN = -1  # in place of a token in a history, where there is none yet
 
 
-def repeated(packed: jax.Array, times: int) -> Rows:
-    """Rows [G * D] of rows [G]: the next D positions of each."""
+def repeated(packed: jax.Array, times: int) -> SamplingRows:
+    """SamplingRows [G * D] of rows [G]: the next D positions of each."""
     rows = jnp.repeat(packed, times, axis=0)
     ahead = jnp.tile(jnp.arange(times, dtype=jnp.int32), packed.shape[0])
-    return Rows(rows.at[:, Column.POSITION].add(ahead))
+    return SamplingRows(rows.at[:, Column.POSITION].add(ahead))
 
 
 def strict(
@@ -77,15 +87,15 @@ def probabilistic(
     return gained(found, _leading(right.reshape(width, times)[:, :-1]))
 
 
-def uniform(told: Rows) -> jax.Array:
+def uniform(told: SamplingRows) -> jax.Array:
     """[G] in [0, 1), by seed and position; independent of `gumbel` of the same."""
     noise = gumbel(salted(told, JUDGED), 1)[:, 0]
     return jnp.exp(-jnp.exp(-noise))
 
 
-def salted(told: Rows, salt: int) -> Rows:
-    """Rows whose noise is of another kind."""
-    return Rows(told.packed.at[:, Column.SEED_HIGH].set(told.ints(Column.SEED_HIGH) ^ jnp.int32(salt)))
+def salted(told: SamplingRows, salt: int) -> SamplingRows:
+    """SamplingRows whose noise is of another kind."""
+    return SamplingRows(told.packed.at[:, Column.SEED_HIGH].set(told.ints(Column.SEED_HIGH) ^ jnp.int32(salt)))
 
 
 def _leading(right: jax.Array) -> jax.Array:
@@ -122,7 +132,7 @@ def ngram(history: jax.Array, known: jax.Array, count: int, *, least: int, most:
     return jnp.take_along_axis(history, jnp.clip(follows, 0, length - 1), axis=1)
 
 
-def noted(history: jax.Array, told: Rows, tokens: jax.Array) -> jax.Array:
+def noted(history: jax.Array, told: SamplingRows, tokens: jax.Array) -> jax.Array:
     """history [slots, L] with tokens [G, D] at the positions that they were drawn for; NONE and BAD are dropped."""
     if not history.shape[1]:
         return history

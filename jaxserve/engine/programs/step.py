@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxserve.engine.programs.backends import Backends
 from jaxserve.engine.programs.inputs import FROM_CARRY, Bucket, Layout, Limits
 from jaxserve.engine.programs.logprobs import logprobs_of
-from jaxserve.engine.programs.sampling import Adjust, Column, Rows, draw, draw_full
+from jaxserve.engine.programs.sampling import Adjust, Column, SamplingRows, draw, draw_full
 from jaxserve.engine.programs.speculate import last_of, noted, probabilistic, strict
 from jaxserve.models import registry
 from jaxserve.models.cache import Cache
@@ -89,10 +89,10 @@ class Programs:
         self.recall = jitted(_recall, "recall", whole, (0,))
         self.score = jitted(partial(_score, logits=logits), "score", whole)
         self.remember = jitted(_remember, "remember", whole, (0,))
-        self.moves = Moves(spec.cache, shape)
+        self.moves = KVPrograms(spec.cache, shape)
 
 
-class Moves:
+class KVPrograms:
     """Pages out of the pools of a cache, and into them."""
 
     def __init__(self, cache: Cache, mesh: AbstractMesh) -> None:
@@ -173,7 +173,7 @@ def _draw(
     weights: Tree, rows: jax.Array, carry: Carry, sampling: jax.Array, *, logits: Logits, borders: Borders
 ) -> tuple[jax.Array, Carry]:
     """rows [G, E], sampling [G, len(Column)] -> tokens [G], carry."""
-    told = Rows(sampling)
+    told = SamplingRows(sampling)
     tokens = draw(logits(weights, rows), told, borders)
     return tokens, _carried(carry, told, tokens)
 
@@ -192,7 +192,7 @@ def _full(
     borders: Borders,
 ) -> tuple[jax.Array, Carry, jax.Array, jax.Array]:
     """As `_draw`, with token counts [slots, V] and an Adjust -> tokens, carry, counts, log-probabilities."""
-    told = Rows(sampling)
+    told = SamplingRows(sampling)
     tokens, logprobs, counts = draw_full(logits(weights, rows), told, Adjust(ids, values, used), counts, borders)
     return tokens, _carried(carry, told, tokens), counts, logprobs
 
@@ -208,7 +208,7 @@ def _verify(
     borders: Borders,
 ) -> tuple[jax.Array, Carry]:
     """As `_draw`, for rows [G * D, E], of which `lengths` [G] were drafted; -> tokens [G, D] as of `strict`."""
-    told = Rows(sampling)
+    told = SamplingRows(sampling)
     depth = rows.shape[0] // sampling.shape[0] - 1
     slots = jnp.clip(told.ints(Column.SLOT), 0, carry.tokens.shape[0] - 1)
     draft = carry.tokens[slots, 1 : 1 + depth]
@@ -220,7 +220,7 @@ def _verify(
     return tokens, _carried(carry, told, last_of(tokens), tokens)
 
 
-def _carried(carry: Carry, told: Rows, last: jax.Array, tokens: jax.Array | None = None) -> Carry:
+def _carried(carry: Carry, told: SamplingRows, last: jax.Array, tokens: jax.Array | None = None) -> Carry:
     """With the last token [G] of each row, and in the history all it gained [G, D]."""
     history = noted(carry.history, told, last[:, None] if tokens is None else tokens)
     kept = carry.tokens.at[told.ints(Column.SLOT), 0].set(jnp.maximum(last, 0), mode="drop")
@@ -228,7 +228,7 @@ def _carried(carry: Carry, told: Rows, last: jax.Array, tokens: jax.Array | None
 
 
 def _pick(hidden: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows `index` [G * D] of hidden [T, E]."""
+    """SamplingRows `index` [G * D] of hidden [T, E]."""
     return jnp.take(hidden, index, axis=0, mode="clip")
 
 

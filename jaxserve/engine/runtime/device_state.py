@@ -26,7 +26,7 @@ from pallas_kernels.dispatch import Pool
 Scores = tuple[int, list[tuple[Int32, jax.Array]]]
 
 
-class Drawn:
+class StepOutputs:
     """What a submitted step leaves on the device: arrays that may not have been computed yet."""
 
     __slots__ = ("logprobs", "rows", "scores", "tokens", "verified")
@@ -88,7 +88,7 @@ class DeviceState:
         if self.drafter is not None:
             self.drafter.rebuild()
 
-    def step(self, batch: Batch, spans: Sequence[Span] = ()) -> tuple[Drawn, jax.Array]:
+    def step(self, batch: Batch, spans: Sequence[Span] = ()) -> tuple[StepOutputs, jax.Array]:
         """Dispatch a step; returns also the hidden states of all its tokens [T, E]."""
         step = self.programs.step[batch.bucket]
         if self.drafter is not None and batch.drafts is not None:
@@ -117,16 +117,16 @@ class DeviceState:
         walk.at += 1
         return walk.stream.x
 
-    def end(self, walk: Walk, spans: Sequence[Span] = ()) -> tuple[Drawn, jax.Array]:
+    def end(self, walk: Walk, spans: Sequence[Span] = ()) -> tuple[StepOutputs, jax.Array]:
         """As `step`, of one whose segments are all dispatched."""
         assert self.segments is not None and walk.stream is not None
         rows, hidden = self.segments.end[walk.batch.bucket](self.outer, walk.stream.x, walk.last)
         walk.stream = None
         return self.draw(walk.batch, spans, rows, hidden), hidden
 
-    def draw(self, batch: Batch, spans: Sequence[Span], rows: jax.Array, hidden: jax.Array) -> Drawn:
+    def draw(self, batch: Batch, spans: Sequence[Span], rows: jax.Array, hidden: jax.Array) -> StepOutputs:
         """Dispatch the drawing of tokens from rows [G, E], and from several of hidden [T, E] where rows drafted."""
-        programs, drawn = self.programs, Drawn(rows)
+        programs, drawn = self.programs, StepOutputs(rows)
         if self.drafter is not None:
             self.drafter.follow(self.carry, batch, spans)
         if batch.sampling is None:

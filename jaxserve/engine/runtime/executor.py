@@ -24,7 +24,7 @@ from jaxserve.engine.programs.sampling import BAD, Column
 from jaxserve.engine.programs.segments import Walk
 from jaxserve.engine.programs.speculate import NONE
 from jaxserve.engine.runtime.checks import cause
-from jaxserve.engine.runtime.device_state import DeviceState, Drawn
+from jaxserve.engine.runtime.device_state import DeviceState, StepOutputs
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError, StepFailed
 from jaxserve.sched.api.executor import Step
 from jaxserve.sched.api.params import MAX_LOGPROBS
@@ -36,13 +36,13 @@ log = logging.getLogger(__name__)
 LEAST_LEAD, MOST_LEAD = 3e-3, 8e-3  # seconds; an event loop's timer wakes up to 1 ms late
 
 
-class Job:
+class StepJob:
     """Writer: the executor that holds it; of `started` the thread that waits for the devices."""
 
     __slots__ = ("ahead", "batch", "committed", "drawn", "life", "plan", "started", "step", "stop", "submitted", "walk")
 
     batch: Batch  # once prepared
-    drawn: Drawn  # once all of it is dispatched
+    drawn: StepOutputs  # once all of it is dispatched
 
     def __init__(self, plan: StepPlan, step: Step, life: int, submitted: float) -> None:
         """`life`: of the device state it runs on."""
@@ -56,7 +56,7 @@ class Job:
         self.ahead = 0  # segments dispatched and not done
         self.committed: asyncio.Future[None] = step.get_loop().create_future()
 
-    def go_on(self, suspended: Job) -> None:
+    def go_on(self, suspended: StepJob) -> None:
         """From where another stopped."""
         self.batch, self.walk = suspended.batch, suspended.walk
 
@@ -88,13 +88,13 @@ class JaxExecutor:
         self._sizes = piece_sizes(self._limits.row_pages)
         self._life = 0
         self._lost = False  # the pool is gone: a step raised, and nobody has said to rebuild it yet
-        self._flying: dict[Step, Job] = {}
-        self._queue: deque[Job] = deque()  # steps of which there is more to dispatch, in order
-        self._suspended: dict[int, Job] = {}  # by step
+        self._flying: dict[Step, StepJob] = {}
+        self._queue: deque[StepJob] = deque()  # steps of which there is more to dispatch, in order
+        self._suspended: dict[int, StepJob] = {}  # by step
         self._unsure: set[int] = set()  # pages whose content no finite token vouches for: they may hold NaN
         self._unsure_slots: set[int] = set()  # slots that may hold such pages
         self._finished = 0.0
-        self._submitted: queue.SimpleQueue[tuple[Job, jax.Array | None] | None] = queue.SimpleQueue()
+        self._submitted: queue.SimpleQueue[tuple[StepJob, jax.Array | None] | None] = queue.SimpleQueue()
         self._waiter: threading.Thread | None = None  # waits for the devices; made with the first step
         self._movers = ThreadPoolExecutor(4, thread_name_prefix=f"jaxserve-{name}-kv")
 
@@ -142,7 +142,7 @@ class JaxExecutor:
         if self._waiter is None or not self._waiter.is_alive():
             self._waiter = threading.Thread(target=self._wait, name=f"jaxserve-{self.name}", daemon=True)
             self._waiter.start()
-        job = self._flying[step] = Job(plan, step, self._life, self.now())
+        job = self._flying[step] = StepJob(plan, step, self._life, self.now())
         try:
             if plan.resume is not None:
                 job.go_on(self._suspended.pop(plan.resume))
@@ -181,7 +181,7 @@ class JaxExecutor:
         while self._queue and self._go(self._queue[0]):
             self._queue.popleft()
 
-    def _go(self, job: Job) -> bool:
+    def _go(self, job: StepJob) -> bool:
         """Dispatch a step, or some of its segments; returns whether it is out of the way."""
         if job.walk is None:
             drawn, hidden = self._state.step(job.batch, job.plan.spans)
@@ -200,7 +200,7 @@ class JaxExecutor:
         self._submitted.put((job, None))
         return True
 
-    def _passed(self, job: Job) -> None:
+    def _passed(self, job: StepJob) -> None:
         """A segment is done: the next may follow."""
         if job.life != self._life:
             return
@@ -210,7 +210,7 @@ class JaxExecutor:
         except Exception as error:
             self._fail(self._life, error)
 
-    def _suspend(self, job: Job) -> bool:
+    def _suspend(self, job: StepJob) -> bool:
         """All that was dispatched of a step is done, and no more shall be."""
         del self._flying[job.step]
         self._suspended[job.plan.step] = job
@@ -220,7 +220,7 @@ class JaxExecutor:
             job.step.set_result(Suspended(job.plan.step, started, max(started, self._finished)))
         return True
 
-    def _score(self, spans: Sequence[Span], drawn: Drawn, hidden: jax.Array) -> None:
+    def _score(self, spans: Sequence[Span], drawn: StepOutputs, hidden: jax.Array) -> None:
         """Log-probabilities of the prompt tokens that follow this step's, where asked for."""
         if not self._slots.scored:
             return
@@ -249,7 +249,7 @@ class JaxExecutor:
                 return
             del waiting  # or what is over would be held until the next
 
-    def _await(self, job: Job, mark: jax.Array | None) -> None:
+    def _await(self, job: StepJob, mark: jax.Array | None) -> None:
         loop = job.step.get_loop()
         news: partial[None]
         try:
@@ -271,7 +271,7 @@ class JaxExecutor:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
             loop.call_soon_threadsafe(news)
 
-    def _resolve(self, job: Job, result: StepResult) -> None:
+    def _resolve(self, job: StepJob, result: StepResult) -> None:
         if job.life != self._life:
             return  # its life ended in an error, which the future has
         del self._flying[job.step]
@@ -319,7 +319,7 @@ class JaxExecutor:
         why = f"the thread that waits for the devices of instance {self.name} ended: {cause(error)}"
         self._end_all(error, lambda job: JaxserveError(why))
 
-    def _end_all(self, error: BaseException, failure: Callable[[Job], JaxserveError]) -> None:
+    def _end_all(self, error: BaseException, failure: Callable[[StepJob], JaxserveError]) -> None:
         """Every step in flight ends in an error, and the pool is gone."""
         self._life += 1
         self._lost = True
@@ -414,7 +414,7 @@ class JaxExecutor:
 NOT_FINITE = "the model's logits are not finite"
 
 
-def read(plan: StepPlan, batch: Batch, drawn: Drawn, started: float, finished: float) -> StepResult:
+def read(plan: StepPlan, batch: Batch, drawn: StepOutputs, started: float, finished: float) -> StepResult:
     """The result of a step whose arrays are computed."""
     if drawn.verified is not None:
         return _verified(plan, batch, drawn, started, finished)
@@ -436,7 +436,7 @@ def read(plan: StepPlan, batch: Batch, drawn: Drawn, started: float, finished: f
     return StepResult(plan.step, started, finished, tokens, failed, logprobs, _prompts(plan, drawn))
 
 
-def _verified(plan: StepPlan, batch: Batch, drawn: Drawn, started: float, finished: float) -> StepResult:
+def _verified(plan: StepPlan, batch: Batch, drawn: StepOutputs, started: float, finished: float) -> StepResult:
     """As `read`, of a step in which rows drafted: several tokens of a row, or one that was drawn alone."""
     assert batch.drafts is not None and drawn.verified is not None
     slots, several = batch.drafts.sampling[:, Column.SLOT].tolist(), np.asarray(drawn.verified).tolist()
@@ -464,7 +464,7 @@ def _logprobs(wanted: tuple[int, ...], ids: list[int], packed: Int32) -> Mapping
     }
 
 
-def _prompts(plan: StepPlan, drawn: Drawn) -> Mapping[int, tuple[TokenLogprobs, ...]]:
+def _prompts(plan: StepPlan, drawn: StepOutputs) -> Mapping[int, tuple[TokenLogprobs, ...]]:
     found: dict[int, tuple[TokenLogprobs, ...]] = {}
     for index, (count, blocks) in drawn.scores.items():
         found[index] = tuple(

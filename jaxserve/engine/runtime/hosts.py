@@ -25,7 +25,7 @@ import jax
 from jaxserve.engine.memory.transfer import Piece
 from jaxserve.engine.programs.inputs import Batch, Int32
 from jaxserve.engine.programs.segments import Walk
-from jaxserve.engine.runtime.device_state import DeviceState, Drawn
+from jaxserve.engine.runtime.device_state import DeviceState, StepOutputs
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError
 from jaxserve.sched.api.plan import Begin, Span
 
@@ -90,7 +90,7 @@ class Leading(DeviceState):
         with self._told("rebuild"):
             super().rebuild()
 
-    def step(self, batch: Batch, spans: Sequence[Span] = ()) -> tuple[Drawn, jax.Array]:
+    def step(self, batch: Batch, spans: Sequence[Span] = ()) -> tuple[StepOutputs, jax.Array]:
         with self._told("step", batch, self._follows(spans)):
             return super().step(batch, spans)
 
@@ -103,7 +103,7 @@ class Leading(DeviceState):
         with self._told("segment", walk.number, walk.at, None if walk.at else walk.batch):
             return super().segment(walk)
 
-    def end(self, walk: Walk, spans: Sequence[Span] = ()) -> tuple[Drawn, jax.Array]:
+    def end(self, walk: Walk, spans: Sequence[Span] = ()) -> tuple[StepOutputs, jax.Array]:
         assert isinstance(walk, _Numbered)
         with self._told("end", walk.number, self._follows(spans)):
             return super().end(walk, spans)

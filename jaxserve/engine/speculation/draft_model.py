@@ -24,9 +24,9 @@ from jaxserve.engine.programs.backends import Backends
 from jaxserve.engine.programs.draft_inputs import DraftColumn, Drafts, Int32, idle_rows
 from jaxserve.engine.programs.inputs import Batch, Bucket, Layout, Limits
 from jaxserve.engine.programs.mesh import placed
-from jaxserve.engine.programs.sampling import Column, Rows, draw
+from jaxserve.engine.programs.sampling import Column, SamplingRows, draw
 from jaxserve.engine.programs.speculate import GUESSED, salted
-from jaxserve.engine.programs.step import Carry, Logits, Moves, Program, Tree, jitted, logits_of, unpack
+from jaxserve.engine.programs.step import Carry, KVPrograms, Logits, Program, Tree, jitted, logits_of, unpack
 from jaxserve.engine.speculation.drafters import Call, drafted_into
 from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
@@ -58,7 +58,7 @@ class DraftPrograms:
             if not bucket.decode and not bucket.verify:
                 program = partial(_follow, spec=spec, limits=limits, bucket=bucket, kernel=several)
                 self.follow[bucket] = jitted(program, f"follow_{bucket.tokens}", pools, (1,))
-        self.moves = Moves(spec.cache, shape)
+        self.moves = KVPrograms(spec.cache, shape)
 
 
 class DraftModel:
@@ -217,7 +217,7 @@ def _draft(
     """Carry tokens with those drafted, the pools, and the carry's scores.
 
     First each row's last two tokens: the KV of the one before last is missing where all was accepted, and the same
-    otherwise. Then token by token, as many as the row that drafts most. Drawn with the target's own
+    otherwise. Then token by token, as many as the row that drafts most. StepOutputs with the target's own
     noise; with another where scores are kept, which judge what is drawn independently.
     """
     slots, starts, counts = (rows[:, column] for column in DraftColumn)
@@ -225,7 +225,7 @@ def _draft(
     last, before = tokens[mine, 0], history[mine, jnp.maximum(starts - 1, 0)]
 
     def drawn_at(hidden: jax.Array, ahead: Any, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-        told, found = Rows(drawn.at[:, Column.POSITION].add(ahead)), logits(weights, hidden)
+        told, found = SamplingRows(drawn.at[:, Column.POSITION].add(ahead)), logits(weights, hidden)
         if scores.shape[1]:
             told = salted(told, GUESSED)
             scores = scores.at[slots, ahead].set(found, mode="drop")

@@ -20,7 +20,7 @@ from jaxserve.engine.memory import kv
 from jaxserve.engine.programs.backends import Backends, resolve_backends
 from jaxserve.engine.programs.inputs import Bucket, Layout, Limits
 from jaxserve.engine.programs.mesh import plan_mesh
-from jaxserve.engine.programs.sampling import ADJUSTED, Adjust, Column, Rows, draw, draw_full
+from jaxserve.engine.programs.sampling import ADJUSTED, Adjust, Column, SamplingRows, draw, draw_full
 from jaxserve.engine.programs.segments import Segments, outside, pools_of
 from jaxserve.engine.programs.step import Carry, Programs, Tree
 from jaxserve.engine.startup.build import ExecutorConfig, random_init
@@ -98,7 +98,7 @@ def _cuts(vocab: int) -> Case:
     """Drawing by top-k, top-p and min-p."""
 
     def draw_cut(logits: jax.Array, packed: jax.Array) -> jax.Array:
-        return draw(logits, Rows(packed), MosaicBorders(Spec(vocab, platform="gpu")))
+        return draw(logits, SamplingRows(packed), MosaicBorders(Spec(vocab, platform="gpu")))
 
     return Case(
         name=f"draw with cuts llama3 r{ROWS}",
@@ -112,7 +112,9 @@ def _fully(vocab: int) -> Case:
     """Drawing with penalties, bias, bans and log-probabilities."""
 
     def draw_fully(logits: jax.Array, packed: jax.Array, counts: jax.Array, *adjust: jax.Array) -> Any:
-        return draw_full(logits, Rows(packed), Adjust(*adjust), counts, MosaicBorders(Spec(vocab, platform="gpu")))
+        return draw_full(
+            logits, SamplingRows(packed), Adjust(*adjust), counts, MosaicBorders(Spec(vocab, platform="gpu"))
+        )
 
     return Case(
         name=f"draw fully llama3 r{ROWS}",

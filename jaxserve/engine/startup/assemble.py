@@ -266,7 +266,7 @@ def _recipe(config: ServeConfig, built: Built, progress: Progress | None) -> Rec
     if config.perf_preset is not None:
         return _from_preset(config, config.perf_preset, built, plain)
     seconds = config.profile_time or profile.default_seconds(jax.default_backend())
-    kept = profile.Kept(profile.facts(built.config, executor, config.model_source))
+    kept = profile.ProfileCache(profile.facts(built.config, executor, config.model_source))
     found = kept.load()
     if found is not None and not profile.holds(found, executor, built.limits, built.max_model_len, plain.buckets):
         log.warning("step times: kept ones are more than %g times off, measured again", profile.FAR)

@@ -77,7 +77,7 @@ def device_name() -> str:
     return str(jax.devices()[0].device_kind)
 
 
-class Kept:
+class ProfileCache:
     """A profile on disk, beside the compiled programs, in a file named after the facts of its engine."""
 
     def __init__(self, known: Mapping[str, Any], folder: Path | None = None) -> None:

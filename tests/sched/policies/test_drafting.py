@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched import policies
-from jaxserve.sched.api.acceptance import Acceptance, Drafts
+from jaxserve.sched.api.acceptance import Acceptance, Drafts, draft_lengths
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.perf import Load
 from jaxserve.sched.perf.drafted import FIRST, Drafted
 from jaxserve.sched.perf.model import GeneralModel
 from jaxserve.sched.policies import drafting
-from jaxserve.sched.policies.drafting import lengths_of
 from tests.support.examples import examples
 from tests.support.sched.harness import COEFFICIENTS, Job, Outcome, simulate
 from tests.support.sched.speculation import JOB, check
@@ -106,7 +105,7 @@ def test_names() -> None:
         policies.make("kairos/draft:fast")
     with pytest.raises(InvalidValue, match="choose one of draft"):
         policies.make("kairos/guess")
-    assert lengths_of(1) == (1,) and lengths_of(4) == (1, 2, 4) and lengths_of(6) == (1, 2, 4, 6)
+    assert draft_lengths(1) == (1,) and draft_lengths(4) == (1, 2, 4) and draft_lengths(6) == (1, 2, 4, 6)
 
 
 # ---- what is measured --------------------------------------------------------------------------------------------

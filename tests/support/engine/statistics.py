@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxserve.engine.programs.inputs import Limits, SlotTable
-from jaxserve.engine.programs.sampling import Column, Rows
+from jaxserve.engine.programs.sampling import Column, SamplingRows
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Begin
 
@@ -17,13 +17,13 @@ V, DRAWS = 24, 4096
 LIMITS = Limits(slots=4, tokens=16, pages=8, page_size=4, row_pages=4, vocab=V)
 
 
-def table(params: SamplingParams, draws: int, *, seed: int = 1) -> Rows:
+def table(params: SamplingParams, draws: int, *, seed: int = 1) -> SamplingRows:
     """`draws` rows of one request at successive positions."""
     slots = SlotTable(LIMITS)
     slots.begin(2, Begin(params, seed, (), (), 3, (1,)))
     columns = np.repeat(slots.columns[2][None], draws, axis=0)
     columns[:, Column.POSITION] = np.arange(draws)
-    return Rows(jnp.asarray(columns))
+    return SamplingRows(jnp.asarray(columns))
 
 
 Array = npt.NDArray[Any]

@@ -24,7 +24,7 @@ from jaxserve.engine.programs import sampling
 from jaxserve.engine.programs.inputs import Limits as Shapes
 from jaxserve.engine.programs.inputs import SlotTable
 from jaxserve.engine.programs.mesh import plan_mesh
-from jaxserve.engine.programs.sampling import MOST_COUNTED, SEEN_IN_PROMPT, Column, Rows
+from jaxserve.engine.programs.sampling import MOST_COUNTED, SEEN_IN_PROMPT, Column, SamplingRows
 from jaxserve.engine.runtime.executor import JaxExecutor
 from jaxserve.engine.startup import build
 from jaxserve.models import registry
@@ -302,7 +302,7 @@ def margins(ask: Ask, output: Sequence[int], model: Model = TINY) -> list[float]
         counts[row, list(set(ask.prompt))] |= SEEN_IN_PROMPT
     columns = slots.columns[:n].copy()
     columns[:, Column.POSITION] = prompt + np.arange(n)
-    rows = Rows(jnp.asarray(columns))
+    rows = SamplingRows(jnp.asarray(columns))
     x = sampling._penalised(logits, jnp.asarray(counts), rows)
     if ask.params.temperature > 0:
         x = sampling.heated_and_cut(x, rows) + sampling.gumbel(rows, spec.vocab)
