@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=7200.0, help="seconds for one program [%(default)s]")
     common.add_output(parser, "compiles")
     args = parser.parse_args()
-    from pallas_kernels.aot.targets import TARGETS, prepare
+    from pallas_kernels.gate.targets import TARGETS, prepare
 
     target = TARGETS[args.target]
     if (missing := target.missing()) is not None:
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, target: Any) -> list[dict[str, Any]]:
     """One row per program."""
     from jaxserve.capacity.costs import Costs
     from jaxserve.engine.startup import aot
-    from pallas_kernels.aot.compiling import compile_all
+    from pallas_kernels.gate.compiling import compile_all
 
     weights: dict[str, int] = {}
     cases: list[Any] = []

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from jaxserve.engine.memory.calibrate import COLUMN_HEADROOM, TOKENS, rounded_up
 from jaxserve.report.table import print_table
-from pallas_kernels.xla.write import LARGEST, fitted
+from pallas_kernels.ops.kv_write.xla import LARGEST, fitted
 
 RANK, TURNED, HEADS, CONTEXT = 512, 64, 16, 8192
 SHARP = 2.5  # standard deviation of scores: how much heads look at few tokens

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import compat
-from pallas_kernels.hopper import grouped
-from pallas_kernels.interpret import interpreter
-from pallas_kernels.plan.experts import Groups
-from pallas_kernels.xla.grouped import grouped_matmul as by_xla
+from pallas_kernels.mosaic import compat
+from pallas_kernels.mosaic.interpret import interpreter
+from pallas_kernels.ops.grouped_matmul.hopper import matmul as grouped
+from pallas_kernels.ops.grouped_matmul.plan import Groups
+from pallas_kernels.ops.grouped_matmul.xla import grouped_matmul as by_xla
 
 from .first import reference
 from .session import Session, normal, reading

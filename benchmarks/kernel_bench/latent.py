@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import attention_xla, compat
 from pallas_kernels.layout import Ragged
+from pallas_kernels.mosaic import compat
+from pallas_kernels.ops.paged_attention import xla as attention_xla
 
 from .cases import Case
 from .session import Session, normal, reading
@@ -67,9 +68,9 @@ def _labels(case: Latent) -> list[str]:
 
 
 def _measure(session: Session, case: Latent, label: str) -> tuple[Any, str]:
-    from pallas_kernels.hopper import latent
-    from pallas_kernels.hopper.spec import CORES, Spec
-    from pallas_kernels.interpret import interpreter
+    from pallas_kernels.mosaic.interpret import interpreter
+    from pallas_kernels.mosaic.spec import CORES, Spec
+    from pallas_kernels.ops.mla import hopper as latent
 
     if session.dry and label != "xla" and not compat.DETECTS_RACES:
         raise NotImplementedError(f"a dry run needs the interpreter of jax 0.11; this is {jax.__version__}")
@@ -86,9 +87,7 @@ def _measure(session: Session, case: Latent, label: str) -> tuple[Any, str]:
             return attention_xla.paged_attention(
                 q, pool, pool, ragged, scale=case.scale, decode=case.queries == 1, queries=case.queries
             )
-        return latent.paged_latent(
-            q, pool, work, values=case.values, scale=case.scale, config=config, interpret=interpret
-        )
+        return latent.paged_mla(q, pool, work, values=case.values, scale=case.scale, config=config, interpret=interpret)
 
     short = case.queries <= config.queries
     work = () if label == "xla" else jax.jit(lambda step: config.plan(step, page=case.page, short=short))(ragged)

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.quantised import Quantised, einsum
-from pallas_kernels import compat
-from pallas_kernels.hopper.narrow import MODELS, Spec
+from pallas_kernels.mosaic import compat
+from pallas_kernels.ops.quantized_matmul.cases import MODELS
+from pallas_kernels.ops.quantized_matmul.hopper import Spec
 
 from .session import POOLS, Session, normal, reading
 
@@ -43,8 +44,8 @@ def _case(session: Session, name: str, spec: Spec) -> None:
 
 
 def _measure(session: Session, spec: Spec, label: str) -> Any:
-    from pallas_kernels.hopper.narrow import heuristic, narrow_matmul
-    from pallas_kernels.interpret import interpreter
+    from pallas_kernels.mosaic.interpret import interpreter
+    from pallas_kernels.ops.quantized_matmul.hopper import heuristic, quantized_matmul
 
     if session.dry and label == "mosaic" and not compat.DETECTS_RACES:
         raise NotImplementedError(f"a dry run needs the interpreter of jax 0.11; this is {jax.__version__}")
@@ -52,7 +53,7 @@ def _measure(session: Session, spec: Spec, label: str) -> Any:
 
     def call(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
         if label == "mosaic":
-            return narrow_matmul(x, values, scale, config=config, interpret=interpret)
+            return quantized_matmul(x, values, scale, config=config, interpret=interpret)
         return einsum("ti,io->to", x, values if label == "xla bfloat16" else Quantised(values, scale, 0))
 
     # As many weights as the level-2 cache cannot hold.

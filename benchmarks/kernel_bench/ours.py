@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import attention_xla, compat
-from pallas_kernels.interpret import interpreter
 from pallas_kernels.layout import Ragged, Scales
+from pallas_kernels.mosaic import compat
+from pallas_kernels.mosaic.interpret import interpreter
+from pallas_kernels.ops.paged_attention import xla as attention_xla
 
 from .cases import Case
 
@@ -46,20 +47,20 @@ def xla(case: Case) -> Kernel:
 
 def spec_of(case: Case, *, dry: bool = False) -> Any:
     """What the kernels' heuristics go by; a dry device has two cores, as each costs the interpreter time."""
-    from pallas_kernels.hopper.spec import CORES, Spec
+    from pallas_kernels.mosaic.spec import CORES, Spec
 
     shape = len(case.rows), case.heads, case.kv_heads, case.dim, case.page, case.queries, case.dtype, case.kv_dtype
     return Spec(*shape, 2 if dry else CORES)
 
 
 def decode(case: Case, config: Any, label: str, *, dry: bool) -> Kernel:
-    from pallas_kernels.hopper.decode import paged_decode
+    from pallas_kernels.ops.paged_attention.hopper.decode import paged_decode
 
     return _mosaic(paged_decode, case, config, label, dry)
 
 
 def prefill(case: Case, config: Any, label: str, *, dry: bool) -> Kernel:
-    from pallas_kernels.hopper.prefill import paged_prefill
+    from pallas_kernels.ops.paged_attention.hopper.prefill import paged_prefill
 
     return _mosaic(paged_prefill, case, config, label, dry)
 
@@ -81,7 +82,7 @@ def _mosaic(kernel: Callable[..., Any], case: Case, config: Any, label: str, dry
 
 def decode_kernels(case: Case, *, dry: bool) -> Iterator[Kernel]:
     """What an engine would run, with the other kind of product where this jax has both."""
-    from pallas_kernels.hopper.decode import WGMMA_ROWS, heuristic
+    from pallas_kernels.ops.paged_attention.hopper.decode import WGMMA_ROWS, heuristic
 
     spec = spec_of(case, dry=dry)
     for warps in (True, False) if compat.HAS_MMA and case.queries * spec.group <= WGMMA_ROWS // 2 else (False,):
@@ -89,7 +90,7 @@ def decode_kernels(case: Case, *, dry: bool) -> Iterator[Kernel]:
 
 
 def prefill_kernels(case: Case, *, dry: bool) -> Iterator[Kernel]:
-    from pallas_kernels.hopper.prefill import heuristic
+    from pallas_kernels.ops.paged_attention.hopper.prefill import heuristic
 
     yield prefill(case, heuristic(spec_of(case, dry=dry)), "mosaic", dry=dry)
 

@@ -75,7 +75,7 @@ def build(path: Path) -> None:
     from jax.experimental.serialize_executable import serialize
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from pallas_kernels.aot.targets import TARGETS
+    from pallas_kernels.gate.targets import TARGETS
 
     program, case = _portable()
     ragged, pages = case.ragged()

@@ -2,7 +2,7 @@
 tokens of what each of them found, as the engine does.
 
 Bytes are those of one look at the logits, so "x floor" counts looks; `sweeps` is how often a row was looked at for its
-border, on average and at most.
+threshold, on average and at most.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 from jax import lax
 
 from jaxserve.engine.programs.sampling import Column, SamplingRows, draw
-from pallas_kernels import compat
-from pallas_kernels.border_search import LOG2_E, Found, Options
-from pallas_kernels.hopper import borders as hopper
-from pallas_kernels.interpret import interpreter
-from pallas_kernels.xla.borders import swept
+from pallas_kernels.mosaic import compat
+from pallas_kernels.mosaic.interpret import interpreter
+from pallas_kernels.ops.sampling_threshold import hopper
+from pallas_kernels.ops.sampling_threshold.search import LOG2_E, Found, Options
+from pallas_kernels.ops.sampling_threshold.xla import swept
 
 from .session import Session, reading
 
@@ -51,13 +51,15 @@ def _case(session: Session, name: str, kind: str, asks: str, rows: int, vocab: i
     kept = None
     for label, call in _calls(session, vocab).items():
         found = jax.jit(call)(x, options)
-        mine = np.asarray(jnp.sum(x >= found.border[:, None], axis=1))
+        mine = np.asarray(jnp.sum(x >= found.threshold[:, None], axis=1))
         kept = mine if kept is None else kept
         apart = np.abs(mine - kept).max()  # sums in another order may differ by a token of thousands
         assert apart <= 1 + 1e-3 * kept.max(), f"{label} keeps {apart} tokens more or less than what came first"
         turns = 1 if session.dry else 20
         moved = 4.0 * rows * vocab
-        took = session.seconds(reading(lambda x, o, call=call: call(x, o).border, turns), (x, [(options,)], ()), turns)
+        took = session.seconds(
+            reading(lambda x, o, call=call: call(x, o).threshold, turns), (x, [(options,)], ()), turns
+        )
         sweeps = np.asarray(found.sweeps)
         session.add(name, label, took, moved=moved, sweeps=float(sweeps.mean()), most_sweeps=int(sweeps.max()))
         drawing = reading(lambda x, packed, call=call: draw(x, SamplingRows(packed), call), turns)
@@ -79,7 +81,7 @@ def _calls(session: Session, vocab: int) -> dict[str, Callable[[jax.Array, Optio
     if not session.dry or compat.DETECTS_RACES:
         told: Any = interpreter() if session.dry else None
         config = hopper.heuristic(vocab)
-        calls["mosaic"] = lambda x, options: hopper.borders(x, options, config=config, interpret=told)
+        calls["mosaic"] = lambda x, options: hopper.thresholds(x, options, config=config, interpret=told)
     return calls
 
 
@@ -92,5 +94,5 @@ def _sorted(x: jax.Array, options: Options) -> Found:
     before = jnp.cumsum(weight, axis=1) - weight
     kept = few & (before < options.top_p[:, None] * jnp.sum(weight, axis=1, keepdims=True))
     last = jnp.maximum(jnp.sum(kept, axis=1) - 1, 0)
-    border = jnp.take_along_axis(falling, last[:, None], axis=1)[:, 0]
-    return Found(border, jnp.zeros(x.shape[0], jnp.int32))
+    threshold = jnp.take_along_axis(falling, last[:, None], axis=1)[:, 0]
+    return Found(threshold, jnp.zeros(x.shape[0], jnp.int32))

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import attention_xla
 from pallas_kernels.layout import Ragged
+from pallas_kernels.ops.kv_write.xla import rope_and_write_xla
 
 from . import ours, peers
 from .cases import Case, decode_cases, prefill_cases
@@ -100,14 +100,14 @@ def kv_write(session: Session, tokens: int, rows: int) -> None:
         found = session.seconds(loop, (q, *new, turn, ragged), turns * case.pools)
         session.add(case.name, label, found, moved=moved)
 
-    session.part(f"{case.name}: xla", lambda: run("xla", attention_xla.rope_and_write_xla))
+    session.part(f"{case.name}: xla", lambda: run("xla", rope_and_write_xla))
     session.part(f"{case.name}: mosaic", lambda: run("mosaic", _write(session, case)))
 
 
 def _write(session: Session, case: Case) -> Any:
-    from pallas_kernels import compat
-    from pallas_kernels.hopper import kv_write as module
-    from pallas_kernels.interpret import interpreter
+    from pallas_kernels.mosaic import compat
+    from pallas_kernels.mosaic.interpret import interpreter
+    from pallas_kernels.ops.kv_write import hopper as module
 
     if session.dry and not compat.DETECTS_RACES:
         raise NotImplementedError(f"a dry run needs the interpreter of jax 0.11; this is {jax.__version__}")
@@ -121,7 +121,7 @@ def _write(session: Session, case: Case) -> Any:
 
 def pages_out_and_in(session: Session) -> None:
     """Pages of 4096 tokens of 32 layers, gathered into a parcel and scattered from it."""
-    from pallas_kernels.pages import export_pages, import_pages
+    from pallas_kernels.ops.kv_pages.api import export_pages, import_pages
 
     layers, count, page, kv_heads, dim = (2, 2, 16, 2, 64) if session.dry else (32, 64, 64, 8, 128)
     shape = 8 * count, page, kv_heads, dim

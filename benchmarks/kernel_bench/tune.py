@@ -22,9 +22,9 @@ SWEPT = ("decode B64 ctx4096", "decode B64 ctx4096 T4", "prefill 8192", "decode 
 
 def _candidates(case: Case, op: str, dry: bool) -> Iterator[Any]:
     if op == "decode":
-        from pallas_kernels.hopper import decode as module
+        from pallas_kernels.ops.paged_attention.hopper import decode as module
     else:
-        from pallas_kernels.hopper import prefill as module  # type: ignore[no-redef]
+        from pallas_kernels.ops.paged_attention.hopper import prefill as module  # type: ignore[no-redef]
     yield from module.candidates(ours.spec_of(case, dry=dry))
 
 

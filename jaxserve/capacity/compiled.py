@@ -14,8 +14,8 @@ from jaxserve.engine.startup import aot
 from jaxserve.engine.startup.build import ExecutorConfig, random_init
 from jaxserve.errors import InvalidValue
 from jaxserve.models.spec import ModelSpec
-from pallas_kernels.aot.compiling import compile_all
-from pallas_kernels.aot.targets import TARGETS
+from pallas_kernels.gate.compiling import compile_all
+from pallas_kernels.gate.targets import TARGETS
 
 LIMIT = 3600.0  # seconds for one program
 Progress = Callable[[int, int, str], None]

@@ -181,7 +181,7 @@ def _names(count: int) -> str:
 def _prepare(target: str | None, name: str) -> None:
     """Set the environment for compiling; before jax is imported."""
     from jaxserve.capacity.devices import devices
-    from pallas_kernels.aot.targets import TARGETS, prepare
+    from pallas_kernels.gate.targets import TARGETS, prepare
 
     if target is None:
         able = ", ".join(other for other, device in devices().items() if device.target)

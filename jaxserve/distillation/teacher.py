@@ -18,7 +18,7 @@ from jaxserve.errors import InvalidValue
 from jaxserve.models import registry
 from jaxserve.models.layers import Tree
 from jaxserve.models.spec import ModelSpec
-from pallas_kernels.dispatch import attention
+from pallas_kernels.attention.api import attention
 from pallas_kernels.layout import Ragged
 
 Ints = npt.NDArray[np.int32]

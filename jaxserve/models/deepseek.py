@@ -36,8 +36,8 @@ from jaxserve.models.spec import (
     yarn_growth,
 )
 from jaxserve.sched.api.errors import InvalidValue
-from pallas_kernels.dispatch import Attention as Kernel
-from pallas_kernels.dispatch import Pool
+from pallas_kernels.attention.api import Attention as Kernel
+from pallas_kernels.attention.api import Pool
 from pallas_kernels.rope import Turn, rotate
 
 EPS = 1e-6  # of the latents' norms, whatever the config says of the others

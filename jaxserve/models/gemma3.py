@@ -10,8 +10,8 @@ import jax
 from jaxserve.models import layers
 from jaxserve.models.layers import Turns, vector
 from jaxserve.models.spec import Config, ModelSpec, common, need, read_rope
-from pallas_kernels.dispatch import Attention as Kernel
-from pallas_kernels.dispatch import Pool
+from pallas_kernels.attention.api import Attention as Kernel
+from pallas_kernels.attention.api import Pool
 
 LOCAL_THETA = 10_000.0
 EVERY = 6  # layers from one without a window to the next, where the config does not say

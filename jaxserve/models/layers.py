@@ -27,8 +27,8 @@ from jaxserve.models.quantised import einsum
 from jaxserve.models.spec import ModelSpec, Rope
 from jaxserve.models.transposed import product
 from jaxserve.sched.api.errors import InvalidValue
-from pallas_kernels.dispatch import Attention as Kernel
-from pallas_kernels.dispatch import Pool
+from pallas_kernels.attention.api import Attention as Kernel
+from pallas_kernels.attention.api import Pool
 from pallas_kernels.layout import Scales
 from pallas_kernels.rope import Turn
 

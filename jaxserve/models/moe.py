@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 from jaxserve.models.layers import ACTIVATIONS, Array, Info, Mlp, Source, like, matrix, same, vector
 from jaxserve.models.quantised import Weight, multiplied
 from jaxserve.models.spec import ModelSpec
-from pallas_kernels.dispatch import Attention as Kernel
-from pallas_kernels.experts import Experts
+from pallas_kernels.attention.api import Attention as Kernel
+from pallas_kernels.ops.grouped_matmul.api import Experts
 
 
 class Matrices(NamedTuple):

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.transposed import Transposed, narrow_product, product
-from pallas_kernels.experts import Experts
-from pallas_kernels.plan.experts import Groups
-from pallas_kernels.products import Products
+from pallas_kernels.ops.grouped_matmul.api import Experts
+from pallas_kernels.ops.grouped_matmul.plan import Groups
+from pallas_kernels.ops.quantized_matmul.api import QuantizedMatmul
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["axis", "by"])
@@ -31,7 +31,7 @@ class Quantised:
     values: Any  # int8 or float8
     scale: Any  # float32; as many axes as `values`, and as long, but for `axis`
     axis: int = 0  # I
-    by: Products | None = None  # who multiplies by it where it can; see `multiplied_by`
+    by: QuantizedMatmul | None = None  # who multiplies by it where it can; see `multiplied_by`
 
     def __getitem__(self, key: Any) -> Quantised:
         """The whole: modules say `weight[...]`."""
@@ -98,7 +98,7 @@ def _by_kernel(x: jax.Array, weight: Quantised) -> jax.Array | None:
     return out.reshape(len(x), *outputs)
 
 
-def multiplied_by(tree: Any, products: Products) -> Any:
+def multiplied_by(tree: Any, products: QuantizedMatmul) -> Any:
     """The tree with its quantised weights multiplied by `products`: to be said within a program, not of held arrays."""
 
     def named(leaf: Any) -> Any:

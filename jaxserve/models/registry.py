@@ -23,7 +23,7 @@ from jaxserve.models.quantised import Quantised, multiplied_by
 from jaxserve.models.spec import Config, ModelSpec, architecture
 from jaxserve.models.transposed import Transposed
 from jaxserve.sched.api.errors import InvalidValue
-from pallas_kernels.dispatch import Attention, Pool
+from pallas_kernels.attention.api import Attention, Pool
 from pallas_kernels.layout import Ragged
 
 FAMILIES = {

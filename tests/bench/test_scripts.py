@@ -233,7 +233,7 @@ OURS = {"mosaic", "mosaic wgmma", "mosaic wgmma P in registers", "mosaic P in re
 @pytest.mark.timeout(1800)
 def test_kernels_dry_to_the_end(repo: Path, tmp_path: Path) -> None:
     """Every section does something. Kernels for Hopper only where the interpreter knows enough, from jax 0.11 on."""
-    from pallas_kernels.compat import DETECTS_RACES
+    from pallas_kernels.mosaic.compat import DETECTS_RACES
 
     found = dry_kernels(repo, tmp_path)
     rows, tuned = found["rows"], json.loads((tmp_path / "dry.json").read_text())

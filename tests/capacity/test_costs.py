@@ -14,8 +14,8 @@ from jaxserve.capacity.costs import Costs, Work, _pairs
 from jaxserve.capacity.devices import devices
 from jaxserve.models.published import published, published_spec
 from jaxserve.models.registry import spec_from_config
-from pallas_kernels.aot import bounds
-from pallas_kernels.aot.targets import TARGETS
+from pallas_kernels.gate import bounds
+from pallas_kernels.gate.targets import TARGETS
 from tests.support.capacity.sizes import KV, SIZES
 
 QKV, OUT, MLP, HEAD = 32 * (4 + 2 * 2) * 8, 4 * 8 * 32, 3 * 32 * 64, 96 * 32

@@ -19,7 +19,7 @@ from jaxserve.engine.startup.build import random_init
 from jaxserve.errors import InvalidValue
 from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
-from pallas_kernels.dispatch import attention
+from pallas_kernels.attention.api import attention
 from pallas_kernels.layout import Ragged
 from tests.support.engine.perplexity import demo, perplexity, unquantised
 from tests.support.engine.steps import POOL, executors

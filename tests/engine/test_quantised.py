@@ -21,7 +21,7 @@ from jaxserve.errors import InvalidValue
 from jaxserve.models import registry
 from jaxserve.models.published import published_spec
 from jaxserve.models.quantisation import FLAG
-from pallas_kernels.experts import resolve_experts
+from pallas_kernels.ops.grouped_matmul.api import resolve_experts
 from tests.support.engine.perplexity import demo, perplexity, unquantised
 from tests.support.engine.steps import Job, alone, executors
 

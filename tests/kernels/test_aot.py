@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.aot import bounds, hlo, table, traffic
-from pallas_kernels.aot.cases import Case, Step, collect, shapes
-from pallas_kernels.aot.figures import Figures, kernels, thunks
-from pallas_kernels.aot.rules import Bound, bound_of, excess, laws
-from pallas_kernels.aot.targets import GB, TARGETS
+from pallas_kernels.gate import bounds, hlo, table, traffic
+from pallas_kernels.gate.cases import Case, Step, collect, shapes
+from pallas_kernels.gate.figures import Figures, kernels, thunks
+from pallas_kernels.gate.rules import Bound, bound_of, excess, laws
+from pallas_kernels.gate.targets import GB, TARGETS
 
 H200 = TARGETS["h200"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -300,7 +300,7 @@ def test_the_table_shows_failures_without_figures(capsys: pytest.CaptureFixture[
 def gate(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join([str(PLANTED), str(ROOT)])
     return subprocess.run(
-        [sys.executable, "-m", "pallas_kernels.aot", *arguments],
+        [sys.executable, "-m", "pallas_kernels.gate", *arguments],
         env={**os.environ, "PYTHONPATH": paths, **environment},
         capture_output=True,
         text=True,

@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import attention_xla
 from pallas_kernels.layout import MASKED, Ragged, Scales
-from pallas_kernels.xla import rows as rows_of
+from pallas_kernels.ops.kv_write.xla import write_kv
+from pallas_kernels.ops.paged_attention import xla as attention_xla
+from pallas_kernels.ops.paged_attention import xla as rows_of
 from tests.support.examples import examples
 from tests.support.kernels import reference
 from tests.support.kernels.ragged import deal, make
@@ -213,8 +214,8 @@ def test_write_puts_tokens_in_their_pages_and_drops_padding() -> None:
     ragged = make([(3, 6), (1, 1)], [[7, 2], [4]], page=PAGE, pool=POOL, tokens=6)
     k, v = values(6, 2, DIM, seed=3), values(6, 2, DIM, seed=4)
     before = pools(2)
-    after = jax.jit(attention_xla.write_kv)(*before, k, v, ragged)
-    turned = partial(attention_xla.write_kv, heads_first=True)
+    after = jax.jit(write_kv)(*before, k, v, ragged)
+    turned = partial(write_kv, heads_first=True)
     first = jax.jit(turned)(*(pool.swapaxes(1, 2) for pool in before), k, v, ragged)
     for pool, other, new, old in zip(after, first, (k, v), before, strict=True):
         want = old.copy()
@@ -251,7 +252,7 @@ def test_a_short_block_table_does_not_make_it_copy_the_pool(columns: int, first:
     def step(q: jax.Array, pools: Pools, ragged: Ragged) -> tuple[jax.Array, Pools]:
         filled = []
         for pool in pools:
-            k, v = attention_xla.write_kv(*pool, q[:, :2], q[:, :2], ragged, heads_first=first)
+            k, v = write_kv(*pool, q[:, :2], q[:, :2], ragged, heads_first=first)
             q = attention_xla.paged_attention(q, k, v, ragged, scale=SCALE, decode=True, heads_first=first)
             filled.append((k, v))
         return q, filled

@@ -18,13 +18,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.border_search import LOG2_E, Options, after, before
-from pallas_kernels.borders import MosaicBorders, Spec, XlaBorders, borders, resolve_sampling
 from pallas_kernels.choice import Unsupported
-from pallas_kernels.hopper.borders import Config, heuristic, supports
-from pallas_kernels.hopper.borders import borders as by_mosaic
-from pallas_kernels.xla.borders import bisected, swept
-from pallas_kernels.xla.borders import borders as by_xla
+from pallas_kernels.ops.sampling_threshold.api import (
+    MosaicThresholds,
+    Spec,
+    XlaThresholds,
+    resolve_sampling,
+    thresholds,
+)
+from pallas_kernels.ops.sampling_threshold.hopper import Config, heuristic, supports
+from pallas_kernels.ops.sampling_threshold.hopper import thresholds as by_mosaic
+from pallas_kernels.ops.sampling_threshold.search import LOG2_E, Options, after, before
+from pallas_kernels.ops.sampling_threshold.xla import bisected, swept
+from pallas_kernels.ops.sampling_threshold.xla import thresholds as by_xla
 from tests.support.examples import examples
 from tests.support.kernels.interpreted import needs_interpreter, without_races
 
@@ -88,8 +94,8 @@ def rows(kind: str, vocab: int, count: int) -> Array:
 KINDS = ("normal", "peaked", "tied", "constant", "masked", "padded", "around zero")
 
 
-def check(x: Array, asks: tuple[Asks, ...], border: Array) -> None:
-    for row, one, found in zip(x, asks, border, strict=True):
+def check(x: Array, asks: tuple[Asks, ...], threshold: Array) -> None:
+    for row, one, found in zip(x, asks, threshold, strict=True):
         kept = (row >= found) & (row > -1e30)
         want = row >= max(float(row.max()) + one.temperature * np.log(max(one.min_p, 1e-300)), -1e30)
         if one.top_k:
@@ -116,7 +122,7 @@ XLA = {"on a CPU": jax.jit(bisected), "on a GPU": jax.jit(swept)}
 def test_xla_keeps_what_float64_keeps(kind: str, where: str) -> None:
     x = rows(kind, 5003, len(CUTS))
     found = XLA[where](jnp.asarray(x), options(CUTS))
-    check(x, CUTS, np.asarray(found.border))
+    check(x, CUTS, np.asarray(found.threshold))
     assert np.asarray(found.sweeps).max() <= (65 if where == "on a CPU" else 25)
 
 
@@ -150,7 +156,7 @@ def test_small_rows(seed: int, top_k: int, top_p: float, min_p: float, kind: str
     RANDOM = np.random.default_rng(seed)
     x, asks = rows(kind, 61, 3), (Asks(top_k, top_p, min_p, 0.8),) * 3
     for by in XLA.values():
-        check(x, asks, np.asarray(by(jnp.asarray(x), options(asks)).border))
+        check(x, asks, np.asarray(by(jnp.asarray(x), options(asks)).threshold))
 
 
 def test_a_row_alone_is_as_among_others() -> None:
@@ -158,7 +164,7 @@ def test_a_row_alone_is_as_among_others() -> None:
     together = by_xla(x, told)
     for row in range(len(CUTS)):
         alone = by_xla(x[row : row + 1], Options(*(one[row : row + 1] for one in told)))
-        assert alone.border[0] == together.border[row] and alone.sweeps[0] == together.sweeps[row]
+        assert alone.threshold[0] == together.threshold[row] and alone.sweeps[0] == together.sweeps[row]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -186,7 +192,7 @@ def check_kernel(x: Array, asks: tuple[Asks, ...], config: Config = SMALL) -> Ar
     with without_races() as interpret:
         program = jax.jit(lambda x, told: by_mosaic(x, told, config=config, interpret=interpret))
         found = jax.block_until_ready(program(jnp.asarray(x), told))
-    check(x, asks, np.asarray(found.border))
+    check(x, asks, np.asarray(found.threshold))
     return np.asarray(found.sweeps)
 
 
@@ -217,7 +223,7 @@ def test_configs(config: Config, vocab: int) -> None:
 @needs_interpreter
 def test_tiles_that_are_overwritten_while_they_are_read_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test of the tests: a ring whose slots are filled again without a word that they were read."""
-    from pallas_kernels.hopper import borders_body
+    from pallas_kernels.ops.sampling_threshold import hopper as borders_body
 
     monkeypatch.setattr(borders_body.plgpu, "commit_smem", lambda: None)
     with pytest.raises(AssertionError, match="races"):
@@ -251,22 +257,22 @@ def test_a_vocabulary_has_a_config_or_a_reason(quarter: int) -> None:
 
 HOPPER = Spec(128256, platform="gpu", device="NVIDIA H200", capability="9.0")
 MADE: list[tuple[Spec, Callable[..., Any]]] = [
-    (HOPPER, MosaicBorders),
-    (replace(HOPPER, vocab=50257), XlaBorders),
-    (replace(HOPPER, capability="8.0"), XlaBorders),
-    (Spec(4096, platform="cpu"), XlaBorders),
-    (Spec(4096, platform="tpu"), XlaBorders),
+    (HOPPER, MosaicThresholds),
+    (replace(HOPPER, vocab=50257), XlaThresholds),
+    (replace(HOPPER, capability="8.0"), XlaThresholds),
+    (Spec(4096, platform="cpu"), XlaThresholds),
+    (Spec(4096, platform="tpu"), XlaThresholds),
 ]
 
 
 @pytest.mark.parametrize(("spec", "kind"), MADE)
 def test_what_is_chosen(spec: Spec, kind: type) -> None:
     choice = resolve_sampling(spec)
-    assert isinstance(borders(choice), kind)
-    assert bool(choice.refusals) == (spec.platform == "gpu" and kind is XlaBorders)
+    assert isinstance(thresholds(choice), kind)
+    assert bool(choice.refusals) == (spec.platform == "gpu" and kind is XlaThresholds)
 
 
 def test_what_is_named_runs_or_is_an_error() -> None:
-    assert isinstance(borders(resolve_sampling(HOPPER, "xla")), XlaBorders)
+    assert isinstance(thresholds(resolve_sampling(HOPPER, "xla")), XlaThresholds)
     with pytest.raises(Unsupported, match=r"vocab=50257 must be a multiple of 4.*allowed: auto, xla"):
         resolve_sampling(replace(HOPPER, vocab=50257), "mosaic_gpu")

@@ -17,13 +17,14 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxserve.config import ServeConfig
-from pallas_kernels import dispatch, tuned
-from pallas_kernels.backends import mosaic_gpu, tpu
+from pallas_kernels import tuned
+from pallas_kernels.attention import api as dispatch
+from pallas_kernels.attention import mosaic_gpu, tpu
+from pallas_kernels.attention.api import BACKENDS, Choice, Spec, Unsupported, attention, resolve
 from pallas_kernels.choice import ORDER
-from pallas_kernels.dispatch import BACKENDS, Choice, Spec, Unsupported, attention, resolve
-from pallas_kernels.hopper.decode import Config
-from pallas_kernels.hopper.spec import Spec as Wanted
 from pallas_kernels.layout import Ragged
+from pallas_kernels.mosaic.spec import Spec as Wanted
+from pallas_kernels.ops.paged_attention.hopper.decode import Config
 from tests.support.kernels.ragged import deal, make
 from tests.support.kernels.reference import attention as reference
 from tests.support.kernels.reference import rotate, written

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import attention_xla
-from pallas_kernels.hopper import latent
-from pallas_kernels.hopper.decode import Config as DecodeConfig
-from pallas_kernels.hopper.decode import paged_decode
-from pallas_kernels.hopper.prefill import Config as PrefillConfig
-from pallas_kernels.hopper.prefill import paged_prefill
 from pallas_kernels.layout import Ragged, Scales
-from pallas_kernels.tpu.config import Config as TpuConfig
+from pallas_kernels.ops.mla import hopper as latent
+from pallas_kernels.ops.paged_attention import xla as attention_xla
+from pallas_kernels.ops.paged_attention.hopper.decode import Config as DecodeConfig
+from pallas_kernels.ops.paged_attention.hopper.decode import paged_decode
+from pallas_kernels.ops.paged_attention.hopper.prefill import Config as PrefillConfig
+from pallas_kernels.ops.paged_attention.hopper.prefill import paged_prefill
+from pallas_kernels.ops.paged_attention.tpu.config import Config as TpuConfig
 from tests.support.kernels import tpu
 from tests.support.kernels.interpreted import needs_interpreter, without_races
 from tests.support.kernels.ragged import deal, make
@@ -206,7 +206,7 @@ def test_hopper_latent(config: latent.Config, stored: Any, rows: Sequence[tuple[
 
     def attend(interpret: Any, q: Any, pool: Any, _: Any, ragged: Ragged) -> jax.Array:
         work = config.plan(ragged, page=16, window=None)
-        return latent.paged_latent(q, pool, work, values=128, config=config, interpret=interpret, scale=SCALE)[0]
+        return latent.paged_mla(q, pool, work, values=128, config=config, interpret=interpret, scale=SCALE)[0]
 
     interpreted(attend, rows, 128 + latent.TURNING, stored, heads=4)
 

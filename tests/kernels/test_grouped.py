@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pallas_kernels import experts
 from pallas_kernels.choice import Choice, Unsupported
-from pallas_kernels.experts import resolve_experts
-from pallas_kernels.hopper import grouped
-from pallas_kernels.hopper.grouped import Config, Spec, candidates, heuristic, plan
-from pallas_kernels.plan.experts import Groups, plan_experts
-from pallas_kernels.xla.grouped import grouped_matmul as by_xla
+from pallas_kernels.ops.grouped_matmul import api as experts
+from pallas_kernels.ops.grouped_matmul.api import resolve_experts
+from pallas_kernels.ops.grouped_matmul.hopper import matmul as grouped
+from pallas_kernels.ops.grouped_matmul.hopper.matmul import Config, Spec, candidates, heuristic, plan
+from pallas_kernels.ops.grouped_matmul.plan import Groups, plan_experts
+from pallas_kernels.ops.grouped_matmul.xla import grouped_matmul as by_xla
 from tests.support.kernels.interpreted import needs_interpreter, without_races
 from tests.support.kernels.reference import doubles, error
 

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import compat
-from pallas_kernels.hopper import decode
-from pallas_kernels.hopper.decode import Config, candidates, heuristic, paged_decode
-from pallas_kernels.hopper.spec import SMEM, Spec
 from pallas_kernels.layout import MASKED, Ragged, Scales
+from pallas_kernels.mosaic import compat
+from pallas_kernels.mosaic.spec import SMEM, Spec
+from pallas_kernels.ops.paged_attention.hopper import decode
+from pallas_kernels.ops.paged_attention.hopper.decode import Config, candidates, heuristic, paged_decode
 from tests.support.kernels.interpreted import needs_interpreter, without_races
 from tests.support.kernels.ragged import deal, make
 from tests.support.kernels.reference import attention, error, quantised
@@ -201,7 +201,7 @@ def test_weights_that_stay_in_registers() -> None:
 @needs_interpreter
 def test_a_barrier_left_out_of_the_kernel_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test of the tests: consumers that do not say when a slot was read lose to the producer."""
-    monkeypatch.setattr("pallas_kernels.hopper.decode_steps.fence", lambda interpret: None)
+    monkeypatch.setattr("pallas_kernels.ops.paged_attention.hopper.decode_block.fence", lambda interpret: None)
     monkeypatch.setattr(decode.compat.plgpu, "commit_smem", lambda: None)
     problem = Problem(((1, 200),))
     with pytest.raises(AssertionError, match="races"):

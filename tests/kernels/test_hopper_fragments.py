@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.compat import plgpu
-from pallas_kernels.hopper import fragments, inline
+from pallas_kernels.mosaic import fragments, inline
+from pallas_kernels.mosaic.compat import plgpu
 
 THREADS = 128
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper import latent
-from pallas_kernels.hopper.latent import Config, candidates, heuristic, paged_latent
-from pallas_kernels.hopper.spec import SMEM, Spec
 from pallas_kernels.layout import MASKED, Ragged
+from pallas_kernels.mosaic.spec import SMEM, Spec
+from pallas_kernels.ops.mla import hopper as latent
+from pallas_kernels.ops.mla.hopper import Config, candidates, heuristic, paged_mla
 from tests.support.kernels.interpreted import needs_interpreter, without_races
 from tests.support.kernels.ragged import deal, make
 from tests.support.kernels.reference import attention, error, quantised
@@ -67,7 +67,7 @@ def check(problem: Problem, config: Config) -> None:
     @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True})
     def step(q: jax.Array, pool: jax.Array, ragged: Ragged) -> tuple[jax.Array, jax.Array]:
         work = config.plan(ragged, page=problem.page, window=problem.window)
-        return paged_latent(q, pool, work, values=problem.values, config=config, interpret=interpret, **options)
+        return paged_mla(q, pool, work, values=problem.values, config=config, interpret=interpret, **options)
 
     with without_races() as interpret:
         out, lse = jax.block_until_ready(step(q, pool, jax.tree.map(jnp.asarray, ragged)))
@@ -167,7 +167,7 @@ def test_configs(workers: int, stages: int, dtype: Any, config: Config) -> None:
 @needs_interpreter
 def test_weights_that_are_read_before_they_are_written_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test of the tests: two warpgroups that do not wait for each other's weights."""
-    from pallas_kernels.hopper import latent_body
+    from pallas_kernels.ops.mla import hopper as latent_body
 
     met = latent_body._meet
     monkeypatch.setattr(latent_body, "_meet", lambda s, which: met(s, which) if which == 0 else None)

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.hopper.narrow import Config, Spec, Work, candidates, heuristic, narrow_matmul
-from pallas_kernels.hopper.spec import SMEM
+from pallas_kernels.mosaic.spec import SMEM
+from pallas_kernels.ops.quantized_matmul.hopper import Config, Spec, Work, candidates, heuristic, quantized_matmul
 from tests.support.examples import examples
 from tests.support.kernels.interpreted import needs_interpreter, without_races
 from tests.support.kernels.reference import doubles, error
@@ -33,7 +33,7 @@ def check(spec: Spec, config: Config) -> None:
     # One program, in haste: compiling is most of the time that this takes.
     @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True})
     def product(*arrays: jax.Array) -> jax.Array:
-        return narrow_matmul(*arrays, config=config, interpret=interpret)
+        return quantized_matmul(*arrays, config=config, interpret=interpret)
 
     with without_races() as interpret:
         got = jax.block_until_ready(product(x, values, scale))
@@ -75,7 +75,7 @@ def test_configs(stages: int, workers: int, depth: int) -> None:
 @needs_interpreter
 def test_tiles_that_are_freed_before_they_are_read_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test of the tests: a consumer that does not say that it has read by ordinary loads."""
-    from pallas_kernels.hopper import narrow_tile
+    from pallas_kernels.mosaic import quantized_tile as narrow_tile
 
     monkeypatch.setattr(narrow_tile, "fence", lambda interpret: None)
     monkeypatch.setattr(narrow_tile.plgpu, "commit_smem", lambda: None)

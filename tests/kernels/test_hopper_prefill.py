@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper import prefill
-from pallas_kernels.hopper.prefill import Config, candidates, heuristic, paged_prefill, supports
-from pallas_kernels.hopper.spec import SMEM, Spec
 from pallas_kernels.layout import MASKED, Ragged, Scales
+from pallas_kernels.mosaic.spec import SMEM, Spec
+from pallas_kernels.ops.paged_attention.cases import prefill_cases
+from pallas_kernels.ops.paged_attention.hopper.prefill import Config, candidates, heuristic, paged_prefill, supports
 from tests.support.kernels.interpreted import needs_interpreter, without_races
 from tests.support.kernels.ragged import deal, make
 from tests.support.kernels.reference import attention, error, quantised
@@ -220,5 +220,5 @@ def test_scales_go_with_pools_of_8_bits(kv_dtype: Any) -> None:
 
 
 def test_cases_name_each_program_once() -> None:
-    names = [case.name for case in prefill.cases()]
+    names = [case.name for case in prefill_cases()]
     assert len(set(names)) == len(names) >= 14

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper import inline
+from pallas_kernels.mosaic import inline
 
 ALL = np.arange(256, dtype=np.uint8)
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels import compat
-from pallas_kernels.compat import plgpu
-from pallas_kernels.interpret import cast, interpreter, watch_races, wgmma
+from pallas_kernels.mosaic import compat
+from pallas_kernels.mosaic.compat import plgpu
+from pallas_kernels.mosaic.interpret import cast, interpreter, watch_races, wgmma
 from tests.support.kernels.interpreted import needs_interpreter
 
 ROWS, TILES = 64, 3

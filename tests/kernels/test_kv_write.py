@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper.kv_write import Config, candidates, heuristic, rope_and_write
-from pallas_kernels.hopper.spec import Spec
 from pallas_kernels.layout import Ragged, Scales
-from pallas_kernels.xla.write import rope_and_write_xla
+from pallas_kernels.mosaic.spec import Spec
+from pallas_kernels.ops.kv_write.hopper import Config, candidates, heuristic, rope_and_write
+from pallas_kernels.ops.kv_write.xla import rope_and_write_xla
 from tests.support.kernels import reference
 from tests.support.kernels.interpreted import needs_interpreter, without_races
 from tests.support.kernels.ragged import deal, make

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pallas_kernels.backends import xla
+from pallas_kernels.attention import xla
 from pallas_kernels.layout import Ragged
-from pallas_kernels.xla.write import LARGEST
+from pallas_kernels.ops.kv_write.xla import LARGEST
 from tests.support.kernels import reference
 from tests.support.kernels.ragged import deal, make
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels.pages import export_pages, import_pages
+from pallas_kernels.ops.kv_pages.api import export_pages, import_pages
 
 LAYERS, SHAPE = 3, (12, 4, 2, 8)  # [N, B, K, D]
 PAGES = np.array([7, 2, 12, 0, 13], np.int32)  # two of them are out of range

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.layout import Ragged
-from pallas_kernels.plan.decode import DecodeWork, plan_decode
+from pallas_kernels.ops.paged_attention.plan import DecodeWork, plan_decode
 from tests.support.examples import examples
 from tests.support.kernels.ragged import deal, make
 

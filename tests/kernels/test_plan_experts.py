@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.plan import experts as plan
+from pallas_kernels.ops.grouped_matmul import plan
 from tests.support.examples import examples
 
 

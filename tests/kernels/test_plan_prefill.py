@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.layout import Ragged
-from pallas_kernels.plan.prefill import BEGIN, POSITION, ROW, TOKENS, PrefillWork, most_tiles, plan_prefill
+from pallas_kernels.ops.paged_attention.plan import BEGIN, POSITION, ROW, TOKENS, PrefillWork, most_tiles, plan_prefill
 from tests.support.examples import examples
 from tests.support.kernels.ragged import deal, make
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.plan.slices import most_slices, sliced
+from pallas_kernels.ops.mla.plan import most_slices, sliced
 from tests.support.examples import examples
 from tests.support.kernels.ragged import deal, make
 

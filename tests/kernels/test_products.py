@@ -12,7 +12,13 @@ import pytest
 
 from jaxserve.models.quantised import Quantised, einsum, multiplied_by
 from pallas_kernels.choice import Unsupported
-from pallas_kernels.products import MosaicProducts, Spec, XlaProducts, products, resolve_products
+from pallas_kernels.ops.quantized_matmul.api import (
+    MosaicQuantizedMatmul,
+    Spec,
+    XlaQuantizedMatmul,
+    products,
+    resolve_quantized_matmul,
+)
 from tests.support.kernels.interpreted import needs_interpreter
 from tests.support.kernels.reference import error
 
@@ -41,27 +47,27 @@ def weight(*shape: int, scales: int, dtype: Any = jnp.int8) -> Quantised:
 
 
 def test_scales_of_blocks_are_the_kernels_and_others_are_left_to_xla() -> None:
-    assert resolve_products(H200).backend == "mosaic_gpu"
-    assert resolve_products(replace(H200, weights="int8")).backend == "mosaic_gpu"
+    assert resolve_quantized_matmul(H200).backend == "mosaic_gpu"
+    assert resolve_quantized_matmul(replace(H200, weights="int8")).backend == "mosaic_gpu"
     for changes, reason in (
         ({"blocks": False}, "reads as few bytes"),
         ({"shards": 4}, "split over 4 devices"),
         ({"dtype": "float32"}, "activations of float32"),
         ({"capability": "8.0"}, "it is for Hopper"),
     ):
-        choice = resolve_products(replace(H200, **changes))  # type: ignore[arg-type]
+        choice = resolve_quantized_matmul(replace(H200, **changes))  # type: ignore[arg-type]
         assert choice.backend == "xla" and reason in choice.refusals[0][1]
         with pytest.raises(Unsupported, match=r"'mosaic_gpu' cannot run here: .*; allowed: auto, xla"):
-            resolve_products(replace(H200, **changes), "mosaic_gpu")  # type: ignore[arg-type]
-    assert isinstance(products(resolve_products(H200)), MosaicProducts)
-    assert isinstance(products(None), XlaProducts)
+            resolve_quantized_matmul(replace(H200, **changes), "mosaic_gpu")  # type: ignore[arg-type]
+    assert isinstance(products(resolve_quantized_matmul(H200)), MosaicQuantizedMatmul)
+    assert isinstance(products(None), XlaQuantizedMatmul)
 
 
 def test_few_tokens_of_whole_strips_are_taken() -> None:
-    one = products(resolve_products(H200))
+    one = products(resolve_quantized_matmul(H200))
     assert one.takes(1, 4096, 6144, 32) and one.takes(256, 14336, 4096, 112)
     assert not one.takes(257, 4096, 6144, 32) and not one.takes(8, 4096, 6100, 32) and not one.takes(8, 96, 128, 3)
-    assert not XlaProducts().takes(1, 4096, 6144, 32)
+    assert not XlaQuantizedMatmul().takes(1, 4096, 6144, 32)
 
 
 def test_a_weight_goes_to_who_takes_it_with_its_outputs_together() -> None:
@@ -80,7 +86,7 @@ def test_a_weight_goes_to_who_takes_it_with_its_outputs_together() -> None:
 @needs_interpreter
 def test_the_kernel_computes_what_xla_does() -> None:
     spec = Spec("float16", "float8_e4m3fn", True, platform="cpu", cores=2, interpret=True)
-    one = products(resolve_products(spec, "mosaic_gpu"))
+    one = products(resolve_quantized_matmul(spec, "mosaic_gpu"))
     x = jnp.asarray(np.random.default_rng(1).standard_normal((3, 256)), jnp.float16)
     plain = weight(256, 2, 128, scales=2, dtype=jnp.float8_e4m3fn)
     got = jax.jit(lambda x, weight: einsum("ti,ipo->tpo", x, multiplied_by(weight, one)))(x, plain)

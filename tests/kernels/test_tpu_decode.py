@@ -9,11 +9,14 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels.aot.cases import Case
-from pallas_kernels.backends.base import Spec
-from pallas_kernels.tpu import body, config, decode
-from pallas_kernels.tpu.config import Config, Shape
-from pallas_kernels.tpu.plan import plan_decode
+from pallas_kernels.attention.cases import cases as layer_cases
+from pallas_kernels.gate.cases import Case
+from pallas_kernels.ops.paged_attention.api import Spec
+from pallas_kernels.ops.paged_attention.tpu import config, decode
+from pallas_kernels.ops.paged_attention.tpu import kernel as body
+from pallas_kernels.ops.paged_attention.tpu.cases import decode_cases
+from pallas_kernels.ops.paged_attention.tpu.config import Config, Shape
+from pallas_kernels.ops.paged_attention.tpu.plan import plan_decode
 from tests.support.kernels.ragged import deal, make
 from tests.support.kernels.tpu import POOL, Options, check, races_found, run, step
 
@@ -126,7 +129,7 @@ def test_a_config_that_does_not_fit_says_so() -> None:
 
 
 def test_the_gate_is_offered_what_is_served() -> None:
-    cases = decode.cases()
+    cases = [*decode_cases(), *layer_cases()]
     assert all(isinstance(case, Case) for case in cases) and len({case.name for case in cases}) == len(cases)
 
 

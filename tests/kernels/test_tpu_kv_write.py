@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu.kv_write import write_kv
+from pallas_kernels.ops.kv_write.tpu import write_kv
 from tests.support.kernels import reference
 from tests.support.kernels.ragged import deal, make
 from tests.support.kernels.tpu import races_found

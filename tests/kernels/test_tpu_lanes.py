@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.backends import tpu
-from pallas_kernels.backends.base import Spec
-from pallas_kernels.tpu.lanes import Row, row_of
+from pallas_kernels.attention import tpu
+from pallas_kernels.ops.paged_attention.api import Spec
+from pallas_kernels.ops.paged_attention.tpu.lanes import Row, row_of
 from tests.support.kernels import reference
 from tests.support.kernels.ragged import deal, make
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.tpu import prefill
-from pallas_kernels.tpu.config import Config, Shape
-from pallas_kernels.tpu.plan import most_items, plan_prefill
+from pallas_kernels.ops.paged_attention.tpu import prefill
+from pallas_kernels.ops.paged_attention.tpu.cases import prefill_cases
+from pallas_kernels.ops.paged_attention.tpu.config import Config, Shape
+from pallas_kernels.ops.paged_attention.tpu.plan import most_items, plan_prefill
 from tests.support.examples import examples
 from tests.support.kernels.ragged import deal, make
 from tests.support.kernels.tpu import Options, check, run, step
@@ -96,5 +97,5 @@ def test_items_get_smaller_where_vector_memory_is_short() -> None:
     assert prefill.heuristic(small).queries > prefill.heuristic(large).queries >= prefill.LEAST
     for shape in (small, large):
         prefill.heuristic(shape).validate(shape)
-    names = [case.name for case in prefill.cases()]
+    names = [case.name for case in prefill_cases()]
     assert len(set(names)) == len(names)

@@ -12,8 +12,8 @@ import pytest
 from jaxserve.models import layers, moe, registry
 from jaxserve.models.spec import ModelSpec
 from jaxserve.models.weights import random_weights
-from pallas_kernels.dispatch import attention
-from pallas_kernels.experts import XlaExperts
+from pallas_kernels.attention.api import attention
+from pallas_kernels.ops.grouped_matmul.api import XlaExperts
 from tests.support.models.driver import mesh
 
 CONFIG = {

@@ -15,7 +15,7 @@ from jaxserve.models import registry
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import StepPlan
 from jaxserve.sched.api.request import Request
-from pallas_kernels import compat
+from pallas_kernels.mosaic import compat
 from tests.support.parity.law import LENGTH, SPEC, Ask, Model, Setup, compare
 
 pytestmark = pytest.mark.timeout(1800)  # interpreted kernels take minutes, on a busy machine many

@@ -27,13 +27,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
-from pallas_kernels.dispatch import Pool
-from pallas_kernels.experts import Experts, XlaExperts
+from pallas_kernels.attention.api import Pool
 from pallas_kernels.layout import MASKED, Ragged, Scales
-from pallas_kernels.products import Products, XlaProducts
+from pallas_kernels.ops.grouped_matmul.api import Experts, XlaExperts
+from pallas_kernels.ops.kv_write.xla import LARGEST
+from pallas_kernels.ops.paged_attention.sinks import with_sinks
+from pallas_kernels.ops.quantized_matmul.api import QuantizedMatmul, XlaQuantizedMatmul
 from pallas_kernels.rope import Turn, rotate
-from pallas_kernels.sinks import with_sinks
-from pallas_kernels.xla.write import LARGEST
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Observer:
 
     mesh: Mesh
     experts: Experts = field(default_factory=XlaExperts)
-    products: Products = field(default_factory=XlaProducts)
+    products: QuantizedMatmul = field(default_factory=XlaQuantizedMatmul)
 
     def plan(self, ragged: Ragged) -> Ragged:
         return ragged

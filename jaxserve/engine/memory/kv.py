@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.api.errors import InvalidValue
-from pallas_kernels.dispatch import Pool
+from pallas_kernels.attention.api import Pool
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,12 @@ from jaxserve.models.layers import Info
 from jaxserve.models.quantised import Quantised
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.api.errors import InvalidValue
-from pallas_kernels import borders, dispatch, experts, products
-from pallas_kernels.dispatch import Attention, Choice, attention
-from pallas_kernels.experts import experts as made
+from pallas_kernels.attention import api as dispatch
+from pallas_kernels.attention.api import Attention, Choice, attention
+from pallas_kernels.ops.grouped_matmul import api as experts
+from pallas_kernels.ops.grouped_matmul.api import experts as made
+from pallas_kernels.ops.quantized_matmul import api as products
+from pallas_kernels.ops.sampling_threshold import api as thresholds
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +52,9 @@ class Backends(NamedTuple):
         first = dispatch.heads_first(self.attention)
         return replace(spec, kv_row=heads, kv_width=width, kv_heads_first=first)
 
-    def borders(self, mesh: AbstractMesh) -> borders.Borders:
-        """What finds the borders of what rows draw from."""
-        return borders.borders(self.sampling, mesh)
+    def thresholds(self, mesh: AbstractMesh) -> thresholds.Thresholds:
+        """What finds the thresholds of what rows draw from."""
+        return thresholds.thresholds(self.sampling, mesh)
 
 
 class BackendOptions(Protocol):
@@ -90,9 +93,11 @@ def resolve_backends(config: BackendOptions, spec: ModelSpec, dtype: Any, mesh: 
     return Backends(
         _resolved(dispatch.resolve, _attention(config, spec, dtype, here), config.attention_backend, "attention"),
         _resolved(experts.resolve_experts, _experts(config, spec, dtype, here), config.experts_backend, "experts"),
-        _resolved(products.resolve_products, _products(config, spec, dtype, here), config.products_backend, "products"),
         _resolved(
-            borders.resolve_sampling, borders.Spec(**here, vocab=spec.vocab), config.sampling_backend, "sampling"
+            products.resolve_quantized_matmul, _products(config, spec, dtype, here), config.products_backend, "products"
+        ),
+        _resolved(
+            thresholds.resolve_sampling, thresholds.Spec(**here, vocab=spec.vocab), config.sampling_backend, "sampling"
         ),
     )
 

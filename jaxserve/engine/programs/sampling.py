@@ -16,8 +16,8 @@ from jax import lax
 
 from jaxserve.engine.programs.logprobs import logprobs_of
 from jaxserve.sched.api.params import MAX_LOGPROBS
-from pallas_kernels.border_search import LOG2_E, Options
-from pallas_kernels.borders import Borders, XlaBorders
+from pallas_kernels.ops.sampling_threshold.api import Thresholds, XlaThresholds
+from pallas_kernels.ops.sampling_threshold.search import LOG2_E, Options
 
 BAD = -1  # in place of a token where the logits are not finite
 SEEN_IN_PROMPT = 1 << 14  # in a count: the token is in the prompt; below it, how often it was drawn
@@ -25,7 +25,7 @@ MOST_COUNTED = SEEN_IN_PROMPT - 1
 MASKED = -1e30
 ADJUSTED = 512  # A: 300 biases and 212 banned ids
 ADJUST_BLOCK = 32
-BY_XLA = XlaBorders()
+BY_XLA = XlaThresholds()
 
 
 class Column(IntEnum):
@@ -66,14 +66,14 @@ class Adjust(NamedTuple):
     used: jax.Array  # [] int32, columns in use in any row
 
 
-def draw(logits: jax.Array, rows: SamplingRows, borders: Borders = BY_XLA) -> jax.Array:
+def draw(logits: jax.Array, rows: SamplingRows, thresholds: Thresholds = BY_XLA) -> jax.Array:
     """Tokens [G] int32 by temperature, min-p, top-k and top-p, BAD where a row's logits are not finite.
     logits: [G, V] float32."""
-    tokens, top = _drawn(logits, rows, borders)
+    tokens, top = _drawn(logits, rows, thresholds)
     return jnp.where(jnp.isfinite(top), tokens, BAD)
 
 
-def _drawn(x: jax.Array, rows: SamplingRows, borders: Borders) -> tuple[jax.Array, jax.Array]:
+def _drawn(x: jax.Array, rows: SamplingRows, thresholds: Thresholds) -> tuple[jax.Array, jax.Array]:
     """Tokens [G] of logits [G, V], and the largest of these, found by the same look. Each way to draw asks here, so all
     draw alike."""
     warm = (rows.floats(Column.TEMPERATURE) > 0)[:, None]
@@ -82,22 +82,22 @@ def _drawn(x: jax.Array, rows: SamplingRows, borders: Borders) -> tuple[jax.Arra
         return argmax(x), jnp.max(x, axis=1)
 
     def noisy(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        heated = heated_and_cut(x, rows, borders) + gumbel(rows, x.shape[1])
+        heated = heated_and_cut(x, rows, thresholds) + gumbel(rows, x.shape[1])
         return argmax(jnp.where(warm, heated, x)), jnp.max(x, axis=1)
 
     drawn: tuple[jax.Array, jax.Array] = lax.cond(jnp.any(warm), noisy, greedy, x)
     return drawn
 
 
-def heated_and_cut(x: jax.Array, rows: SamplingRows, borders: Borders = BY_XLA) -> jax.Array:
+def heated_and_cut(x: jax.Array, rows: SamplingRows, thresholds: Thresholds = BY_XLA) -> jax.Array:
     """Logits [G, V] whose softmax is what a row's token is drawn from; MASKED where a cut leaves a token out: min-p,
-    then top-k, then top-p. Ties at a border stay in. Greedy rows are left as they are."""
+    then top-k, then top-p. Ties at a threshold stay in. Greedy rows are left as they are."""
     temperature = rows.floats(Column.TEMPERATURE)
     heated = x / jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    return jnp.where(x >= _border(x, rows, borders)[:, None], heated, MASKED)
+    return jnp.where(x >= _threshold(x, rows, thresholds)[:, None], heated, MASKED)
 
 
-def _border(x: jax.Array, rows: SamplingRows, borders: Borders) -> jax.Array:
+def _threshold(x: jax.Array, rows: SamplingRows, thresholds: Thresholds) -> jax.Array:
     """The least logit [G] that is left in. Searched where some row asks for a cut; its result is [G], because a branch
     that returned logits would write them, for another kernel to read."""
     temperature, min_p = rows.floats(Column.TEMPERATURE), rows.floats(Column.MIN_P)
@@ -110,8 +110,8 @@ def _border(x: jax.Array, rows: SamplingRows, borders: Borders) -> jax.Array:
     )
     cuts = (options.top_k > 0) | (options.top_p < 1) | (options.least > -jnp.inf)
     none = jnp.full_like(temperature, -jnp.inf)
-    border: jax.Array = lax.cond(jnp.any(cuts), lambda x: borders(x, options).border, lambda _: none, x)
-    return jnp.where(cuts, border, none)
+    threshold: jax.Array = lax.cond(jnp.any(cuts), lambda x: thresholds(x, options).threshold, lambda _: none, x)
+    return jnp.where(cuts, threshold, none)
 
 
 def draw_full(
@@ -119,7 +119,7 @@ def draw_full(
     rows: SamplingRows,
     adjust: Adjust,
     counts: jax.Array,  # [slots, V] int16
-    borders: Borders = BY_XLA,
+    thresholds: Thresholds = BY_XLA,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Tokens [G], their log-probabilities packed as `logprobs_of` [G, 2 + 2 * MAX_LOGPROBS], nothing there unless some
     row wants them, and the new counts.
@@ -131,7 +131,7 @@ def draw_full(
     history = rows.ints(Column.HISTORY)
     kept = jnp.where((history < slots)[:, None], counts[jnp.clip(history, 0, slots - 1)], 0)  # [G, V]
     x = _adjusted(_penalised(logits, kept, rows), adjust)
-    tokens, _ = _drawn(x, rows, borders)
+    tokens, _ = _drawn(x, rows, thresholds)
     wanted = jnp.any(rows.ints(Column.LOGPROBS) > 0)
     none = jnp.zeros((tokens.shape[0], 2 + 2 * MAX_LOGPROBS), jnp.int32)
     packed = lax.cond(wanted, logprobs_of, lambda logits, tokens: none, logits, tokens)

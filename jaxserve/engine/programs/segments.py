@@ -24,7 +24,7 @@ from jaxserve.models.layers import Part
 from jaxserve.models.registry import Stream
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.api.preemption import PARTS, SHORT, Boundary
-from pallas_kernels.dispatch import Attention, Pool
+from pallas_kernels.attention.api import Attention, Pool
 
 CUT = (Part.MIX, Part.FEED)  # the PARTS of a layer at `op`
 assert len(CUT) == PARTS

@@ -26,7 +26,7 @@ from jaxserve.engine.programs.sampling import (
     gumbel,
     heated_and_cut,
 )
-from pallas_kernels.borders import Borders
+from pallas_kernels.ops.sampling_threshold.api import Thresholds
 
 NONE = -2  # in place of a token that a row did not gain
 JUDGED, GUESSED = 0x5EED0001, 0x5EED0002  # kinds of noise: to keep a drafted token, and to draft one
@@ -41,7 +41,7 @@ def repeated(packed: jax.Array, times: int) -> SamplingRows:
 
 
 def strict(
-    logits: jax.Array, packed: jax.Array, draft: jax.Array, lengths: jax.Array, borders: Borders = BY_XLA
+    logits: jax.Array, packed: jax.Array, draft: jax.Array, lengths: jax.Array, thresholds: Thresholds = BY_XLA
 ) -> jax.Array:
     """Tokens [G, D] that rows gain, NONE behind the last, BAD where logits are not finite.
 
@@ -49,7 +49,7 @@ def strict(
     `lengths` [G] count.
     """
     width, times = packed.shape[0], 1 + draft.shape[1]
-    drawn = draw(logits, repeated(packed, times), borders).reshape(width, times)
+    drawn = draw(logits, repeated(packed, times), thresholds).reshape(width, times)
     right = (drawn[:, :-1] == draft) & (jnp.arange(times - 1)[None] < lengths[:, None])
     return gained(drawn, _leading(right))
 
@@ -60,7 +60,7 @@ def probabilistic(
     draft: jax.Array,
     lengths: jax.Array,
     scores: jax.Array,
-    borders: Borders = BY_XLA,
+    thresholds: Thresholds = BY_XLA,
 ) -> jax.Array:
     """As `strict`, by rejection sampling (arXiv 2211.17192, Algorithm 1): a drafted token is kept with chance
     min(1, p / q), and where it is not, the row's token is drawn from what p has more than q.
@@ -71,7 +71,7 @@ def probabilistic(
     width, times = packed.shape[0], 1 + draft.shape[1]
     told = repeated(packed, times)
     theirs = jnp.pad(scores, ((0, 0), (0, 1), (0, 0))).reshape(logits.shape)
-    mine, guessed = (jax.nn.softmax(heated_and_cut(one, told, borders)) for one in (logits, theirs))
+    mine, guessed = (jax.nn.softmax(heated_and_cut(one, told, thresholds)) for one in (logits, theirs))
     tokens = jnp.pad(draft, ((0, 0), (0, 1))).reshape(-1, 1)
     p, q = (jnp.take_along_axis(one, tokens, axis=1)[:, 0] for one in (mine, guessed))
     drafted = (jnp.arange(times)[None] < lengths[:, None]).reshape(-1)

@@ -27,10 +27,10 @@ from jaxserve.engine.programs.speculate import last_of, noted, probabilistic, st
 from jaxserve.models import registry
 from jaxserve.models.cache import Cache
 from jaxserve.models.spec import ModelSpec
-from pallas_kernels.borders import Borders
-from pallas_kernels.dispatch import Attention, Pool
+from pallas_kernels.attention.api import Attention, Pool
 from pallas_kernels.layout import Ragged
-from pallas_kernels.pages import export_pages, import_pages
+from pallas_kernels.ops.kv_pages.api import export_pages, import_pages
+from pallas_kernels.ops.sampling_threshold.api import Thresholds
 
 SCORED = 64  # W
 Tree = Any
@@ -81,11 +81,11 @@ class Programs:
             self.step[bucket] = jitted(program, f"step_{bucket.tokens}_{bucket.rows}", (whole, pools, whole), (1,))
             self.block.setdefault(bucket.tokens, jitted(_block, f"block_{bucket.tokens}", whole))
         logits = partial(logits_of, spec=spec, whole=whole)
-        borders = backends.borders(shape)
-        self.draw = jitted(partial(_draw, logits=logits, borders=borders), "draw", (whole, whole), (2,))
-        self.full = jitted(partial(_full, logits=logits, borders=borders), "draw_full", (whole,) * 4, (2, 3))
+        thresholds = backends.thresholds(shape)
+        self.draw = jitted(partial(_draw, logits=logits, thresholds=thresholds), "draw", (whole, whole), (2,))
+        self.full = jitted(partial(_full, logits=logits, thresholds=thresholds), "draw_full", (whole,) * 4, (2, 3))
         self.pick = jitted(_pick, "pick", whole)
-        self.verify = jitted(partial(_verify, logits=logits, borders=borders), "verify", (whole, whole), (2,))
+        self.verify = jitted(partial(_verify, logits=logits, thresholds=thresholds), "verify", (whole, whole), (2,))
         self.recall = jitted(_recall, "recall", whole, (0,))
         self.score = jitted(partial(_score, logits=logits), "score", whole)
         self.remember = jitted(_remember, "remember", whole, (0,))
@@ -170,11 +170,11 @@ def logits_of(weights: Tree, rows: jax.Array, *, spec: ModelSpec, whole: NamedSh
 
 
 def _draw(
-    weights: Tree, rows: jax.Array, carry: Carry, sampling: jax.Array, *, logits: Logits, borders: Borders
+    weights: Tree, rows: jax.Array, carry: Carry, sampling: jax.Array, *, logits: Logits, thresholds: Thresholds
 ) -> tuple[jax.Array, Carry]:
     """rows [G, E], sampling [G, len(Column)] -> tokens [G], carry."""
     told = SamplingRows(sampling)
-    tokens = draw(logits(weights, rows), told, borders)
+    tokens = draw(logits(weights, rows), told, thresholds)
     return tokens, _carried(carry, told, tokens)
 
 
@@ -189,11 +189,11 @@ def _full(
     used: jax.Array,
     *,
     logits: Logits,
-    borders: Borders,
+    thresholds: Thresholds,
 ) -> tuple[jax.Array, Carry, jax.Array, jax.Array]:
     """As `_draw`, with token counts [slots, V] and an Adjust -> tokens, carry, counts, log-probabilities."""
     told = SamplingRows(sampling)
-    tokens, logprobs, counts = draw_full(logits(weights, rows), told, Adjust(ids, values, used), counts, borders)
+    tokens, logprobs, counts = draw_full(logits(weights, rows), told, Adjust(ids, values, used), counts, thresholds)
     return tokens, _carried(carry, told, tokens), counts, logprobs
 
 
@@ -205,7 +205,7 @@ def _verify(
     lengths: jax.Array,
     *,
     logits: Logits,
-    borders: Borders,
+    thresholds: Thresholds,
 ) -> tuple[jax.Array, Carry]:
     """As `_draw`, for rows [G * D, E], of which `lengths` [G] were drafted; -> tokens [G, D] as of `strict`."""
     told = SamplingRows(sampling)
@@ -214,9 +214,9 @@ def _verify(
     draft = carry.tokens[slots, 1 : 1 + depth]
     scores = logits(weights, rows)
     if carry.scores.shape[1]:
-        tokens = probabilistic(scores, sampling, draft, lengths, carry.scores[slots, :depth], borders)
+        tokens = probabilistic(scores, sampling, draft, lengths, carry.scores[slots, :depth], thresholds)
     else:
-        tokens = strict(scores, sampling, draft, lengths, borders)
+        tokens = strict(scores, sampling, draft, lengths, thresholds)
     return tokens, _carried(carry, told, last_of(tokens), tokens)
 
 

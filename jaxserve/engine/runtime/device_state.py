@@ -20,7 +20,7 @@ from jaxserve.engine.programs.speculate import UNKNOWN
 from jaxserve.engine.programs.step import SCORED, Carry, Programs, Tree
 from jaxserve.engine.speculation.drafters import Drafter
 from jaxserve.sched.api.plan import Begin, Span
-from pallas_kernels.dispatch import Pool
+from pallas_kernels.attention.api import Pool
 
 # Alternatives wanted, and blocks of (targets, their log-probabilities [W, 2 + 2 * MAX_LOGPROBS] int32).
 Scores = tuple[int, list[tuple[Int32, jax.Array]]]

@@ -31,9 +31,9 @@ from jaxserve.engine.speculation.drafters import Call, drafted_into
 from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sched.api.plan import Span
-from pallas_kernels.borders import Borders
-from pallas_kernels.dispatch import Attention, Pool
+from pallas_kernels.attention.api import Attention, Pool
 from pallas_kernels.layout import Ragged
+from pallas_kernels.ops.sampling_threshold.api import Thresholds
 
 FROM_HISTORY = np.iinfo(np.int32).min  # in place of a token that the device's history has
 
@@ -51,7 +51,7 @@ class DraftPrograms:
         pair = (backends or Backends()).kernel(shape, few=True)
         logits = partial(logits_of, spec=spec, whole=whole)
         draft = partial(_draft, spec=spec, limits=limits, one=one, pair=pair, logits=logits)
-        draft = partial(draft, borders=(backends or Backends()).borders(shape))
+        draft = partial(draft, thresholds=(backends or Backends()).thresholds(shape))
         self.draft: Program = jitted(draft, "draft", (whole, pools, whole), (1, 2, 3))
         self.follow: dict[Bucket, Program] = {}
         for bucket in limits.buckets:
@@ -212,7 +212,7 @@ def _draft(
     one: Attention,
     pair: Attention,
     logits: Logits,
-    borders: Borders,
+    thresholds: Thresholds,
 ) -> tuple[jax.Array, list[Pool], jax.Array]:
     """Carry tokens with those drafted, the pools, and the carry's scores.
 
@@ -229,7 +229,7 @@ def _draft(
         if scores.shape[1]:
             told = salted(told, GUESSED)
             scores = scores.at[slots, ahead].set(found, mode="drop")
-        return jnp.maximum(draw(found, told, borders), 0), scores
+        return jnp.maximum(draw(found, told, thresholds), 0), scores
 
     ids = jnp.maximum(jnp.stack([before, last], axis=1).reshape(-1), 0)
     ragged = _pairs(starts, counts > 0, tables, limits)

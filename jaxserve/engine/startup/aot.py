@@ -1,6 +1,6 @@
 """Whole steps for the compile gate: the engine's own programs, with weights that are only described.
 
-`python -m pallas_kernels.aot` finds them by the name of this module; kernels know no engines, so they cannot be there.
+`python -m pallas_kernels.gate` finds them by the name of this module; kernels know no engines, so they cannot be there.
 To add a model: a line in SERVED, of one in configs/model/published.yaml, and its bounds (`--record`).
 """
 
@@ -29,9 +29,9 @@ from jaxserve.models.layers import Info, Part
 from jaxserve.models.published import published_spec
 from jaxserve.sched.api.preemption import Boundary
 from jaxserve.settings.speculative import Speculative
-from pallas_kernels.aot.cases import Case, Step, shapes
-from pallas_kernels.aot.targets import memory_of
-from pallas_kernels.borders import MosaicBorders, Spec
+from pallas_kernels.gate.cases import Case, Step, shapes
+from pallas_kernels.gate.targets import memory_of
+from pallas_kernels.ops.sampling_threshold.api import MosaicThresholds, Spec
 
 ROWS, TOKENS = 256, 8192  # what an engine on a GPU has unless it is told otherwise
 LENGTH = 8192  # tokens of the longest request
@@ -98,7 +98,7 @@ def _cuts(vocab: int) -> Case:
     """Drawing by top-k, top-p and min-p."""
 
     def draw_cut(logits: jax.Array, packed: jax.Array) -> jax.Array:
-        return draw(logits, SamplingRows(packed), MosaicBorders(Spec(vocab, platform="gpu")))
+        return draw(logits, SamplingRows(packed), MosaicThresholds(Spec(vocab, platform="gpu")))
 
     return Case(
         name=f"draw with cuts llama3 r{ROWS}",
@@ -113,7 +113,7 @@ def _fully(vocab: int) -> Case:
 
     def draw_fully(logits: jax.Array, packed: jax.Array, counts: jax.Array, *adjust: jax.Array) -> Any:
         return draw_full(
-            logits, SamplingRows(packed), Adjust(*adjust), counts, MosaicBorders(Spec(vocab, platform="gpu"))
+            logits, SamplingRows(packed), Adjust(*adjust), counts, MosaicThresholds(Spec(vocab, platform="gpu"))
         )
 
     return Case(

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import jax
 import pytest
 
-from pallas_kernels import compat
-from pallas_kernels.interpret import Interpret, interpreter, watch_races
+from pallas_kernels.mosaic import compat
+from pallas_kernels.mosaic.interpret import Interpret, interpreter, watch_races
 
 needs_interpreter = pytest.mark.skipif(
     not compat.DETECTS_RACES,

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.aot.cases import Case, shapes
-from pallas_kernels.compat import kernel
+from pallas_kernels.gate.cases import Case, shapes
+from pallas_kernels.mosaic.compat import kernel
 
 ROW = 2048
 

@@ -14,9 +14,9 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.layout import Ragged, Scales
-from pallas_kernels.tpu.config import Config
-from pallas_kernels.tpu.kernel import paged_attention
-from pallas_kernels.tpu.plan import plan_decode, plan_prefill
+from pallas_kernels.ops.paged_attention.tpu.config import Config
+from pallas_kernels.ops.paged_attention.tpu.kernel import paged_attention
+from pallas_kernels.ops.paged_attention.tpu.plan import plan_decode, plan_prefill
 from tests.support.kernels import reference
 from tests.support.kernels.ragged import deal, make
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxserve.models import registry
 from jaxserve.models.spec import ModelSpec
 from jaxserve.models.weights import load_weights
-from pallas_kernels.dispatch import attention
+from pallas_kernels.attention.api import attention
 from pallas_kernels.layout import Ragged
 
 Ints = npt.NDArray[np.int32]

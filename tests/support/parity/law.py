@@ -41,7 +41,7 @@ from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.journal import Journal
 from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.perf.recipe import Recipe
-from pallas_kernels.dispatch import attention
+from pallas_kernels.attention.api import attention
 from pallas_kernels.layout import Ragged
 
 CLOSE = 1e-3

@@ -1,0 +1,50 @@
+"""What the compile gate compiles of attention as an engine calls it on a TPU: KV write and attention, in place."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention import tpu
+from pallas_kernels.gate.cases import Case, shapes
+from pallas_kernels.layout import Ragged
+from pallas_kernels.ops.paged_attention.api import Attention, Spec
+from pallas_kernels.ops.paged_attention.tpu.cases import DIM, MODELS, POOL, step_arguments
+from pallas_kernels.ops.paged_attention.tpu.config import shape_of
+
+SMALL_HEADS, SMALL_DIM = {"gpt-oss": (64, 8), "qwen2.5-0.5b": (14, 2)}, 64  # two heads a row, and one that is padded
+
+
+def cases() -> list[Case]:
+    """Decode layers of every model, and one of a mixed step."""
+    found = [in_place(model, 64, 256, 256, 2**23) for model in MODELS]
+    found += [in_place(model, 64, 256, 256, 2**24) for model in SMALL_HEADS]
+    return [*found, in_place("8b-tp4", 64, 2048, 64, 2**26)]
+
+
+def in_place(model: str, page: int, tokens: int, rows: int, scratch: int) -> Case:
+    """A layer's attention as an engine calls it, writing to its donated pools first: none of them may be copied."""
+    heads, kv_heads = MODELS.get(model) or SMALL_HEADS[model]
+    decode, dim = tokens == rows, DIM if model in MODELS else SMALL_DIM
+    spec = Spec("bfloat16", heads, kv_heads, dim, page, platform="tpu")
+    layer, shape = tpu.make(spec, decode), shape_of(spec)
+    new = ((tokens, kv_heads, dim), jnp.bfloat16)
+    pool = ((POOL // page, page, shape.kv_heads, shape.dim), jnp.bfloat16)
+    return Case(
+        name=f"tpu layer {model} page{page} {'decode' if decode else 'mixed'}",
+        program=partial(_write_and_run, layer=layer),
+        arguments=shapes(
+            ((tokens, heads, dim), jnp.bfloat16), new, new, pool, pool, *step_arguments(tokens, rows, page)
+        ),
+        donate=(3, 4),
+        scratch=scratch,
+    )
+
+
+def _write_and_run(
+    q: jax.Array, k: jax.Array, v: jax.Array, k_pool: jax.Array, v_pool: jax.Array, *rest: jax.Array, layer: Attention
+) -> tuple[jax.Array, ...]:
+    mixed, pool = layer(q, k, v, None, (k_pool, v_pool), layer.plan(Ragged(*rest)), scale=DIM**-0.5)
+    return mixed, *pool

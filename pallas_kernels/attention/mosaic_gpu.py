@@ -1,0 +1,198 @@
+"""Attention on NVIDIA Hopper by Mosaic GPU kernels: rope and write, then decode and prefill, merged by token.
+
+Rows of few tokens are decode's, longer ones are prefill's: a row is in exactly one of the two plans. Of 8-bit pools of
+head dim 256 prefill has no form: steps with longer rows are left to XLA, those of one token a row are decode's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import tuned
+from pallas_kernels.layout import Ragged, Scales
+from pallas_kernels.mosaic.support import unfit
+from pallas_kernels.ops.mla import api as mla
+from pallas_kernels.ops.paged_attention import xla
+from pallas_kernels.ops.paged_attention.api import Attention, Pool, Spec
+from pallas_kernels.ops.paged_attention.sinks import with_sinks
+from pallas_kernels.rope import Turn
+
+QUERIES = 16  # tokens of the longest row that decode takes
+PAGES = (16, 32, 64, 128, 256)
+
+
+class Work(NamedTuple):
+    """What a step's layers share."""
+
+    ragged: Ragged
+    decode: tuple[Any, ...]  # a DecodeWork for each window
+    prefill: tuple[Any, ...]  # a PrefillWork for each window; none where every row is one token
+
+
+def supports(spec: Spec) -> str | None:
+    """None, or why its kernels cannot run what `spec` says."""
+    return unfit(spec) or _refused(spec)
+
+
+def make(spec: Spec | None, decode: bool, few: bool = False) -> Attention:
+    """The attention of a bucket; `decode`: every program row is one token; `few`: none has more than QUERIES. In both
+    nothing is prefill's."""
+    assert spec is not None, "the kernels are made for shapes"
+    return mla.MlaAttention(spec, decode) if spec.latent else MosaicAttention(spec, decode, few)
+
+
+def _refused(spec: Spec) -> str | None:
+    """Every shape of step must have its configs, but for those that are left to XLA."""
+    if spec.page not in PAGES:
+        return f"pages of {spec.page} tokens; it reads pages of {', '.join(map(str, PAGES))}"
+    if spec.latent:
+        return mla.refused(spec)
+    try:
+        for queries in (1, QUERIES):
+            decode, wanted = _decode(spec, queries)
+            decode.validate(wanted)
+        if not _left_to_xla(spec):
+            prefill, wanted = _prefill(spec)
+            prefill.validate(wanted)
+    except ValueError as reason:
+        return str(reason)
+    return None
+
+
+def _shape(spec: Spec, queries: int) -> Any:
+    from pallas_kernels.mosaic.spec import Spec as Wanted
+
+    # Rows are not known before the step is: configs must not depend on them.
+    return Wanted(
+        rows=1,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        dim=spec.head_dim,
+        page=spec.page,
+        queries=queries,
+        dtype=jnp.dtype(spec.dtype),
+        kv_dtype=jnp.dtype(spec.stored),
+        cores=spec.cores,
+    )
+
+
+def _left_to_xla(spec: Spec) -> bool:
+    """Whether prefill has no form of these pools: 8 bits of head dim 256 spill registers."""
+    return spec.head_dim > 128 and jnp.dtype(spec.stored).itemsize == 1
+
+
+def _config(op: str, module: ModuleType, spec: Spec, queries: int) -> tuple[Any, Any]:
+    """The measured config, or else the heuristic one, and what it was chosen for."""
+    wanted = _shape(spec, queries)
+    measured = None if spec.interpret else tuned.best(op, wanted, spec.device, module.Config)
+    return measured or module.heuristic(wanted), wanted
+
+
+def _decode(spec: Spec, queries: int) -> tuple[Any, Any]:
+    from pallas_kernels.ops.paged_attention.hopper import decode
+
+    return _config("decode", decode, spec, queries)
+
+
+def _prefill(spec: Spec) -> tuple[Any, Any]:
+    from pallas_kernels.ops.paged_attention.hopper import prefill
+
+    config, wanted = _config("prefill", prefill, spec, 1)
+    return replace(config, above=QUERIES), wanted
+
+
+@dataclass(frozen=True)
+class MosaicAttention:
+    spec: Spec
+    decode: bool
+    few: bool = False
+
+    @property
+    def _interpret(self) -> Any:
+        from pallas_kernels.mosaic.interpret import interpreter
+
+        return interpreter() if self.spec.interpret else None
+
+    @property
+    def _by_xla(self) -> bool:
+        return self._prefills and _left_to_xla(self.spec)
+
+    @property
+    def _prefills(self) -> bool:
+        """Whether rows may be longer than what decode takes."""
+        return not (self.decode or self.few)
+
+    @property
+    def _queries(self) -> int:
+        return 1 if self.decode else QUERIES
+
+    def plan(self, ragged: Ragged) -> Work:
+        """Layers of one window share a plan."""
+        if self._by_xla:
+            return Work(ragged, (), ())
+
+        def each(config: Any) -> tuple[Any, ...]:
+            return tuple(config.plan(ragged, page=self.spec.page, window=window) for window in self.spec.windows)
+
+        prefill = each(_prefill(self.spec)[0]) if self._prefills else ()
+        return Work(ragged, each(_decode(self.spec, self._queries)[0]), prefill)
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array | None,
+        turn: Turn | None,
+        pool: Pool,
+        work: Work,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: jax.Array | None = None,
+        scales: Scales | None = None,
+    ) -> tuple[jax.Array, Pool]:
+        from pallas_kernels.ops.paged_attention.hopper.decode import paged_decode
+
+        assert v is not None, "latents have an attention of their own"
+        q, k_pool, v_pool = self._write(q, k, v, turn, pool, work.ragged, scales)
+        rest: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "scales": scales}
+        rest["interpret"] = self._interpret
+        if self._by_xla:
+            mixed, lse = xla.paged_attention(
+                q, k_pool, v_pool, work.ragged, return_lse=True, scale=scale, window=window, softcap=softcap,
+                scales=scales,
+            )  # fmt: skip
+            return (mixed if sinks is None else with_sinks(mixed, lse, sinks)), (k_pool, v_pool)
+        at = self.spec.windows.index(window)
+        config, _ = _decode(self.spec, self._queries)
+        mixed, lse = paged_decode(q, k_pool, v_pool, work.ragged, work.decode[at], config=config, **rest)
+        if self._prefills:
+            from pallas_kernels.ops.paged_attention.hopper.prefill import paged_prefill
+
+            config, _ = _prefill(self.spec)
+            longer = paged_prefill(q, k_pool, v_pool, work.ragged, work.prefill[at], config=config, clean=False, **rest)
+            mine = work.prefill[at].place >= 0
+            mixed = jnp.where(mine[:, None, None], longer[0], mixed)
+            lse = jnp.where(mine[:, None], longer[1], lse)
+        return (mixed if sinks is None else with_sinks(mixed, lse, sinks)), (k_pool, v_pool)
+
+    def _write(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        turn: Turn | None,
+        pool: Pool,
+        ragged: Ragged,
+        scales: Scales | None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        from pallas_kernels.ops.kv_write.hopper import rope_and_write
+
+        k_pool, v_pool = pool
+        return rope_and_write(q, k, v, turn, k_pool, v_pool, ragged, scales=scales, interpret=self._interpret)

@@ -1,0 +1,110 @@
+"""Attention on TPU by Mosaic kernels: rope by XLA, then KV write, decode and prefill, merged by token.
+
+Rows of few tokens are decode's, longer ones are prefill's: a row is in exactly one of the two plans. Windows need no
+plans of their own: an item skips what its window hides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.layout import Ragged, Scales
+from pallas_kernels.ops.kv_write.xla import quantised
+from pallas_kernels.ops.paged_attention.api import Pool, Spec
+from pallas_kernels.ops.paged_attention.sinks import with_sinks
+from pallas_kernels.rope import Turn, rotate
+
+QUERIES = 16  # tokens of the longest row that decode takes
+
+
+class Work(NamedTuple):
+    """What a step's layers share."""
+
+    ragged: Ragged
+    decode: Any  # paged_attention.tpu.plan.Work
+    prefill: Any  # the same; None where every row is one token
+
+
+def supports(spec: Spec) -> str | None:
+    """None, or why its kernels cannot run what `spec` says."""
+    from pallas_kernels.ops.paged_attention.tpu import config
+
+    return config.supports(spec)
+
+
+def row(spec: Spec) -> tuple[int, int]:
+    """How many kv heads lie side by side in a row of the pool, and its width."""
+    from pallas_kernels.ops.paged_attention.tpu.lanes import row_of
+
+    found = row_of(spec)
+    return found.heads, found.width
+
+
+def make(spec: Spec | None, decode: bool, few: bool = False) -> TpuAttention:
+    """The attention of a bucket; `decode`: every program row is one token, so that nothing is prefill's. `few` makes no
+    difference."""
+    assert spec is not None, "the kernels are made for shapes"
+    return TpuAttention(spec, decode)
+
+
+@dataclass(frozen=True)
+class TpuAttention:
+    spec: Spec
+    decode: bool
+
+    def _configs(self) -> tuple[Any, Any]:
+        from pallas_kernels.ops.paged_attention.tpu import config, decode, prefill
+
+        shape = config.shape_of(self.spec, self.spec.stored)
+        return decode.heuristic(shape, 1 if self.decode else QUERIES), prefill.heuristic(shape)
+
+    def plan(self, ragged: Ragged) -> Work:
+        from pallas_kernels.ops.paged_attention.tpu.plan import plan_decode, plan_prefill
+
+        decode, prefill = self._configs()
+        longer = None if self.decode else plan_prefill(ragged, queries=prefill.queries, above=decode.queries)
+        return Work(ragged, plan_decode(ragged, queries=decode.queries), longer)
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array | None,
+        turn: Turn | None,
+        pool: Pool,
+        work: Work,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: jax.Array | None = None,
+        scales: Scales | None = None,
+    ) -> tuple[jax.Array, Pool]:
+        from pallas_kernels.ops.kv_write.tpu import write_kv
+        from pallas_kernels.ops.paged_attention.tpu.kernel import paged_attention
+        from pallas_kernels.ops.paged_attention.tpu.lanes import row_of
+
+        assert v is not None, "a latent is refused by `supports`"
+        interpret = True if self.spec.interpret else None
+        q, k = rotate(q, turn), rotate(k, turn)
+        k_pool, v_pool = pool
+        if scales is not None:
+            k, v = quantised(k, scales.k, k_pool.dtype), quantised(v, scales.v, v_pool.dtype)
+        row = row_of(self.spec)
+        if not row.plain:
+            q, k, v = row.spread(q), row.joined(k), row.joined(v)
+        k_pool, v_pool = write_kv(k_pool, v_pool, k, v, work.ragged, interpret=interpret)
+        rest: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "scales": scales}
+        rest["interpret"] = interpret
+        decode, prefill = self._configs()
+        mixed, lse = paged_attention(q, k_pool, v_pool, work.ragged, work.decode, config=decode, **rest)
+        if work.prefill is not None:
+            longer, more = paged_attention(q, k_pool, v_pool, work.ragged, work.prefill, config=prefill, **rest)
+            mine = work.ragged.lengths[jnp.minimum(work.ragged.rows, len(work.ragged.lengths) - 1)] > decode.queries
+            mixed, lse = jnp.where(mine[:, None, None], longer, mixed), jnp.where(mine[:, None], more, lse)
+        mixed = mixed if row.plain else row.own(mixed)
+        return (mixed if sinks is None else with_sinks(mixed, lse, sinks)), (k_pool, v_pool)

@@ -1,0 +1,156 @@
+"""Compile one case in a process of its own, forked from this one, which holds jax but has not started it.
+
+A process each, because Mosaic writes no report for a kernel that its process has compiled before, XLA reads its flags
+once, and a compiler that aborts takes its process along. Forked, because importing takes longer than most cases.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from pallas_kernels.gate import figures, hlo, traffic
+from pallas_kernels.gate.cases import Compilable, mesh_of
+from pallas_kernels.gate.figures import Figures
+from pallas_kernels.gate.targets import Target, dump_into
+
+Outcome = Figures | str  # what was found, or why it did not compile
+
+
+@dataclass(frozen=True)
+class _Running:
+    case: Compilable
+    process: BaseProcess
+    pipe: Connection
+    ends: float
+    limit: float
+    said: Path  # what it and its compilers write
+
+
+def compile_all(
+    cases: Sequence[Compilable],
+    target: Target,
+    *,
+    jobs: int,
+    tell: Callable[[Compilable, Outcome], None],
+    limit: float,
+) -> None:
+    """Compile `cases`, `jobs` at a time, each in `limit` seconds; `tell` hears of each as it ends."""
+    todo = list(reversed(cases))
+    running: list[_Running] = []
+    with tempfile.TemporaryDirectory(prefix="aot-") as folder:
+        while todo or running:
+            while todo and len(running) < jobs:
+                running.append(_begin(todo.pop(), target, Path(folder), limit))
+            ready = wait([one.pipe for one in running], timeout=1.0)
+            for one in list(running):
+                late = time.monotonic() > one.ends
+                if one.pipe in ready or late:
+                    running.remove(one)
+                    tell(one.case, _end(one, late=late and one.pipe not in ready))
+
+
+def _begin(case: Compilable, target: Target, folder: Path, limit: float) -> _Running:
+    context = get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    said = folder / f"said-{time.monotonic_ns()}"
+    process = context.Process(target=_child, args=(case, target, sender, said), daemon=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that jax has threads: none before it is started
+        process.start()
+    sender.close()
+    return _Running(case, process, receiver, time.monotonic() + limit, limit, said)
+
+
+def _end(one: _Running, late: bool) -> Outcome:
+    outcome: Outcome
+    if late:
+        one.process.kill()
+        outcome = f"did not end within {one.limit:.0f} s"
+    else:
+        try:
+            outcome = one.pipe.recv()
+        except EOFError:
+            one.process.join()
+            outcome = f"the compiler died (exit code {one.process.exitcode}): {_tail(one.said)}"
+    one.process.join()
+    one.pipe.close()
+    return outcome
+
+
+def _tail(path: Path) -> str:
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return " | ".join(line.strip() for line in lines[-8:] if line.strip())
+
+
+def _child(case: Compilable, target: Target, sender: Connection, said: Path) -> None:
+    with said.open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        outcome: Outcome = compile_case(case, target)
+    except Exception as error:  # whatever a kernel or a compiler raises is what the case has to say
+        traceback.print_exc()
+        outcome = f"does not compile: {type(error).__name__}: {' '.join(str(error).split())[:600]}"
+    sender.send(outcome)
+    sender.close()
+
+
+def compile_case(case: Compilable, target: Target) -> Figures:
+    """Compile in this process, once."""
+    import jax
+
+    with tempfile.TemporaryDirectory(prefix="aot-case-") as made:
+        xla, mosaic = Path(made) / "xla", Path(made) / "mosaic"
+        xla.mkdir()
+        mosaic.mkdir()
+        dump_into(xla, target, case.flags)
+        mesh = mesh_of(target.devices()[: case.devices])
+        began = time.perf_counter()
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            lowered = case.lower(mesh)
+            with _mosaic_dump(mosaic):
+                compiled = lowered.compile()
+        seconds, spent = time.perf_counter() - began, os.times()
+        memory, text = compiled.memory_analysis(), compiled.as_text() or ""
+        if memory is None:
+            raise RuntimeError("this backend does not tell the memory of a program")
+        program = compiled.runtime_executable()
+        donated = sum(bool(info.donated) for info in jax.tree.leaves(lowered.args_info))
+        used = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return Figures(
+            seconds=seconds,
+            processor=sum(
+                spent[:4]
+            ),  # this process is young: all of it is the case's, and its compilers' are waited for
+            temp=memory.temp_size_in_bytes,
+            arguments=memory.argument_size_in_bytes,
+            code=memory.generated_code_size_in_bytes or len(program.serialize() if program else b""),
+            alias=memory.alias_size_in_bytes,
+            memory=used + memory.temp_size_in_bytes,
+            moved=traffic.moved(text),
+            donated=donated,
+            aliased=hlo.aliased(text),
+            copies=tuple(hlo.copies(text, case.held)),
+            **figures.kernels(mosaic),  # type: ignore[arg-type]
+            **figures.thunks(xla),  # type: ignore[arg-type]
+        )
+
+
+@contextmanager
+def _mosaic_dump(folder: Path) -> Iterator[None]:
+    os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
+    try:
+        yield
+    finally:
+        del os.environ["MOSAIC_GPU_DUMP_TO"]

@@ -1,0 +1,74 @@
+"""What the gate holds a compiled program to: laws, and bounds that were recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pallas_kernels.gate.cases import Compilable
+from pallas_kernels.gate.figures import Figures
+from pallas_kernels.gate.targets import GB
+
+SMEM = 227 * 1024  # bytes a block can have on sm_90
+ROOM = 16  # temporaries may exceed what was recorded by one part in so many: buffers are packed a little differently
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Figures recorded of a case under one version of jax."""
+
+    registers: int
+    temp: int  # bytes
+    buffers: int | None = None
+    kernels: int = 0
+    shared: int | None = None
+    narrow: int | None = None
+
+
+def bound_of(figures: Figures) -> Bound:
+    return Bound(figures.registers, figures.temp, figures.buffers, figures.kernels, figures.shared, figures.narrow)
+
+
+def laws(case: Compilable, figures: Figures, memory: int) -> Iterator[str]:
+    """What no recording excuses: each breach with its figure and the bound. `memory`: bytes of a device."""
+    if figures.spills:
+        yield f"{figures.spills} bytes of registers spilled, the bound is 0"
+    for said in figures.serialised:
+        yield f"wgmma is serialised, the bound is no such place: {said}"
+    for name in sorted(case.needs):
+        if not figures.instructions.get(name):
+            have = ", ".join(f"{count} {other}" for other, count in figures.instructions.items()) or "none"
+            yield f"0 {name} instructions, the bound is at least 1 (matrix and TMA instructions found: {have})"
+    if figures.smem > SMEM:
+        yield f"{figures.smem} bytes of shared memory, the bound is {SMEM}"
+    if figures.aliased < figures.donated:
+        yield f"{figures.aliased} of {figures.donated} donated arguments changed in place, the bound is all of them"
+    if case.most_temp is not None and figures.temp > case.most_temp:
+        yield f"{figures.temp} bytes of temporaries in an operation in place, the bound is {case.most_temp}"
+    for said in figures.copies:
+        yield f"a weight or a pool is copied, the bound is no copy: {said}"
+    if case.command_buffers is not None and figures.buffers != case.command_buffers:
+        yield f"{figures.buffers} command buffers, the bound is {case.command_buffers}"
+    if case.most_moved is not None and figures.moved > case.most_moved:
+        yield f"{figures.moved / GB:.3f} GB read and written, the bound is {case.most_moved / GB:.3f} GB"
+    if figures.memory > memory:
+        yield f"{figures.memory / GB:.2f} GB a device, the bound is {memory / GB:.0f} GB"
+
+
+def excess(figures: Figures, bound: Bound | None) -> Iterator[str]:
+    """Where the figures exceed what was recorded."""
+    if bound is None:
+        yield "no bound is recorded for it: look at its figures, then run with --record"
+        return
+    if figures.registers > bound.registers:
+        yield f"{figures.registers} registers, the recorded bound is {bound.registers}"
+    if figures.temp > bound.temp + bound.temp // ROOM:
+        yield f"{figures.temp} bytes of temporaries, the recorded bound is {bound.temp} and a {ROOM}th of it"
+    if figures.buffers is not None and bound.buffers is not None and figures.buffers > bound.buffers:
+        yield f"{figures.buffers} command buffers, the recorded bound is {bound.buffers}"
+    if figures.kernels > bound.kernels:
+        yield f"{figures.kernels} kernels compiled, the recorded bound is {bound.kernels}: is one traced per layer?"
+    if bound.shared is not None and figures.shared > bound.shared:
+        yield f"{figures.shared} instructions through shared memory, the recorded bound is {bound.shared}"
+    if bound.narrow is not None and figures.narrow > bound.narrow:
+        yield f"{figures.narrow} loads of shared memory of less than 4 bytes, the recorded bound is {bound.narrow}"

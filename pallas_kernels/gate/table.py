@@ -1,0 +1,75 @@
+"""The gate's table: with rich where it is installed, in plain columns otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pallas_kernels.gate.figures import Figures
+
+HEAD = (
+    "case",
+    "regs",
+    "spill",
+    "SMEM KB",
+    "shared",
+    "instructions",
+    "temp MB",
+    "alias MB",
+    "GB",
+    "moved GB",
+    "graphs",
+    "s",
+    "cpu s",
+    "",
+)
+LEFT = {0, 5, 13}  # columns of words
+
+
+def row(name: str, outcome: Figures | str, verdict: str) -> tuple[str, ...]:
+    if isinstance(outcome, str):
+        return (name, *[""] * (len(HEAD) - 2), verdict)
+    mix = " ".join(f"{count} {what}" for what, count in outcome.instructions.items())
+    graphs = "" if outcome.buffers is None else f"{outcome.buffers}+{outcome.loose}"
+    return (
+        name,
+        str(outcome.registers) if outcome.kernels else "",
+        str(outcome.spills) if outcome.kernels else "",
+        f"{outcome.smem / 1024:.0f}" if outcome.smem else "",
+        f"{outcome.shared}+{outcome.narrow}" if outcome.kernels else "",
+        mix,
+        f"{outcome.temp / 1e6:.2f}",
+        f"{outcome.alias / 1e6:.1f}" if outcome.alias else "",
+        f"{outcome.memory / 1e9:.2f}",
+        f"{outcome.moved / 1e9:.2f}",
+        graphs,
+        f"{outcome.seconds:.1f}",
+        f"{outcome.processor:.1f}",
+        verdict,
+    )
+
+
+def show(rows: Sequence[Sequence[str]], title: str) -> None:
+    """Print it."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        _plain(rows, title)
+        return
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for index, name in enumerate(HEAD):
+        table.add_column(name, justify="left" if index in LEFT else "right", no_wrap=True)
+    for each in rows:
+        table.add_row(*each, style="red" if each[-1] not in ("ok", "recorded") else None)
+    console = Console()
+    if not console.is_terminal:  # no terminal says how wide it is, and a table that is cut short is worth nothing
+        console = Console(width=240)
+    console.print(table)
+
+
+def _plain(rows: Sequence[Sequence[str]], title: str) -> None:
+    print(title)
+    wide = [max(len(line[index]) for line in (HEAD, *rows)) for index in range(len(HEAD))]
+    for line in (HEAD, *rows):
+        cells = zip(line, wide, strict=True)
+        print("  ".join(cell.ljust(w) if at in LEFT else cell.rjust(w) for at, (cell, w) in enumerate(cells)).rstrip())

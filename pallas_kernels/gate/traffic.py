@@ -1,0 +1,44 @@
+"""How many bytes the kernels of a compiled module read and write, by its text.
+
+Each launch counts the whole of what it is given and of what it leaves: more than it moves where it reads a part, and
+less where it reads an array twice, as a kernel of our own may. Of branches the one that moves most counts; of a loop
+whose turns XLA does not know, one turn.
+"""
+
+from __future__ import annotations
+
+import re
+
+from pallas_kernels.gate.hlo import ARRAY, HARMLESS, Instruction, computations, size
+
+FREE = HARMLESS - {"broadcast"} | {"after-all", "partition-id", "replica-id"}
+CALLED = re.compile(r"\b(?:to_apply|calls|body|condition)=%([\w.\-]+)")
+BRANCHES = re.compile(r"\b(?:(?:true|false)_computation=|branch_computations=\{)((?:%[\w.\-]+(?:, )?)+)")
+TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+
+
+def moved(text: str) -> int:
+    """Bytes of a run of the module."""
+    code, entry = computations(text)
+
+    def of(name: str) -> int:
+        body = code.get(name, [])
+        known = {one.name: one for one in body}
+        return sum(launched(one, known) for one in body if one.opcode not in FREE)
+
+    def launched(one: Instruction, known: dict[str, Instruction]) -> int:
+        if one.opcode == "conditional":
+            branches = [name for found in BRANCHES.findall(one.told) for name in re.findall(r"%([\w.\-]+)", found)]
+            return max(of(name) for name in branches)
+        if one.opcode in ("while", "call", "async-start"):
+            turns = TURNS.search(one.told)
+            return (int(turns[1]) if turns else 1) * sum(of(name) for name in CALLED.findall(one.told))
+        given = sum(_bytes(known[name]) for name in one.operands if name in known)
+        return given + _bytes(one)
+
+    return of(entry)
+
+
+def _bytes(one: Instruction) -> int:
+    """Of its value; of a tuple all arrays together."""
+    return sum(size((kind, tuple(int(n) for n in dims.split(",") if n))) for kind, dims in ARRAY.findall(one.shape))

@@ -1,0 +1,149 @@
+"""Products of warps with keys and values of 8 bits, from shared memory to the tensor core through registers alone.
+
+Every warp of a warpgroup takes 16 keys of each 64 and multiplies all query rows by them. What a thread wants of an
+operand may then be any, as long as both operands agree on it: dimensions of the head are summed over in an order in
+which a thread's lie together in a row of keys, and of values a thread has 16 neighbouring columns. So both are loaded
+by 16 bytes, widened two values an instruction (inline.py), and are fragments of mma.m16n8k16 as they come out: nothing
+goes back to shared memory, and threads exchange nothing. Weights stay where the scores were.
+
+Letters: C tokens of keys in a tile, D head dim, W neighbouring columns of values. Results of the four warps lie below
+one another: row 16 w + r is warp w's of query row r.
+
+    lane 4 g + t of warp w has      in registers
+    queries [16, D]                 rows 8 a + g, dimensions 64 h + 16 t + b, b < 16
+    keys [C, D]                     keys 64 c + 16 w + 8 j + g, dimensions 64 h + 16 t + b
+    values [C, D]                   keys 64 c + 16 w + 8 j + 2 t + e, columns 8 W x + W g + b, b < W
+    scores, weights [64, C / 4]     of column 16 c + 8 j + n: key 64 c + 16 w + 8 j + n
+    mixed [64, D]                   of column 8 (W x + b) + n: column 8 W x + W n + b of the values (`in_order`)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.mosaic import inline
+from pallas_kernels.mosaic.compat import plgpu
+from pallas_kernels.mosaic.interpret import Interpret, is_interpreting
+from pallas_kernels.mosaic.widen import tiled
+
+ROWS = 16  # of queries
+WARPS, OWN = 4, 16  # warps, and their keys of each 64
+CHUNK = 64  # dimensions that four threads have of a row
+
+
+def span(dim: int) -> int:
+    """W"""
+    return 8 if dim % 128 else 16
+
+
+def queries() -> Any:
+    """Registers of queries, the same for each warp."""
+    return tiled((16, CHUNK), (8, CHUNK), (16,), (8,), warps=(plgpu.Replicated(WARPS),), lanes=(-4, -3))
+
+
+def keys() -> Any:
+    """Registers of keys."""
+    return tiled((64, CHUNK), (16, CHUNK), (8, CHUNK), (16,), warps=(-7,), lanes=(-3, -2))
+
+
+def values(dim: int) -> Any:
+    """Registers of values."""
+    wide = 8 * span(dim)
+    return tiled((64, wide), (16, wide), (8, wide), (2, span(dim)), warps=(-8,), lanes=(-3, -4))
+
+
+KEY_SWIZZLE = 64  # bytes of a row of keys that are swizzled together, so that loads of `keys` meet no bank twice
+
+
+def in_order(mixed: jax.Array, width: int) -> jax.Array:
+    """mixed [..., D] with the columns of the values as they were, of products of `width` columns."""
+    dim, wide = mixed.shape[-1], span(width)
+    parts = mixed.reshape(*mixed.shape[:-1], dim // (8 * wide), wide, 8)
+    return jnp.swapaxes(parts, -1, -2).reshape(mixed.shape)
+
+
+def scores(q: jax.Array, k: jax.Array, interpret: Interpret = None, into: jax.Array | None = None) -> jax.Array:
+    """q k^T [64, C / 4] float32, of q [16, D] float16 and k [C, D] of 8 bits; added to `into`, if there is such."""
+    tokens = k.shape[0]
+    if is_interpreting(interpret):
+        every = jnp.dot(q.astype(jnp.float32), k.astype(jnp.float32).T, preferred_element_type=jnp.float32)
+        parts = every.reshape(ROWS, tokens // 64, WARPS, OWN)
+        found = parts.transpose(2, 0, 1, 3).reshape(WARPS * ROWS, tokens // WARPS)
+        return found if into is None else into + found
+    wgmma = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct((WARPS * ROWS, tokens // WARPS), jnp.float32, layout=wgmma)
+    before = () if into is None else (into,)
+    make = plgpu.inline_mgpu(arg_types=(queries(), keys(), *(wgmma for _ in before)), return_type=result)
+    made: jax.Array = make(lambda _, *operands: _scores(*operands))(q, k, *before)
+    return made
+
+
+def mix(mixed: jax.Array, weight: jax.Array, v: jax.Array, interpret: Interpret = None) -> jax.Array:
+    """mixed + weight v [64, D] float32, of weight [64, C / 4] float16 and v [C, D] of 8 bits."""
+    tokens, dim = v.shape
+    if is_interpreting(interpret):
+        left = weight.astype(jnp.float32).reshape(WARPS, ROWS, tokens // WARPS)
+        right = v.astype(jnp.float32).reshape(tokens // 64, WARPS, OWN, dim).swapaxes(0, 1)
+        product = jnp.einsum("wrc,wcd->wrd", left, right.reshape(WARPS, tokens // WARPS, dim))
+        parts = product.reshape(WARPS * ROWS, dim // (8 * span(dim)), 8, span(dim))
+        return mixed + parts.swapaxes(2, 3).reshape(mixed.shape)
+    wgmma = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(mixed.shape, jnp.float32, layout=wgmma)
+    make = plgpu.inline_mgpu(arg_types=(wgmma, wgmma, values(dim)), return_type=result)
+    made: jax.Array = make(lambda _, acc, left, right: _mix(acc, left, right))(mixed, weight, v)
+    return made
+
+
+def _scores(q: Any, k: Any, into: Any = None) -> Any:
+    tokens, chunks = k.shape[0], k.shape[1] // CHUNK
+    begun = None if into is None else into.registers.reshape(tokens // 64, 2, 2)  # c, j, a
+    left = q.registers.reshape(chunks, 2, 2)  # h, a, eight dimensions
+    right = k.registers.reshape(tokens // 64, chunks, 2)  # c, h, j
+    made = np.empty((tokens // 64, 2, 2), object)  # c, j, a
+    for c, j in np.ndindex(tokens // 64, 2):
+        sums = inline.zeros() if begun is None else [single for half in begun[c, j] for single in inline.singles(half)]
+        for h in range(chunks):
+            rows = [[word for eight in left[h, a] for word in inline.words(eight)] for a in range(2)]
+            for step, word in enumerate(inline.words(right[c, h, j])):
+                fragment = [rows[a][2 * step + half] for half in range(2) for a in range(2)]
+                sums = inline.mma(sums, fragment, inline.halves(word, k.mlir_dtype))
+        made[c, j] = [inline.pair(sums[:2]), inline.pair(sums[2:])]
+    return _product(made, (WARPS * ROWS, tokens // WARPS))
+
+
+def _mix(acc: Any, weight: Any, v: Any) -> Any:
+    (tokens, dim), wide = v.shape, span(v.shape[1])
+    left = weight.registers.reshape(tokens // 64, 4)  # c; j, a
+    right = v.registers.reshape(tokens // 64, dim // (8 * wide), 2, 2)  # c, x, j, e
+    sums = [inline.singles(upper) + inline.singles(lower) for upper, lower in acc.registers.reshape(dim // 8, 2)]
+    for c, x in np.ndindex(right.shape[:2]):
+        fragment = [inline.words(register)[0] for register in left[c]]
+        below = [[inline.words(register) for register in two] for two in right[c, x]]  # j, e, words
+        for word in range(wide // 4):
+            # Bytes of two keys by turns, then widened: two keys of one column in each word.
+            pairs = [
+                [
+                    half
+                    for both in inline.crossed(*(one[word] for one in two))
+                    for half in inline.halves(both, v.mlir_dtype)
+                ]
+                for two in below
+            ]
+            for b in range(4):
+                column = x * wide + 4 * word + b
+                sums[column] = inline.mma(sums[column], fragment, [two[b] for two in pairs])
+    made = np.empty((dim // 8, 2), object)
+    for column, four in enumerate(sums):
+        made[column] = [inline.pair(four[:2]), inline.pair(four[2:])]
+    return _product(made, acc.shape)
+
+
+def _product(registers: Any, shape: tuple[int, int]) -> Any:
+    layout = plgpu.Layout.WGMMA.to_mgpu()
+    return inline.FragmentedArray(
+        _registers=registers.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=None
+    )

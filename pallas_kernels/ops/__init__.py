@@ -1,0 +1,1 @@
+"""The operations that XLA would not compute well by itself, one folder each."""

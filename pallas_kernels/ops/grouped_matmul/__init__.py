@@ -1,0 +1,1 @@
+"""Products of a mixture of experts: each row with the weights of its own expert."""

@@ -1,0 +1,1 @@
+"""The grouped product for NVIDIA Hopper in Pallas Mosaic GPU."""

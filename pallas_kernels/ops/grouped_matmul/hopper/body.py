@@ -1,0 +1,336 @@
+"""What a block of the grouped product does: one warpgroup brings tiles of rows and weights, the others multiply.
+
+A block takes items in turn; an item is one tile of rows of an expert (plan.py) and `columns` of its outputs. Along what
+is summed over, tiles go through a ring of `stages` slots by TMA. A copy has a fixed size: the rows of a tile come in
+pieces, of which those that it does not have are left out, and leave as the powers of two that they are the sum of. Rows
+that were not brought hold what the slot held before: they reach results of rows that are not stored. How weights come
+and are multiplied is `Weights`: here `Whole`, of the dtype of the rows, and `QuantizedWeights`, of 8 bits
+(mosaic/quantized_tile.py).
+
+Letters: R rows, X experts, I what is summed over, O outputs.
+
+With weights of 8 bits, operands are swapped for any number of rows: each consumer widens the 64 outputs that are its
+own, once for all rows of the item, and no consumer waits for another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.mosaic import compat
+from pallas_kernels.mosaic.compat import plgpu
+from pallas_kernels.mosaic.interpret import Interpret, cast, fence, is_interpreting
+from pallas_kernels.mosaic.memory import tiled
+from pallas_kernels.mosaic.quantized_tile import CONSUMERS, ROWS, Ring, Tile, bring, summed
+
+GRID, ROLE = "block", "role"
+DEPTH = 64  # of I that 128 bytes hold, which are swizzled together
+WIDE = 64  # columns of results that leave together
+ALIGN = 8  # rows that a tiling of shared memory keeps together, hence the alignment of groups
+LEAST = 16  # rows that are always brought
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Everything static that the body needs to know."""
+
+    rows: int  # of a tile
+    columns: int  # of a tile
+    stages: int
+    consumers: int  # warpgroups that multiply
+    swapped: bool  # outputs are the rows of the tensor core's product, and tokens its columns
+    blocks: int
+    strips: int  # O / columns
+    depth: int  # of I at a time
+    steps: int  # I / depth
+    dtype: Any  # of the products
+    out_dtype: Any
+    weights: Weights
+    interpret: Interpret
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """(first row, rows) of each copy of a tile of rows."""
+        if not self.swapped:
+            each = self.rows // self.consumers
+            return [(i * each, each) for i in range(self.consumers)]
+        found, done = [(0, min(LEAST, self.rows))], min(LEAST, self.rows)
+        while done < self.rows:
+            found.append((done, done))
+            done *= 2
+        return found
+
+    @property
+    def product(self) -> tuple[int, int]:
+        """Size of what one consumer computes."""
+        if self.swapped:
+            return self.columns // self.consumers, self.rows
+        return self.rows // self.consumers, self.columns
+
+    @property
+    def stored(self) -> int:
+        """Rows of the tile that one consumer has results of."""
+        return self.rows if self.swapped else self.rows // self.consumers
+
+    def scratch(self) -> list[Any]:
+        ring, out = self.stages, (self.consumers, self.stored, WIDE)
+        return [
+            tiled((ring, self.rows, self.depth), self.dtype),
+            tiled(out, self.out_dtype),
+            plgpu.Barrier(num_arrivals=self.weights.copies + len(self.pieces), num_barriers=ring),
+            plgpu.Barrier(num_arrivals=self.consumers, num_barriers=ring),
+            *self.weights.scratch(self),
+        ]
+
+
+class Weights(Protocol):
+    """Weights of one kind: their part of what a block does."""
+
+    @property
+    def arrays(self) -> int:
+        """How many arguments of the kernel they are."""
+
+    @property
+    def copies(self) -> int:
+        """How many copies bring a tile of them."""
+
+    def scratch(self, shape: Shape) -> list[Any]:
+        """Their shared memory."""
+
+    def bring(self, shape: Shape, refs: Refs, item: Item, k: jax.Array, slot: jax.Array) -> None:
+        """Tile k of an item."""
+
+    def multiply(self, shape: Shape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> jax.Array:
+        """`shape.product` of float32: a consumer's part of the item, from step `done` of the ring on."""
+
+
+class Refs(NamedTuple):
+    """Arguments, results and scratch, in the order in which the kernel gets them."""
+
+    x: Any  # [R, I]
+    expert: Any  # [I], and so on: of Groups
+    begin: Any
+    length: Any
+    used: Any  # [1]
+    weights: tuple[Any, ...]
+    out: Any  # [R, O]
+    x_s: Any  # [stages, rows, depth]
+    out_s: Any  # [consumers, stored, WIDE]
+    full: Any  # barriers
+    free: Any
+    weights_s: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, arrays: tuple[Any, ...], weights: int) -> Refs:
+        """`weights`: how many arrays they are."""
+        x, expert, begin, length, used, *rest = arrays
+        out, x_s, out_s, full, free, *weights_s = rest[weights:]
+        held = tuple(rest[:weights])
+        return cls(x, expert, begin, length, used, held, out, x_s, out_s, full, free, tuple(weights_s))
+
+
+class Item(NamedTuple):
+    """Scalars."""
+
+    expert: jax.Array
+    begin: jax.Array  # first row
+    length: jax.Array  # rows
+    column: jax.Array  # first output
+
+
+def body(shape: Shape) -> Callable[..., None]:
+    """The kernel over the grid GRID, threads ROLE: consumers first, then the producer."""
+
+    def run(*arrays: Any) -> None:
+        refs = Refs.of(arrays, shape.weights.arrays)
+        role, block = lax.axis_index(ROLE), lax.axis_index(GRID)
+
+        def each(one: Callable[[Item, jax.Array], None]) -> jax.Array:
+            """one(item, steps of the ring before it) for the items of this block; how many steps they were."""
+            items = refs.used[0] * shape.strips
+            turns = lax.div(jnp.maximum(items - block, 0) + (shape.blocks - 1), jnp.int32(shape.blocks))
+
+            def turn(i: jax.Array, done: jax.Array) -> jax.Array:
+                one(_item(shape, refs, i * shape.blocks + block), done)
+                return done + shape.steps
+
+            steps: jax.Array = lax.fori_loop(0, turns, turn, jnp.int32(0))
+            return steps
+
+        @pl.when(role < shape.consumers)
+        def _() -> None:
+            if not is_interpreting(shape.interpret):
+                plgpu.set_max_registers(232 if shape.consumers == 2 else 248, action="increase")
+            each(partial(_consume, shape, refs, role))
+
+        @pl.when(role == shape.consumers)
+        def _() -> None:
+            if not is_interpreting(shape.interpret):
+                plgpu.set_max_registers(40, action="decrease")
+            steps = each(partial(_produce, shape, refs))
+            for slot in range(shape.stages):  # a block must not end before every arrival has been waited for
+                pl.when(steps > slot)(partial(plgpu.barrier_wait, refs.free.at[slot]))
+
+    return run
+
+
+def _item(shape: Shape, refs: Refs, index: jax.Array) -> Item:
+    tile, strip = lax.div(index, jnp.int32(shape.strips)), lax.rem(index, jnp.int32(shape.strips))
+    # Multiplied out, so that the compiler knows what it is a multiple of: copies to tiled memory depend on it.
+    begin = lax.div(refs.begin[tile], jnp.int32(ALIGN)) * ALIGN
+    return Item(refs.expert[tile], begin, refs.length[tile], strip * shape.columns)
+
+
+def _produce(shape: Shape, refs: Refs, item: Item, done: jax.Array) -> None:
+    def step(k: jax.Array, nothing: None) -> None:
+        slot = lax.rem(done + k, jnp.int32(shape.stages))
+        full = refs.full.at[slot]
+
+        @pl.when(done + k >= shape.stages)
+        def _() -> None:
+            plgpu.barrier_wait(refs.free.at[slot])
+
+        shape.weights.bring(shape, refs, item, k, slot)
+        for first, rows in shape.pieces:
+
+            def bring(first: int = first, rows: int = rows) -> None:
+                source = refs.x.at[pl.ds(item.begin + first, rows), pl.ds(k * shape.depth, shape.depth)]
+                plgpu.copy_gmem_to_smem(source, refs.x_s.at[slot, pl.ds(first, rows)], full)
+
+            if first:
+                pl.when(item.length > first)(bring)
+                pl.when(item.length <= first)(partial(plgpu.barrier_arrive, full))
+            else:
+                bring()
+
+    lax.fori_loop(0, shape.steps, step, None)
+
+
+def _consume(shape: Shape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> None:
+    count = item.length if shape.swapped else jnp.clip(item.length - role * shape.stored, 0, shape.stored)
+
+    @pl.when(count > 0)
+    def _multiply() -> None:
+        product = shape.weights.multiply(shape, refs, role, item, done)
+        _store(shape, refs, role, item, count, product)
+
+    @pl.when(count <= 0)  # only the slots must go round
+    def _pass() -> None:
+        def step(k: jax.Array, _: None) -> None:
+            slot = lax.rem(done + k, jnp.int32(shape.stages))
+            plgpu.barrier_wait(refs.full.at[slot])
+            plgpu.barrier_arrive(refs.free.at[slot])
+
+        lax.fori_loop(0, shape.steps, step, None)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Weights of the dtype of the rows: the tensor core takes them as they come."""
+
+    arrays = copies = 1
+
+    def scratch(self, shape: Shape) -> list[Any]:
+        return [tiled((shape.stages, shape.depth, shape.columns), shape.dtype)]
+
+    def bring(self, shape: Shape, refs: Refs, item: Item, k: jax.Array, slot: jax.Array) -> None:
+        (weight,), (w_s,) = refs.weights, refs.weights_s
+        source = weight.at[item.expert, pl.ds(k * shape.depth, shape.depth), pl.ds(item.column, shape.columns)]
+        plgpu.copy_gmem_to_smem(source, w_s.at[slot], refs.full.at[slot])
+
+    def multiply(self, shape: Shape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> jax.Array:
+        summed = partial(_sum, shape, refs, role, done)
+        product: jax.Array = pl.run_scoped(summed, plgpu.ACC(shape.product, jnp.float32))
+        return product
+
+
+def _sum(shape: Shape, refs: Refs, role: jax.Array, done: jax.Array, acc: Any) -> jax.Array:
+    (height, _), (w_s,) = shape.product, refs.weights_s
+
+    def release(k: jax.Array) -> None:
+        fence(shape.interpret)
+        plgpu.barrier_arrive(refs.free.at[lax.rem(done + k, jnp.int32(shape.stages))])
+
+    def step(k: jax.Array, _: None) -> None:
+        slot = lax.rem(done + k, jnp.int32(shape.stages))
+        plgpu.barrier_wait(refs.full.at[slot])
+        if shape.swapped:
+            weight = w_s.at[slot, :, pl.ds(role * height, height)]
+            plgpu.wgmma(acc, compat.transpose(weight), compat.transpose(refs.x_s.at[slot]))
+        else:
+            plgpu.wgmma(acc, refs.x_s.at[slot, pl.ds(role * height, height)], w_s.at[slot])
+        plgpu.wgmma_wait(1)  # the one before has read its slot
+        pl.when(k > 0)(partial(release, k - 1))
+
+    lax.fori_loop(0, shape.steps, step, None)
+    product: jax.Array = acc[...]  # waits for the last
+    release(jnp.int32(shape.steps - 1))
+    return product
+
+
+def _store(shape: Shape, refs: Refs, role: jax.Array, item: Item, count: jax.Array, product: jax.Array) -> None:
+    """Results of `count` rows, through shared memory; up to the next multiple of ALIGN there are nobody's rows."""
+    height, width = shape.product
+    product = product.astype(shape.out_dtype)
+    if shape.swapped:
+        product = cast(product, plgpu.Layout.WGMMA_TRANSPOSED, shape.interpret)
+    out_s = refs.out_s.at[role]
+    rows = lax.div(count + (ALIGN - 1), jnp.int32(ALIGN)) * ALIGN
+    first = item.begin if shape.swapped else item.begin + role * shape.stored
+    column = item.column + (role * height if shape.swapped else 0)
+    for c in range(0, height if shape.swapped else width, WIDE):
+        if shape.swapped:
+            compat.transpose(out_s)[...] = product[c : c + WIDE]
+        else:
+            out_s[...] = product[:, c : c + WIDE]
+        plgpu.commit_smem()
+        done, size = rows * 0, shape.stored
+        while size >= ALIGN:
+
+            @pl.when((rows & size) != 0)
+            def _copy(size: int = size, done: jax.Array = done, c: int = c) -> None:
+                at = lax.div(done, jnp.int32(ALIGN)) * ALIGN
+                target = refs.out.at[pl.ds(first + at, size), pl.ds(column + c, WIDE)]
+                plgpu.copy_smem_to_gmem(out_s.at[pl.ds(at, size)], target)
+
+            done, size = done + (rows & size), size // 2
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+@dataclass(frozen=True)
+class QuantizedWeights:
+    """Values [X, I, O] of 8 bits, and scales [X, n, O] float32."""
+
+    tile: Tile
+
+    arrays = 2
+    copies = CONSUMERS
+
+    def scratch(self, shape: Shape) -> list[Any]:
+        return self.tile.scratch(shape.stages)
+
+    def bring(self, shape: Shape, refs: Refs, item: Item, k: jax.Array, slot: jax.Array) -> None:
+        (values, _), (narrow_s, _) = refs.weights, refs.weights_s
+        where = item.expert, pl.ds(k * shape.depth, shape.depth)
+        bring(values, where, item.column, narrow_s.at[slot], refs.full.at[slot])
+
+    def multiply(self, shape: Shape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> jax.Array:
+        (_, scale), (narrow_s, wide_s) = refs.weights, refs.weights_s
+        outputs = pl.ds(item.column + role * ROWS, ROWS)
+
+        def scale_at(k: jax.Array) -> Any:
+            return scale.at[item.expert, lax.div(k, jnp.int32(self.tile.every)), outputs]
+
+        ring = Ring(narrow_s, wide_s, refs.x_s, refs.full, refs.free, shape.stages, role, done)
+        total = summed(self.tile, ring, shape.steps, scale_at)
+        if self.tile.every:
+            return total
+        one = compat.load(scale.at[item.expert, 0, outputs], plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        return total * lax.broadcast_in_dim(one, total.shape, (0,))

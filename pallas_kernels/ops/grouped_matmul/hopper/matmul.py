@@ -1,0 +1,247 @@
+"""Products of a mixture of experts on Hopper: each row with the weights of its own expert.
+
+    out[r] = x[r] @ weight[owner[r]]
+
+Rows lie by expert (plan.py), and only experts that have rows are read. Two forms of one kernel, which is
+persistent and warp-specialised. For prefill a tile of rows is the left operand of the tensor core, whose least is 64
+rows. For decode the operands are swapped: outputs take its 64 rows and up, tokens its columns, of which 8 will do,
+and as long as an expert's rows are one tile its weights are streamed once. Both operands are in shared memory in both
+forms: ptxas before 13.3 may compile a left operand in registers wrongly.
+
+Weights may be of 8 bits, with scales of their outputs, one or n of them along what is summed over:
+
+    out[r, o] = sum_b scale[owner[r], b, o] sum_{i in block b} x[r, i] weight[owner[r], i, o]
+
+They are widened within the kernel, exactly, and sums scaled in float32. Operands are then swapped for prefill too.
+
+Floor: bytes of the experts that have rows over the bandwidth (277 us for a layer of Qwen3-30B-A3B and 64 tokens), or
+2 R I O operations (391 us for 4,096 tokens).
+
+Letters: T tokens, Q pairs of a token and an expert, R rows, X experts, I what is summed over, O outputs, n blocks of I
+that have scales of their own (1: per channel).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, product
+from math import gcd
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.mosaic import compat
+from pallas_kernels.mosaic.interpret import Interpret
+from pallas_kernels.mosaic.quantized_tile import COLUMNS, CONSUMERS, QUANTIZED, Tile, held
+from pallas_kernels.mosaic.spec import CORES, SMEM, allowed, refusal
+from pallas_kernels.ops.grouped_matmul.hopper.body import (
+    ALIGN,
+    DEPTH,
+    GRID,
+    ROLE,
+    WIDE,
+    QuantizedWeights,
+    Shape,
+    Whole,
+    body,
+)
+from pallas_kernels.ops.grouped_matmul.plan import Groups, plan_experts
+
+ROWS = 64  # of the least product
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a config is chosen for. X, I and O are those of one shard."""
+
+    pairs: int  # Q
+    experts: int  # X
+    width: int  # I
+    outputs: int  # O
+    dtype: Any = jnp.bfloat16
+    stored: Any = None  # of the weights, where it is not `dtype`: one of QUANTIZED
+    scales: int = 1  # n, of weights of 8 bits
+    cores: int = CORES
+
+    @property
+    def quantized(self) -> bool:
+        return self.stored is not None
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one shape is computed."""
+
+    rows: int = 128  # of a tile
+    columns: int = 256  # outputs of a tile
+    stages: int = 4  # tiles on the way
+    consumers: int = 2  # warpgroups that multiply
+    swapped: bool = False  # tokens are the columns of the tensor core's product
+    blocks: int = CORES
+
+    depth: int = DEPTH  # of I at a time; 8 bits: or twice as much
+
+    def validate(self, spec: Spec) -> None:
+        """Raises ValueError, naming the value, where this config cannot compute the spec."""
+        if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+            raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
+        if self.consumers not in (1, 2) or min(self.stages, self.blocks) < 1:
+            raise ValueError(f"{self.consumers=} must be 1 or 2, {self.stages=} and {self.blocks=} positive")
+        if spec.quantized:
+            self._validate_narrow(spec)
+        else:
+            self._validate_whole(spec)
+        if self.swapped and (self.rows not in (8, 16, 32, 64, 128) or self.columns % (ROWS * self.consumers)):
+            raise ValueError(
+                f"swapped, {self.rows=} must be 8, 16, 32, 64 or 128, and {self.columns=} a multiple of {ROWS} for "
+                f"each of {self.consumers=}"
+            )
+        if (size := self.smem_bytes(spec.quantized)) > SMEM:
+            raise ValueError(f"{self} needs {size} bytes of shared memory; a block has {SMEM}")
+
+    def _validate_whole(self, spec: Spec) -> None:
+        if spec.width % DEPTH or spec.outputs % WIDE:
+            raise ValueError(f"{spec.width=} and {spec.outputs=} must be multiples of {DEPTH} and {WIDE}")
+        if self.depth != DEPTH:
+            raise ValueError(f"{self.depth=} must be {DEPTH}")
+        if self.columns not in (64, 128, 192, 256) or spec.outputs % self.columns:
+            raise ValueError(f"{self.columns=} must be 64, 128, 192 or 256 and divide {spec.outputs=}")
+        if not self.swapped and self.rows not in (ROWS * self.consumers, 2 * ROWS * self.consumers):
+            raise ValueError(f"{self.rows=} must be {ROWS} or {2 * ROWS} for each of {self.consumers=}")
+        if (sums := self.rows * self.columns // self.consumers) > ROWS * 256:
+            raise ValueError(f"{self} has {sums} sums a warpgroup; its registers hold {ROWS * 256}")
+
+    def _validate_narrow(self, spec: Spec) -> None:
+        if jnp.dtype(spec.stored).name not in QUANTIZED:
+            raise ValueError(f"{spec.stored=} must be one of {', '.join(QUANTIZED)}")
+        if spec.outputs % COLUMNS:
+            raise ValueError(f"{spec.outputs=} must be a multiple of {COLUMNS} where weights are of 8 bits")
+        if self.depth not in (DEPTH, 2 * DEPTH) or spec.width % (self.depth * spec.scales):
+            raise ValueError(f"{self.depth=} must be {DEPTH} or {2 * DEPTH} and divide {spec.width=} / {spec.scales=}")
+        if not self.swapped or (self.columns, self.consumers) != (COLUMNS, CONSUMERS) or self.stages < 2:
+            raise ValueError(
+                f"{self} must be swapped where weights are of 8 bits, with columns={COLUMNS}, consumers={CONSUMERS} "
+                "and at least 2 stages"
+            )
+
+    def smem_bytes(self, quantized: bool = False) -> int:
+        """Shared memory of a block, barriers and alignment included; results are of 4 bytes at most."""
+        stored = self.rows * (self.consumers if self.swapped else 1)
+        weights = held(self.depth, self.stages) if quantized else self.stages * self.depth * self.columns * 2
+        return self.stages * self.depth * self.rows * 2 + weights + stored * WIDE * 4 + 2048
+
+
+def plan(chosen: jax.Array, experts: int, tile: int | None = None) -> Groups:
+    """The work for chosen [Q], once per layer: both of its products share it. `tile` None: as `heuristic` has it."""
+    tile = tile or tile_of(len(chosen), experts)
+    return plan_experts(chosen, experts=experts, tile=tile, align=ALIGN)
+
+
+def tile_of(pairs: int, experts: int) -> int:
+    """Rows of a tile. While experts have few rows they are room for eight times the mean, and operands are swapped."""
+    mean = -(-pairs // experts)
+    if mean > 32:
+        return 2 * ROWS
+    return next(rows for rows in (8, 16, 32, 64) if rows >= min(ROWS, 8 * mean, pairs))
+
+
+def heuristic(spec: Spec) -> Config:
+    """A config that is expected to be good, for the work of `plan`."""
+    rows = tile_of(spec.pairs, spec.experts)
+    if spec.quantized:
+        # Twice as deep a tile waits half as often, while there is room for several.
+        depth = gcd(spec.width // spec.scales, 2 * DEPTH) if rows <= ROWS else DEPTH
+        config = Config(rows, COLUMNS, 2, CONSUMERS, True, spec.cores, depth)
+        return _deepest(config, range(8, 2, -1), quantized=True)
+    swapped = rows <= ROWS
+    # Swapped, wide strips would leave some blocks without any: there are as many rows of them as experts that are hit.
+    widths = (128,) if swapped else (256, 192, 128)
+    columns = next((width for width in widths if spec.outputs % width == 0), 64)
+    consumers = 1 if swapped and columns == ROWS else 2
+    return _deepest(Config(rows, columns, 1, consumers, swapped, spec.cores), range(12 if swapped else 6, 1, -1))
+
+
+def _deepest(config: Config, stages: Iterable[int], quantized: bool = False) -> Config:
+    """With the first of `stages` that there is room for."""
+    deep = (replace(config, stages=count) for count in stages)
+    return next((one for one in deep if one.smem_bytes(quantized) <= SMEM), config)
+
+
+def supports(spec: Spec) -> str | None:
+    """None, or why no config computes the spec."""
+    return refusal(heuristic, *(replace(spec, pairs=pairs) for pairs in (1, 2 * ROWS * spec.experts)))  # both forms
+
+
+def candidates(spec: Spec) -> Iterator[Config]:
+    """Configs worth timing for the spec, the heuristic first; the compile gate drops those that spill."""
+    stages, depths = (2, 3, 4, 6, 8, 12), (DEPTH, 2 * DEPTH) if spec.quantized else (DEPTH,)
+    sizes = product((True, False), (8, 16, 32, 64, 128, 256), (64, 128, 192, 256), stages, (1, 2), depths)
+    some = (
+        Config(rows, columns, stages, consumers, swapped, spec.cores, depth)
+        for swapped, rows, columns, stages, consumers, depth in sizes
+    )
+    return allowed(chain([heuristic(spec)], some), spec)
+
+
+def grouped_matmul(
+    x: jax.Array,  # [R, I], rows as `work` lays them
+    weight: jax.Array,  # [X, I, O]
+    work: Groups,
+    *,
+    scale: jax.Array | None = None,  # [X, n, O] float32, of weights of 8 bits
+    out_dtype: Any = None,
+    config: Config,
+    interpret: Interpret = None,
+) -> jax.Array:
+    """[R, O] of `out_dtype`, summed in float32; anything at all in rows that are nobody's.
+
+    `work` is `plan(chosen, X, config.rows)`.
+    """
+    (rows, width), (experts, _, outputs) = x.shape, weight.shape
+    out_dtype = jnp.dtype(out_dtype or x.dtype)
+    spec = Spec(rows, experts, width, outputs, x.dtype)
+    if scale is not None:
+        spec = replace(spec, stored=weight.dtype, scales=scale.shape[1])
+    config.validate(spec)
+    fits = weight.dtype == x.dtype if scale is None else scale.shape == (experts, spec.scales, outputs)
+    if not fits or weight.shape[1] != width or rows != len(work.source):
+        scales = "" if scale is None else f", scales {scale.shape}"
+        raise ValueError(
+            f"{x.dtype}{x.shape}, {weight.dtype}{weight.shape}{scales} and {len(work.source)} rows do not fit"
+        )
+    tiles = len(work.expert)
+    shape = Shape(
+        rows=config.rows,
+        columns=config.columns,
+        stages=config.stages,
+        consumers=config.consumers,
+        swapped=config.swapped,
+        blocks=min(config.blocks, tiles * (outputs // config.columns)),
+        strips=outputs // config.columns,
+        depth=config.depth,
+        steps=width // config.depth,
+        dtype=x.dtype,
+        out_dtype=out_dtype,
+        weights=_weights(spec, config, interpret),
+        interpret=interpret,
+    )
+    run = compat.kernel(
+        body(shape),
+        out=jax.ShapeDtypeStruct((rows, outputs), out_dtype),
+        scratch=shape.scratch(),
+        grid=((GRID, shape.blocks),),
+        threads=(ROLE, config.consumers + 1),
+        interpret=interpret,
+    )
+    held_by = (weight,) if scale is None else (weight, scale)
+    out: jax.Array = run(x, work.expert, work.begin, work.length, work.used, *held_by)
+    return out
+
+
+def _weights(spec: Spec, config: Config, interpret: Interpret) -> Whole | QuantizedWeights:
+    if not spec.quantized:
+        return Whole()
+    every = spec.width // spec.scales // config.depth if spec.scales > 1 else 0
+    return QuantizedWeights(Tile(config.depth, every, jnp.dtype(spec.dtype), jnp.dtype(spec.stored), interpret))

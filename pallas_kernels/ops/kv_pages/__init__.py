@@ -1,0 +1,1 @@
+"""Copy pages of all layers out of the KV pools and into them."""

@@ -1,0 +1,46 @@
+"""What the compile gate compiles of the KV write for Hopper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gate.cases import Case, shapes
+from pallas_kernels.layout import Ragged, Scales
+from pallas_kernels.ops.kv_write.hopper import rope_and_write
+
+MODELS = {"8b": (32, 8, 128), "8b tp4": (8, 2, 128), "70b tp8": (8, 1, 128), "qwen 7b": (28, 4, 128)}  # H, K, D
+
+
+def cases() -> list[Case]:
+    """Every config in use, for the compile gate: decode and prefill steps, dtypes and head dims of what is served."""
+    bf16 = jnp.bfloat16
+    found = [_case(name, 256, *shape, bf16, bf16) for name, shape in MODELS.items()]
+    found += [_case("8b", 8192, *MODELS["8b"], bf16, bf16), _case("8b", 1, *MODELS["8b"], bf16, bf16)]
+    found += [_case(f"d{dim}", 256, 16, 4, dim, bf16, bf16) for dim in (64, 256)]
+    found.append(_case("8b", 256, *MODELS["8b"], jnp.float16, jnp.float16))
+    found += [_case("8b", 256, *MODELS["8b"], bf16, stored) for stored in (jnp.float8_e4m3fn, jnp.int8)]
+    found += [_case(name, 256, *MODELS[name], jnp.float16, jnp.float8_e4m3fn) for name in ("8b tp4", "70b tp8")]
+    return found
+
+
+def _case(name: str, tokens: int, heads: int, kv_heads: int, dim: int, dtype: Any, stored: Any) -> Case:
+    pool, half = ((4096, 64, kv_heads, dim), stored), ((tokens, 1, dim // 2), jnp.float32)
+    keys = ((tokens, kv_heads, dim), dtype)
+    scales = [((kv_heads,), jnp.float32)] * 2 if stored != dtype else []
+    arguments = shapes(
+        ((tokens, heads, dim), dtype), keys, keys, half, half, pool, pool, ((tokens,), jnp.int32), *scales
+    )
+    kinds = jnp.dtype(dtype).name + ("" if stored == dtype else f" {jnp.dtype(stored).name}")
+    return Case(f"kv_write {name} {kinds} t{tokens}", _step, arguments, donate=(0, 5, 6))
+
+
+def _step(
+    q: jax.Array, k: jax.Array, v: jax.Array, cos: jax.Array, sin: jax.Array, *rest: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    k_pool, v_pool, write, *scales = rest
+    unused = jnp.zeros(1, jnp.int32)
+    ragged = Ragged(unused, unused, write, unused, unused, unused, unused[None])
+    return rope_and_write(q, k, v, (cos, sin), k_pool, v_pool, ragged, scales=Scales(*scales) if scales else None)

@@ -1,0 +1,1 @@
+"""Attention to a latent KV cache (MLA)."""

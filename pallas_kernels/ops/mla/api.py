@@ -1,0 +1,103 @@
+"""Attention to a latent KV cache (MLA) on NVIDIA Hopper: rope and write by XLA, then one kernel for rows of any length.
+
+A row of more tokens than a block of the kernel takes is cut into several, each a row to the kernel. XLA writes: at
+decode that is one small fusion, and the latent it writes comes out of a norm that XLA fuses it with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import tuned
+from pallas_kernels.layout import Ragged, Scales
+from pallas_kernels.ops.kv_write.xla import write_latent
+from pallas_kernels.ops.paged_attention.api import Pool, Spec
+from pallas_kernels.ops.paged_attention.sinks import with_sinks
+from pallas_kernels.rope import Turn, rotate
+
+MANY = 64  # tokens of a row, where it may be a prompt: as many as fill the products
+
+
+def refused(spec: Spec) -> str | None:
+    """None, or why the kernel cannot run it. Steps of single tokens and others must both have their configs."""
+    try:
+        for decode in (True, False):
+            config, wanted = _config(spec, decode)
+            config.validate(wanted)
+    except ValueError as reason:
+        return str(reason)
+    return None
+
+
+def _config(spec: Spec, decode: bool) -> tuple[Any, Any]:
+    """The measured config, or else the heuristic one, and what it was chosen for."""
+    from pallas_kernels.mosaic.spec import Spec as Wanted
+    from pallas_kernels.ops.mla import hopper
+
+    # Rows are not known before the step is: configs must not depend on them.
+    wanted = Wanted(
+        rows=1,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        dim=spec.head_dim,
+        page=spec.page,
+        queries=1 if decode else MANY,
+        dtype=jnp.dtype(spec.dtype),
+        kv_dtype=jnp.dtype(spec.stored),
+        cores=spec.cores,
+        values=spec.latent,
+    )
+    measured = None if spec.interpret else tuned.best("mla", wanted, spec.device, hopper.Config)
+    return measured or hopper.heuristic(wanted), wanted
+
+
+@dataclass(frozen=True)
+class MlaAttention:
+    spec: Spec
+    decode: bool
+
+    def plan(self, ragged: Ragged) -> tuple[Ragged, tuple[Any, ...]]:
+        """Layers of one window share a plan."""
+        config, _ = _config(self.spec, self.decode)
+        works = tuple(
+            config.plan(ragged, page=self.spec.page, window=window, short=self.decode) for window in self.spec.windows
+        )
+        return ragged, works
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array | None,
+        turn: Turn | None,
+        pool: Pool,
+        work: tuple[Ragged, tuple[Any, ...]],
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: jax.Array | None = None,
+        scales: Scales | None = None,
+    ) -> tuple[jax.Array, Pool]:
+        from pallas_kernels.mosaic.interpret import interpreter
+        from pallas_kernels.ops.mla.hopper import paged_mla
+
+        assert v is None and scales is None, "a latent is key and value, and has no scales"
+        ragged, works = work
+        latents = write_latent(pool[0], rotate(k, turn), ragged.write)
+        mixed, lse = paged_mla(
+            rotate(q, turn),
+            latents,
+            works[self.spec.windows.index(window)],
+            values=self.spec.latent,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            config=_config(self.spec, self.decode)[0],
+            interpret=interpreter() if self.spec.interpret else None,
+        )
+        return (mixed if sinks is None else with_sinks(mixed, lse, sinks)), (latents,)

@@ -1,0 +1,1 @@
+"""Attention of ragged rows of tokens to pages of keys and values."""

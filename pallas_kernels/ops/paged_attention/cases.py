@@ -1,0 +1,161 @@
+"""What the compile gate compiles of paged attention for Hopper: decode and prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gate.cases import Case, shapes
+from pallas_kernels.layout import Ragged, Scales
+from pallas_kernels.mosaic.fragments import ROWS
+from pallas_kernels.mosaic.spec import Spec
+from pallas_kernels.ops.paged_attention.hopper import decode, prefill
+
+# H, K and D of a shard of Llama 3; and whether it is compiled in every run of the gate.
+DECODE_MODELS = {"8b": ((32, 8, 128), True), "8b-tp4": ((8, 2, 128), False), "70b-tp4": ((16, 2, 128), False)}
+PREFILL_MODELS = {"8b": (32, 8, 128), "8b-tp4": (8, 2, 128), "70b-tp4": (16, 2, 128)}  # H, K, D of a shard of Llama 3
+
+
+def cases() -> list[Case]:
+    """Every config in use on Hopper."""
+    return [*decode_cases(), *prefill_cases()]
+
+
+def decode_cases() -> list[Case]:
+    """Every config in use, for the compile gate: pages, dtypes, query tokens and head dims of what is served."""
+    found: list[Case] = []
+    for model, ((heads, kv_heads, dim), usual) in DECODE_MODELS.items():
+        spec = Spec(64, heads, kv_heads, dim, 64)
+        found += _decode_both(model, spec)
+        for page in (16, 128):
+            found += _decode_both(model, replace(spec, page=page), usual=usual)
+        for queries in (4, 16):
+            found += _decode_both(model, replace(spec, queries=queries), usual=usual)
+        found += _decode_both(model, replace(spec, dtype=jnp.float16, kv_dtype=jnp.float16), usual=usual)
+        for stored in (jnp.float8_e4m3fn, jnp.int8):
+            found += _decode_both(model, replace(spec, kv_dtype=stored), usual=usual)
+    for dim in (64, 256):
+        found += _decode_both(f"d{dim}", Spec(64, 16, 4, dim, 64))
+        for stored in (jnp.float8_e4m3fn, jnp.int8):
+            found.append(_decode_case(f"d{dim}", Spec(64, 16, 4, dim, 64, kv_dtype=stored), warps=True, usual=False))
+    eight = Spec(64, 32, 8, 128, 64, 4, kv_dtype=jnp.float8_e4m3fn)
+    found.append(_decode_case("softcap window", eight, warps=True, usual=False, window=4096, softcap=50.0))
+    found += _decode_both("d256 window", Spec(64, 4, 1, 256, 64, queries=16), window=512)
+    found += _decode_both("softcap window", Spec(64, 16, 8, 128, 64), window=4096, softcap=50.0)
+    return found
+
+
+def _decode_both(name: str, spec: Spec, *, usual: bool = True, **options: Any) -> Iterator[Case]:
+    """One spec with products of warps and of warpgroups."""
+    for warps in (False, True):
+        if warps and spec.queries * spec.group > (ROWS if spec.quantised else 32):
+            continue
+        yield _decode_case(name, spec, warps, usual=usual, **options)
+
+
+def _decode_case(name: str, spec: Spec, warps: bool, *, usual: bool = True, **options: Any) -> Case:
+    stored = "" if spec.kv_dtype == spec.dtype else f" {jnp.dtype(spec.kv_dtype).name}"
+    return Case(
+        name=f"decode {name} {'mma' if warps else 'wgmma'} {jnp.dtype(spec.dtype).name}{stored}"
+        f" page{spec.page} q{spec.queries}",
+        program=partial(_decode_step, spec=spec, config=decode.heuristic(spec, warps=warps), **options),
+        arguments=_decode_arguments(spec),
+        needs=frozenset({"mma" if warps else "wgmma", "tma"}),
+        least_jax=(0, 11) if warps and not spec.quantised else (0, 10),
+        usual=usual,
+    )
+
+
+def _decode_arguments(spec: Spec) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """q, the pools, their scales, and the fields of `Ragged`; a context of up to 32768 tokens, 4096 pages."""
+    tokens, pool = spec.rows * spec.queries, (4096, spec.page, spec.kv_heads, spec.dim)
+    rows = [((spec.rows,), jnp.int32)] * 3
+    scales = [((spec.kv_heads,), jnp.float32)] * 2 if spec.quantised else []
+    return shapes(
+        ((tokens, spec.heads, spec.dim), spec.dtype),
+        (pool, spec.kv_dtype),
+        (pool, spec.kv_dtype),
+        *[((tokens,), jnp.int32)] * 3,
+        *rows,
+        ((spec.rows, 32768 // spec.page), jnp.int32),
+        *scales,
+    )
+
+
+def _decode_step(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    *rest: jax.Array,
+    spec: Spec,
+    config: decode.Config,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Plan and attend, as one layer of a step does."""
+    fields = len(Ragged._fields)
+    ragged, scales = Ragged(*rest[:fields]), Scales(*rest[fields:]) if spec.quantised else None
+    work = config.plan(ragged, page=spec.page, window=options.get("window"))
+    return decode.paged_decode(
+        q, k_pool, v_pool, ragged, work, scale=spec.dim**-0.5, scales=scales, config=config, **options
+    )
+
+
+def prefill_cases() -> Iterator[Case]:
+    """Every config in use, for the compile gate."""
+    for model, (heads, kv_heads, dim) in PREFILL_MODELS.items():
+        spec = Spec(64, heads, kv_heads, dim, 64)
+        for page in (16, 64, 128):
+            yield _prefill_case(model, replace(spec, page=page), 2048)
+    spec = Spec(64, 32, 8, 128, 64)
+    for tokens in (512, 8192):
+        yield _prefill_case("8b", spec, tokens)
+    yield _prefill_case("8b", replace(spec, dtype=jnp.float16, kv_dtype=jnp.float16), 2048)
+    yield _prefill_case("8b registers", spec, 2048, replace(prefill.heuristic(spec), p_in_smem=False, ping_pong=False))
+    yield _prefill_case("d64", Spec(64, 16, 8, 64, 64), 2048)
+    wide = Spec(64, 16, 8, 256, 64)  # Gemma 3 12B
+    yield _prefill_case("d256", wide, 2048)
+    yield _prefill_case("d256 window", wide, 2048, prefill.heuristic(wide, window=1024), window=1024)
+    one = replace(wide, heads=4, kv_heads=1)  # Gemma 3 1B
+    yield _prefill_case("d256 group 4 window", one, 8192, prefill.heuristic(one, window=512), window=512)
+    for stored in (jnp.float8_e4m3fn, jnp.int8):
+        yield _prefill_case("8b", replace(spec, kv_dtype=stored), 2048)
+    yield _prefill_case("group 5", Spec(64, 40, 8, 128, 64), 2048)
+    windowed = Spec(64, 16, 8, 128, 64)
+    yield _prefill_case(
+        "softcap window", windowed, 2048, prefill.heuristic(windowed, window=4096), window=4096, softcap=50.0
+    )
+
+
+def _prefill_case(name: str, spec: Spec, tokens: int, config: prefill.Config | None = None, **options: Any) -> Case:
+    stored = f" {jnp.dtype(spec.kv_dtype).name}" if spec.quantised else ""
+    scales = [((spec.kv_heads,), jnp.float32)] * 2 if spec.quantised else []
+    pool, row = (4096, spec.page, spec.kv_heads, spec.dim), ((spec.rows,), jnp.int32)
+    return Case(
+        name=f"prefill {name} {jnp.dtype(spec.dtype).name}{stored} page{spec.page} t{tokens}",
+        program=partial(_prefill_step, spec=spec, config=config or prefill.heuristic(spec), **options),
+        arguments=shapes(
+            ((tokens, spec.heads, spec.dim), spec.dtype),
+            (pool, spec.kv_dtype),
+            (pool, spec.kv_dtype),
+            *[((tokens,), jnp.int32)] * 3,
+            *[row] * 3,
+            ((spec.rows, 32768 // spec.page), jnp.int32),
+            *scales,
+        ),
+        needs=frozenset({"wgmma", "tma"}),
+    )
+
+
+def _prefill_step(
+    q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array, spec: Spec, config: prefill.Config, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The plan and one layer."""
+    fields = len(Ragged._fields)
+    step, scales = Ragged(*rest[:fields]), Scales(*rest[fields:]) if spec.quantised else None
+    work = config.plan(step, page=spec.page, window=options.get("window"))
+    return prefill.paged_prefill(q, k, v, step, work, scale=spec.dim**-0.5, scales=scales, config=config, **options)

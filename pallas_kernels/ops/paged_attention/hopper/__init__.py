@@ -1,0 +1,1 @@
+"""Paged attention for NVIDIA Hopper (sm_90a) in Pallas Mosaic GPU: decode and prefill."""

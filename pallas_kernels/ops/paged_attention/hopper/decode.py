@@ -1,0 +1,257 @@
+"""Decode attention over pages on Hopper: 1 to 16 query tokens a row. Bound by memory: what counts is the stream of KV.
+
+    out[t, h] = sum_j softmax_j(cap(scale * q[t, h] . k[j, h // G])) v[j, h // G]   over the keys j that t sees
+
+The G query heads of a kv head, and the row's query tokens, are packed into the M rows of one product, so every key is
+read once. Rows are split over the keys by the plan (plan.py), partial results are float32 and are put together
+by combine.py. Floor: bytes of K and V over the bandwidth; arithmetic stays below it up to M = 64.
+
+Letters: T tokens, S rows, P pages per row, N pages in the pool, B page size, H query heads, K kv heads, G = H / K, D
+head dim, Q most query tokens of a row, M rows of the product, R columns of the values, U rows of a product that are in
+use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.layout import MASKED, Ragged, Scales
+from pallas_kernels.mosaic import compat
+from pallas_kernels.mosaic.fragments import ROWS, in_order
+from pallas_kernels.mosaic.interpret import Interpret
+from pallas_kernels.mosaic.spec import CORES, SMEM, Spec, allowed
+from pallas_kernels.ops.paged_attention.hopper.combine import combine
+from pallas_kernels.ops.paged_attention.hopper.decode_block import MEETING, Shape
+from pallas_kernels.ops.paged_attention.hopper.decode_body import Consume, body
+from pallas_kernels.ops.paged_attention.plan import DecodeWork, plan_decode
+
+WGMMA_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one shape is computed. `plan` makes the work that `paged_decode` of the same config wants."""
+
+    # Products of warps, of 16 rows and up (jax >= 0.11; of 8-bit pools any jax, 16 rows); else of a warpgroup, of 64.
+    warps: bool = False
+    queries: int = 1  # Q
+    tile: int = 64  # tokens of keys at a time
+    stages: int = 4  # tiles on the way
+    consumers: int = 2  # warpgroups that compute
+    workers: int = CORES // 8  # blocks per kv head and block of query tokens
+    p_in_smem: bool = True  # weights reach the second product through shared memory; see `validate`
+
+    def plan(self, ragged: Ragged, *, page: int, window: int | None = None) -> DecodeWork:
+        """Once per step; all layers of one window share it."""
+        return plan_decode(ragged, page=page, queries=self.queries, tile=self.tile, workers=self.workers, window=window)
+
+    def validate(self, spec: Spec) -> None:
+        """Raises ValueError, naming the value, where this config cannot compute the spec."""
+        if spec.heads % spec.kv_heads or spec.group > WGMMA_ROWS:
+            raise ValueError(f"{spec.heads=} must be a multiple of {spec.kv_heads=}, at most {WGMMA_ROWS} times it")
+        if spec.dim % 64 or not 64 <= spec.dim <= 256:
+            raise ValueError(f"{spec.dim=} must be 64, 128, 192 or 256")
+        if spec.page % 8 or not 8 <= spec.page <= 256:
+            raise ValueError(f"{spec.page=} must be a multiple of 8 up to 256")
+        if self.tile % 64 or (self.tile % spec.page and spec.page % self.tile):
+            raise ValueError(f"{self.tile=} must be a multiple of 64, and a multiple or a divisor of {spec.page=}")
+        if self.stages % self.consumers or self.stages < self.consumers:
+            raise ValueError(f"{self.stages=} must be a multiple of {self.consumers=}: a slot has one consumer")
+        if not 1 <= self.queries <= 16:
+            raise ValueError(f"{self.queries=} must be between 1 and 16")
+        if self.warps and not (compat.HAS_MMA or spec.quantised):
+            raise ValueError(f"{self.warps=} needs jax 0.11 or later; this is {jax.__version__}")
+        if self.warps and spec.quantised and self.block(spec) * spec.group > ROWS:
+            raise ValueError(
+                f"{self.warps=} with {spec.kv_dtype=} is for {ROWS} rows, not {self.block(spec)} * {spec.group}"
+            )
+        if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+            raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
+        if not spec.quantised and jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
+            raise ValueError(f"{spec.kv_dtype=} must be float8_e4m3fn, int8 or {spec.dtype=}")
+        if (size := self.smem_bytes(spec)) > SMEM:
+            raise ValueError(f"{self} needs {size} bytes of shared memory for {spec}; a block has {SMEM}")
+
+    def block(self, spec: Spec) -> int:
+        """Query tokens that one block takes."""
+        return min(self.queries, WGMMA_ROWS // spec.group)
+
+    def blocks(self, spec: Spec) -> int:
+        return -(-self.queries // self.block(spec))
+
+    def rows(self, spec: Spec) -> int:
+        """M"""
+        used = self.block(spec) * spec.group
+        return next(m for m in (16, 32, 64) if used <= m) if self.warps else WGMMA_ROWS
+
+    def smem_bytes(self, spec: Spec) -> int:
+        """Shared memory of a block, barriers and alignment included."""
+        wide = 2  # bytes of what the products take
+        ring = 2 * self.stages * self.tile * spec.dim * (1 if spec.quantised else wide)
+        rest = 2 * self.rows(spec) * spec.dim * wide + 4096
+        if spec.quantised and self.warps:
+            return ring + rest + self.consumers * (64 * (MEETING + 8) + 128) * 4
+        weights = self.consumers * self.rows(spec) * self.tile * wide if self.warps or self.p_in_smem else 0
+        widened = self.consumers * self.tile * spec.dim * wide if spec.quantised else 0
+        return ring + rest + weights + widened
+
+
+def heuristic(spec: Spec, *, warps: bool | None = None) -> Config:
+    """A config for the spec that is expected to be good; `warps` None chooses by the rows of the product."""
+    packed = spec.queries * spec.group
+    if warps is None:
+        warps = packed <= ROWS if spec.quantised else compat.HAS_MMA and packed <= 32
+    # The mixed values are held in registers, 128 of a thread for D = 256: more than three warpgroups a block leave it.
+    consumers = 1 if spec.dim > 128 else 2
+    config = Config(warps=warps, queries=spec.queries, consumers=consumers)
+    blocks = config.blocks(spec)
+    config = replace(config, workers=max(1, spec.cores // (spec.kv_heads * blocks)))
+    for stages in (8, 6, 4, 2):
+        deep = replace(config, stages=stages)
+        if deep.smem_bytes(spec) <= SMEM:
+            return deep
+    return replace(config, stages=1, consumers=1)
+
+
+def candidates(spec: Spec) -> Iterator[Config]:
+    """Configs worth timing for the spec, the heuristic first; the compile gate drops those that spill."""
+    best = heuristic(spec)
+    yield best
+    bodies = (True, False) if compat.HAS_MMA or spec.quantised else (False,)
+    for share in (1, 2):  # blocks on a core at a time
+        some = (
+            replace(best, warps=warps, consumers=consumers, tile=tile, stages=stages, workers=best.workers * share)
+            for warps, consumers, tile, stages in product(bodies, (1, 2), (64, 128), (2, 3, 4, 6, 8))
+        )
+        for config in allowed(some, spec):
+            if config != best and share * config.smem_bytes(spec) <= SMEM:
+                yield config
+
+
+def paged_decode(
+    q: jax.Array,  # [T, H, D]
+    k_pool: jax.Array,  # [N, B, K, D]
+    v_pool: jax.Array,  # [N, B, K, D]
+    ragged: Ragged,
+    work: DecodeWork,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    scales: Scales | None = None,
+    config: Config,
+    interpret: Interpret = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Mixed values [T, H, D] in the dtype of q and lse [T, H]; zeros and MASKED for tokens of rows not in `work`.
+
+    `work` is `config.plan(ragged, page=B, window=window)`. Pools must hold finite numbers everywhere, also where
+    nothing was written: what a masked key holds is multiplied by zero.
+    """
+    rows, (_, page, kv_heads, dim) = ragged.lengths.shape[0], k_pool.shape
+    spec = Spec(rows, q.shape[1], kv_heads, dim, page, config.queries, q.dtype, k_pool.dtype)
+    config.validate(spec)
+    if spec.quantised != (scales is not None):
+        raise ValueError(f"pools of {k_pool.dtype} and {scales=} do not fit: 8-bit pools have scales, others none")
+    if work.workers != config.workers or work.row.shape[0] != config.workers + rows:
+        raise ValueError(f"the work is of {work.workers} workers and {config.workers=}; plan with this config")
+    shape = _shape(spec, config, scale, window, softcap, interpret)
+    return attend(shape, q, (k_pool, v_pool), ragged, work, scales, kv_heads=kv_heads, blocks=config.blocks(spec))
+
+
+def _shape(
+    spec: Spec, config: Config, scale: float, window: int | None, softcap: float | None, interpret: Interpret
+) -> Shape:
+    rows, block = config.rows(spec), config.block(spec)
+    return Shape(
+        rows=rows,
+        packed=min(rows, -(-block * spec.group // 8) * 8),
+        group=spec.group,
+        block=block,
+        dim=spec.dim,
+        page=spec.page,
+        tile=config.tile,
+        stages=config.stages,
+        consumers=config.consumers,
+        dtype=jnp.dtype(spec.compute_dtype),
+        kv_dtype=jnp.dtype(spec.kv_dtype),
+        warps=config.warps,
+        p_in_smem=config.p_in_smem,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        scaled=spec.quantised,
+        interpret=interpret,
+    )
+
+
+def attend(
+    shape: Shape,
+    q: jax.Array,  # [T, H, D]
+    pools: tuple[jax.Array, ...],  # of keys and values, or of latents
+    ragged: Ragged,
+    work: DecodeWork,
+    scales: Scales | None,
+    *,
+    kv_heads: int,  # K; of a latent, groups of its query heads
+    blocks: int,
+    joint: Consume | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Mixed values [T, H, R] in the dtype of q and lse [T, H]; zeros and MASKED for tokens of rows not in `work`."""
+    parts = work.row.shape[0] * shape.partials
+    run = compat.kernel(
+        body(shape, joint),
+        out=(
+            jax.ShapeDtypeStruct((parts, kv_heads, blocks, shape.rows, shape.values), jnp.float32),
+            jax.ShapeDtypeStruct((parts, kv_heads, blocks, shape.rows), jnp.float32),
+        ),
+        scratch=shape.scratch(),
+        # Heads last, which is fastest: blocks that read neighbouring bytes of the same pages run side by side.
+        grid=(("worker", work.workers), ("block", blocks), ("head", kv_heads)),
+        threads=("role", shape.consumers + 1),
+        interpret=shape.interpret,
+    )
+    planned = work.table, work.row, work.first, work.tiles, work.cuts, ragged.lengths, ragged.contexts
+    mixed, weight = run(_pack(q, ragged, shape, kv_heads, blocks), *pools, *planned, *(scales or ()))
+    out, lse = combine(
+        mixed.reshape(parts, kv_heads * blocks, shape.rows, shape.values),
+        weight.reshape(parts, kv_heads * blocks, shape.rows),
+        work.begins * shape.partials,
+        work.splits * shape.partials,
+        used=shape.block * shape.group,
+        dtype=q.dtype,
+        interpret=shape.interpret,
+    )
+    if shape.parted:
+        out = in_order(out, shape.width)
+    return _unpack(out, lse, ragged, work, shape, kv_heads)
+
+
+def _pack(q: jax.Array, ragged: Ragged, shape: Shape, kv_heads: int, blocks: int) -> jax.Array:
+    """q [T, H, D] by rows, as the products want it: [S, K, blocks, packed, D], query token major, G minor."""
+    token = ragged.starts[:, None] + jnp.arange(blocks * shape.block)[None]
+    got = jnp.take(q, token, axis=0, mode="clip").astype(shape.dtype)  # [S, blocks * block, H, D]
+    split = got.reshape(-1, blocks, shape.block, kv_heads, shape.group, shape.dim)
+    split = split.transpose(0, 3, 1, 2, 4, 5).reshape(-1, kv_heads, blocks, shape.block * shape.group, shape.dim)
+    return jnp.pad(split, ((0, 0), (0, 0), (0, 0), (0, shape.packed - split.shape[3]), (0, 0)))
+
+
+def _unpack(
+    out: jax.Array, lse: jax.Array, ragged: Ragged, work: DecodeWork, shape: Shape, kv_heads: int
+) -> tuple[jax.Array, jax.Array]:
+    """By tokens again: out [S, K * blocks, U, D] -> [T, H, D], lse -> [T, H]; zeros and MASKED where not in `work`."""
+    rows = out.shape[0]
+    row = jnp.minimum(ragged.rows, rows - 1)  # [T]
+    mine = (ragged.rows < rows) & (work.splits[row] > 0)
+    token = jnp.where(mine, jnp.arange(len(row)) - ragged.starts[row], 0)
+
+    def take(x: jax.Array) -> jax.Array:
+        used = x[:, :, : shape.block * shape.group].reshape(rows, kv_heads, -1, shape.block, shape.group, *x.shape[3:])
+        return jnp.moveaxis(used, 1, 3)[row, token // shape.block, token % shape.block].reshape(
+            len(row), -1, *x.shape[3:]
+        )
+
+    return jnp.where(mine[:, None, None], take(out), 0), jnp.where(mine[:, None], take(lse), MASKED)

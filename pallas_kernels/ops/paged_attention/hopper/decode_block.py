@@ -1,0 +1,325 @@
+"""A block of decode attention: its static shape, its items, the producer, and what its consumers share.
+
+Letters: M rows of the product (query tokens times G, padded), C = tokens of keys in a tile, D head dim, R columns of
+the values (D, but of a latent), B page size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.layout import MASKED
+from pallas_kernels.mosaic import fragments
+from pallas_kernels.mosaic.compat import plgpu
+from pallas_kernels.mosaic.interpret import Interpret, cast, fence
+from pallas_kernels.ops.paged_attention.hopper.softmax import LOG2E
+
+MEETING = 64  # columns that warps with keys of their own add up at a time
+
+
+@dataclass(frozen=True)
+class Shape:
+    """All that is static about the blocks."""
+
+    rows: int  # M
+    packed: int  # rows of q that are copied; the others hold what was there, and are not read in the end
+    group: int  # G
+    block: int  # query tokens in a block
+    dim: int
+    page: int
+    tile: int  # C
+    stages: int
+    consumers: int
+    dtype: Any  # of the products
+    kv_dtype: Any  # of the pools
+    warps: bool  # products of warps (mma), not of the warpgroup (wgmma)
+    p_in_smem: bool
+    scale: float
+    window: int | None
+    softcap: float | None
+    scaled: bool
+    interpret: Interpret
+    latent: int = 0  # R, where the first columns of the keys are the values; 0: values have a pool of their own
+
+    @property
+    def values(self) -> int:
+        """R, columns of the values."""
+        return self.latent or self.dim
+
+    @property
+    def joint(self) -> bool:
+        """Whether two consumers compute every tile together, for the rows of all its values are too wide for one."""
+        return bool(self.latent) and (not self.warps or self.parted)
+
+    @property
+    def width(self) -> int:
+        """Columns of the values that one product of a consumer has."""
+        if self.joint and not self.parted:
+            return self.latent // self.consumers
+        return (64 if self.mixed % 128 else 128) if self.latent else self.dim
+
+    @property
+    def mixed(self) -> int:
+        """Columns of the values that a consumer mixes."""
+        return self.latent // self.consumers if self.joint else self.values
+
+    @property
+    def slots(self) -> int:
+        """Slots of the ring that a tile takes."""
+        return self.consumers if self.joint and not self.parted else 1
+
+    def place(self, tile: Any, part: Any = 0) -> Any:
+        """The slot of a part of the `tile`th tile of a block.
+
+        Parts change places from tile to tile: of a slot that is known beforehand the compiler works out every address
+        of the products before the loop over tiles, and holds them in registers that it lacks.
+        """
+        slot = lax.rem(tile, self.stages // self.slots)
+        return slot if self.slots == 1 else slot * self.slots + lax.rem(tile + part, self.slots)
+
+    @property
+    def slot(self) -> int:
+        """Tokens of keys in a slot."""
+        return self.tile // self.slots
+
+    @property
+    def partials(self) -> int:
+        """Partial results of an item."""
+        return 1 if self.joint else self.consumers
+
+    @property
+    def queues(self) -> int:
+        """Items whose queries are there at a time."""
+        return 1 if self.joint and not self.parted else 2
+
+    @property
+    def quantised(self) -> bool:
+        return bool(self.kv_dtype != self.dtype)
+
+    @property
+    def parted(self) -> bool:
+        """Whether the four warps of a consumer have keys of their own, each with all rows (`consume_bytes`)."""
+        return self.quantised and self.warps
+
+    @property
+    def pages(self) -> int:
+        """Pages, or the part of one, that make up a tile."""
+        return max(1, self.tile // self.page)
+
+    @property
+    def copies(self) -> int:
+        """Pages, or the part of one, that make up a slot: copies, and arrivals at its barrier."""
+        return max(1, self.slot // self.page)
+
+    def layout(self, operand: str, dtype: Any = None) -> Any:
+        """Registers of an operand of the product: "LHS", "RHS" or "ACC"."""
+        if not self.warps or self.parted:
+            return plgpu.Layout.WGMMA
+        return getattr(plgpu.Layout, f"MMA_{operand}")(dtype or self.dtype, m_warps=min(4, self.rows // 16))
+
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory and barriers of a block."""
+        ring = (self.stages, self.slot, self.dim)
+        sides = ("k",) if self.latent else ("k", "v")
+        memory = {"q": _tiled((self.queues, self.rows, self.dim), self.dtype)}
+        barriers = {
+            "q_full": plgpu.Barrier(num_arrivals=1, num_barriers=self.queues),
+            "q_free": plgpu.Barrier(num_arrivals=self.consumers, num_barriers=self.queues),
+        }
+        for side in sides:
+            most = fragments.KEY_SWIZZLE if self.parted and side == "k" else 128
+            memory[side] = _tiled(ring, self.kv_dtype, most)
+            barriers[f"{side}_full"] = plgpu.Barrier(num_arrivals=self.copies, num_barriers=self.stages)
+            barriers[f"{side}_free"] = plgpu.Barrier(
+                num_arrivals=self.consumers if self.joint else 1, num_barriers=self.stages
+            )
+        if self.parted:
+            memory["told"] = plgpu.SMEM((self.consumers, 128), jnp.float32)
+            memory["met"] = _meeting(self.consumers)
+        elif self.joint:
+            memory["told"] = plgpu.SMEM((self.consumers, self.rows), jnp.float32)
+            barriers["met"] = plgpu.Barrier(num_arrivals=self.consumers, num_barriers=2)
+        elif self.warps or self.p_in_smem:
+            memory["p"] = _tiled((self.consumers, self.rows, self.tile), self.dtype)
+        if self.quantised and not self.parted:
+            memory["wide"] = _tiled((self.consumers, self.tile, self.dim), self.dtype)
+        return memory | barriers
+
+
+def _meeting(consumers: int) -> Any:
+    """Where warps add up; rows are longer than what is in them, so that their banks differ."""
+    return plgpu.SMEM((consumers, 64, MEETING + 8), jnp.float32)
+
+
+def _tiled(shape: tuple[int, ...], dtype: Any, most: int = 128) -> Any:
+    """Shared memory as TMA and the tensor cores like it: 8 rows of up to 128 bytes, or `most`, swizzled."""
+    row = shape[-1] * jnp.dtype(dtype).itemsize
+    swizzle = next(size for size in (128, 64) if size <= most and row % size == 0)
+    transforms = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+@dataclass(frozen=True)
+class Refs:
+    """What a block reads and writes in global memory, and its scratch by name."""
+
+    q: Any  # [S, K, blocks, packed, D]
+    k: Any  # [N, B, K, D]
+    v: Any  # the same, of a latent
+    table: Any  # [S, P']
+    row: Any  # [I]
+    first: Any  # [I]
+    tiles: Any  # [I]
+    cuts: Any  # [workers + 1]
+    lengths: Any  # [S]
+    contexts: Any  # [S]
+    k_scale: Any  # [K] or None
+    v_scale: Any
+    mixed: Any  # [I * partials, K, blocks, M, R] float32
+    weight: Any  # [I * partials, K, blocks, M] float32
+    s: dict[str, Any]
+
+
+def each_item(shape: Shape, refs: Refs, one: Callable[[Any, Any, Any, Any, Any], None]) -> tuple[Any, Any]:
+    """one(item, its number in this worker, row, tiles, tiles before it) for each item; how many tiles, items it was."""
+    worker, block = lax.axis_index("worker"), lax.axis_index("block")
+    begin, end = refs.cuts[worker], refs.cuts[worker + 1]
+
+    def step(item: Any, done: Any) -> Any:
+        row = refs.row[item]
+        # Query tokens of this block that the row does not have need no keys.
+        tiles = jnp.where(block * shape.block < refs.lengths[row], refs.tiles[item], 0)
+        one(item, item - begin, row, tiles, done)
+        return done + tiles
+
+    return lax.fori_loop(begin, end, step, jnp.int32(0)), end - begin
+
+
+def release(shape: Shape, free: Any) -> None:
+    if shape.warps:
+        plgpu.commit_smem()  # ordinary loads have read the slot, TMA writes it next
+    else:
+        fence(shape.interpret)
+    plgpu.barrier_arrive(free)
+
+
+def mine(shape: Shape, me: Any, tiles: Any, done: Any) -> tuple[Any, Any]:
+    """The first of a consumer's tiles in an item, and how many they are; tiles are counted over all items."""
+    first = lax.rem(me + shape.consumers - lax.rem(done, shape.consumers), shape.consumers)
+    first = jnp.int32(first if shape.consumers > 1 else 0)
+    return first, lax.div(tiles - first + (shape.consumers - 1), shape.consumers)
+
+
+def soften(score: jax.Array, peak: jax.Array, unit: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Weights of scores, what earlier ones fade by, and the highest score in units of log2."""
+    top = jnp.maximum(peak, jnp.max(score, axis=1) * unit)
+    weight = jnp.exp2(score * unit - lax.broadcast_in_dim(top, score.shape, (0,)))
+    return weight, jnp.exp2(peak - top), top
+
+
+def mask(shape: Shape, score: jax.Array, key: Any, position: Any, raw: Any) -> jax.Array:
+    """Soft cap, then MASKED where row r, of query token position + r // G, may not see key + c."""
+    if shape.softcap:
+        # tanh(x) = 1 - 2 / (e^2x + 1): the hardware's own tanh is good to 11 bits only.
+        grown = jnp.exp2(score * (raw * 2 * LOG2E / shape.softcap))
+        score = shape.softcap - (2 * shape.softcap) / (grown + 1.0)
+
+    layout = shape.layout("ACC", jnp.float32 if shape.warps else None)
+
+    def iota(axis: int) -> jax.Array:
+        return cast(lax.broadcasted_iota(jnp.int32, score.shape, axis), layout, shape.interpret)
+
+    if shape.parted:
+        # Row 16 w + r and column 16 c + n are query row r and key 64 c + 16 w + n (fragments.py).
+        row, column = iota(0), iota(1)
+        token = lax.div(row & 15, jnp.int32(shape.group)) if shape.block > 1 else 0
+        return _seen(shape, score, (column & 15) + ((column & ~15) << 2) + (row & 48) + (key - position), token)
+    token = lax.div(iota(0), jnp.int32(shape.group)) if shape.block > 1 else 0
+    if shape.dim > 128:
+        # A thread has columns 8 i + 0, 1 of its place: of 8 i the compiler makes constants. Whole columns would be held
+        # in a register each, and beside so many others they spill. Narrower heads do better with them.
+        column = iota(1)
+        ahead, last = column & ~7, (position - key) + token - (column & 7)
+    else:
+        ahead, last = iota(1) + (key - position), token  # of the block's first token
+    return _seen(shape, score, ahead, last)
+
+
+def _seen(shape: Shape, score: jax.Array, ahead: jax.Array, last: Any) -> jax.Array:
+    seen = ahead <= last
+    if shape.window is not None:
+        seen &= ahead > last - shape.window
+    return jnp.where(seen, score, MASKED)
+
+
+def produce(shape: Shape, refs: Refs) -> None:
+    s, block, head = refs.s, lax.axis_index("block"), lax.axis_index("head")
+
+    def one(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:
+        first = refs.first[item]
+        place = lax.rem(number, shape.queues)
+
+        @pl.when(number >= shape.queues)
+        def _() -> None:
+            plgpu.barrier_wait(s["q_free"].at[place])
+
+        target = s["q"].at[place] if shape.packed == shape.rows else s["q"].at[place, pl.ds(0, shape.packed)]
+        plgpu.copy_gmem_to_smem(refs.q.at[row, head, block], target, s["q_full"].at[place])
+
+        def step(i: Any, pages: list[Any]) -> list[Any]:
+            ahead = _ids(shape, refs, row, first, tiles, i + 1)  # in flight while this tile waits for its slot
+            offset = lax.rem(first + i, max(1, shape.page // shape.tile)) * shape.tile
+            for part in range(shape.slots):
+                _copy(shape, refs, done + i, part, pages, offset)
+            return ahead
+
+        lax.fori_loop(0, tiles, step, _ids(shape, refs, row, first, tiles, 0))
+
+    total, items = each_item(shape, refs, one)
+    # A block must not end before every arrival has been waited for: the last round of each barrier.
+    for place in range(shape.queues):
+
+        @pl.when(items > place)
+        def _(place: int = place) -> None:
+            plgpu.barrier_wait(s["q_free"].at[place])
+
+    for slot in range(shape.stages):
+
+        @pl.when(total * shape.slots > slot)
+        def _(slot: int = slot) -> None:
+            plgpu.barrier_wait(s["k_free"].at[slot])
+            if not shape.latent:
+                plgpu.barrier_wait(s["v_free"].at[slot])
+
+
+def _ids(shape: Shape, refs: Refs, row: Any, first: Any, tiles: Any, tile: Any) -> list[Any]:
+    """Page ids of a tile, beyond the last one those of the last; of the first where there is none."""
+    at = first + jnp.maximum(jnp.minimum(tile, tiles - 1), 0)
+    if shape.page >= shape.tile:
+        return [refs.table[row, lax.div(at, shape.page // shape.tile)]]
+    return [refs.table[row, at * shape.pages + j] for j in range(shape.pages)]
+
+
+def _copy(shape: Shape, refs: Refs, tile: Any, part: int, pages: list[Any], offset: Any) -> None:
+    """Keys and values of one slot: that `part` of the block's `tile`th tile, of `pages`, that begins at `offset` of a
+    page."""
+    s, slot, head = refs.s, shape.place(tile, part), 0 if shape.latent else lax.axis_index("head")
+    rows = min(shape.slot, shape.page)
+    for name, pool in (("k", refs.k),) if shape.latent else (("k", refs.k), ("v", refs.v)):
+
+        @pl.when(tile * shape.slots >= shape.stages)
+        def _(name: str = name) -> None:
+            plgpu.barrier_wait(s[f"{name}_free"].at[slot])
+
+        for j in range(shape.copies):
+            page, begin = divmod(part * shape.slot + j * rows, min(shape.page, shape.tile))
+            whole = shape.page <= shape.slot
+            source = pool.at[pages[page], :, head] if whole else pool.at[pages[page], pl.ds(offset + begin, rows), head]
+            plgpu.copy_gmem_to_smem(source, s[name].at[slot, pl.ds(j * rows, rows)], s[f"{name}_full"].at[slot])

@@ -1,0 +1,364 @@
+"""The blocks of decode attention: one producer warpgroup feeds tiles of keys and values to one or two consumers.
+
+A block is one worker of the plan for one kv head (and one group of query tokens, where they are more than M rows hold).
+Its producer walks through the items of the worker and copies, page by page, their tiles into a ring of `stages` slots,
+without a pause from item to item. Consumer c takes every tile g with g % consumers == c, counted over all items, so a
+slot belongs to one consumer for good. Each consumer writes its own partial result of each item: mixed values, already
+divided by their weight, and the log2 of that weight; `combine.py` puts them together.
+
+Of a latent (MLA) the values are the first columns of the keys, and there is one ring; with products of warpgroups its
+consumers share every tile instead (ops/mla/hopper.py), by a function that is handed to `body`.
+
+Letters: M rows of the product (query tokens times G, padded), C = tokens of keys in a tile, D head dim, R columns of
+the values, B page size.
+
+With pools of 8 bits (`consume_bytes`) nothing is widened in shared memory, and a consumer's four warps take 16 keys
+each of every 64 of a tile, with a softmax of their own over all tiles of an item (fragments.py). In the loop they meet
+only where they free a slot, as soon as what it holds is in registers. At the end of an item they tell each other their
+highest scores and sums, and add up what they have mixed, through shared memory.
+
+Mixed values of a latent are twice the registers of a warpgroup, so each of two consumers has half of their columns, and
+takes every tile. Both compute all scores: that is more products, but they never wait for each other.
+
+W columns of the values that a product has. Of 16 query rows each
+warp has all; row 16 w + r is warp w's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.layout import MASKED
+from pallas_kernels.mosaic import compat, fragments
+from pallas_kernels.mosaic.compat import plgpu
+from pallas_kernels.mosaic.fragments import ROWS, WARPS
+from pallas_kernels.mosaic.interpret import cast, is_interpreting, mma, wgmma
+from pallas_kernels.mosaic.widen import tiled, widened
+from pallas_kernels.ops.paged_attention.hopper.decode_block import (
+    MEETING,
+    Refs,
+    Shape,
+    each_item,
+    mask,
+    mine,
+    produce,
+    release,
+    soften,
+)
+from pallas_kernels.ops.paged_attention.hopper.softmax import LEAST, LOG2E
+
+Consume = Callable[[Shape, Refs, Any], None]
+PART = 128  # columns that are widened at a time: more at once would need registers that wide heads lack
+CHUNK = 64  # dimensions of a latent's scores that are in registers at a time
+
+
+def body(shape: Shape, joint: Consume | None = None) -> Callable[..., None]:
+    """The kernel over the grid (worker, block, head), threads `role`: consumers first, then the producer.
+
+    `joint`: what two consumers do that compute every tile together, where `shape.joint`.
+    """
+
+    def run(*arrays: Any, **scratch: Any) -> None:
+        pools = (arrays[1],) * 2 if shape.latent else arrays[1:3]
+        planned, scales = arrays[3 - bool(shape.latent) :][:7], arrays[10:-2] if shape.scaled else (None, None)
+        fields: list[Any] = [arrays[0], *pools, *planned, *scales, *arrays[-2:], scratch]
+        refs = Refs(*fields)
+        role = lax.axis_index("role")
+
+        @pl.when(role < shape.consumers)
+        def _() -> None:
+            _registers(shape, consumer=True)
+            consume = consume_bytes if shape.parted else joint if shape.joint else _consume
+            assert consume is not None, "warpgroups that share tiles need a consumer"
+            consume(shape, refs, role)
+
+        @pl.when(role == shape.consumers)
+        def _() -> None:
+            _registers(shape, consumer=False)
+            produce(shape, refs)
+
+    return run
+
+
+def _registers(shape: Shape, *, consumer: bool) -> None:
+    if shape.warps and not shape.joint:  # these blocks need so few that two of them share a core
+        return
+    # A tile that is shared has twice the pages, whose numbers the producer holds.
+    most, least = (224, 56) if shape.joint and not shape.parted else (248 if shape.consumers == 1 else 232, 40)
+    if consumer:
+        plgpu.set_max_registers(most, action="increase")
+    else:
+        plgpu.set_max_registers(least, action="decrease")
+
+
+def _consume(shape: Shape, refs: Refs, me: Any) -> None:
+    s, block, head = refs.s, lax.axis_index("block"), lax.axis_index("head")
+    acc_layout = shape.layout("ACC", jnp.float32 if shape.warps else None)
+
+    def full(value: float, dims: tuple[int, ...], layout: Any) -> jax.Array:
+        return cast(jnp.full(dims, value, jnp.float32), layout, shape.interpret)
+
+    # Scores times `unit` are in powers of two. A soft cap bends them in natural units first.
+    raw = shape.scale * (refs.k_scale[head] if shape.scaled else 1.0)
+    unit = LOG2E if shape.softcap else raw * LOG2E
+
+    def one(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:
+        first = refs.first[item]
+        half = lax.rem(number, shape.queues)
+        plgpu.barrier_wait(s["q_full"].at[half])
+        q = s["q"].at[half]
+        if shape.warps and not shape.latent:
+            q = compat.load(q, shape.layout("LHS"), optimized=False)
+        # Position of the block's first query token; its token t may see up to t further.
+        position = refs.contexts[row] - refs.lengths[row] + block * shape.block
+
+        def step(j: Any, carry: Any) -> Any:
+            acc, peak, total = carry
+            tile = begin + j * shape.consumers
+            slot = shape.place(done + tile)
+            plgpu.barrier_wait(s["k_full"].at[slot])
+            score = _scores(shape, s, q, slot, me)
+            score = mask(shape, score, (first + tile) * shape.tile, position, raw)
+            weight, fade, top = soften(score, peak, unit)
+            # Of warp products a row lies over four warps, which would have to meet to sum it: once per item will do.
+            if shape.warps:
+                total = total * lax.broadcast_in_dim(fade, total.shape, (0,)) + weight
+            else:
+                total = total * fade + jnp.sum(weight, axis=1)
+            acc = [part * lax.broadcast_in_dim(fade, part.shape, (0,)) for part in acc]
+            acc = _mix(shape, s, acc, weight.astype(shape.dtype), slot, me)
+            return acc, top, total
+
+        begin, count = mine(shape, me, tiles, done)
+        start = (
+            [full(0.0, (shape.rows, shape.width), acc_layout)] * (shape.values // shape.width),
+            # Not MASKED: of a tile that a row sees nothing of, that times `unit` would be the highest score, and where
+            # a multiply-add rounds once and that product twice, its weight 2 to the power of 1e22.
+            full(LEAST, (shape.rows,), acc_layout.reduce(1)),
+            full(0.0, (shape.rows, shape.tile), acc_layout)
+            if shape.warps
+            else full(0.0, (shape.rows,), acc_layout.reduce(1)),
+        )
+        acc, peak, total = lax.fori_loop(0, count, step, start)
+        total = jnp.sum(total, axis=1) if shape.warps else total
+        release(shape, s["q_free"].at[half])
+        safe = jnp.maximum(total, 1e-30)
+        factor = (refs.v_scale[head] if shape.scaled else 1.0) / safe
+        part = item * shape.consumers + me
+        for n, mixed in enumerate(acc):
+            columns = (slice(None), pl.ds(n * shape.width, shape.width)) if len(acc) > 1 else ()
+            refs.mixed[(part, head, block, *columns)] = mixed * lax.broadcast_in_dim(factor, mixed.shape, (0,))
+        refs.weight[part, head, block] = jnp.where(total > 0, peak + jnp.log(safe) * LOG2E, MASKED)
+
+    each_item(shape, refs, one)
+
+
+def _scores(shape: Shape, s: dict[str, Any], q: Any, slot: Any, me: Any) -> jax.Array:
+    """q k^T [M, C], unscaled; the slot of keys is free again, but of a latent."""
+    keys = s["k"].at[slot]
+    if shape.quantised:
+        keys = _widen(shape, s, "k", slot, me)
+    if shape.warps:
+        score = cast(
+            jnp.zeros((shape.rows, shape.tile), jnp.float32), shape.layout("ACC", jnp.float32), shape.interpret
+        )
+        for begin in range(0, shape.dim, CHUNK) if shape.latent else (None,):
+            every = () if begin is None else (slice(None), pl.ds(begin, CHUNK))
+            left = q if begin is None else compat.load(q.at[every], shape.layout("LHS"), optimized=False)
+            here = keys if begin is None else keys.at[every]
+            if is_interpreting(shape.interpret):
+                score = mma(score, left, here[...].T, shape.interpret)
+            else:
+                right = compat.load(compat.transpose(here), shape.layout("RHS"), optimized=False)
+                score = mma(score, left, right, shape.interpret)
+    else:
+        score = wgmma(q, keys, transposed=True, interpret=shape.interpret)
+    if not shape.quantised and not shape.latent:
+        release(shape, s["k_free"].at[slot])
+    return score
+
+
+def _mix(
+    shape: Shape, s: dict[str, Any], acc: list[jax.Array], weight: jax.Array, slot: Any, me: Any
+) -> list[jax.Array]:
+    """acc + weight v [M, R], by columns; the slot of values is free again."""
+    left: Any = weight
+    if "p" in s:
+        s["p"][me] = weight
+        left = s["p"].at[me]
+        if not shape.warps:  # those read it as it was written, by ordinary loads
+            plgpu.commit_smem()
+    side = "k" if shape.latent else "v"
+    if not shape.latent:
+        plgpu.barrier_wait(s["v_full"].at[slot])
+    values = s[side].at[slot]
+    if shape.quantised:
+        values = _widen(shape, s, "v", slot, me)
+    if shape.warps:
+        left = compat.load(left, shape.layout("LHS"), optimized=False)
+        for n in range(len(acc)):
+            columns = (slice(None), pl.ds(n * shape.width, shape.width))
+            here = values.at[columns] if shape.latent else values
+            right = compat.load(here, shape.layout("RHS"), optimized=False)
+            acc = [*acc[:n], mma(acc[n], left, right, shape.interpret), *acc[n + 1 :]]
+    else:
+        acc = [wgmma(left, values, *acc, interpret=shape.interpret)]
+    if not shape.quantised:
+        release(shape, s[f"{side}_free"].at[slot])
+    return acc
+
+
+def _widen(shape: Shape, s: dict[str, Any], name: str, slot: Any, me: Any) -> Any:
+    """A slot of 8-bit values in the dtype of the products, in shared memory; the slot is free again."""
+    for begin in range(0, shape.dim, PART):
+        columns = pl.ds(begin, min(PART, shape.dim - begin))
+        s["wide"][me, :, columns] = widened(s[name].at[slot, :, columns], shape.dtype, shape.interpret)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(s[f"{name}_free"].at[slot])
+    return s["wide"].at[me]
+
+
+def consume_bytes(shape: Shape, refs: Refs, me: Any) -> None:
+    s, block, head = refs.s, lax.axis_index("block"), lax.axis_index("head")
+    raw = shape.scale * (refs.k_scale[head] if shape.scaled else 1.0)
+    unit = LOG2E if shape.softcap else raw * LOG2E
+
+    def one(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:
+        first, half = refs.first[item], lax.rem(number, shape.queues)
+        plgpu.barrier_wait(s["q_full"].at[half])
+        q = None if shape.latent else _load(shape, s["q"].at[half], fragments.queries(), optimized=False)
+        position = refs.contexts[row] - refs.lengths[row] + block * shape.block
+        begin, count = (jnp.int32(0), tiles) if shape.joint else mine(shape, me, tiles, done)
+
+        def step(j: Any, carry: Any) -> Any:
+            mixed, peak, total = carry
+            tile = begin + j * (1 if shape.joint else shape.consumers)
+            slot = shape.place(done + tile)
+            plgpu.barrier_wait(s["k_full"].at[slot])
+            score = _byte_scores(shape, s, q, half, slot)
+            score = mask(shape, score, (first + tile) * shape.tile, position, raw)
+            weight, fade, peak = soften(score, peak, unit)
+            fresh = [weight[:, at : at + _kept(shape)] for at in range(0, weight.shape[1], _kept(shape))]
+            # One sum of these an item will do.
+            total = total * lax.broadcast_in_dim(fade, total.shape, (0,)) + reduce(jnp.add, fresh)
+            mixed = [part * lax.broadcast_in_dim(fade, part.shape, (0,)) for part in mixed]
+            return _byte_mix(shape, s, mixed, weight, slot, me), peak, total
+
+        def full(value: float, dims: tuple[int, ...], layout: Any) -> jax.Array:
+            return cast(jnp.full(dims, value, jnp.float32), layout, shape.interpret)
+
+        layout = plgpu.Layout.WGMMA
+        nothing = [full(0.0, (WARPS * ROWS, shape.width), layout)] * (shape.mixed // shape.width)
+        start = nothing, full(LEAST, (WARPS * ROWS,), layout.reduce(1))
+        sums = full(0.0, (WARPS * ROWS, _kept(shape)), layout)
+        mixed, peak, total = lax.fori_loop(0, count, step, (*start, sums))
+        release(shape, s["q_free"].at[half])
+        part = item if shape.joint else item * shape.consumers + me
+        _meet(shape, refs, me, (part, head, block), (mixed, peak, jnp.sum(total, axis=1)))
+
+    each_item(shape, refs, one)
+
+
+def _kept(shape: Shape) -> int:
+    """Columns of weights that are kept apart until the end of an item: few, where registers are."""
+    return 8 if shape.latent else shape.tile // WARPS
+
+
+def _byte_scores(shape: Shape, s: dict[str, Any], q: jax.Array | None, half: Any, slot: Any) -> jax.Array:
+    """[64, C / 4]; the slot of keys is free again, but of a latent. Its queries are too many for registers."""
+    if q is not None:
+        keys = _load(shape, s["k"].at[slot], fragments.keys())
+        release(shape, s["k_free"].at[slot])
+        return fragments.scores(q, keys, shape.interpret)
+    score = None
+    for begin in range(0, shape.dim, fragments.CHUNK):
+        columns = pl.ds(begin, fragments.CHUNK)
+        left = _load(shape, s["q"].at[half, :, columns], fragments.queries(), optimized=False)
+        right = _load(shape, s["k"].at[slot, :, columns], fragments.keys())
+        score = fragments.scores(left, right, shape.interpret, score)
+    assert score is not None
+    return score
+
+
+def _byte_mix(
+    shape: Shape, s: dict[str, Any], mixed: list[jax.Array], weight: jax.Array, slot: Any, me: Any
+) -> list[jax.Array]:
+    """mixed + weight v [64, W] each; the slot of values is free again."""
+    if not shape.latent:
+        plgpu.barrier_wait(s["v_full"].at[slot])
+        values = _load(shape, s["v"].at[slot], fragments.values(shape.dim))
+        release(shape, s["v_free"].at[slot])
+        return [fragments.mix(mixed[0], weight.astype(shape.dtype), values, shape.interpret)]
+    weight = weight.astype(shape.dtype)
+    made = []
+    for n, part in enumerate(mixed):
+        columns = pl.ds(me * shape.mixed + n * shape.width, shape.width)
+        values = _load(shape, s["k"].at[slot, :, columns], fragments.values(shape.width))
+        made.append(fragments.mix(part, weight, values, shape.interpret))
+    release(shape, s["k_free"].at[slot])
+    return made
+
+
+def _load(shape: Shape, ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
+    if is_interpreting(shape.interpret):
+        plain: jax.Array = ref[...]
+        return plain
+    return compat.load(ref, layout, optimized=optimized)
+
+
+def _meet(
+    shape: Shape, refs: Refs, me: Any, place: tuple[Any, ...], state: tuple[list[jax.Array], jax.Array, jax.Array]
+) -> None:
+    """Put together what the four warps have of an item, and write it to its `place`."""
+    mixed, peak, total = state
+    told = refs.s["told"].at[me]
+    top = _among(shape, told, peak, lax.max)
+    fade = jnp.exp2(peak - top)
+    total = _among(shape, told, total * fade, lax.add)
+    safe = jnp.maximum(total, 1e-30)
+    factor = fade * ((refs.v_scale[place[1]] if shape.scaled else 1.0) / safe)
+    mixed = [part * lax.broadcast_in_dim(factor, part.shape, (0,)) for part in mixed]
+    weight = jnp.where(total > 0, top + jnp.log(safe) * LOG2E, MASKED)
+    told[pl.ds(0, 64)] = weight
+    plgpu.commit_smem()
+    if shape.joint:
+
+        @pl.when(me == 0)
+        def _() -> None:
+            plgpu.copy_smem_to_gmem(told.at[pl.ds(0, ROWS)], refs.weight.at[place])
+    else:
+        plgpu.copy_smem_to_gmem(told.at[pl.ds(0, ROWS)], refs.weight.at[place])
+    for column in range(0, shape.mixed, MEETING):
+        met = refs.s["met"].at[me, :, pl.ds(0, MEETING)]
+        part, begin = divmod(column, shape.width)
+        met[...] = mixed[part][:, begin : begin + MEETING]
+        plgpu.commit_smem()
+        parts = [_load(shape, met.at[pl.ds(ROWS * w, ROWS)], _summed(), optimized=False) for w in range(WARPS)]
+        first = me * shape.mixed + column if shape.joint else column
+        refs.mixed[(*place, slice(None), pl.ds(first, MEETING))] = reduce(jnp.add, parts)
+        plgpu.commit_smem()  # all have read it
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _among(shape: Shape, told: Any, x: jax.Array, join: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+    """x [64] joined with that of the same query row in the other warps."""
+    for begin in (0, WARPS * ROWS):
+        told[pl.ds(begin, WARPS * ROWS)] = x
+    plgpu.commit_smem()
+    layout = plgpu.Layout.WGMMA.reduce(1)
+    turned = [told.at[pl.ds(ROWS * w, WARPS * ROWS)] for w in range(1, WARPS)]
+    joined = reduce(join, [_load(shape, ref, layout, optimized=False) for ref in turned], x)
+    plgpu.commit_smem()  # all have read it
+    return joined
+
+
+def _summed() -> Any:
+    """Registers of what four warps mixed, summed [16, MEETING]: rows lie together in global memory."""
+    return tiled((16, 64), (4, 64), (2, 64), (4,), warps=(-7,), lanes=(-3, -2))

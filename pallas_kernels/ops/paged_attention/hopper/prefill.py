@@ -1,0 +1,217 @@
+"""Prefill attention over pages on Hopper: chunks of many requests in one launch, compute-bound.
+
+    out[t, h] = sum_j softmax_j(cap(scale * q[t, h] . k[j, h // G])) v[j, h // G]   over the keys j that t sees
+
+A chunk's tokens may follow ones that are in the cache already. The plan (plan.py) cuts rows into tiles of
+tokens; a block computes a tile for 1, 2, 4 or 8 query heads of one kv head, whose rows fill the products: any G will
+do. q and out stay as the layers have them, [T, H, D]; nothing is transposed outside. Floor: 4 D operations for each
+query head and key that it sees, at the rate of the tensor cores.
+
+Of D = 256 a block mixes one half of the values' columns, and another block the other, for all of them spill: scores are
+formed twice, and the products are half as many again. Pools of 8 bits are widened on their way (prefill_block.py);
+with D = 256 they are refused: there is room for one tile of keys, which spills (0.11.2: 256 bytes stored and loaded).
+
+Letters: T tokens, S rows, P pages per row, N pages in the pool, B page size, H query heads, K kv heads, G = H / K,
+D head dim, I tiles of the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, product
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.layout import MASKED, Ragged, Scales
+from pallas_kernels.mosaic import compat
+from pallas_kernels.mosaic.interpret import Interpret
+from pallas_kernels.mosaic.spec import CORES, SMEM, Spec, allowed, refusal
+from pallas_kernels.ops.paged_attention.hopper.prefill_block import GRID, MOST, ROLE, ROWS, WARPGROUPS, Shape
+from pallas_kernels.ops.paged_attention.hopper.prefill_body import body
+from pallas_kernels.ops.paged_attention.plan import PrefillWork, plan_prefill
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one shape is computed. `plan` makes the work that `paged_prefill` of the same config wants."""
+
+    heads: int = 1  # query heads of one kv head in a tile; the tile has 128 / heads tokens
+    keys: int = 128  # tokens of keys at a time
+    stages: int = 2  # tiles of keys on the way
+    above: int = 16  # rows of this many tokens or fewer are decode's
+    blocks: int = CORES  # each does items in turn; more than there are items: each does one
+    p_in_smem: bool = (
+        True  # weights reach the second product through shared memory, out of reach of a bug of ptxas < 13.3
+    )
+    ping_pong: bool = True  # the two warpgroups take turns with the tensor core
+
+    @property
+    def tile(self) -> int:
+        """Tokens of a tile."""
+        return WARPGROUPS * ROWS // self.heads
+
+    def plan(self, ragged: Ragged, *, page: int, window: int | None = None) -> PrefillWork:
+        """Once per step; all layers of one window share it."""
+        return plan_prefill(ragged, page=page, tile=self.tile, keys=self.keys, above=self.above, window=window)
+
+    def validate(self, spec: Spec) -> None:
+        """Raises ValueError, naming the value, where this config cannot compute the spec."""
+        if spec.heads % spec.kv_heads:
+            raise ValueError(f"{spec.heads=} must be a multiple of {spec.kv_heads=}")
+        if self.heads not in (1, 2, 4, 8) or spec.group % self.heads:
+            raise ValueError(f"{self.heads=} must be 1, 2, 4 or 8 and divide the {spec.group} query heads of a kv head")
+        if spec.dim not in (64, 128, 256):
+            raise ValueError(f"{spec.dim=} must be 64, 128 or 256")
+        if spec.quantised and spec.dim > MOST:
+            raise ValueError(f"{spec.kv_dtype=} with {spec.dim=}: there is room for one tile of keys, which spills")
+        if spec.page % 8 or not 8 <= spec.page <= 256:
+            raise ValueError(f"{spec.page=} must be a multiple of 8 up to 256")
+        if self.keys not in (64, 128) or (self.keys % spec.page and spec.page % self.keys):
+            raise ValueError(f"{self.keys=} must be 64 or 128, and a multiple or a divisor of {spec.page=}")
+        if min(self.stages, self.blocks) < 1 or self.above < 0:
+            raise ValueError(f"{self.stages=} and {self.blocks=} must be positive, {self.above=} not negative")
+        if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+            raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
+        if not spec.quantised and jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
+            raise ValueError(f"{spec.kv_dtype=} must be float8_e4m3fn, int8 or {spec.dtype=}")
+        if (size := self.smem_bytes(spec)) > SMEM:
+            raise ValueError(f"{self} needs {size} bytes of shared memory for {spec}; a block has {SMEM}")
+
+    def smem_bytes(self, spec: Spec) -> int:
+        """Shared memory of a block: queries, results, the ring, weights; barriers and alignment."""
+        wide, rows = int(jnp.dtype(spec.dtype).itemsize), WARPGROUPS * ROWS
+        columns = min(spec.dim, MOST)
+        ring = self.stages * self.keys * (spec.dim + columns) * (wide + spec.quantised)
+        weights = rows * (self.keys if self.p_in_smem else 16) * wide
+        return rows * (spec.dim + columns) * wide + ring + weights + 2048
+
+
+def heuristic(spec: Spec, *, window: int | None = None) -> Config:
+    """A config for the spec that is expected to be good: up to four heads in a tile, the widest keys that fit.
+
+    Eight heads (0.11.2: 16 bytes), four of D = 256 (0.10.2: 72), and a window with 128 keys at a time (8), spill.
+    """
+    heads = next(h for h in (4, 2, 1) if spec.group % h == 0 and (h < 4 or spec.dim <= MOST))
+    best = Config(heads=heads, blocks=spec.cores)
+    for keys, stages in ((128, 2), (64, 3), (64, 2))[window is not None :]:
+        config = replace(best, keys=keys, stages=stages)
+        if config.smem_bytes(spec) <= SMEM and not (keys % spec.page and spec.page % keys):
+            return config
+    return best
+
+
+def supports(spec: Spec) -> str | None:
+    """None, or why no config computes the spec."""
+    return refusal(heuristic, spec)
+
+
+def candidates(spec: Spec) -> Iterator[Config]:
+    """Configs worth timing for the spec, the heuristic first; the compile gate drops those that spill."""
+    best = heuristic(spec)
+    sizes = ((128, 2), (128, 3), (64, 1), (64, 2), (64, 3), (64, 4))  # keys, stages
+    some = (
+        Config(heads, keys, stages, best.above, blocks, p_in_smem, ping_pong)
+        for p_in_smem, ping_pong, heads, (keys, stages), blocks in product(
+            (True, False), (True, False), (1, 2, 4, 8), sizes, (spec.cores, 2**20)
+        )
+    )
+    yield from allowed(chain([best], some), spec)
+
+
+def paged_prefill(
+    q: jax.Array,  # [T, H, D]
+    k_pool: jax.Array,  # [N, B, K, D]
+    v_pool: jax.Array,  # [N, B, K, D]
+    ragged: Ragged,
+    work: PrefillWork,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    scales: Scales | None = None,
+    config: Config,
+    interpret: Interpret = None,
+    clean: bool = True,
+) -> tuple[jax.Array, jax.Array]:
+    """Mixed values [T, H, D] in the dtype of q and lse [T, H]; zeros and MASKED for tokens of rows not in `work`.
+
+    `work` is `config.plan(ragged, page=B, window=window)`. Pools must hold finite numbers everywhere, also where
+    nothing was written: what a masked key holds is multiplied by zero. `clean=False` leaves anything at all in `out`
+    for tokens that are not in `work` (`work.place` < 0), and saves a pass over it: for who overwrites them anyway.
+    """
+    tokens, heads, dim = q.shape
+    page, kv_heads = k_pool.shape[1:3]
+    spec = Spec(ragged.lengths.shape[0], heads, kv_heads, dim, page, tokens, q.dtype, k_pool.dtype)
+    config.validate(spec)
+    if spec.quantised != (scales is not None):
+        raise ValueError(f"pools of {k_pool.dtype} and {scales=} do not fit: 8-bit pools have scales, others none")
+    if scale <= 0:
+        raise ValueError(f"{scale=} must be positive")
+    padded = jnp.pad(q, ((0, max(0, config.tile // WARPGROUPS - tokens)), (0, 0), (0, 0)))
+    tiles = work.tiles.shape[0]
+    shape = _shape(spec, config, padded.shape[0], tiles, scale, window, softcap, interpret)
+    run = compat.kernel(
+        body(shape),
+        out=(
+            jax.ShapeDtypeStruct(padded.shape, q.dtype),
+            jax.ShapeDtypeStruct((shape.head_blocks, tiles, WARPGROUPS * ROWS), jnp.float32),
+        ),
+        scratch=shape.scratch(),
+        grid=((GRID, shape.blocks),),
+        threads=(ROLE, WARPGROUPS + 1),
+        interpret=interpret,
+    )
+    out, lse = run(padded, k_pool, v_pool, work.tiles, work.used, work.table, *(scales or ()))
+    out = out[:tokens]
+    covered = work.place >= 0
+    if clean:
+        out = jnp.where(covered[:, None, None], out, 0)
+    return out, jnp.where(covered[:, None], _by_tokens(lse, work.place, shape), MASKED)
+
+
+def _shape(
+    spec: Spec,
+    config: Config,
+    tokens: int,
+    tiles: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    interpret: Interpret,
+) -> Shape:
+    items = tiles * spec.heads // config.heads * (spec.dim // min(spec.dim, MOST))
+    return Shape(
+        tokens=tokens,
+        group=spec.group,
+        kv_heads=spec.kv_heads,
+        dim=spec.dim,
+        page=spec.page,
+        heads=config.heads,
+        keys=config.keys,
+        stages=config.stages,
+        blocks=min(config.blocks, items),
+        tiles=tiles,
+        p_in_smem=config.p_in_smem,
+        ping_pong=config.ping_pong,
+        dtype=jnp.dtype(spec.compute_dtype),
+        outer_dtype=jnp.dtype(spec.dtype),
+        kv_dtype=jnp.dtype(spec.kv_dtype),
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        interpret=interpret,
+    )
+
+
+def _by_tokens(lse: jax.Array, place: jax.Array, shape: Shape) -> jax.Array:
+    """lse [head blocks, I, 2 M] as the kernel leaves it -> [T, H]; anything where `place` < 0."""
+    span, tokens = shape.span, place.shape[0]
+    within = jnp.maximum(place, 0) % (WARPGROUPS * span)
+    token = jnp.arange(tokens) - within % span  # the warpgroup's first
+    back = jnp.maximum(token + span - shape.tokens, 0)
+    split = lse.reshape(-1, shape.tiles, WARPGROUPS, shape.heads, span)
+    split = split.transpose(1, 2, 4, 0, 3)  # [I, 2, span, head blocks, heads]
+    got = split[jnp.maximum(place, 0) // (WARPGROUPS * span), within // span, within % span + back]
+    return got.reshape(tokens, -1)

@@ -1,0 +1,310 @@
+"""A block of prefill attention: its static shape, its items, and the warpgroup that brings keys and values.
+
+M = 64 rows of a warpgroup, D head dim, B page size; the letters of layout.py.
+
+Pools of 8 bits arrive in rings of their own, from where this warpgroup widens them, through its registers, into the
+rings that the other two read: the tensor core takes 8-bit values only transposed, which pages are not. Scales need no
+product here: those of the keys go into the scores, those of the values into the results.
+
+B page size, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.mosaic.compat import plgpu
+from pallas_kernels.mosaic.interpret import Interpret
+from pallas_kernels.mosaic.widen import widened
+
+ROWS = 64  # M, the least of a warpgroup's product
+WARPGROUPS = 2  # that compute
+MOST = 128  # columns of values that a warpgroup's registers hold beside the rest
+WIDE = 64  # columns of 2 bytes that are swizzled together
+GRID, ROLE = "block", "role"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Everything static that the body needs to know."""
+
+    tokens: int  # T, at least `span`
+    group: int  # G
+    kv_heads: int  # K
+    dim: int  # D
+    page: int  # B
+    heads: int  # query heads of an item
+    keys: int  # tokens of keys at a time
+    stages: int
+    blocks: int
+    tiles: int  # I, of the plan
+    p_in_smem: bool
+    ping_pong: bool
+    dtype: Any  # of the products
+    outer_dtype: Any  # of queries and results
+    kv_dtype: Any  # of the pools
+    scale: float
+    window: int | None
+    softcap: float | None
+    interpret: Interpret
+
+    @property
+    def span(self) -> int:
+        """Tokens of a warpgroup."""
+        return ROWS // self.heads
+
+    @property
+    def head_blocks(self) -> int:
+        return self.kv_heads * self.group // self.heads
+
+    @property
+    def columns(self) -> int:
+        """Columns of the values that an item mixes: more than 128 would leave no registers for the rest."""
+        return min(self.dim, MOST)
+
+    @property
+    def halves(self) -> int:
+        """Items that a tile of tokens makes for each block of heads: each forms all scores, for its part of V."""
+        return self.dim // self.columns
+
+    @property
+    def per_tile(self) -> int:
+        """Items of a tile of tokens."""
+        return self.head_blocks * self.halves
+
+    @property
+    def quantised(self) -> bool:
+        return bool(jnp.dtype(self.kv_dtype).itemsize == 1)
+
+    @property
+    def copies(self) -> int:
+        """TMA copies for a tile of keys."""
+        return max(1, self.keys // self.page)
+
+    def scratch(self) -> list[Any]:
+        weights = self.keys if self.p_in_smem else 16  # columns; of no use where they stay in registers
+        free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=self.stages)
+        copied = plgpu.Barrier(num_arrivals=self.copies, num_barriers=self.stages)
+        full = plgpu.Barrier(num_barriers=self.stages) if self.quantised else copied
+        product = (WARPGROUPS, ROWS, self.dim)
+        return [
+            plgpu.SMEM(product, self.dtype, transforms=_tiled(self.dim, self.dtype)),
+            plgpu.SMEM((WARPGROUPS, self.columns // WIDE, ROWS, WIDE), self.outer_dtype),
+            *self._rings(self.dtype),
+            plgpu.SMEM((WARPGROUPS, ROWS, weights), self.dtype, transforms=_tiled(weights, self.dtype)),
+            plgpu.Barrier(num_arrivals=self.heads * self.columns // WIDE, num_barriers=WARPGROUPS),
+            *(full, full, free, free),
+            plgpu.Barrier(num_arrivals=WARPGROUPS),
+            *([*self._rings(self.kv_dtype), copied, copied] if self.quantised else []),
+        ]
+
+    def _rings(self, dtype: Any) -> list[Any]:
+        """Of keys and of values."""
+        return [
+            plgpu.SMEM((self.stages, self.keys, width), dtype, transforms=_tiled(width, dtype))
+            for width in (self.dim, self.columns)
+        ]
+
+
+def _tiled(columns: int, dtype: Any) -> tuple[Any, ...]:
+    """The tiling of a product's operand in shared memory."""
+    width = min(columns, 128 // jnp.dtype(dtype).itemsize)
+    return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize)
+
+
+class Refs(NamedTuple):
+    """Arguments, results and scratch, in the order in which the kernel gets them."""
+
+    q: Any  # [T, H, D]
+    k: Any  # [N, B, K, D]
+    v: Any  # [N, B, K, D]
+    tiles: Any  # [I, 4], and so on: of PrefillWork
+    used: Any  # [1]
+    table: Any  # [S, P']
+    k_scale: Any  # [K], or None where pools are not quantised
+    v_scale: Any
+    out: Any  # [T, H, D]
+    lse: Any  # [head blocks, I, 2 M] float32, natural log
+    q_s: Any  # [2, M, D]
+    stage: Any  # [2, columns / 64, M, 64], in rows that can be copied to and from any token
+    k_s: Any  # [stages, keys, D]
+    v_s: Any  # [stages, keys, columns]
+    p_s: Any  # [2, M, keys]
+    q_full: Any  # barriers
+    k_full: Any
+    v_full: Any
+    k_free: Any
+    v_free: Any
+    turn: Any
+    k_8: Any = None  # as k_s and v_s, of 8 bits, and their barriers
+    v_8: Any = None
+    k_in: Any = None
+    v_in: Any = None
+
+
+class Part(NamedTuple):
+    """A warpgroup's part of a tile of tokens; scalars."""
+
+    begin: jax.Array  # first token
+    back: jax.Array  # tokens of the copy that lie before it: no copy may reach beyond the last token of the step
+    left: jax.Array  # how many there are
+    offset: jax.Array  # position of the copy's first token
+
+
+class Item(NamedTuple):
+    """One tile of tokens for one block of heads; scalars."""
+
+    tile: jax.Array
+    head_block: jax.Array
+    half: jax.Array  # of the columns of V
+    row: jax.Array
+    begin: jax.Array
+    tokens: jax.Array  # 0 where there is nothing to do
+    position: jax.Array
+    start: jax.Array  # tile of keys to begin with
+    tail: jax.Array  # tiles of keys from there to the last that is seen
+    steps: jax.Array  # tiles of keys
+    masked: jax.Array  # how many of them need a mask
+
+    def part(self, shape: Shape, role: jax.Array) -> Part:
+        """The tokens of warpgroup `role`."""
+        begin = self.begin + role * shape.span
+        back = jnp.maximum(begin + shape.span - shape.tokens, 0)
+        left = jnp.clip(self.tokens - role * shape.span, 0, shape.span)
+        return Part(begin, back, left, self.position + role * shape.span - back)
+
+    def kv_head(self, shape: Shape) -> jax.Array:
+        return lax.div(self.head_block * shape.heads, jnp.int32(shape.group))
+
+    def key_tile(self, j: jax.Array) -> jax.Array:
+        """The j-th tile of keys, counted from `start`: the tail, which needs a mask, then round to the window's edge.
+
+        The order makes no difference to an online softmax, and saves the window a third loop.
+        """
+        return jnp.where(j < self.tail, j, j - self.steps)
+
+
+def find_item(shape: Shape, refs: Refs, index: jax.Array) -> Item:
+    tile = jnp.minimum(lax.div(index, jnp.int32(shape.per_tile)), shape.tiles - 1)
+    row, begin, tokens, position = (refs.tiles[tile, i] for i in range(4))
+    tokens = jnp.where(index < shape.tiles * shape.per_tile, tokens, 0)
+    last, keys = position + tokens - 1, jnp.int32(shape.keys)
+    high = jnp.where(tokens > 0, lax.div(last, keys) + 1, 0)
+    low = edge = 0 * tile  # tiles from `low` are seen, `edge` of them not by all tokens
+    end = jnp.minimum(lax.div(position + 1, keys), high)  # those below are seen to their last key
+    if shape.window is not None:
+        low = jnp.minimum(lax.div(jnp.maximum(position - shape.window + 1, 0), keys), high)
+        whole = lax.div(jnp.maximum(last - shape.window + 1, 0) + (keys - 1), keys)
+        edge = jnp.clip(whole, low, high) - low
+        end = jnp.maximum(end, low + edge)
+    within = lax.rem(index, jnp.int32(shape.per_tile))
+    # Halves side by side: they read the same keys.
+    head_block, half = (lax.div(within, jnp.int32(shape.halves)), lax.rem(within, jnp.int32(shape.halves)))
+    return Item(tile, head_block, half, row, begin, tokens, position, end, high - end, high - low, high - end + edge)
+
+
+class _Side(NamedTuple):
+    """Keys, or values: whence, whereto, and what tells that they are there."""
+
+    pool: Any
+    ring: Any
+    full: Any
+    free: Any
+    narrow: Any  # of 8-bit pools, else None
+    arrived: Any
+    columns: tuple[Any, ...]  # index of those that are wanted: () for all
+
+
+def _sides(shape: Shape, refs: Refs, item: Item) -> tuple[_Side, _Side]:
+    part = (pl.ds(item.half * shape.columns, shape.columns),) if shape.halves > 1 else ()
+    return (
+        _Side(refs.k, refs.k_s, refs.k_full, refs.k_free, refs.k_8, refs.k_in, ()),
+        _Side(refs.v, refs.v_s, refs.v_full, refs.v_free, refs.v_8, refs.v_in, part),
+    )
+
+
+def produce(shape: Shape, refs: Refs, item: Item, step: jax.Array) -> jax.Array:
+    """Keys and values of an item; `step` counts tiles of keys over all items. Returns the next item's first."""
+    sides = _sides(shape, refs, item)
+    if shape.quantised:
+        for j in range(shape.stages):  # on the way before the first is widened
+            pl.when(j < item.steps)(partial(_fetch_both, shape, refs, item, sides, step, jnp.int32(j)))
+
+    def tile(j: jax.Array, step: jax.Array) -> jax.Array:
+        slot = lax.rem(step, jnp.int32(shape.stages))
+        for side in sides:
+            if shape.quantised:
+                _widen(shape, refs, item, side, step, j)
+                continue
+
+            @pl.when(step >= shape.stages)
+            def _wait(side: _Side = side) -> None:
+                plgpu.barrier_wait(side.free.at[slot])
+
+            _fetch(shape, refs, item, side, j, side.ring.at[slot], side.full.at[slot])
+        return step + 1
+
+    after: jax.Array = lax.fori_loop(0, item.steps, tile, step)
+    return after
+
+
+def drain(shape: Shape, refs: Refs, steps: jax.Array) -> None:
+    """Wait for what was never waited for: the interpreter wants it of every barrier, a device does not."""
+    for slot in range(shape.stages):
+
+        @pl.when(steps > slot)
+        def _wait(slot: int = slot) -> None:
+            plgpu.barrier_wait(refs.k_free.at[slot])
+            plgpu.barrier_wait(refs.v_free.at[slot])
+
+
+def _fetch(shape: Shape, refs: Refs, item: Item, side: _Side, j: jax.Array, into: Any, arrived: Any) -> None:
+    """Start copying the j-th tile of keys or values."""
+    i, head = item.start + item.key_tile(j), item.kv_head(shape)
+    size = min(shape.page, shape.keys)
+    tokens: Any = slice(None)
+    for part in range(shape.copies):
+        if shape.page <= shape.keys:
+            page = refs.table[item.row, i * shape.copies + part]
+        else:
+            parts = jnp.int32(shape.page // shape.keys)
+            page, tokens = refs.table[item.row, lax.div(i, parts)], pl.ds(lax.rem(i, parts) * size, size)
+        source = side.pool.at[(page, tokens, head, *side.columns)]
+        plgpu.copy_gmem_to_smem(source, into.at[pl.ds(part * size, size)], arrived)
+
+
+def _fetch_both(
+    shape: Shape, refs: Refs, item: Item, sides: tuple[_Side, _Side], step: jax.Array, j: jax.Array
+) -> None:
+    slot = lax.rem(step + j, jnp.int32(shape.stages))
+    for side in sides:
+        _fetch(shape, refs, item, side, j, side.narrow.at[slot], side.arrived.at[slot])
+
+
+def _widen(shape: Shape, refs: Refs, item: Item, side: _Side, step: jax.Array, j: jax.Array) -> None:
+    """The j-th tile, of 8 bits, into the ring that products read; its own place goes to the tile `stages` on."""
+    slot = lax.rem(step, jnp.int32(shape.stages))
+    plgpu.barrier_wait(side.arrived.at[slot])
+
+    @pl.when(step >= shape.stages)
+    def _wait() -> None:
+        plgpu.barrier_wait(side.free.at[slot])
+
+    width = shape.columns if side.columns else shape.dim
+    for row, column in product(range(0, shape.keys, ROWS), range(0, width, MOST)):
+        part = pl.ds(row, ROWS), pl.ds(column, min(width, MOST))
+        side.ring[(slot, *part)] = widened(side.narrow.at[(slot, *part)], shape.dtype, shape.interpret)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(side.full.at[slot])
+
+    @pl.when(j + shape.stages < item.steps)
+    def _next() -> None:
+        _fetch(shape, refs, item, side, j + shape.stages, side.narrow.at[slot], side.arrived.at[slot])

@@ -1,0 +1,269 @@
+"""What one block of prefill attention does: two warpgroups compute, a third (prefill_block.py) brings keys and values.
+
+A block takes items in turn; an item is one tile of query tokens for `heads` query heads of one kv head. Row r of a
+warpgroup's product is head r // span, token r % span of the tile's part for that warpgroup. Queries come by TMA, head
+by head, into `stage`, whose rows may be any tokens, and from there, through registers, into the tiling that products
+need; results leave the same way back. Keys and values run through a ring of `stages` tiles, one TMA for each page.
+
+M = 64 rows of a warpgroup, D head dim, B page size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.layout import MASKED
+from pallas_kernels.mosaic import compat
+from pallas_kernels.mosaic.compat import plgpu
+from pallas_kernels.mosaic.interpret import cast, fence, is_interpreting, wgmma
+from pallas_kernels.ops.paged_attention.hopper.prefill_block import (
+    GRID,
+    ROLE,
+    ROWS,
+    WARPGROUPS,
+    WIDE,
+    Item,
+    Refs,
+    Shape,
+    drain,
+    find_item,
+    produce,
+)
+from pallas_kernels.ops.paged_attention.hopper.softmax import LEAST, LOG2E
+
+State = tuple[jax.Array, jax.Array, jax.Array]  # mixed [M, columns], peak [M] in log2 units, total [M]
+
+
+def body(shape: Shape) -> Callable[..., None]:
+    """The kernel's body."""
+
+    def run(*refs: Any) -> None:
+        scales = () if shape.quantised else (None, None)
+        _block(shape, Refs(*refs[:6], *scales, *refs[6:]))
+
+    return run
+
+
+def _block(shape: Shape, refs: Refs) -> None:
+    role, block = lax.axis_index(ROLE), lax.axis_index(GRID)
+
+    def rounds() -> jax.Array:
+        return lax.div(refs.used[0] * shape.per_tile + (shape.blocks - 1), jnp.int32(shape.blocks))
+
+    def item(turn: jax.Array) -> Item:
+        # Back and forth over the blocks: who has the longest of one round has the shortest of the next.
+        there = lax.rem(turn, jnp.int32(2)) == 0
+        return find_item(shape, refs, turn * shape.blocks + jnp.where(there, block, shape.blocks - 1 - block))
+
+    @pl.when(role < WARPGROUPS)
+    def _compute() -> None:
+        if not is_interpreting(shape.interpret):
+            plgpu.set_max_registers(208 if shape.quantised else 232, action="increase")
+        lax.fori_loop(0, rounds(), lambda turn, step: _consume(shape, refs, item(turn), role, step), jnp.int32(0))
+
+    @pl.when(role == WARPGROUPS)
+    def _copy() -> None:
+        if not is_interpreting(shape.interpret):
+            plgpu.set_max_registers(88 if shape.quantised else 40, action="decrease")
+        steps = lax.fori_loop(0, rounds(), lambda turn, step: produce(shape, refs, item(turn), step), jnp.int32(0))
+        if is_interpreting(shape.interpret):
+            drain(shape, refs, steps)
+
+
+def _consume(shape: Shape, refs: Refs, item: Item, role: jax.Array, step: jax.Array) -> jax.Array:
+    # The same, but not before the item is known: else where queries and results lie is worked out once, before the loop
+    # over items, and held in registers that the loop over keys lacks where heads are wide.
+    here = role + jnp.minimum(item.row, 0) if shape.halves > 1 else role
+    pl.when(item.tokens > 0)(partial(_queries, shape, refs, item, here))
+    if shape.ping_pong:
+        pl.when(role == 1)(partial(_hand_over, refs))
+    raw = shape.scale * (refs.k_scale[item.kv_head(shape)] if shape.quantised else 1.0)
+    tile = partial(_tile, shape, refs, item, role, step, raw)
+    state = lax.fori_loop(
+        0, item.masked, partial(tile, item.part(shape, role).offset - item.start * shape.keys), _begin(shape)
+    )
+    state = lax.fori_loop(item.masked, item.steps, partial(tile, None), state)
+    if shape.ping_pong:
+        pl.when(role == 0)(partial(_hand_over, refs))
+
+    @pl.when(item.tokens > 0)
+    def _results() -> None:
+        _finish(shape, refs, item, here, state)
+
+    return step + item.steps
+
+
+def _queries(shape: Shape, refs: Refs, item: Item, role: jax.Array) -> None:
+    """The item's queries, from global memory to `q_s`."""
+    part, head = item.part(shape, role), item.head_block * shape.heads
+    for begin in range(0, shape.dim, shape.columns):
+        for h, c in product(range(shape.heads), range(0, shape.columns, WIDE)):
+            plgpu.copy_gmem_to_smem(
+                refs.q.at[pl.ds(part.begin - part.back, shape.span), head + h, pl.ds(begin + c, WIDE)],
+                refs.stage.at[role, c // WIDE, pl.ds(h * shape.span, shape.span)],
+                refs.q_full.at[role],
+            )
+        plgpu.barrier_wait(refs.q_full.at[role])
+        for c in range(0, shape.columns, WIDE):
+            loaded = compat.load(refs.stage.at[role, c // WIDE], layout=_layout(), optimized=False)
+            refs.q_s[role, :, pl.ds(begin + c, WIDE)] = loaded.astype(shape.dtype)
+        plgpu.commit_smem()
+
+
+def _hand_over(refs: Refs) -> None:
+    """Let the other warpgroup have the tensor core, and wait until it does the same."""
+    plgpu.barrier_arrive(refs.turn)
+    plgpu.barrier_wait(refs.turn)
+
+
+def _layout(reduced: bool = False) -> Any:
+    return plgpu.Layout.WGMMA.reduce(1) if reduced else plgpu.Layout.WGMMA
+
+
+def _begin(shape: Shape) -> State:
+    row = partial(cast, layout=_layout(reduced=True), interpret=shape.interpret)
+    mixed = cast(jnp.zeros((ROWS, shape.columns), jnp.float32), _layout(), shape.interpret)
+    return mixed, row(jnp.full((ROWS,), LEAST, jnp.float32)), row(jnp.zeros((ROWS,), jnp.float32))
+
+
+def _rows(x: jax.Array, columns: int) -> jax.Array:
+    return lax.broadcast_in_dim(x, (ROWS, columns), [0])
+
+
+def _tile(
+    shape: Shape,
+    refs: Refs,
+    item: Item,
+    role: jax.Array,
+    step: jax.Array,
+    raw: jax.Array | float,
+    ahead: jax.Array | None,
+    j: jax.Array,
+    state: State,
+) -> State:
+    """Attend to the j-th tile of keys; `raw` is what products are multiplied by to be scores.
+
+    Where the tile needs a mask, `ahead` is the first row's position from tile `start`.
+    """
+    mixed, peak, total = state
+    slot = lax.rem(step + j, jnp.int32(shape.stages))
+    plgpu.barrier_wait(refs.k_full.at[slot])
+    score = _scores(shape, refs, role, slot)
+    fence(shape.interpret)
+    plgpu.barrier_arrive(refs.k_free.at[slot])
+
+    factor = raw * LOG2E  # scores in units of log2, so that exp2 takes them after one multiply-add
+    if shape.softcap is not None:
+        score, factor = jnp.tanh(score * (raw / shape.softcap)), shape.softcap * LOG2E
+    if ahead is not None:
+        there = j if shape.window is None else item.key_tile(j)
+        score = _mask(shape, score, ahead - there * shape.keys)
+    higher = jnp.maximum(peak, jnp.max(score, axis=1) * factor)
+    fade = jnp.exp2(peak - higher)
+    weight = jnp.exp2(score * factor - _rows(higher, shape.keys))
+    mixed, total = mixed * _rows(fade, shape.columns), total * fade + jnp.sum(weight, axis=1)
+    narrow = weight.astype(shape.dtype)
+    if shape.p_in_smem:
+        refs.p_s[role] = narrow
+        plgpu.commit_smem()
+    elif shape.ping_pong:
+        mixed, total, higher, narrow = lax.optimization_barrier((mixed, total, higher, narrow))
+
+    if shape.ping_pong:
+        plgpu.barrier_arrive(refs.turn)
+    plgpu.barrier_wait(refs.v_full.at[slot])
+    if shape.ping_pong:
+        plgpu.barrier_wait(refs.turn)
+    left = refs.p_s.at[role] if shape.p_in_smem else narrow
+    mixed = wgmma(left, refs.v_s.at[slot], mixed, interpret=shape.interpret)
+    fence(shape.interpret)
+    plgpu.barrier_arrive(refs.v_free.at[slot])
+    return mixed, higher, total
+
+
+def _scores(shape: Shape, refs: Refs, role: jax.Array, slot: jax.Array) -> jax.Array:
+    """q k^T [M, keys]. The other warpgroup may go on as soon as the product is issued."""
+    if is_interpreting(shape.interpret) and not compat.DETECTS_RACES:
+        score = wgmma(refs.q_s.at[role], refs.k_s.at[slot], transposed=True, interpret=shape.interpret)
+        if shape.ping_pong:
+            _hand_over(refs)
+        return score
+
+    def formed(acc: Any) -> jax.Array:
+        plgpu.wgmma(acc, refs.q_s.at[role], compat.transpose(refs.k_s.at[slot]))
+        if shape.ping_pong:
+            _hand_over(refs)
+        score: jax.Array = acc[...]
+        return score
+
+    scores: jax.Array = pl.run_scoped(formed, plgpu.ACC((ROWS, shape.keys), jnp.float32))
+    return scores
+
+
+def _mask(shape: Shape, score: jax.Array, ahead: jax.Array) -> jax.Array:
+    """MASKED for keys that a row may not attend to; `ahead`: first row's position less that of the first key."""
+    row, column = _iota(shape, (ROWS,), 0), _iota(shape, (ROWS, shape.keys), 1)
+    last = ahead + (row if shape.heads == 1 else row & (shape.span - 1))  # the last key that a row sees, as a column
+    # A thread has columns 8 i + 0, 1 of its place: of 8 i and 0, 1 the compiler makes constants and a few sums. Whole
+    # columns would be held in a register each, beside the loop's, and spill.
+    eighth, past = column & ~7, _rows(last, shape.keys) - (column & 7)
+    score = jnp.where(eighth <= past, score, MASKED)
+    return score if shape.window is None else jnp.where(eighth > past - shape.window, score, MASKED)
+
+
+def _iota(shape: Shape, size: tuple[int, ...], axis: int) -> jax.Array:
+    if is_interpreting(shape.interpret) and not compat.DETECTS_RACES:
+        return lax.broadcasted_iota(jnp.int32, size, axis)
+    counted: jax.Array = plgpu.broadcasted_iota(jnp.int32, size, axis, layout=_layout(reduced=len(size) == 1))
+    return counted
+
+
+def _finish(shape: Shape, refs: Refs, item: Item, role: jax.Array, state: State) -> None:
+    mixed, peak, total = state
+    total = jnp.maximum(total, 1e-30)  # of rows that are not stored
+    share = (refs.v_scale[item.kv_head(shape)] if shape.quantised else 1.0) / total
+    mixed = (mixed * _rows(share, shape.columns)).astype(shape.outer_dtype)
+    for c in range(0, shape.columns, WIDE):
+        refs.stage[role, c // WIDE] = mixed[:, c : c + WIDE]
+    plgpu.commit_smem()
+
+    def tell() -> None:
+        refs.lse[item.head_block, item.tile, pl.ds(role * ROWS, ROWS)] = peak * (1.0 / LOG2E) + jnp.log(total)
+
+    if shape.halves > 1:
+        pl.when(item.half == 0)(tell)
+    else:
+        tell()
+    _store(shape, refs, item, role)
+
+
+def _store(shape: Shape, refs: Refs, item: Item, role: jax.Array) -> None:
+    """The staged results, to global memory.
+
+    A copy has a fixed size: a number of tokens goes out as the powers of two that it is the sum of.
+    """
+    part = item.part(shape, role)
+    first = item.half * shape.columns if shape.halves > 1 else 0
+    done, size = part.left * 0, shape.span
+    while size:
+
+        @pl.when((part.left & size) != 0)
+        def _copy(size: int = size, done: jax.Array = done) -> None:
+            for h, c in product(range(shape.heads), range(0, shape.columns, WIDE)):
+                plgpu.copy_smem_to_gmem(
+                    refs.stage.at[role, c // WIDE, pl.ds(h * shape.span + part.back + done, size)],
+                    refs.out.at[
+                        pl.ds(part.begin + done, size), item.head_block * shape.heads + h, pl.ds(first + c, WIDE)
+                    ],
+                )
+
+        done, size = done + (part.left & size), size // 2
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,0 +1,1 @@
+"""Paged attention for TPU in Pallas Mosaic: decode and prefill."""

@@ -1,0 +1,125 @@
+"""What the compile gate compiles of paged attention for TPU: a plan and its kernel, at the shapes that are served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gate.cases import Case, shapes
+from pallas_kernels.layout import Ragged, Scales
+from pallas_kernels.ops.paged_attention.tpu import decode, prefill
+from pallas_kernels.ops.paged_attention.tpu.config import Config, Shape
+from pallas_kernels.ops.paged_attention.tpu.kernel import paged_attention
+from pallas_kernels.ops.paged_attention.tpu.plan import Work, plan_decode, plan_prefill
+
+MODELS = {"8b": (32, 8), "8b-tp4": (8, 2)}  # H, K of a shard of Llama 3
+DIM = 128
+POOL, CONTEXT = 2**19, 2**17  # tokens of a layer's pool, and of the longest row
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One case."""
+
+    kind: str  # decode or prefill
+    model: str
+    page: int
+    tokens: int
+    rows: int
+    stored: str = "bfloat16"  # dtype of the pools
+    note: str = ""
+    usual: bool = True
+
+    @property
+    def shape(self) -> Shape:
+        heads, kv_heads = MODELS[self.model]
+        return Shape(heads, kv_heads, DIM, self.page, pool_bytes=jnp.dtype(self.stored).itemsize)
+
+    def case(self, config: Config, plan: Callable[[Ragged], Work], **options: Any) -> Case:
+        quantised = "" if self.stored == "bfloat16" else f" {self.stored}"
+        return Case(
+            name=f"tpu {self.kind} {self.model}{quantised} page{self.page}{self.note}",
+            program=partial(_run, plan=plan, config=config, **options),
+            arguments=self._arguments(),
+            usual=self.usual,
+        )
+
+    def _arguments(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """q, the pools, the fields of `Ragged`, and scales where pools are quantised."""
+        shape = self.shape
+        pool = (POOL // self.page, self.page, shape.kv_heads, DIM)
+        scales = [] if self.stored == "bfloat16" else [((shape.kv_heads,), jnp.float32)] * 2
+        return shapes(
+            ((self.tokens, shape.heads, DIM), jnp.bfloat16),
+            *[(pool, self.stored)] * 2,
+            *step_arguments(self.tokens, self.rows, self.page),
+            *scales,
+        )
+
+
+def cases() -> list[Case]:
+    """The kernels by themselves; `attention/cases.py` has whole layers."""
+    return [*decode_cases(), *prefill_cases()]
+
+
+def decode_cases() -> list[Case]:
+    """For the compile gate: pages, pools and query tokens of what is served."""
+    found: list[Case] = []
+    for model in MODELS:
+        found += [_decode_case(model, page) for page in (16, 64, 256)]
+        found += [_decode_case(model, 64, queries, usual=queries == 16) for queries in (4, 16)]
+    for stored in ("int8", "float8_e4m3fn"):
+        found += [_decode_case("8b", 64, 1, stored), _decode_case("8b", 64, 16, stored, usual=False)]
+    layer = Layer("decode", "8b", 64, 64, 64, note=" q1 window softcap")
+    found.append(layer.case(decode.heuristic(layer.shape), partial(plan_decode, queries=1), window=4096, softcap=50.0))
+    return found
+
+
+def _decode_case(model: str, page: int, queries: int = 1, stored: str = "bfloat16", usual: bool = True) -> Case:
+    layer = Layer("decode", model, page, 64 * queries, 64, stored, f" q{queries}", usual)
+    return layer.case(decode.heuristic(layer.shape, queries), partial(plan_decode, queries=queries))
+
+
+def prefill_cases() -> list[Case]:
+    """For the compile gate: pages and pools of what is served."""
+    found: list[Case] = []
+    for model in MODELS:
+        found += [_prefill_case(model, page, usual=page != 64) for page in (16, 64, 256)]
+    found += [_prefill_case("8b", 64, "int8"), _prefill_case("8b", 64, "float8_e4m3fn", usual=False)]
+    layer = Layer("prefill", "8b", 64, 2048, 16, note=" window softcap", usual=False)
+    config = prefill.heuristic(layer.shape)
+    plan = partial(plan_prefill, queries=config.queries, above=16)
+    found.append(layer.case(config, plan, window=4096, softcap=50.0))
+    return found
+
+
+def _prefill_case(model: str, page: int, stored: str = "bfloat16", usual: bool = True) -> Case:
+    layer = Layer("prefill", model, page, 2048, 16, stored, usual=usual)
+    config = prefill.heuristic(layer.shape)
+    return layer.case(config, partial(plan_prefill, queries=config.queries, above=16))
+
+
+def step_arguments(tokens: int, rows: int, page: int) -> list[tuple[tuple[int, ...], Any]]:
+    """The fields of `Ragged`."""
+    return [*[((tokens,), jnp.int32)] * 3, *[((rows,), jnp.int32)] * 3, ((rows, CONTEXT // page), jnp.int32)]
+
+
+def _run(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    *rest: jax.Array,
+    plan: Callable[[Ragged], Work],
+    config: Config,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    fields = len(Ragged._fields)
+    ragged, scales = Ragged(*rest[:fields]), Scales(*rest[fields:]) if len(rest) > fields else None
+    return paged_attention(
+        q, k_pool, v_pool, ragged, plan(ragged), scale=DIM**-0.5, scales=scales, config=config, **options
+    )

@@ -1,0 +1,442 @@
+"""Ragged paged attention in plain XLA: for CPU, and the fallback anywhere.
+
+    out[t, h] = sum_j softmax_j(cap(scale * q[t, h] . k[j, h // G])) v[j, h // G],  cap(x) = softcap * tanh(x / softcap)
+
+over the keys j of t's own row with positions[t] - window < j <= positions[t]: a window of w sees w keys.
+
+Keys and values are read from the pages of the row's block table, so `kv_write` of the same step comes first. Pages
+that lie a chunk or more below every window are not read. A quantised pool (fp8 e4m3, int8) comes with its `Scales`.
+Softmax is online over chunks of pages: temporaries are bounded by the chunk, whatever the context. Sums are
+float32. Padding tokens, and rows whose context is 0, give zeros, and an lse of MASKED.
+
+A row gets the same bits alone and beside others, in programs of one shape.
+
+Letters: T tokens, S rows, P pages per row, N pages in the pool, B page size, H query heads, K kv heads,
+G = H / K queries per kv head, D head dim, C = tokens in a chunk of pages, Q = tokens in a query block.
+
+Every state is float32, and a chunk in which a query sees nothing leaves it as it is,
+bit for bit: what a row gets does not hang on how far the rows beside it reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, Required, TypedDict, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.layout import MASKED, Ragged, Scales
+
+Parts = tuple[jax.Array, ...]  # mixed values, and the lse where it is asked for
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How scores are bent and limited, and what comes out."""
+
+    window: int | None = None  # a query sees this many keys at most, its own included
+    softcap: float | None = None
+    v_scale: jax.Array | None = None  # [K] float32, what a quantised pool's values are multiplied by
+    lse: bool = False
+
+    def begin(self, position: jax.Array) -> jax.Array:
+        """First key that a query at `position` sees."""
+        return jnp.zeros_like(position) if self.window is None else jnp.maximum(position + 1 - self.window, 0)
+
+
+class Running(NamedTuple):
+    """Highest score, sum of weights and weighted values so far."""
+
+    peak: jax.Array  # [..., rows]
+    total: jax.Array  # [..., rows]
+    mixed: jax.Array  # [..., rows, D]
+
+
+def begin(shape: tuple[int, ...], dim: int) -> Running:
+    zeros = jnp.zeros(shape, jnp.float32)
+    return Running(zeros + MASKED, zeros, jnp.zeros((*shape, dim), jnp.float32))
+
+
+def absorb(
+    state: Running, score: jax.Array, seen: jax.Array, mix: Callable[[jax.Array], jax.Array], softcap: float | None
+) -> Running:
+    """The state with one more chunk: score [..., rows, C], seen broadcast to it, `mix` weights -> [..., rows, D]."""
+    if softcap is not None:
+        score = softcap * jnp.tanh(score / softcap)
+    score = jnp.where(seen, score, MASKED)
+    peak = jnp.maximum(state.peak, jnp.max(score, axis=-1))
+    # Where nothing was seen yet the peak itself is MASKED: measured from half of it, masked scores weigh nothing.
+    weight = jnp.exp(score - jnp.maximum(peak, MASKED / 2)[..., None])
+    fade = jnp.exp(state.peak - peak)
+    return Running(peak, state.total * fade + jnp.sum(weight, axis=-1), state.mixed * fade[..., None] + mix(weight))
+
+
+def mean(state: Running) -> jax.Array:
+    """Weighted mean of the values; zeros where nothing was attended to."""
+    return state.mixed / jnp.maximum(state.total, 1e-30)[..., None]
+
+
+def lse(state: Running) -> jax.Array:
+    """Log of the sum of exp(score); MASKED where nothing was attended to (a total is 1 at least otherwise)."""
+    return jnp.where(state.total > 0, state.peak + jnp.log(jnp.maximum(state.total, 1e-30)), MASKED)
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Keys and values of one layer: pools [N, B, K, D], or [N, K, B, D] with heads first."""
+
+    k: jax.Array
+    v: jax.Array
+    heads_first: bool
+
+    @property
+    def letters(self) -> str:
+        """Of the pools' shape."""
+        return "[N, K, B, D]" if self.heads_first else "[N, B, K, D]"
+
+    @property
+    def size(self) -> int:
+        """B"""
+        return int(self.k.shape[2 if self.heads_first else 1])
+
+    @property
+    def heads(self) -> int:
+        """K"""
+        return int(self.k.shape[1 if self.heads_first else 2])
+
+    def read(self, ids: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """Whole pages `ids` [..., c] as keys and values [..., c * B, K, D], or [..., K, c * B, D] with heads first. One
+        gather each, of long contiguous slices."""
+        *rows, count = ids.shape
+        merged = (self.heads, count * self.size) if self.heads_first else (count * self.size, self.heads)
+        places = (0, 2, 3) if self.heads_first else (1, 2, 3)  # of a page's axes in the result, after `rows`
+        dims = lax.GatherDimensionNumbers(
+            offset_dims=tuple(len(rows) + place for place in places), collapsed_slice_dims=(0,), start_index_map=(0,)
+        )
+
+        def taken(pool: jax.Array) -> jax.Array:
+            got = lax.gather(pool, ids[..., None], dims, (1, *pool.shape[1:]), mode="clip")
+            return got.reshape(*rows, *merged, pool.shape[3]).astype(dtype)
+
+        return taken(self.k), taken(self.v)
+
+
+def missing(columns: int, pages: int) -> int:
+    """Columns that a block table lacks to be two chunks or more. Of one chunk XLA knows what every turn of the loop
+    reads: on CPU it moves the gather out of the loop and copies the whole pool for it, a second for 2 GiB."""
+    return max(2 * pages - columns, -columns % pages)
+
+
+CHUNK_BYTES = 512 * 1024  # keys of one chunk over its rows; stays in a core's cache
+ROWS = 16  # single tokens computed together
+product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+def single(q: jax.Array, pool: Pages, contexts: jax.Array, tables: jax.Array, rule: Rule) -> Parts:
+    """One query per row, q [S, K, G, D], in groups of rows of like context: each group reads as far as its longest."""
+    rows = q.shape[0]
+    if rows <= ROWS:
+        return _together(q, pool, contexts, tables, rule)
+    order = jnp.argsort(-contexts)  # longest first
+    count = -(-rows // ROWS)
+    # What pads the last group has a context of 0: it reads nothing, and is not stored.
+    order = jnp.pad(order, (0, count * ROWS - rows), constant_values=rows).reshape(count, ROWS)
+    picked = jnp.minimum(order, rows - 1)
+    reach = jnp.where(order < rows, contexts[picked], 0)
+    parts: Parts = lax.map(
+        lambda part: _together(part[0], pool, part[1], part[2], rule), (q[picked], reach, tables[picked])
+    )  # [groups, ROWS, ...] each
+    places = order.reshape(-1)
+    return tuple(_dealt(part.reshape(count * ROWS, *part.shape[2:]), places, rows) for part in parts)
+
+
+def _dealt(sorted_: jax.Array, places: jax.Array, rows: int) -> jax.Array:
+    return jnp.zeros((rows, *sorted_.shape[1:]), sorted_.dtype).at[places].set(sorted_, mode="drop")
+
+
+def _together(q: jax.Array, pool: Pages, contexts: jax.Array, tables: jax.Array, rule: Rule) -> Parts:
+    """One query per row, batched over all S rows; reads as far as the longest context."""
+    rows, kv_heads, group, dim = q.shape
+    size, way = pool.size, _by_head(q) if pool.heads_first else _by_token(q)
+    row_bytes = rows * size * kv_heads * dim * pool.k.dtype.itemsize
+    pages = min(max(1, CHUNK_BYTES // row_bytes), max(1, 256 // size), tables.shape[1])  # per row and chunk
+    span = pages * size  # C
+    tables = jnp.pad(tables, ((0, 0), (0, missing(tables.shape[1], pages))))
+    lowest = rule.begin(contexts - 1)  # [S]
+    first = lowest // span  # chunks are cut where they always are, so that the bits do not hang on the window's place
+
+    def chunk(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Pages [S, pages] of the i-th chunk that each row reads, and positions [S, C] or [1, C] of its keys."""
+        if rule.window is None:
+            return lax.dynamic_slice_in_dim(tables, i * pages, pages, axis=1), (i * span + jnp.arange(span))[None, :]
+        column = (first + i)[:, None] * pages + jnp.arange(pages)[None, :]
+        ids = jnp.take_along_axis(tables, column, axis=1, mode="clip")
+        return ids, ((first + i) * span)[:, None] + jnp.arange(span)[None, :]
+
+    def body(i: jax.Array, state: Running) -> Running:
+        ids, key = chunk(i)
+        k, v = pool.read(ids, q.dtype)
+        seen = key < contexts[:, None]  # [S, C]
+        if rule.window is not None:
+            seen &= key >= lowest[:, None]
+        # What a page held before is not to be seen, and may be NaN, which a weight of zero would let through.
+        v = jnp.where(seen[:, None, :, None] if pool.heads_first else seen[:, :, None, None], v, jnp.zeros_like(v))
+        return absorb(
+            state, way.score(k), seen[:, None], lambda weight: way.mix(weight.astype(q.dtype), v), rule.softcap
+        )
+
+    trips = jnp.max((contexts + span - 1) // span - first)
+    state = lax.fori_loop(0, trips, body, begin((rows, kv_heads * group), way.columns))
+    mixed = way.own(mean(state))
+    if rule.v_scale is not None:
+        mixed = mixed * rule.v_scale[None, :, None, None]
+    out = mixed.astype(q.dtype)
+    return (out, lse(state).reshape(rows, kv_heads, group)) if rule.lse else (out,)
+
+
+class _Way(NamedTuple):
+    """How queries meet keys and values of a chunk."""
+
+    score: Callable[[jax.Array], jax.Array]  # keys -> [S, H, C]
+    mix: Callable[[jax.Array, jax.Array], jax.Array]  # weights [S, H, C] and values -> [S, H, columns]
+    own: Callable[[jax.Array], jax.Array]  # what is mixed -> [S, K, G, D]
+    columns: int
+
+
+def _by_head(q: jax.Array) -> _Way:
+    """Keys and values [S, K, C, D]: products of each head."""
+    rows, kv_heads, group, dim = q.shape
+
+    def score(k: jax.Array) -> jax.Array:
+        # The keys on the left, where a CPU reads them as they lie.
+        return product("skcd,skgd->skcg", k, q).swapaxes(2, 3).reshape(rows, kv_heads * group, -1)
+
+    def mix(weight: jax.Array, v: jax.Array) -> jax.Array:
+        grouped = weight.reshape(rows, kv_heads, group, -1)
+        return product("skgc,skcd->skgd", grouped, v).reshape(rows, kv_heads * group, dim)
+
+    return _Way(score, mix, lambda mixed: mixed.reshape(q.shape), dim)
+
+
+def _by_token(q: jax.Array) -> _Way:
+    """Keys and values [S, C, K, D]: products over whole tokens [K * D], as they lie in the pages.
+
+    Queries are spread block-diagonally over the kv heads, and of the mixed values each query keeps its own head's. That
+    is K times the arithmetic, but one plain matrix product per row and chunk; products per head would first transpose
+    the keys, and sums of products are not vectorised over D.
+    """
+    rows, kv_heads, group, dim = q.shape
+    own = jnp.eye(kv_heads, dtype=q.dtype)
+    spread = (q[:, :, :, None] * own[None, :, None, :, None]).reshape(rows, -1, kv_heads * dim)  # [S, H, K * D]
+
+    def flat(x: jax.Array) -> jax.Array:
+        return x.reshape(rows, -1, kv_heads * dim)
+
+    def kept(mixed: jax.Array) -> jax.Array:
+        wide = mixed.reshape(rows, kv_heads, group, kv_heads, dim)
+        return jnp.einsum("skgjd,kj->skgd", wide, own.astype(jnp.float32), precision="highest")
+
+    return _Way(
+        lambda k: product("sce,she->sch", flat(k), spread).swapaxes(1, 2),
+        lambda weight, v: product("shc,sce->she", weight, flat(v)),
+        kept,
+        kv_heads * dim,
+    )
+
+
+class Tile(NamedTuple):
+    """What is computed together of one row."""
+
+    queries: int  # Q
+    keys: int  # C at most
+
+
+# A CPU multiplies large matrices faster; a short row would leave most of a large tile empty.
+LARGE, SMALL = Tile(256, 256), Tile(64, 128)
+
+
+def many(q: jax.Array, pool: Pages, ragged: Ragged, rule: Rule, queries: int | None) -> Parts:
+    """Rows of any length, q [T, K, G, D]; no row is longer than `queries`, where that is given."""
+    tokens, rows = q.shape[0], ragged.starts.shape[0]
+    alone = ragged.lengths == 1  # [S]
+    first = jnp.clip(ragged.starts, 0, tokens - 1)
+    contexts = jnp.where(alone, ragged.contexts, 0)
+    ones = single(q[first], pool, contexts, ragged.block_tables, rule)  # [S, ...] each
+    place = jnp.where(alone, first, tokens)
+    longest = min(tokens, queries or tokens)
+    small = SMALL._replace(queries=min(SMALL.queries, longest))
+    spare = LARGE.queries if longest > 2 * SMALL.queries else small.queries
+    # A block may reach beyond the end of its row, hence of the tokens: padded here, masked where it is stored.
+    padded = jnp.pad(q, ((0, spare), (0, 0), (0, 0), (0, 0)))
+    out = tuple(
+        jnp.full((tokens + spare, *part.shape[1:]), empty, part.dtype).at[place].set(part, mode="drop")
+        for part, empty in zip(ones, (0, MASKED), strict=False)
+    )
+
+    def row(r: jax.Array, out: Parts) -> Parts:
+        start, length, table = ragged.starts[r], ragged.lengths[r], ragged.block_tables[r]
+        offset = ragged.contexts[r] - length  # position of the row's first token
+
+        def blocks(tile: Tile, first: jax.Array | int, count: jax.Array, out: Parts) -> Parts:
+            """With `count` blocks of the row from its token `first` on."""
+
+            def one(b: jax.Array, out: Parts) -> Parts:
+                token = first + b * tile.queries
+                here = lax.dynamic_slice_in_dim(padded, start + token, tile.queries)  # [Q, K, G, D]
+                mine = token + jnp.arange(tile.queries) < length
+                fresh = _block(here, pool, table, offset + token, ragged.contexts[r], rule, tile.keys)
+                return tuple(_stored(old, new, start + token, mine) for old, new in zip(out, fresh, strict=True))
+
+            filled: Parts = lax.fori_loop(0, count, one, out)
+            return filled
+
+        done: jax.Array | int = 0
+        if spare == LARGE.queries:  # whole large blocks, and one more for a rest of more than two small ones
+            large = (length + LARGE.queries - 2 * SMALL.queries - 1) // LARGE.queries
+            out, done = blocks(LARGE, 0, large, out), jnp.minimum(large * LARGE.queries, length)
+        rest = jnp.where(length > 1, length - done, 0)
+        return blocks(small, done, (rest + small.queries - 1) // small.queries, out)
+
+    whole: Parts = lax.fori_loop(0, rows, row, out)
+    return tuple(part[:tokens] for part in whole)
+
+
+def _stored(old: jax.Array, new: jax.Array, at: jax.Array, mine: jax.Array) -> jax.Array:
+    """old [T, ...] with those tokens of new [Q, ...] in it, from `at` on, that are the row's own."""
+    before = lax.dynamic_slice_in_dim(old, at, new.shape[0])
+    kept = jnp.where(mine.reshape(-1, *(1,) * (new.ndim - 1)), new, before)
+    return lax.dynamic_update_slice_in_dim(old, kept, at, axis=0)
+
+
+def _block(
+    q: jax.Array,
+    pool: Pages,
+    table: jax.Array,
+    position: jax.Array,
+    context: jax.Array,
+    rule: Rule,
+    keys: int,
+) -> Parts:
+    """A query block [Q, K, G, D] of one row, first token at `position`, over `keys` of the row's keys at a time."""
+    block, kv_heads, group, dim = q.shape
+    pages = min(max(1, keys // pool.size), table.shape[0])
+    span = pages * pool.size  # C
+    table = jnp.pad(table, (0, missing(table.shape[0], pages)))
+    stacked = q.transpose(1, 2, 0, 3).reshape(kv_heads, group * block, dim)  # one matrix product per kv head
+    last = jnp.tile(position + jnp.arange(block), group)[:, None]  # [G * Q, 1], each query's own position
+    lowest = rule.begin(position)
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    def body(i: jax.Array, state: Running) -> Running:
+        ids = lax.dynamic_slice_in_dim(table, i * pages, pages)
+        k, v = pool.read(ids, q.dtype)  # [C, K, D], or [K, C, D]
+        key = i * span + jnp.arange(span)  # [C] positions
+        seen, real = key[None, :] <= last, key < context  # [G * Q, C], [C]
+        if rule.window is not None:
+            seen &= key[None, :] >= rule.begin(last)
+            real &= key >= lowest
+        v = jnp.where(real[:, None] if pool.heads_first else real[:, None, None], v, jnp.zeros_like(v))  # see `single`
+        axes = "kcd" if pool.heads_first else "ckd"
+        score = product(f"kqd,{axes}->kqc", stacked, k)  # [K, G * Q, C]
+
+        def mixed(weight: jax.Array) -> jax.Array:
+            return product(f"kqc,{axes}->kqd", weight.astype(q.dtype), v)
+
+        return absorb(state, score, seen[None], mixed, rule.softcap)
+
+    reach = jnp.minimum(position + block, context)
+    state = lax.fori_loop(lowest // span, (reach + span - 1) // span, body, begin((kv_heads, group * block), dim))
+    mixed = mean(state)
+    if rule.v_scale is not None:
+        mixed = mixed * rule.v_scale[:, None, None]
+    out = mixed.reshape(kv_heads, group, block, dim).transpose(2, 0, 1, 3).astype(q.dtype)
+    return (out, lse(state).reshape(kv_heads, group, block).transpose(2, 0, 1)) if rule.lse else (out,)
+
+
+class Options(TypedDict, total=False):
+    """Arguments of `paged_attention` by name, for the overloads."""
+
+    scale: Required[float]
+    decode: bool
+    queries: int | None
+    window: int | None
+    softcap: float | None
+    scales: Scales | None
+    heads_first: bool
+
+
+@overload
+def paged_attention(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    ragged: Ragged,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> jax.Array: ...
+
+
+@overload
+def paged_attention(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    ragged: Ragged,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def paged_attention(
+    q: jax.Array,  # [T, H, D]
+    k_pool: jax.Array,  # [N, B, K, D], or [N, K, B, D] with heads first
+    v_pool: jax.Array,  # the same
+    ragged: Ragged,
+    *,
+    scale: float,
+    decode: bool = False,
+    queries: int | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    scales: Scales | None = None,
+    heads_first: bool = False,
+    return_lse: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Causal attention of every token to its own row's pages; [T, H, D] in the dtype of `q`, and lse [T, H] float32.
+
+    `decode=True` promises that token i is all of row i (T = S, lengths 0 or 1), and skips the general case.
+    `queries` promises that no row has more tokens: verify rows of 4 tokens are four times as fast with it.
+    """
+    pages = Pages(k_pool, v_pool, heads_first)
+    _check(q, pages, ragged, decode)
+    tokens, heads, dim = q.shape
+    kv_heads = pages.heads
+    factor = jnp.full((kv_heads,), scale, jnp.float32) if scales is None else scales.k * scale
+    grouped = q.reshape(tokens, kv_heads, -1, dim).astype(jnp.float32) * factor[None, :, None, None]
+    grouped = grouped.astype(q.dtype)  # [T, K, G, D]
+    rule = Rule(window, softcap, None if scales is None else scales.v, return_lse)
+    if decode:
+        parts = single(grouped, pages, ragged.contexts, ragged.block_tables, rule)
+    else:
+        parts = many(grouped, pages, ragged, rule, queries)
+    out = parts[0].reshape(q.shape)
+    return (out, parts[1].reshape(tokens, heads)) if return_lse else out
+
+
+def _check(q: jax.Array, pages: Pages, ragged: Ragged, decode: bool) -> None:
+    shape = pages.k.shape
+    if q.ndim != 3 or len(shape) != 4 or shape != pages.v.shape:
+        raise ValueError(f"q [T, H, D] is {q.shape}; pools {pages.letters} are {shape} and {pages.v.shape}")
+    if q.shape[2] != shape[3] or q.shape[1] % pages.heads:
+        raise ValueError(
+            f"q.shape={q.shape} [T, H, D] must fit pools {pages.letters} {shape}: equal D, H a multiple of K"
+        )
+    rows = ragged.block_tables.shape[0]
+    if decode and q.shape[0] != rows:
+        raise ValueError(f"decode=True needs one token per row; there are {q.shape[0]} tokens and {rows} rows")

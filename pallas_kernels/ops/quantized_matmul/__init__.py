@@ -1,0 +1,1 @@
+"""Products with 8-bit weights."""

@@ -1,0 +1,125 @@
+"""Who multiplies by weights of 8 bits: chosen once at an engine's start, as its attention is.
+
+XLA widens a weight with one scale for each output on its way into its own product, so the kernel could save no bytes
+there and is not asked. A weight with scales for blocks of inputs XLA writes to memory widened and reads it again: five
+bytes for each of the kernel's one, which is what decode waits for. With many tokens that no longer counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.choice import Choice, Here, resolve
+
+
+@dataclass(frozen=True)
+class Spec(Here):
+    """What an engine asks."""
+
+    dtype: str  # of activations
+    weights: str  # dtype of the weights
+    blocks: bool  # whether blocks of inputs have scales of their own
+    shards: int = 1  # devices that a weight is split over
+
+
+class QuantizedMatmul(Protocol):
+    """Products of activations [T, I] with values [I, O] times scale [n, O]."""
+
+    def takes(self, tokens: int, inputs: int, outputs: int, scales: int) -> bool:
+        """Whether it computes this shape, or leaves it to XLA."""
+
+    def __call__(self, x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
+        """[T, O] in the dtype of x."""
+
+
+@dataclass(frozen=True)
+class XlaQuantizedMatmul:
+    """Nothing: XLA's products are written where weights are, for any number of axes."""
+
+    def takes(self, tokens: int, inputs: int, outputs: int, scales: int) -> bool:
+        return False
+
+    def __call__(self, x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
+        raise NotImplementedError("it takes none: ask `takes` first")
+
+
+@dataclass(frozen=True)
+class MosaicQuantizedMatmul:
+    """The kernel of `hopper.py`, for the few tokens of decode."""
+
+    spec: Spec
+
+    def takes(self, tokens: int, inputs: int, outputs: int, scales: int) -> bool:
+        from pallas_kernels.ops.quantized_matmul import hopper
+
+        return hopper.supports(self._shape(inputs, outputs, tokens=tokens, scales=scales)) is None
+
+    def __call__(self, x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
+        from pallas_kernels.mosaic.interpret import interpreter
+        from pallas_kernels.ops.quantized_matmul import hopper
+
+        config = hopper.heuristic(self._shape(*values.shape, tokens=len(x), scales=len(scale)))
+        return hopper.quantized_matmul(
+            x, values, scale, config=config, interpret=interpreter() if self.spec.interpret else None
+        )
+
+    def _shape(self, inputs: int, outputs: int, *, tokens: int, scales: int) -> Any:
+        from pallas_kernels.ops.quantized_matmul import hopper
+
+        dtype, stored = jnp.dtype(self.spec.dtype), jnp.dtype(self.spec.weights)
+        return hopper.Spec(tokens, inputs, outputs, scales, dtype, stored, self.spec.cores)
+
+
+class _Mosaic:
+    """The backend `mosaic_gpu`."""
+
+    @staticmethod
+    def supports(spec: Spec) -> str | None:
+        from pallas_kernels.mosaic.support import unfit
+
+        if (reason := unfit(spec)) is not None:
+            return reason
+        if not spec.blocks:
+            return "each output has one scale: XLA widens such weights within its product, and reads as few bytes"
+        if spec.shards > 1:
+            return f"weights are split over {spec.shards} devices; it multiplies by whole ones"
+        if spec.dtype not in ("bfloat16", "float16"):
+            return f"activations of {spec.dtype}; it multiplies bfloat16 and float16"
+        return None
+
+    @staticmethod
+    def make(spec: Spec) -> QuantizedMatmul:
+        return MosaicQuantizedMatmul(spec)
+
+
+class _Xla:
+    """The backend `xla`."""
+
+    @staticmethod
+    def supports(spec: Spec) -> str | None:
+        return None
+
+    @staticmethod
+    def make(spec: Spec) -> QuantizedMatmul:
+        return XlaQuantizedMatmul()
+
+
+BACKENDS: Mapping[str, Any] = {"mosaic_gpu": _Mosaic, "xla": _Xla}
+
+
+def resolve_quantized_matmul(spec: Spec, name: str = "auto") -> Choice:
+    """As `attention.api.resolve`, of products with 8-bit weights."""
+    return resolve(spec, name, BACKENDS, "products")
+
+
+def products(choice: Choice | None = None) -> QuantizedMatmul:
+    """What was resolved; None: XLA."""
+    if choice is None:
+        return XlaQuantizedMatmul()
+    made: QuantizedMatmul = BACKENDS[choice.backend].make(choice.spec)
+    return made

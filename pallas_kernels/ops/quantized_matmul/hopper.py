@@ -1,0 +1,286 @@
+"""Products with weights of 8 bits on Hopper, for the few tokens of decode: bound by the weights' bytes, read once.
+
+    out[t, o] = sum_b scale[b, o] sum_{i in block b} x[t, i] w[i, o]
+
+The operands are swapped: outputs are the rows of the tensor core's product, 64 of which are the least it takes, and
+tokens its columns, of which 8 will do. A block streams strips of `COLUMNS` outputs through a ring by TMA; two
+warpgroups widen a half of them each, exactly, into shared memory, where the tensor core takes them. What is summed over
+is cut into equal shares of all strips for as many blocks as there are cores, so a strip may be several blocks': their
+sums, float32, are added by XLA, which scales per channel, turns round and rounds in the same small fusion. Floor: one
+byte of each weight over the bandwidth.
+
+Letters: T tokens, I what is summed over, O outputs, n blocks of I that have scales of their own (1: per channel),
+N tokens of a product, W items.
+
+A block does the items of one worker, for one group of tokens. Along what is summed over, tiles of weights and of
+activations go through a ring of `stages` slots by TMA. Each consumer has 64 of a tile's outputs
+(mosaic/quantized_tile.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.mosaic import compat
+from pallas_kernels.mosaic.compat import plgpu
+from pallas_kernels.mosaic.interpret import Interpret
+from pallas_kernels.mosaic.memory import tiled
+from pallas_kernels.mosaic.quantized_tile import COLUMNS, CONSUMERS, QUANTIZED, ROWS, Ring, Tile, bring, held, summed
+from pallas_kernels.mosaic.spec import CORES, SMEM, allowed, refusal
+
+MOST = 256  # tokens; of more, arithmetic takes longer than to widen the weights once
+PRODUCT = 128  # tokens of a product: as many sums as registers hold beside those of a block of scales
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a config is chosen for."""
+
+    tokens: int  # T
+    inputs: int  # I
+    outputs: int  # O
+    scales: int = 1  # n
+    dtype: Any = jnp.bfloat16
+    stored: Any = jnp.int8
+    cores: int = CORES
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one shape is computed."""
+
+    tokens: int = 64  # N
+    depth: int = 128  # of I at a time
+    stages: int = 5  # tiles on the way
+    workers: int = CORES  # blocks for each N tokens
+
+    def validate(self, spec: Spec) -> None:
+        """Raises ValueError, naming the value, where this config cannot compute the spec."""
+        if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+            raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
+        if jnp.dtype(spec.stored).name not in QUANTIZED:
+            raise ValueError(f"{spec.stored=} must be one of {', '.join(QUANTIZED)}")
+        if spec.outputs % COLUMNS:
+            raise ValueError(f"{spec.outputs=} must be a multiple of {COLUMNS}")
+        if self.depth not in (64, 128) or spec.inputs % (self.depth * spec.scales):
+            raise ValueError(f"{self.depth=} must be 64 or 128 and divide {spec.inputs=} / {spec.scales=}")
+        if self.tokens not in (8, 16, 32, 64, PRODUCT) or not 1 <= spec.tokens <= MOST:
+            raise ValueError(f"{self.tokens=} must be 8, 16, 32, 64 or {PRODUCT}, and {spec.tokens=} 1 to {MOST}")
+        if self.stages < 2 or self.workers < 1:  # the next tile is widened before this one is given back
+            raise ValueError(f"{self.stages=} must be at least 2, and {self.workers=} positive")
+        if (size := self.smem_bytes()) > SMEM:
+            raise ValueError(f"{self} needs {size} bytes of shared memory; a block has {SMEM}")
+
+    def smem_bytes(self) -> int:
+        """Shared memory of a block, barriers and alignment included."""
+        return self.stages * self.depth * 2 * self.tokens + held(self.depth, self.stages) + 2048
+
+
+def heuristic(spec: Spec) -> Config:
+    """A config for the spec that is expected to be good."""
+    tokens = next((n for n in (8, 16, 32, 64) if spec.tokens <= n), PRODUCT)
+    depth = 128 if spec.inputs % (128 * spec.scales) == 0 else 64
+    config = Config(tokens, depth, 2, max(1, spec.cores // -(-spec.tokens // tokens)))
+    fits = (replace(config, stages=stages) for stages in range(8, 1, -1))
+    return next((deep for deep in fits if deep.smem_bytes() <= SMEM), config)
+
+
+def candidates(spec: Spec) -> Iterator[Config]:
+    """Configs worth timing for the spec, the heuristic first; the compile gate drops those that spill."""
+    best = heuristic(spec)
+    some = (replace(best, depth=depth, stages=stages) for depth, stages in product((64, 128), (2, 3, 4, 5, 6, 8, 12)))
+    return allowed((best, *some), spec)
+
+
+def supports(spec: Spec) -> str | None:
+    """None, or why no config computes the spec."""
+    return refusal(heuristic, spec)
+
+
+@dataclass(frozen=True)
+class Work:
+    """All strips, one after another, cut into equal shares of steps: known when it is traced, so constants of it."""
+
+    strips: int  # O / COLUMNS
+    steps: int  # I / depth
+    workers: int
+
+    @cached_property
+    def items(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """[W, 3] strip, first step and steps of each, in order."""
+        total = self.strips * self.steps
+        edges = {round(total * worker / self.workers) for worker in range(self.workers + 1)}
+        edges |= set(range(0, total + 1, self.steps))
+        cuts = np.array(sorted(edges), np.int32)
+        return np.stack([cuts[:-1] // self.steps, cuts[:-1] % self.steps, np.diff(cuts)], axis=1)
+
+    @cached_property
+    def cuts(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """[workers + 1]: worker w does the items from cuts[w] up to, not including, cuts[w + 1]."""
+        total, begins = self.strips * self.steps, self.items[:, 0] * self.steps + self.items[:, 1]
+        edges = [round(total * worker / self.workers) for worker in range(self.workers + 1)]
+        return np.searchsorted(begins, edges).astype(np.int32)
+
+    @cached_property
+    def parts(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """[strips, most items of a strip]: its items; W where it has fewer."""
+        by = [np.flatnonzero(self.items[:, 0] == strip) for strip in range(self.strips)]
+        made = np.full((self.strips, max(map(len, by))), len(self.items), np.int32)
+        for row, own in zip(made, by, strict=True):
+            row[: len(own)] = own
+        return made
+
+
+def quantized_matmul(
+    x: jax.Array,  # [T, I]
+    values: jax.Array,  # [I, O] int8 or float8_e4m3fn
+    scale: jax.Array,  # [n, O] float32
+    *,
+    config: Config,
+    interpret: Interpret = None,
+) -> jax.Array:
+    """[T, O] in the dtype of x, summed in float32."""
+    (tokens, inputs), outputs, scales = x.shape, values.shape[1], scale.shape[0]
+    config.validate(Spec(tokens, inputs, outputs, scales, x.dtype, values.dtype))
+    if values.shape != (inputs, outputs) or scale.shape != (scales, outputs):
+        raise ValueError(f"x {x.shape}, values {values.shape} and scale {scale.shape} do not fit")
+    work = Work(outputs // COLUMNS, inputs // config.depth, config.workers)
+    groups = -(-tokens // config.tokens)
+    every = inputs // scales // config.depth if scales > 1 else 0
+    tile = Tile(config.depth, every, jnp.dtype(x.dtype), jnp.dtype(values.dtype), interpret)
+    shape = Shape(config.tokens, config.stages, tile)
+    run = compat.kernel(
+        body(shape),
+        out=jax.ShapeDtypeStruct((groups, len(work.items), COLUMNS, config.tokens), jnp.float32),
+        scratch=shape.scratch(),
+        # Tokens last, which is fastest: blocks that read the same weights run side by side.
+        grid=((GRID, config.workers), (TOKENS, groups)),
+        threads=(ROLE, CONSUMERS + 1),
+        interpret=interpret,
+    )
+    padded = jnp.pad(x, ((0, groups * config.tokens - tokens), (0, 0)))
+    sums = run(padded, values, scale, jnp.asarray(work.items), jnp.asarray(work.cuts))
+    whole = _added(sums, work)  # [groups, strips, COLUMNS, N]
+    out = whole.transpose(0, 3, 1, 2).reshape(groups * config.tokens, outputs)[:tokens]
+    return (out * scale if scales == 1 else out).astype(x.dtype)
+
+
+def _added(sums: jax.Array, work: Work) -> jax.Array:
+    """sums [groups, W, COLUMNS, N] of items -> of strips, in the order of what is summed over."""
+    whole = sums[:, work.parts[:, 0]]
+    for column in work.parts.T[1:]:
+        there = (column < len(work.items))[None, :, None, None]
+        whole = whole + jnp.where(there, sums[:, np.minimum(column, len(work.items) - 1)], 0.0)
+    return whole
+
+
+GRID, TOKENS, ROLE = "worker", "tokens", "role"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Everything static that the body needs to know."""
+
+    tokens: int  # N
+    stages: int
+    tile: Tile
+
+    def scratch(self) -> list[Any]:
+        return [
+            tiled((self.stages, self.tokens, self.tile.depth), self.tile.dtype),
+            *self.tile.scratch(self.stages),
+            plgpu.Barrier(num_arrivals=1 + CONSUMERS, num_barriers=self.stages),
+            plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=self.stages),
+        ]
+
+
+class Refs(NamedTuple):
+    """Arguments, results and scratch, in the order in which the kernel gets them."""
+
+    x: Any  # [groups * N, I]
+    values: Any  # [I, O]
+    scale: Any  # [n, O]
+    items: Any  # [W, 3] strip, first step, steps
+    cuts: Any  # [workers + 1]
+    out: Any  # [groups, W, COLUMNS, N] float32
+    x_s: Any  # [stages, N, depth]
+    narrow_s: Any  # [stages, CONSUMERS, depth, ROWS]
+    wide_s: Any  # [BUFFERS, CONSUMERS, depth, ROWS]
+    full: Any  # barriers
+    free: Any
+
+
+def body(shape: Shape) -> Callable[..., None]:
+    """The kernel over the grid GRID, TOKENS, threads ROLE: consumers first, then the producer."""
+
+    def run(*arrays: Any) -> None:
+        refs = Refs(*arrays)
+        role = lax.axis_index(ROLE)
+
+        @pl.when(role < CONSUMERS)
+        def _() -> None:
+            plgpu.set_max_registers(232, action="increase")
+            _each_item(refs, lambda item, done: _consume(shape, refs, item, done, role))
+
+        @pl.when(role == CONSUMERS)
+        def _() -> None:
+            plgpu.set_max_registers(40, action="decrease")
+            steps = _each_item(refs, lambda item, done: _produce(shape, refs, item, done))
+            for slot in range(shape.stages):  # a block must not end before every arrival has been waited for
+
+                @pl.when(steps > slot)
+                def _(slot: int = slot) -> None:
+                    plgpu.barrier_wait(refs.free.at[slot])
+
+    return run
+
+
+def _each_item(refs: Refs, one: Callable[[jax.Array, jax.Array], None]) -> jax.Array:
+    """one(item, steps before it) for each item of this worker; how many steps they were."""
+    worker = lax.axis_index(GRID)
+
+    def step(item: jax.Array, done: jax.Array) -> jax.Array:
+        one(item, done)
+        after: jax.Array = done + refs.items[item, 2]
+        return after
+
+    steps: jax.Array = lax.fori_loop(refs.cuts[worker], refs.cuts[worker + 1], step, jnp.int32(0))
+    return steps
+
+
+def _produce(shape: Shape, refs: Refs, item: jax.Array, done: jax.Array) -> None:
+    strip, first, token = refs.items[item, 0], refs.items[item, 1], lax.axis_index(TOKENS) * shape.tokens
+
+    def step(k: jax.Array, nothing: None) -> None:
+        slot = lax.rem(done + k, jnp.int32(shape.stages))
+        depth = pl.ds((first + k) * shape.tile.depth, shape.tile.depth)
+        full = refs.full.at[slot]
+
+        @pl.when(done + k >= shape.stages)
+        def _() -> None:
+            plgpu.barrier_wait(refs.free.at[slot])
+
+        bring(refs.values, (depth,), strip * COLUMNS, refs.narrow_s.at[slot], full)
+        plgpu.copy_gmem_to_smem(refs.x.at[pl.ds(token, shape.tokens), depth], refs.x_s.at[slot], full)
+
+    lax.fori_loop(0, refs.items[item, 2], step, None)
+
+
+def _consume(shape: Shape, refs: Refs, item: jax.Array, done: jax.Array, role: jax.Array) -> None:
+    first, column = refs.items[item, 1], refs.items[item, 0] * COLUMNS + role * ROWS
+
+    def scale_at(k: jax.Array) -> Any:
+        return refs.scale.at[lax.div(first + k, jnp.int32(shape.tile.every)), pl.ds(column, ROWS)]
+
+    ring = Ring(refs.narrow_s, refs.wide_s, refs.x_s, refs.full, refs.free, shape.stages, role, done)
+    total = summed(shape.tile, ring, refs.items[item, 2], scale_at)
+    refs.out[lax.axis_index(TOKENS), item, pl.ds(role * ROWS, ROWS)] = total

@@ -1,0 +1,227 @@
+"""The thresholds of top-k, top-p and min-p on Hopper: see `search.py`. One block a row, mostly one look at it.
+
+Floor: the bytes of the logits over the bandwidth, once. Logits are float32; a row begins at a multiple of 16 bytes, as
+TMA asks, so V is a multiple of 4.
+
+Letters: G rows, V vocabulary, L lanes.
+
+One warpgroup; what a sweep gathers lies in registers, spread over the lanes, and is added up once at the sweep's end.
+A block has no producer: the copy of the tile after next goes out as soon as a tile has been read. Several blocks share
+a core, and one's sums hide behind another's copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.mosaic import compat
+from pallas_kernels.mosaic.compat import plgpu
+from pallas_kernels.mosaic.interpret import Interpret
+from pallas_kernels.mosaic.spec import SMEM
+from pallas_kernels.ops.sampling_threshold.search import DEPTH, NOTHING, Found, Options, Seen, insert, search
+
+WARPGROUP = 128
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a row is looked at."""
+
+    lanes: int = 512  # L
+    tile: int = 2048  # logits that are copied together
+    stages: int = 4
+
+    def validate(self, vocab: int) -> None:
+        """Raises ValueError, naming the value, where this config cannot look at rows of `vocab` logits."""
+        if vocab % 4:
+            raise ValueError(f"{vocab=} must be a multiple of 4: a row begins at a multiple of 16 bytes")
+        if self.lanes % WARPGROUP or self.lanes < WARPGROUP or self.tile % self.lanes:
+            raise ValueError(f"{self.lanes=} must be a multiple of {WARPGROUP} and divide {self.tile=}")
+        if vocab < self.tile:
+            raise ValueError(f"{vocab=} must be at least {self.tile=}")
+        if self.stages < 1:
+            raise ValueError(f"{self.stages=} must be positive")
+        if (size := self.smem_bytes()) > SMEM:
+            raise ValueError(f"{self} needs {size} bytes of shared memory; a block has {SMEM}")
+
+    def smem_bytes(self) -> int:
+        """Shared memory of a block, barriers and what sums take included."""
+        return 4 * self.stages * self.tile + 2048
+
+
+def heuristic(vocab: int) -> Config:
+    """A config for rows of `vocab` logits that is expected to be good."""
+    fits = (Config(lanes, lanes * each) for lanes, each in ((512, 4), (128, 4), (128, 1)))
+    return next((config for config in fits if config.tile <= vocab // 2), Config(128, 128))
+
+
+def supports(vocab: int) -> str | None:
+    """None, or why no config looks at rows of `vocab` logits."""
+    try:
+        heuristic(vocab).validate(vocab)
+    except ValueError as reason:
+        return str(reason)
+    return None
+
+
+def thresholds(x: jax.Array, options: Options, *, config: Config, interpret: Interpret = None) -> Found:
+    """Of logits x [G, V] float32 what each row keeps at least, and how often it was swept, [G]; see `search.py`."""
+    rows, vocab = x.shape
+    config.validate(vocab)
+    if x.dtype != jnp.float32 or any(one.shape != (rows,) or one.dtype != jnp.float32 for one in options):
+        raise ValueError(f"x {x.dtype} {x.shape} must be float32, and options float32 [{rows}]: {options}")
+    shape = Shape(vocab, config.lanes, config.tile, config.stages)
+    run = compat.kernel(
+        body(shape),
+        out=(jax.ShapeDtypeStruct((rows,), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.int32)),
+        scratch=shape.scratch(),
+        grid=((ROW, rows),),
+        threads=("warpgroup", 1),
+        interpret=interpret,
+    )
+    return Found(*run(x, *options))
+
+
+ROW = "row"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Everything static that the body needs to know."""
+
+    vocab: int  # V
+    lanes: int  # L
+    tile: int  # logits, a multiple of the lanes
+    stages: int
+
+    def scratch(self) -> list[Any]:
+        return [
+            plgpu.SMEM((self.stages, self.tile), jnp.float32),
+            plgpu.Barrier(num_barriers=self.stages),
+        ]
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.vocab // self.tile)
+
+
+class Refs(NamedTuple):
+    """Arguments, results and scratch, in the order in which the kernel gets them."""
+
+    x: Any  # [G, V] float32
+    rate: Any  # [G] float32, as the next three: `Options`
+    least: Any
+    top_k: Any
+    top_p: Any
+    threshold: Any  # [G] float32
+    sweeps: Any  # [G] int32
+    ring: Any  # [stages, tile]
+    full: Any  # barriers
+
+
+def body(shape: Shape) -> Callable[..., None]:
+    """The kernel over the grid ROW. A row that asks for no threshold is not looked at."""
+
+    def run(*arrays: Any) -> None:
+        refs = Refs(*arrays)
+        row = lax.axis_index(ROW)
+        options = Options(*(one[row] for one in refs[1:5]))
+        cuts = (options.top_k > 0) | (options.top_p < 1) | (options.least > NOTHING)
+
+        @pl.when(cuts)
+        def _() -> None:
+            found = _found(shape, refs, row, options)
+            refs.threshold[row] = found.threshold
+            refs.sweeps[row] = found.sweeps
+
+        @pl.when(jnp.logical_not(cuts))
+        def _() -> None:
+            refs.threshold[row] = jnp.float32(NOTHING)
+            refs.sweeps[row] = jnp.int32(0)
+
+    return run
+
+
+def _found(shape: Shape, refs: Refs, row: jax.Array, options: Options) -> Found:
+    zeros = jnp.zeros((shape.lanes,), jnp.float32)
+    nothing = (jnp.full((shape.lanes,), NOTHING, jnp.float32),) * DEPTH
+
+    def first(parts: list[jax.Array], state: Any) -> Any:
+        """Weights are kept relative to the best of their lane so far."""
+        caught, mass = state
+        before = caught[0]
+        for part in parts:
+            caught = insert(caught, part)
+        mass = mass * jnp.exp2((before - caught[0]) * options.rate)
+        for part in parts:
+            mass = mass + jnp.exp2((part - caught[0]) * options.rate)
+        return caught, mass
+
+    caught, mass = _each_tile(shape, refs, row, first, (nothing, zeros))
+    top = jnp.max(caught[0])
+    total = jnp.sum(mass * jnp.exp2((caught[0] - top) * options.rate))
+
+    def sweep(limit: jax.Array, marks: Sequence[jax.Array], rate: jax.Array) -> tuple[Seen, list[jax.Array]]:
+        thresholds = (limit, *marks)
+
+        def again(parts: list[jax.Array], state: Any) -> Any:
+            caught, sums = state
+            for part in parts:
+                # -inf is below all marks: what it weighs where all else counts as one is not asked.
+                weight = jnp.exp2((part - top) * rate)
+                sums = [one + jnp.where(part >= mark, weight, 0.0) for one, mark in zip(sums, thresholds, strict=True)]
+                caught = insert(caught, jnp.where(part >= thresholds[0], NOTHING, part))
+            return caught, sums
+
+        caught, sums = _each_tile(shape, refs, row, again, (nothing, [zeros] * len(thresholds)))
+        above, *kept = [jnp.sum(one) for one in sums]
+        return Seen(limit, above, caught), kept
+
+    return search(top, total, caught, options, sweep, shape.vocab)
+
+
+def _each_tile(shape: Shape, refs: Refs, row: jax.Array, one: Callable[[list[jax.Array], Any], Any], start: Any) -> Any:
+    """one(parts of a tile, state) over all of a row: each part has one logit of every lane."""
+    stages, tiles = min(shape.stages, shape.tiles), shape.tiles
+
+    def copy(tile: Any, slot: Any) -> None:
+        # The last tile begins early enough to end with the row; what it has twice is hidden below.
+        begin = jnp.minimum(tile * shape.tile, shape.vocab - shape.tile)
+        source = refs.x.at[row, pl.ds(begin, shape.tile)]
+        compat.copy_row(source, refs.ring.at[slot], refs.full.at[slot])
+
+    def read(slot: Any) -> list[jax.Array]:
+        plgpu.barrier_wait(refs.full.at[slot])
+        each = range(0, shape.tile, shape.lanes)
+        return [compat.load(refs.ring.at[slot, pl.ds(at, shape.lanes)]) for at in each]
+
+    for tile in range(stages):
+        copy(jnp.int32(tile), tile)
+
+    def step(tile: jax.Array, state: Any) -> Any:
+        slot = lax.rem(tile, jnp.int32(stages))
+        parts = read(slot)
+        plgpu.commit_smem()
+
+        @pl.when(tile + stages < tiles)
+        def _() -> None:
+            copy(tile + stages, slot)
+
+        return one(parts, state)
+
+    whole = shape.vocab // shape.tile
+    state = lax.fori_loop(0, whole, step, start)
+    if whole == tiles:
+        return state
+    parts, twice = read((tiles - 1) % stages), tiles * shape.tile - shape.vocab
+    plgpu.commit_smem()
+    lane = lax.broadcasted_iota(jnp.int32, (shape.lanes,), 0)
+    hidden = [jnp.where(lane + n * shape.lanes >= twice, part, NOTHING) for n, part in enumerate(parts)]
+    return one(hidden, state)
