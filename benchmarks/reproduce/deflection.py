@@ -84,7 +84,7 @@ def placements(args: argparse.Namespace) -> Table:
         more = [100 * (one[1] / other[1] - 1) for one, other in zip(cells, before, strict=True)]
         gains = ["", ""] if system == SYSTEMS[0] else [between(less), between(more)]
         rows.append([", ".join(f"`{one}`" for one in system), *shown, *gains])
-    titles = ["policy, placement", *(f"{rate:g} req/s" for rate in RATES), "P95 TTFT less by, %", "attained more by, %"]
+    titles = ["policy, routing", *(f"{rate:g} req/s" for rate in RATES), "P95 TTFT less by, %", "attained more by, %"]
     return Table("P95 TTFT, and % attained (TTFT 2 s, TPOT and TBT 100 ms)", titles, rows)
 
 
@@ -102,7 +102,7 @@ def breakdown(args: argparse.Namespace) -> Table:
     count = args.requests or REQUESTS
     placements = ("round_robin", "least_work", "deflect:faster")
     cases = [Case("distserve", one, rate, count) for one in placements for rate in (2.0, 4.0, *RATES)]
-    titles = ["placement", "req/s", "P95 TTFT, s", "waiting, %", "computing, %", "moving KV, %"]
+    titles = ["routing", "req/s", "P95 TTFT, s", "waiting, %", "computing, %", "moving KV, %"]
     return Table("Parts of the P95 TTFT", titles, page.spread(args, _parts, cases))
 
 
@@ -132,7 +132,7 @@ def chunk_sweep(args: argparse.Namespace) -> Table:
     sizes = [
         Case("distserve", one, 6.0, count, tokens=tokens) for one in TWO for tokens in (256, 512, 1024, 2048, 4096)
     ]
-    titles = ["placement", "tokens a step", "P95 TTFT, s", "TTFT attained, %", "TPOT and TBT, %", "both, %"]
+    titles = ["routing", "tokens per step", "P95 TTFT, s", "TTFT attained, %", "TPOT and TBT, %", "both, %"]
     rows = page.spread(args, _sweep, [*shares, *sizes])
     return Table("Chunks on decode instances, at 6 requests/s", [*titles, "P99 of largest gaps, ms", "deflected"], rows)
 
@@ -190,7 +190,7 @@ def predictor(args: argparse.Namespace) -> Table:
     ]
     titles = [
         "step-time model",
-        "policy, placement",
+        "policy, routing",
         "decode steps",
         "mixed steps",
         "TTFT, prefill path",
