@@ -50,7 +50,7 @@ def flags_page() -> str:
     lines = ["# Flags", "", NOTE, ""]
     lines += [
         "Every flag of `jaxserve serve` is also a key of a `--config` file and an argument of `LLM(...)`:",
-        "`--max-model-len` is `max_model_len`. Values in brackets are defaults.",
+        "`--max-model-len` becomes `max_model_len`. Brackets hold defaults.",
         "",
     ]
     for command, (module, summary) in COMMANDS.items():
@@ -125,10 +125,10 @@ def metrics_page() -> str:
     """Return the page of every metric family, from the collectors of the server."""
     lines = ["# Metrics", "", NOTE, ""]
     lines += [
-        "`GET /metrics` answers in Prometheus' text format, with vLLM's names behind the prefix `jaxserve:`. Every",
-        "series has the label `model_name`; others are in the table. A counter ends in `_total`, a histogram has",
-        "`_bucket`, `_sum` and `_count`, a summary `_sum` and `_count`. What objectives count as attained, and",
-        "queries for dashboards: [objectives](../guide/objectives.md#metrics).",
+        "`GET /metrics` returns Prometheus' text format, with vLLM's names after the prefix `jaxserve:`.",
+        "Every series has the label `model_name`; the table lists other labels. A counter ends in `_total`,",
+        "a histogram has `_bucket`, `_sum` and `_count`, a summary `_sum` and `_count`. For attainment and",
+        "queries for dashboards, see [objectives](../guide/objectives.md#metrics).",
         "",
     ]
     rows = []
@@ -162,21 +162,21 @@ def names_page() -> str:
     own = policies.__name__
     lines = ["# Names and options", "", NOTE, ""]
     lines += [
-        "Options stand behind a colon, several joined by `+`: `kairos:literal`, `sarathi:tokens=512`. An option",
-        "without a value is a switch; what each does is in [policies](policies.md).",
+        "Options follow a colon and are joined by `+`: `kairos:literal`, `sarathi:tokens=512`. An option",
+        "without a value is a switch. [Policies](policies.md) describes them.",
         "",
     ]
     lines += ["## Policies (`--policy`)", "", "Whole policies:", ""]
     lines += table(("name", "options"), rows(policies.WHOLE, own))
-    lines += ["Made of a half that orders prompts and a half that decodes; both halves' options apply:", ""]
+    lines += ["Policies of a prefill half and a decode half, with the options of both:", ""]
     pairs = [(f"`{name}`", f"`{first}`", f"`{second}`") for name, (first, second) in sorted(policies.HALVES.items())]
     lines += table(("name", "prefill half", "decode half"), pairs)
-    lines += ["Halves, to combine as `prefill=X,decode=Y`:", ""]
+    lines += ["Halves, combined as `prefill=X,decode=Y`:", ""]
     lines += table(("prefill half", "options"), rows(policies.PREFILL, own))
     lines += table(("decode half", "options"), rows(policies.DECODE, own))
-    lines += ["`NAME/draft` lets any of them speculate:", ""]
+    lines += ["`NAME/draft` adds speculation to any policy:", ""]
     lines += table(("name", "options"), rows(policies.DRAFTING, own, ("policy",)))
-    lines += ["## Router (`--routing`)", ""]
+    lines += ["## Routing (`--routing`)", ""]
     lines += table(("name", "options"), rows(routing.ROUTERS, routing.__name__, ("admission",)))
     lines += ["## Admission (`--admission`)", ""]
     lines += table(("name", "options"), rows(admission.ADMISSIONS, admission.__name__))

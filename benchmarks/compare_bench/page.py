@@ -35,12 +35,12 @@ def offline(found: Mapping[str, Any], sides: Sequence[str]) -> str:
         by = {(row["side"], row[key]): row[value] for row in found[part]}
         return [line(says.format(kind), [by[side, kind] for side in sides], less) for kind in kinds]
 
-    made = rows("decode", "requests", "tokens_per_s", "tokens/s of {} requests", False)
-    made += rows("decode", "requests", "step_ms", "decode step of {} rows, ms", True)
-    made += rows("prefill", "prompt", "prompt_s", "prompt of {} tokens, s", True)
+    made = rows("decode", "requests", "tokens_per_s", "tokens/s, {} concurrent", False)
+    made += rows("decode", "requests", "step_ms", "decode step, batch {}, ms", True)
+    made += rows("prefill", "prompt", "prompt_s", "prefill, {} tokens, s", True)
     made.append(line("start, s", [found["start_s"][side] for side in sides], True))
     made.append(line("memory, GB", [found["memory"][side] / 1e9 for side in sides], True))
-    return markdown(["", *sides, *(f"{sides[0]} over {side}" for side in sides[1:])], made)
+    return markdown(["", *sides, *(f"{sides[0]} / {side}" for side in sides[1:])], made)
 
 
 def online(found: Mapping[str, Any]) -> str:

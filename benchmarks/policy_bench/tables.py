@@ -58,9 +58,9 @@ def _scaled(model: str, mix: str, scale: Mapping[str, Any]) -> Table:
         [one["name"], str(one["prompt"]), str(one["output"]), f"{one['ttft']:.2f}", f"{1e3 * one['tpot']:.0f}"]
         for one in scale["shapes"]
     ]
-    says = f"{scale['rate']:.2f} requests/s; the profile says that the instances can do {scale['capacity']:.2f}."
+    says = f"{scale['rate']:.2f} requests/s; capacity by profile: {scale['capacity']:.2f}."
     columns = ["task", "prompt, tokens", "output", "TTFT, s", "TPOT, ms"]
-    return Table(f"{model} {mix} load", f"{model}, {mix}: what is sent and promised, means", columns, rows, says)
+    return Table(f"{model} {mix} load", f"{model}, {mix}: load and objectives, means", columns, rows, says)
 
 
 def _mean(cases: Sequence[Case], *path: str) -> float:
@@ -98,7 +98,7 @@ def _verdict(some: Sequence[Sequence[Case]]) -> str:
         return ""
     best = max(shares, key=shares.__getitem__)
     within = "within" if shares[best] - mine <= CLOSE + 1e-9 else "not within"
-    return f"`unified` attains {mine:.1%}, the best, `{best}`, {shares[best]:.1%}: {within} {CLOSE:.0%}."
+    return f"`unified` attains {mine:.1%}; the best, `{best}`, {shares[best]:.1%} ({within} {CLOSE:.0%})."
 
 
 def _predicted(model: str, cases: Sequence[Case], policies: Sequence[str]) -> Table:

@@ -132,7 +132,7 @@ def chunk_sweep(args: argparse.Namespace) -> Table:
     sizes = [
         Case("distserve", one, 6.0, count, tokens=tokens) for one in TWO for tokens in (256, 512, 1024, 2048, 4096)
     ]
-    titles = ["routing", "tokens a step", "P95 TTFT, s", "TTFT attained, %", "TPOT and TBT, %", "both, %"]
+    titles = ["routing", "tokens per step", "P95 TTFT, s", "TTFT attained, %", "TPOT and TBT, %", "both, %"]
     rows = page.spread(args, _sweep, [*shares, *sizes])
     return Table("Chunks on decode instances, at 6 requests/s", [*titles, "P99 of largest gaps, ms", "deflected"], rows)
 

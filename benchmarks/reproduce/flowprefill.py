@@ -49,7 +49,7 @@ def goodput(args: argparse.Namespace) -> Table:
     made = page.spread(args, _goodput, everywhere(args))
     best = {row[0]: float(row[2]) for row, _ in made if row[1] == SYSTEMS[0].label}
     rows = [[*row, best[row[0]] / float(row[2])] for row, _ in made]
-    titles = ["model", "system", "goodput, req/s", *(f"at {share:.0%} load" for share in SHARES), "FlowPrefill is x"]
+    titles = ["model", "system", "goodput, req/s", *(f"at {share:.0%} load" for share in SHARES), "FlowPrefill ×"]
     curves = {f"{row[0]} | {row[1]}": curve for row, curve in made}
     draw("flowprefill-goodput.png", curves, "load: 1 is all that the instance can compute", CURVE)
     return Table("Goodput (Figures 9 and 17, first row)", titles, rows, {"load": CURVE, "attained": curves})
@@ -101,7 +101,7 @@ def batching(args: argparse.Namespace) -> Table:
     systems = [System("no batching", "flowprefill:batch=0")]
     for budget in (512, 1024, 2048, 4096, 8192):
         systems.append(System(f"{budget}", f"flowprefill:batch={budget}"))
-        systems.append(System(f"{budget}, to the letter", f"flowprefill:batch={budget}+literal"))
+        systems.append(System(f"{budget}, literal", f"flowprefill:batch={budget}+literal"))
     titles = ["batch budget G", "goodput", "6 req/s: % / req/s", "8", "12"]
     return Table(
         "Batching (Figure 11)",

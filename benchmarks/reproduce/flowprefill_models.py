@@ -80,7 +80,7 @@ def _nothing(kind: str, **fields: Any) -> None:
 
 
 def rounds(args: argparse.Namespace) -> Table:
-    """Section 6.4: scheduling rounds a request, and how many of them make a command."""
+    """Section 6.4: scheduling rounds per request, and how many of them make a command."""
     systems = [
         sized(args, one)
         for one in (
@@ -92,8 +92,8 @@ def rounds(args: argparse.Namespace) -> Table:
         )
     ]
     rows = page.spread(args, _rounds, [(system, rate) for rate in (2.0, 6.0) for system in systems])
-    titles = ["requests/s", "system", "rounds a request", "of running steps", "submit", "preempt", "resume"]
-    return Table("Scheduling rounds a request (section 6.4)", [*titles, "TTFT attained, %"], rows)
+    titles = ["requests/s", "system", "rounds per request", "of running steps", "submit", "preempt", "resume"]
+    return Table("Scheduling rounds per request (section 6.4)", [*titles, "TTFT attained, %"], rows)
 
 
 def _rounds(case: tuple[System, float]) -> list[object]:

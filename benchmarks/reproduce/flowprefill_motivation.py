@@ -60,7 +60,7 @@ def chunk_efficiency(args: argparse.Namespace) -> Table:
         steps = [truth.step_time(Load().add_chunk(chunk, done)) for done in range(0, PROMPT, chunk)]
         rows.append([chunk, len(steps), sum(steps), PROMPT / sum(steps), 1e3 * steps[0], 1e3 * steps[-1]])
     whole = float(rows[-1][2])
-    titles = ["chunk", "chunks", "latency, s", "tokens/s", "first chunk, ms", "last chunk, ms", "latency is x whole"]
+    titles = ["chunk", "chunks", "latency, s", "tokens/s", "first chunk, ms", "last chunk, ms", "latency × whole"]
     return Table("A prompt of 32K in chunks (Figure 3)", titles, [[*row, float(row[2]) / whole] for row in rows])
 
 

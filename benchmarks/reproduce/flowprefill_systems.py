@@ -122,7 +122,7 @@ def percent(system: System, *rates: float) -> list[float]:
 
 CHUNK = {"boundary": "chunk"}
 FLOW = System("FlowPrefill", "flowprefill")
-LITERAL = System("FlowPrefill, to the letter", "flowprefill:literal")
+LITERAL = System("FlowPrefill, literal", "flowprefill:literal")
 DISTSERVE = System("DistServe", "distserve", {"prompts": 1, **CHUNK})
 CP2K = System("DistServe-CP2K (EDF)", "edf", {"tokens": 2048, **CHUNK})
 CP8K = System("DistServe-CP8K (EDF)", "edf", {"tokens": 8192, **CHUNK})
