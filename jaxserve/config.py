@@ -21,7 +21,7 @@ from jaxserve.settings import speculative
 from jaxserve.settings.fields import Bytes, HttpSettings, flag
 from jaxserve.settings.other_engines import argument_hint
 from jaxserve.settings.speculative import Speculative
-from jaxserve.settings.tiers import AUTO, Classes, Objective, Tier, load_tiers
+from jaxserve.settings.tiers import AUTO, Classes, Objective, ResolvedTier, Tier, load_tiers, resolve
 from jaxserve.yamlio import convert, load_fields, load_yaml, nearest, parse_yaml
 
 __all__ = ["ServeConfig", "load_yaml", "parse_mesh", "parse_yaml", "preset"]
@@ -358,11 +358,17 @@ class ServeConfig(HttpSettings):
         """The classes of requests that metrics tell apart."""
         return Classes(self.tiers, self.slo)
 
-    def tier(self, name: str) -> tuple[Tier, SLO]:
-        """A tier by name, and the SLO it promises. Raises InvalidValue naming the tiers there are."""
-        if name not in self.tiers:
+    @cached_property
+    def _resolved_tiers(self) -> Mapping[str, ResolvedTier]:
+        slo = self.slo
+        return {name: resolve(name, tier, slo) for name, tier in self.tiers.items()}
+
+    def tier(self, name: str) -> ResolvedTier:
+        """A tier by name. Raises InvalidValue naming the tiers there are."""
+        found = self._resolved_tiers.get(name)
+        if found is None:
             raise InvalidValue(f"service_tier={short(name)} is unknown: {nearest(name, self.tiers)}", "service_tier")
-        return self.tiers[name], self.tiers[name].slo(self.slo)
+        return found
 
     @classmethod
     def load(cls, path: str | Path | None = None, **given: Any) -> ServeConfig:

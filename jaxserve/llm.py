@@ -41,7 +41,6 @@ from jaxserve.sched.api.policy import roles_of
 from jaxserve.sched.api.request import STANDARD
 from jaxserve.sched.api.slo import SLO
 from jaxserve.server.metrics_reader import Metric, read_metrics
-from jaxserve.settings.tiers import canonical
 from jaxserve.tokenizer import Message, Tokenizer
 
 if TYPE_CHECKING:
@@ -124,13 +123,13 @@ class _Base:
         tokens = prompt.tokens if prompt.tokens is not None else self.tokenizer.encode(prompt.text or "")
         limit = self.engine.info.max_model_len
         check_length(len(tokens), _capped(params, limit - len(tokens)), limit)
-        found, promised = self.config.tier(tier or STANDARD)
+        found = self.config.tier(tier or STANDARD)
         job = Submission(
             tokens,
             params,
-            promised if slo is None else slo,
-            found.priority if priority is None else priority,
-            canonical(tier or STANDARD, found),
+            found.slo if slo is None else slo,
+            found.tier.priority if priority is None else priority,
+            found.name,
             text=prompt.text,
             salt=salt_of("", prompt.cache_salt),
         )

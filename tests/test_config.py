@@ -176,7 +176,7 @@ def test_tiers(tmp_path):
         config.tier("gold")
     own = tmp_path / "tiers.yaml"
     own.write_text("tiers: {gold: {ttft: 100ms, priority: -7}}")
-    tier, slo = ServeConfig(slo_tiers=str(own), tpot_slo=0.05).tier("gold")
+    tier, slo, _ = ServeConfig(slo_tiers=str(own), tpot_slo=0.05).tier("gold")
     assert (tier.priority, slo) == (-7, SLO(0.1))
 
 

@@ -21,7 +21,7 @@ from jaxserve.generation.stops import Automaton
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Delta, TokenLogprobs
-from jaxserve.sched.api.request import STANDARD
+from jaxserve.sched.api.request import STANDARD, check_prompt_length
 from jaxserve.sched.api.slo import SLO
 from jaxserve.tokenizer import Tokenizer
 
@@ -90,14 +90,7 @@ class GenerationFailed(JaxserveError):
 
 def check_length(length: int, params: SamplingParams, limit: int) -> None:
     """Raises InvalidValue, naming the lengths, where prompt and output do not fit into the context."""
-    if length == 0:
-        raise InvalidValue("the prompt is empty: at least one token is needed", "prompt")
-    if length >= limit:
-        raise InvalidValue(
-            f"the prompt has {length} tokens, and this model's context of {limit} tokens must hold it and at least "
-            "one token of output",
-            "prompt",
-        )
+    check_prompt_length(length, limit)
     if params.max_tokens is not None and length + params.max_tokens > limit:
         raise InvalidValue(
             f"max_tokens={short(params.max_tokens)} after a prompt of {length} tokens is more than the context of "

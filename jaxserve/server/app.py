@@ -65,7 +65,7 @@ def create_app(service: Service) -> FastAPI:
         service.check_model(body.model)
         for token in body.tokens:
             check_token(token, service.engine.info.vocab_size, "tokens")
-        decoded = service.prompts.run(lambda: service.tokenizer.decode(body.tokens), len(body.tokens))
+        decoded = service.prompts.texts.run(lambda: service.tokenizer.decode(body.tokens), len(body.tokens))
         return JSONResponse({"prompt": await while_connected(request.receive, decoded)})
 
     @app.get("/v1/admin/roles")

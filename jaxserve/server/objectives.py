@@ -11,7 +11,7 @@ from jaxserve.errors import ECHO, InvalidValue, short
 from jaxserve.sched.api.request import STANDARD
 from jaxserve.sched.api.slo import LONGEST, SHORTEST, SLO
 from jaxserve.server.openai import Sampled
-from jaxserve.settings.tiers import canonical, stages_over
+from jaxserve.settings.tiers import stages_over
 
 # Names in the order of precedence; gateways send the first kind, load generators the second.
 TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
@@ -34,8 +34,7 @@ def objectives_of(body: Sampled, headers: Mapping[str, str], config: ServeConfig
 
     Raises InvalidValue naming the field or header.
     """
-    name = body.service_tier or STANDARD
-    tier, slo = config.tier(name)
+    tier, slo, name = config.tier(body.service_tier or STANDARD)
     ttft = _first(("ttft_slo_ms", body.ttft_slo_ms), TTFT_HEADERS, headers)
     tpot = _first(("tpot_slo_ms", body.tpot_slo_ms), TPOT_HEADERS, headers)
     tbt = _first(("tbt_slo_ms", body.tbt_slo_ms), (), headers)
@@ -43,22 +42,23 @@ def objectives_of(body: Sampled, headers: Mapping[str, str], config: ServeConfig
         (stage, _seconds(f"stage_slo.{stage[:ECHO]}.tpot_slo_ms", given.tpot_slo_ms))
         for stage, given in (body.stage_slo or {}).items()
     )
-    try:
-        slo = replace(
-            slo,
-            ttft=slo.ttft if ttft is None else ttft,
-            tpot=slo.tpot if tpot is None else tpot,
-            tbt=slo.tbt if tbt is None else tbt,
-            stages=stages_over(slo.stages, tpot, stages),
-        )
-    except InvalidValue as error:
-        raise InvalidValue(str(error), "stage_slo") from error
+    if stages or not (ttft is tpot is tbt is None):
+        try:
+            slo = replace(
+                slo,
+                ttft=slo.ttft if ttft is None else ttft,
+                tpot=slo.tpot if tpot is None else tpot,
+                tbt=slo.tbt if tbt is None else tbt,
+                stages=stages_over(slo.stages, tpot, stages),
+            )
+        except InvalidValue as error:
+            raise InvalidValue(str(error), "stage_slo") from error
     priority = tier.priority if body.priority is None else body.priority
     if abs(priority) > MAX_PRIORITY:
         message = f"priority={short(priority)} must be between -{MAX_PRIORITY} and {MAX_PRIORITY}"
         raise InvalidValue(message, "priority")
     pace = config.pace_tokens if body.pace_tokens is None else body.pace_tokens
-    return Objectives(slo, priority, canonical(name, tier), pace)
+    return Objectives(slo, priority, name, pace)
 
 
 def _first(field: tuple[str, float | None], names: tuple[str, ...], headers: Mapping[str, str]) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -237,69 +237,6 @@ def _readable(error: ValidationError) -> InvalidValue:
 
 
 _TYPES = ("str", "int", "float", "bool")  # pydantic puts the union's member into the path
-
-
-def prompts_of(prompt: Any) -> list[str | list[int]]:
-    """The prompts of a text completion: a text, token ids, or a list of either. Raises InvalidValue."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt, list) and prompt:
-        if all(_is_id(item) for item in prompt):
-            return [prompt]
-        if all(isinstance(item, str) for item in prompt):
-            return list(prompt)
-        if all(isinstance(item, list) and item and all(map(_is_id, item)) for item in prompt):
-            return list(prompt)
-    raise InvalidValue(
-        f"prompt={short(prompt)} must be a text, a list of texts, a list of token ids, or a list of such lists",
-        "prompt",
-    )
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def prompt_count(prompt: Any) -> int:
-    """Return how many prompts a text completion has, without a look at each of them."""
-    single = not isinstance(prompt, list) or not prompt or _is_id(prompt[0])
-    return 1 if single else len(prompt)
-
-
-def messages_of(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with plain text as content. Raises InvalidValue for what only other models could read."""
-    if not messages:
-        raise InvalidValue("messages=[] must hold at least one message", "messages")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
-    if not isinstance(message.get("role"), str):
-        raise InvalidValue(
-            f"{where}.role={short(message.get('role'))} must be a text: system, user or assistant", "messages"
-        )
-    for name in ("tool_calls", "function_call", "audio"):
-        if message.get(name):
-            raise InvalidValue(f"{where}.{name} is not supported by this server", "messages")
-    content = message.get("content")
-    if content is None:
-        content = ""
-    if isinstance(content, list):
-        content = "\n".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
-    if not isinstance(content, str):
-        raise InvalidValue(f"{where}.content={short(content)} must be a text or a list of text parts", "messages")
-    return {**message, "content": content}
-
-
-def _part(part: Any, where: str) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    if isinstance(part, dict) and kind == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise InvalidValue(
-        f"{where} of type {short(kind)} is not supported: only parts of type 'text' with a text", "messages"
-    )
 
 
 def params_of(body: Sampled, vocab_size: int) -> SamplingParams:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxserve.errors import InvalidValue, short
 from jaxserve.server.openai import (
@@ -13,14 +13,9 @@ from jaxserve.server.openai import (
     Sampled,
     TokenizeBody,
     check_token,
-    messages_of,
-    prompt_count,
-    prompts_of,
 )
 from jaxserve.server.texts import TextThreads
 from jaxserve.tokenizer import Tokenizer
-
-T = TypeVar("T")
 
 MAX_OUTPUTS = 1024  # of one HTTP request: prompts times n
 
@@ -35,20 +30,16 @@ class Prompts:
         self._vocab_size = vocab_size
         self._context = context
         self._longest = tokenizer.longest_piece
-        self._threads = TextThreads()
+        self.texts = TextThreads()
 
     def close(self) -> None:
         """End the threads."""
-        self._threads.close()
+        self.texts.close()
 
     @property
     def waiting(self) -> int:
         """Texts that no thread has begun to encode."""
-        return self._threads.waiting
-
-    async def run(self, work: Callable[[], T], size: int) -> T:
-        """Run `work`, which reads `size` characters or tokens, on one of the threads."""
-        return await self._threads.run(work, size)
+        return self.texts.waiting
 
     async def of(self, body: Sampled, n: int, check: Callable[[int, int], None]) -> list[Prompt]:
         """Return the prompts of a body whose every prompt gets `n` outputs.
@@ -96,7 +87,7 @@ class Prompts:
             continue_final_message=body.continue_final_message,
             arguments=arguments,
         )
-        text = await self.run(render, sum(len(message["content"]) for message in messages))
+        text = await self.texts.run(render, sum(len(message["content"]) for message in messages))
         return text, await self._encode(text, special, "messages")
 
     async def _encode(self, text: str, special: bool, param: str) -> list[int]:
@@ -106,10 +97,73 @@ class Prompts:
                 f"the prompt has {len(text)} characters, more than {most} (the longest token has {self._longest})",
                 param,
             )
-        return await self.run(lambda: self._tokenizer.encode(text, special), len(text))
+        return await self.texts.run(lambda: self._tokenizer.encode(text, special), len(text))
 
     def _too_long(self, what: str, param: str) -> InvalidValue:
         return InvalidValue(
             f"{what}, and this model's context of {self._context} tokens must hold it and at least one token of output",
             param,
         )
+
+
+def prompts_of(prompt: Any) -> list[str | list[int]]:
+    """The prompts of a text completion: a text, token ids, or a list of either. Raises InvalidValue."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if all(_is_id(item) for item in prompt):
+            return [prompt]
+        if all(isinstance(item, str) for item in prompt):
+            return list(prompt)
+        if all(isinstance(item, list) and item and all(map(_is_id, item)) for item in prompt):
+            return list(prompt)
+    raise InvalidValue(
+        f"prompt={short(prompt)} must be a text, a list of texts, a list of token ids, or a list of such lists",
+        "prompt",
+    )
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def prompt_count(prompt: Any) -> int:
+    """Return how many prompts a text completion has, without a look at each of them."""
+    single = not isinstance(prompt, list) or not prompt or _is_id(prompt[0])
+    return 1 if single else len(prompt)
+
+
+def messages_of(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with plain text as content. Raises InvalidValue for what only other models could read."""
+    if not messages:
+        raise InvalidValue("messages=[] must hold at least one message", "messages")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str):
+        raise InvalidValue(
+            f"{where}.role={short(message.get('role'))} must be a text: system, user or assistant", "messages"
+        )
+    for name in ("tool_calls", "function_call", "audio"):
+        if message.get(name):
+            raise InvalidValue(f"{where}.{name} is not supported by this server", "messages")
+    content = message.get("content")
+    if content is None:
+        content = ""
+    if isinstance(content, list):
+        content = "\n".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
+    if not isinstance(content, str):
+        raise InvalidValue(f"{where}.content={short(content)} must be a text or a list of text parts", "messages")
+    return {**message, "content": content}
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if isinstance(part, dict) and kind == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise InvalidValue(
+        f"{where} of type {short(kind)} is not supported: only parts of type 'text' with a text", "messages"
+    )

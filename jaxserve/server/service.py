@@ -82,7 +82,7 @@ class Service:
         chat = isinstance(body, ChatBody)
         name = f"{'chatcmpl' if chat else 'cmpl'}-{body.request_id or request_id}"
         prompts = await self.prompts.of(body, params.n, self.engine.check_outputs)
-        stops = await self.prompts.run(lambda: Automaton(params.stop), 0) if params.stop else Automaton(())
+        stops = await self.prompts.texts.run(lambda: Automaton(params.stop), 0) if params.stop else Automaton(())
         salt = self.keys.salt(client, body.cache_salt)
         jobs = []
         for number, (text, tokens) in enumerate(prompts):

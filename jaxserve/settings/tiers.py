@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from jaxserve.errors import InvalidValue
 from jaxserve.sched.api.request import BEST_EFFORT, STANDARD
@@ -84,6 +84,14 @@ class Tier:
         )
 
 
+class ResolvedTier(NamedTuple):
+    """A tier on one server."""
+
+    tier: Tier
+    slo: SLO  # what it promises there
+    name: str  # what the scheduler and the metrics call it: one name for all of OpenAI's aliases
+
+
 @dataclass(frozen=True, slots=True)
 class _File:
     tiers: Mapping[str, Tier]
@@ -97,11 +105,10 @@ def load_tiers(path: Path) -> Mapping[str, Tier]:
     return {**dict.fromkeys(PLAIN, Tier()), **load_yaml(path, _File).tiers, **free}
 
 
-def canonical(name: str, tier: Tier) -> str:
-    """The one name that the scheduler and the metrics use for a tier, whatever OpenAI's aliases are."""
-    if tier.best_effort:
-        return BEST_EFFORT
-    return STANDARD if name in PLAIN else name
+def resolve(name: str, tier: Tier, default: SLO) -> ResolvedTier:
+    """Resolve a tier on a server whose own SLO is `default`."""
+    one_name = BEST_EFFORT if tier.best_effort else STANDARD if name in PLAIN else name
+    return ResolvedTier(tier, tier.slo(default), one_name)
 
 
 def stages_over(below: Stages, tpot: float | None, own: Iterable[tuple[str, float]]) -> Stages:

@@ -8,6 +8,7 @@ from math import inf
 from typing import Protocol
 
 from .acceptance import Drafts
+from .errors import InvalidValue
 from .params import SamplingParams
 from .slo import ANSWER, SLO, THINKING, deadline
 from .thinking import ThinkingEnd
@@ -311,3 +312,15 @@ class Request:
 def tightest(request: RequestView, tpot: float) -> float:
     """The least tpot of the stages that a request, now at one of `tpot`, has still to go through."""
     return min(tpot, request.slo.tpot_of(ANSWER)) if request.slo.stages else tpot
+
+
+def check_prompt_length(length: int, context: int) -> None:
+    """Raise InvalidValue if a prompt of `length` tokens is empty or fills the model's context of `context` tokens."""
+    if length == 0:
+        raise InvalidValue("the prompt is empty: at least one token is needed", "prompt")
+    if length >= context:
+        raise InvalidValue(
+            f"the prompt has {length} tokens, and this model's context of {context} tokens must hold it and at least "
+            "one token of output",
+            "prompt",
+        )

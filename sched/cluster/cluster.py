@@ -121,6 +121,14 @@ class Cluster:
     def submit(self, request: Request, on_output: OnOutput) -> None:
         """Place a new request, and ask whether it is admitted there. Its news come to `on_output`. Raises InvalidValue
         where it could never fit, Unavailable while steps of every instance that prompts come to hang."""
+        most = min(one.limits.pages * one.limits.page_size for one in self._schedulers)
+        if request.prompt_length >= most:
+            raise InvalidValue(
+                f"a prompt of {request.prompt_length} tokens does not fit: the KV pool of an instance holds {most} "
+                "tokens; raise --kv-cache-memory or --gpu-memory-utilization",
+                "prompt",
+            )
+        request.limit = min(request.limit, most - request.prompt_length)
         fleet = self.kv_transfers.fleet()
         if not fleet.entries:
             raise Unavailable(self.ailment or "no instance takes prompts")
@@ -133,8 +141,6 @@ class Cluster:
                 return
             request.tier = BEST_EFFORT
             core.scheduler.count_demotion()
-        most = min(one.scheduler.limits.pages * one.scheduler.limits.page_size for one in self.cores)
-        request.limit = min(request.limit, max(1, most - request.prompt_length))
         self._predict_ttft(request, core, self._router.predicted_first_token(request))
         core.scheduler.add(request)
         self.deflections += core.scheduler.role is Role.DECODE

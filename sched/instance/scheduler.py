@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from math import inf
 
 from ..api.acceptance import Acceptance
-from ..api.errors import InvalidValue
 from ..api.log import Log, no_log
 from ..api.perf import PerfModel
 from ..api.plan import Delta, Span, StepPlan, StepResult, Suspended, token_delta
@@ -162,16 +161,8 @@ class Scheduler:
     # inputs: requests
 
     def add(self, request: Request) -> None:
-        """Take over a new request. Raises InvalidValue where it could never fit."""
-        most = self.limits.pages * self.limits.page_size
-        if request.prompt_length >= most:
-            raise InvalidValue(
-                f"a prompt of {request.prompt_length} tokens does not fit: the KV pool of an instance holds {most} "
-                "tokens; raise --kv-cache-memory or --gpu-memory-utilization",
-                "prompt",
-            )
+        """Take over a new request; the Cluster has checked that the KV pool can hold it."""
         self._log("add", request=request)
-        request.limit = min(request.limit, most - request.prompt_length)
         self._queues.requests[request.id] = request
         request.drafted = self._drafts.record(request.tier, request.drafted)
         self._queues.file(request)

@@ -11,7 +11,8 @@ from jaxserve.config import ServeConfig
 from jaxserve.errors import InvalidValue
 from jaxserve.sched.api.slo import NO_SLO, SLO
 from jaxserve.server.objectives import objectives_of
-from jaxserve.server.openai import ChatBody, CompletionBody, messages_of, params_of, parse, prompts_of
+from jaxserve.server.openai import ChatBody, CompletionBody, params_of, parse
+from jaxserve.server.prompts import messages_of, prompts_of
 
 VOCAB = 100
 

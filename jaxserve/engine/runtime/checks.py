@@ -8,18 +8,12 @@ from jaxserve.engine.programs.inputs import check_adjusted
 from jaxserve.engine.runtime.info import EngineInfo
 from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.api.params import SamplingParams
+from jaxserve.sched.api.request import check_prompt_length
 
 
 def check_request(info: EngineInfo, prompt: Sequence[int], params: SamplingParams) -> None:
     """Raises InvalidValue, naming the field, where a request cannot be served."""
-    if not prompt:
-        raise InvalidValue("the prompt is empty: at least one token is needed", "prompt")
-    if len(prompt) >= info.max_model_len:
-        raise InvalidValue(
-            f"the prompt has {len(prompt)} tokens, and max_model_len={info.max_model_len} must hold it and at "
-            "least one token of output",
-            "prompt",
-        )
+    check_prompt_length(len(prompt), info.max_model_len)
     check_adjusted(params, tuple(info.eos))
     wrong = [token for token in prompt if not 0 <= token < info.vocab_size]
     if wrong:
