@@ -55,7 +55,7 @@ def test_flags_win_over_the_file(tmp_path):
         ("serve --frobnicate", "see --help"),
         ("serve --mesh 2y1", "mesh='2y1' must be RxT"),
         ("serve --ttft-slo soon", "'soon' must be a number of seconds"),
-        ("serve --routing best", "unknown router 'best'; choose one of deflect"),
+        ("serve --routing best", "unknown routing 'best'; choose one of deflect"),
         ("serve --admission slo", "unknown admission 'slo'; choose one of dp, none, pab"),
         ("serve --config nowhere.yaml", "config='nowhere.yaml' is not a file: give a YAML file with settings by name"),
         ("serve --trust-remote-code", "--trust-remote-code: leave it out, no code of a model's repository"),

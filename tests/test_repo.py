@@ -136,24 +136,29 @@ def test_the_readme_asks_for_the_model_that_is_served(repo: Path) -> None:
     assert asked == {ServeConfig().names[0]}
 
 
-def test_the_four_steps_of_contributing_add_a_policy(repo: Path, tmp_path: Path) -> None:
+def test_what_contributing_says_adds_a_policy_and_a_router(repo: Path, tmp_path: Path) -> None:
     for name in ("jaxserve", "sched", "configs"):
         ignore = shutil.ignore_patterns("__pycache__", "engine", "models", "server", "*.safetensors")
         shutil.copytree(repo / name, tmp_path / name, symlinks=True, ignore=ignore)
     page = (repo / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    page = re.sub(r"(?m)^   ", "", page[: page.index("## Work on it")])
-    policy, registry = blocks(page, "python")
-    simulate, serve = blocks(page, "bash")
-    folder = tmp_path / "sched/policies"
-    (folder / "longest.py").write_text(policy)
-    text = (folder / "__init__.py").read_text()
-    (folder / "__init__.py").write_text(text.replace("\n\ndef names", f"\n{registry}\n\ndef names"))
-    words = simulate.replace("--num-requests 200", "--num-requests 20").split()
-    assert words[:2] == ["jaxserve", "simulate"] and serve.startswith("python -m jaxserve.run ")
-    code = (
-        f"from jaxserve.cli.main import main; raise SystemExit(main({[*words[1:], '--out', str(tmp_path / 'out')]!r}))"
-    )
-    assert "longest" in python(code, cwd=tmp_path, path=tmp_path)
+    page = re.sub(r"(?m)^   (?! )", "", page[: page.index("## Work on it")])
+    policy, registry, router, routers = blocks(page, "python")
+    simulate, serve, routed = blocks(page, "bash")
+    assert serve.startswith("python -m jaxserve.run ")
+    for folder, file, text, line, before, command, shows in (
+        ("policies", "longest.py", policy, registry, "\n\ndef names", simulate, "longest"),
+        ("routing", "shortest_queue.py", router, routers, "\n\ndef make", routed, "distserve"),
+    ):
+        place = tmp_path / "sched" / folder
+        (place / file).write_text(text)
+        table = (place / "__init__.py").read_text()
+        assert before in table
+        (place / "__init__.py").write_text(table.replace(before, f"\n{line}\n{before}"))
+        words = command.replace("--num-requests 200", "--num-requests 20").split()
+        assert words[:2] == ["jaxserve", "simulate"]
+        arguments = [*words[1:], "--out", str(tmp_path / "out")]
+        code = f"from jaxserve.cli.main import main; raise SystemExit(main({arguments!r}))"
+        assert shows in python(code, cwd=tmp_path, path=tmp_path)
 
 
 def test_the_license_is_the_whole_of_apache_2(repo: Path) -> None:
