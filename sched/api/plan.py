@@ -86,13 +86,7 @@ class Suspended(NamedTuple):
 
 
 UNAVAILABLE = "unavailable"  # its instance does not respond
-GIVEN_UP = (
-    "error",
-    "rejected",
-    "refused",
-    UNAVAILABLE,
-    "expired",
-)  # finish reasons of requests without a complete answer
+GIVEN_UP = ("error", "rejected", "refused", UNAVAILABLE, "expired")  # finish reasons without a full answer
 
 
 class Delta(NamedTuple):

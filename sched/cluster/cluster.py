@@ -338,7 +338,7 @@ class Cluster:
         for core in self.cores:
             core.scheduler.check()
         alive = {request.id for core in self.cores for request in core.scheduler if request.finish_reason is None}
-        assert alive == set(self._residents), "requests told of and requests held differ"
+        assert alive == set(self._residents), "requests of the cluster and of its schedulers differ"
 
 
 def complete(roles: Iterable[Role]) -> bool:
