@@ -30,7 +30,7 @@ ROUNDING = 1e-9  # share of a step: tolerance for sums of floats
 PATIENCE = 4.0  # tpot or steps, whichever is longer, that a row may be left out before it joins again
 YOUNG = 4  # rows checked one by one before all others at once
 JOINING = 4  # one in this many of the rows left out too long joins each step
-MANY = 512  # jobs from which on `_largest_of_many` is faster
+MANY = 512  # jobs from which on `_largest_of_many` is used
 BINS = 64  # bins of jobs by their seconds
 GUESSES = 4  # guesses of how many bins fit, before bisection
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -239,8 +239,8 @@ def _filled(cost: Cost, load: Load, done: int, low: int, high: int, least: float
     """Return the most tokens, from `low` on, that cost at most `bound`, if they fill a padded step.
 
     `low` costs `least`, which is within the bound, and `high` costs `long`, which is not. Returns
-    `low` unless a stair lies between them, that is, the next token costs far less than the average
-    one.
+    `low` unless the cost jumps between them, that is, the next token costs far less than the
+    average one.
     """
     if high - low > 1 and STAIR * (high - low) * (cost(load.add_chunk(low + 1, done)) - least) < long - least:
         tokens = range(low, high)

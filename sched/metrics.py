@@ -74,6 +74,7 @@ class Measured(NamedTuple):
 
     @property
     def attained(self) -> bool:
+        """Whether the request attained its SLO."""
         return self.ttft_attained and self.tpot_attained
 
 

@@ -42,7 +42,7 @@ def line(perf: PerfModel, rows: int, longest: float) -> Line:
         np.array([longest, longest, longest, longest, 0.0]),
         np.array([total, total, total, total + PROBE, 0.0]),
     ).tolist()
-    # if steps are padded, one more row may cost a whole stair, which `count` more rows share
+    # if steps are padded, one more row may cost as much as the next `count` rows together
     row, context = max(0.0, min(more - base, (twice - base) / count)), max(0.0, (further - base) / PROBE)
     return Line(max(0.0, base - count * row - total * context), row, context, max(0.0, one - row))
 

@@ -61,6 +61,7 @@ class InstanceMemo(Generic[T]):
         self._memo: WeakKeyDictionary[InstanceView, tuple[Hashable, T]] = WeakKeyDictionary()
 
     def of(self, one: InstanceView, now: float) -> T:
+        """Return the result for an instance, computed again only if the instance changed."""
         start = max(now, one.ends)
         state = (start, one.version)
         before = self._memo.get(one)

@@ -18,6 +18,8 @@ Order = np.ndarray[tuple[int], np.dtype[np.intp]]  # row numbers
 
 
 class Role(Enum):
+    """What an instance does: prefill, decode, or both."""
+
     PREFILL = "prefill"
     DECODE = "decode"
     MIXED = "mixed"

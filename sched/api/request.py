@@ -17,6 +17,8 @@ STANDARD = "standard"
 
 
 class State(Enum):
+    """The state of a request on its instance."""
+
     WAITING = "waiting"  # holds no pages here: new, or its KV was dropped
     RUNNING = "running"  # holds pages and a slot
     TRANSFERRING = "transferring"  # prompt computed, KV held until it is on another instance
@@ -171,7 +173,7 @@ class Request:
         self.scored = 0  # prompt positions with reported log-probabilities
         self.cached = 0  # prompt tokens found in the prefix cache at the first admission
         self.hit = 0  # known tokens in the prefix cache of its instance, while it waits
-        self.row = 0  # its last row in the table
+        self.row = 0  # its last known row in its queue
         self.inflight = 0  # submitted spans without a result yet
         self.decodes_in_place = False  # decodes on a prefill instance until a decode instance has room
         self.suspended = False  # its step is suspended at a segment boundary

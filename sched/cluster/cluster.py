@@ -40,6 +40,8 @@ class Instance(NamedTuple):
 
 
 class Resident(NamedTuple):
+    """An unfinished request and the receiver of its outputs."""
+
     request: Request
     on_output: OnOutput
 
@@ -127,7 +129,7 @@ class Cluster:
         """
         fleet = self.kv_transfers.fleet()
         if not fleet.entries:
-            raise Unavailable(self.ailment or "no instance takes prompts")
+            raise Unavailable(self.ailment or "no instance prefills new prompts")
         index = self._router.prefill(request, fleet)[0]
         core = self.cores[index]
         admission = self._admission
@@ -229,6 +231,7 @@ class Cluster:
                 self.kv_transfers.place()
 
     def settled(self, core: Core, settled: Settled) -> None:
+        """Deliver the outputs of a finished step, and continue the transfers of its requests."""
         for delta in settled.deltas:
             if self._holds(core, delta):
                 self._held.setdefault(delta.request, []).append(delta)
@@ -249,9 +252,11 @@ class Cluster:
         return delta.request in self._held or len(self._residents[delta.request].request.output) <= 1
 
     def dropped(self, core: Core) -> None:
+        """Update the transfers of requests that lost their KV on this instance."""
         self.kv_transfers.dropped(core)
 
     def recovered(self, core: Core, deltas: list[Delta]) -> None:
+        """Deliver the outputs of a recovery, and reset the transfers from and to the lost pool."""
         for delta in deltas:
             self._output(delta)
         self.kv_transfers.lost(core)
@@ -266,6 +271,7 @@ class Cluster:
     # Instances with a hung step.
 
     def hung(self, core: Core, seconds: float) -> None:
+        """Count a hung step, and start to isolate its instance."""
         self.hung_steps += 1
         self._spawn(self._cut_off(core, f"a step of instance {core.name} has not ended after {seconds:.0f} s"))
 

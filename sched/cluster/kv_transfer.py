@@ -31,7 +31,7 @@ from ..instance.watchdog import PATIENT, Patience
 from ..routing.base import Fleet, Router
 
 ATTEMPTS = 3
-KEPT = 4  # requests per call that the router is asked about, to bound its cost
+KEPT = 4  # requests per call of `place` that the router is asked about
 
 
 class KVWriteBack:
@@ -44,6 +44,7 @@ class KVWriteBack:
         self.pages = 0  # pages written back
 
     def came_from(self, id: int, source: Core) -> None:
+        """Remember the instance that computed the prompt of a request."""
         if self._wanted:
             self._sources[id] = source
 
@@ -162,7 +163,8 @@ class KVTransferManager:
     def place(self) -> None:
         """Reserve room for waiting transfers by rank, ties by arrival, until one does not fit.
 
-        Later ones may not pass it, or large requests would starve.
+        Later ones may not pass it, or large requests would starve. Requests without room may decode
+        in place. Also updates the `kv_waiting` of all instances.
         """
         ranked = self._ranked()
         for transfer in ranked:
@@ -287,8 +289,8 @@ class KVTransferManager:
     def dropped(self, core: Core) -> None:
         """Release the reservations of requests that lost their KV on this instance.
 
-        Otherwise they would hold pages until the KV is recomputed, which may need room that a
-        request waiting for just these pages occupies.
+        Otherwise the reserved pages would stay unused until the KV is recomputed. If that has to
+        wait for a request that needs these pages, neither could proceed.
         """
         for transfer in self._going.values():
             if transfer.source is core and transfer.request.drops > transfer.drops:
@@ -316,7 +318,7 @@ class KVTransferManager:
                 transfer.task.cancel()
 
     def lost(self, core: Core) -> None:
-        """Forget what an instance held or was to receive, after the loss of its KV pool."""
+        """Forget the transfers from an instance after the loss of its KV pool, and restart those to it."""
         for transfer in list(self._going.values()):
             if transfer.source is core:
                 self.drop(transfer.request.id)

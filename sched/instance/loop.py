@@ -19,11 +19,11 @@ FEW = 15  # times of failed steps kept, besides the last
 class Listener(Protocol):
     """The receiver of an instance's events: the Cluster."""
 
-    def settled(self, core: Core, settled: Settled) -> None: ...
-    def dropped(self, core: Core) -> None: ...
-    def recovered(self, core: Core, deltas: list[Delta]) -> None: ...
-    def hung(self, core: Core, seconds: float) -> None: ...
-    def returned(self, core: Core) -> None: ...
+    def settled(self, core: Core, settled: Settled) -> None: ...  # a step has ended
+    def dropped(self, core: Core) -> None: ...  # the last plan dropped the KV of requests
+    def recovered(self, core: Core, deltas: list[Delta]) -> None: ...  # a step raised, and the KV pool is new
+    def hung(self, core: Core, seconds: float) -> None: ...  # a step has not ended after `seconds`
+    def returned(self, core: Core) -> None: ...  # a hung step has ended
 
 
 class Core:

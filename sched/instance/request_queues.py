@@ -274,6 +274,7 @@ class RequestQueues:
         return Role.MIXED if self.role is Role.PREFILL and len(self.decode) else self.role
 
     def runnable(self, id: int) -> bool:
+        """Return whether a request is in a queue, so that the policy may grant it tokens."""
         return id in self._filed
 
     @property

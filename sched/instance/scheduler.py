@@ -93,6 +93,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
+        """Requests without a slot."""
         return len(self) - self.running
 
     @property

@@ -52,6 +52,7 @@ class Counters:
     measured_seconds: float = 0.0
 
     def count(self, granted: BuiltStep) -> None:
+        """Record the preemptions and the prefix-cache hits of a planned step."""
         self.preemptions += len(granted.dropped)
         for request in granted.admitted:
             if not request.drops and not request.output:
@@ -59,6 +60,7 @@ class Counters:
                 self.prefix_hits += request.cached
 
     def step(self, load: Load, predicted: float, measured: float) -> None:
+        """Record a completed step."""
         self.steps += 1
         self.tokens += load.tokens
         self.sizes[bisect_left(SIZES, load.tokens)] += 1
@@ -73,6 +75,7 @@ class Counters:
         self.blocked[bisect_left(BLOCKING, seconds)] += 1
 
     def verified(self, drafted: int, right: int) -> None:
+        """Record a verified draft."""
         self.drafts += 1
         self.drafted += drafted
         self.accepted += right

@@ -11,9 +11,9 @@ from .request_queues import RequestQueues
 class Trials:
     """The requests of failed steps, which run before all others, each alone and up to where it was.
 
-    Those with the fewest generated tokens go first, ties by latest arrival. A faulty request mostly
-    fails in its first steps, and then the other requests have no recomputed KV to lose in a second
-    failure. Writer: the Scheduler.
+    Those with the fewest generated tokens go first, ties by latest arrival. A faulty request
+    usually fails in its first steps, so it is found before the others have recomputed KV that a
+    second failure would destroy. Writer: the Scheduler.
     """
 
     def __init__(self) -> None:

@@ -9,10 +9,10 @@ from ..api.policy import Role
 from ..feasibility import decode_load, tightest_tpot
 from .base import Fleet
 
-FULL = 0.95  # share of the decode slots: (nearly) all are taken
-CALM = 0.6  # share of the decode slots: there is room for all decodes
-QUIET = 0.25  # share of the prefill instances' time: they have little to do
-BUSY = 0.5  # share of the prefill instances' time: they have much to do
+FULL = 0.95  # share of the decode slots in use: (nearly) all are taken
+CALM = 0.6  # share of the decode slots in use: there is room for all decodes
+QUIET = 0.25  # share of the prefill instances' time in use: they have little to do
+BUSY = 0.5  # share of the prefill instances' time in use: they have much to do
 
 
 class RoleBalancer:
@@ -64,7 +64,7 @@ class RoleBalancer:
 
     def _given_back(self, fleet: Fleet, offered: float) -> Mapping[int, Role]:
         instances, decoders = fleet.instances, fleet.decoders
-        if not self._lent or len(decoders) < 2:  # the other decode instances may have changed roles otherwise
+        if not self._lent or len(decoders) < 2:  # roles may also be changed by an administrator
             return {}
         back = min(self._lent, key=lambda index: instances[index].running)
         room = sum(instances[index].limits.rows for index in decoders if index != back)

@@ -123,6 +123,7 @@ class Unified(Router):
         return moves
 
     def _relieve(self, index: int, one: InstanceView, fleet: Fleet) -> list[Move]:
+        """Return moves of waiting prompts that free this instance of late first tokens."""
         view = one.view(fleet.now, max(fleet.now, one.ends))
         rows = view.prefill
         if not len(rows):
@@ -191,9 +192,11 @@ class _Lately:
     since: float = 0.0
 
     def at(self, now: float) -> float:
+        """Return the average at time `now`."""
         return self.share * exp((self.since - now) / LATELY)
 
     def add(self, seconds: float, now: float) -> None:
+        """Add a prompt that takes `seconds` alone."""
         self.share, self.since = self.at(now) + seconds / LATELY, now
 
 
