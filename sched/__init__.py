@@ -1,5 +1,6 @@
-"""Deciding: requests, plans, policies, and the loop that turns one into the other.
+"""Scheduling: requests, policies, plans, and the loop that turns requests into plans.
 
-The standard library and numpy, never jax, never a socket, never a clock but `Executor.now`. The folder is
-imported as `jaxserve.sched`, because the standard library owns the name `sched`.
+Imports the standard library and numpy, never jax or a socket, and reads no clock but
+`Executor.now`. The folder is imported as `jaxserve.sched`, because the standard library owns the
+name `sched`.
 """

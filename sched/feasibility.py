@@ -1,7 +1,8 @@
-"""What can still be on time: own remaining work, the on-time set, and what decoding leaves of a step.
+"""Feasibility of deadlines: remaining work, the on-time set, and the time that decodes leave in a step.
 
-One service for every policy, routing and admission. Pure functions of a View and its numpy columns; seconds and
-tokens. What takes longer than linear time looks only at requests that could be on time alone.
+Shared by policies, routers and admission. Pure functions of a View and its numpy columns, in
+seconds and tokens. Parts that take more than linear time only look at requests that could be on
+time alone.
 """
 
 from __future__ import annotations
@@ -19,41 +20,45 @@ from .api.perf import Array, Load, PerfModel
 from .api.policy import Order, QueueView, View
 from .api.request import RequestView
 
-GRID = 64  # tokens: chunks that share a step with decoding rows are multiples of it
-STAIR = 4  # times that a token costs more on average than the next one does, where a step is padded
-JOIN = 0.97  # of the time until a token is due, for steps that a row which joined late can make up in
-BEHIND = 8.0  # tpot: a row later than that does not hurry the others any more
+GRID = 64  # tokens: chunks in mixed steps are multiples of it
+STAIR = 4  # ratio of average to marginal cost per token that indicates a padded step
+JOIN = 0.97  # share of the time to a deadline that steps may use while a late joiner catches up
+BEHIND = 8.0  # tpot: a row later than this no longer shortens the steps of the others
 NOBODY: Order = np.arange(0)
-CATCH_UP = 100.0  # tokens: a row that needs more to be on time again is taken to end before
-ROUNDING = 1e-9  # share of a step: sums of floats may not decide
-PATIENCE = 4.0  # tpot or steps, whichever is longer: after that a row that was left out joins a step
-YOUNG = 4  # rows that are asked one by one whether they can keep their objectives, before all are
-JOINING = 4  # one in so many of the rows that waited that long joins each step
-MANY = 512  # jobs
-BINS = 64  # of jobs by their seconds
-GUESSES = 4  # of how many bins fit, before their number is halved
+CATCH_UP = 100.0  # tokens: a row that needs more to catch up is assumed to end first
+ROUNDING = 1e-9  # share of a step: tolerance for sums of floats
+PATIENCE = 4.0  # tpot or steps, whichever is longer, that a row may be left out before it joins again
+YOUNG = 4  # rows checked one by one before all others at once
+JOINING = 4  # one in this many of the rows left out too long joins each step
+MANY = 512  # jobs from which on `_largest_of_many` is used
+BINS = 64  # bins of jobs by their seconds
+GUESSES = 4  # guesses of how many bins fit, before bisection
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 Cost = Callable[[Load], float]  # of a step: predicted seconds, or tokens
 
 
 def remaining_work(view: View, rows: QueueView, count: int | None = None) -> Array:
-    """Seconds that each request's own remaining prompt tokens take, computed alone in chunks of `limits.tokens`; what
-    a waiting one is expected to find in the prefix cache need not be computed. Of the first `count` rows, or all."""
+    """Return the seconds to prefill the remaining tokens of each request, alone, in chunks of `limits.tokens`.
+
+    Expected prefix-cache hits of waiting requests cost nothing. Covers the first `count` rows, or
+    all.
+    """
     remaining = rows.remaining[:count]
     hit = np.minimum(rows.hit[:count], remaining - 1)  # the last known token is always computed
     return view.perf.prefill_times(remaining - hit, rows.context[:count] + hit, view.limits.tokens)
 
 
 def left_behind(request: RequestView) -> int:
-    """Prompt tokens of a request in a started step that this step does not compute."""
+    """Return the prompt tokens of a request in a started step that this step does not compute."""
     return 0 if request.generated and request.remaining == 1 else request.remaining
 
 
 def on_time_set(start: float, deadline: Array, work: Array, kept: Mask | None = None) -> Mask:
-    """The largest set of jobs that one server, free at `start`, can finish by their deadlines (Moore and Hodgson).
+    """Return the largest set of jobs that one server, free at `start`, can finish by their deadlines.
 
-    Jobs are taken by deadline; when one makes the set late, the job with the most work leaves. Jobs in `kept` leave
-    only where the set would be late without anybody else. Ties by row, so that equal inputs give equal sets.
+    This is the Moore-Hodgson algorithm: take jobs by deadline, and whenever the set is late, remove
+    the job with the most work. Jobs in `kept` are removed only if the set would be late without any
+    other job. Ties are broken by row, so that equal inputs give equal sets.
     """
     chosen: Mask = np.zeros(len(deadline), dtype=bool)
     alone = np.flatnonzero(start + work <= deadline)
@@ -71,7 +76,7 @@ def on_time_set(start: float, deadline: Array, work: Array, kept: Mask | None = 
         chosen[order] = _largest_of_many(start, due, seconds, order)
         return chosen
     latest = alone[::-1]
-    most = latest[np.argsort(-work[latest], kind="stable")]  # the most work first, of equals the later row
+    most = latest[np.argsort(-work[latest], kind="stable")]  # most work first, ties by later row
     rank = np.empty(len(deadline), dtype=np.intp)
     rank[most] = np.arange(len(most))
     ranks, weights, stays = rank[order].tolist(), work[most].tolist(), [] if kept is None else kept[order].tolist()
@@ -97,11 +102,12 @@ def on_time_set(start: float, deadline: Array, work: Array, kept: Mask | None = 
 
 
 def _largest_of_many(start: float, due: Array, seconds: Array, rows: Order) -> Mask:
-    """`on_time_set` of jobs in the order of their deadlines, of which only few are looked at one by one.
+    """Return the `on_time_set` of many jobs, given in order of deadline.
 
-    Whenever a set is late the longest job in it leaves, so what becomes of a job does not depend on longer ones. Jobs
-    are sorted into bins by their seconds. Those of the first bins, as many as are on time with one another, all stay;
-    jobs of the next bin, and then of the others, join where they fit.
+    Whenever a set is late its longest job is removed, so whether a job stays does not depend on
+    longer jobs. Jobs are sorted into bins by seconds. All jobs of the first bins are kept, for as
+    many bins as are on time together. Jobs of the next bin, and then of the others, are added if
+    they fit. Only these are examined one by one.
     """
     least, span = float(seconds.min()), float(seconds.max() - seconds.min())
     bins = ((seconds - least) * ((BINS - 1) / span if span else 0.0)).astype(np.intp)
@@ -122,19 +128,21 @@ def _largest_of_many(start: float, due: Array, seconds: Array, rows: Order) -> M
 
 
 def _joining(slack: Array, seconds: Array, rows: Order, able: Mask) -> Mask:
-    """Which of the jobs that are `able` are on time together beside others that leave so much `slack` at the end of
-    each job, as `on_time_set` picks them. Jobs that do not fit by themselves are left out first: they are in no set
-    that is on time, and of the largest sets that with the least work is the same without them."""
+    """Return which of the `able` jobs join others that leave this `slack` at the end of each job.
+
+    Selects as `on_time_set` does. Jobs that do not fit alone are removed first: no on-time set
+    contains them, and they do not change which of the largest sets has the least work.
+    """
     joins: Mask = np.zeros(len(slack), dtype=bool)
     left = np.flatnonzero(able)
     if not len(left):
         return joins
-    limits = np.minimum.reduceat(slack, left)  # of what joins, up to the next of these jobs
+    limits = np.minimum.reduceat(slack, left)  # limit on the added work, up to the next of these jobs
     fits = np.flatnonzero(seconds[left] <= np.minimum.accumulate(limits[::-1])[::-1])
     if not len(fits):
         return joins
     left, limits = left[fits], np.minimum.reduceat(limits, fits)
-    most = np.lexsort((-rows[left], -seconds[left]))  # the most work first, of equals the later row
+    most = np.lexsort((-rows[left], -seconds[left]))  # most work first, ties by later row
     rank = np.empty(len(left), dtype=np.intp)
     rank[most] = np.arange(len(left))
     weights, heap, dropped, extra = seconds[left[most]].tolist(), list[int](), [], 0.0
@@ -150,31 +158,37 @@ def _joining(slack: Array, seconds: Array, rows: Order, able: Mask) -> Mask:
 
 
 def decode_load(rows: QueueView) -> Load:
-    """The step that decodes one token of every row."""
+    """Return the load of a step that decodes one token of every row."""
     return load_of(rows.context)
 
 
 def load_of(context: Array) -> Load:
-    """The step that decodes one token of a row for each of these contexts."""
+    """Return the load of a step that decodes one token for each of these contexts."""
     return joined(Load(), context)
 
 
 def joined(load: Load, context: Array, tokens: int | None = None) -> Load:
-    """A step with a row more for each of these contexts, which decode one token each, or so many in all."""
+    """Return `load` with one more running decode for each of these contexts.
+
+    Each decodes one token, unless `tokens` gives the total.
+    """
     if not len(context):
         return load
     return load.add_rows(tokens or len(context), int(np.maximum.reduce(context)), int(np.add.reduce(context)))
 
 
 def with_prompt(load: Load, request: RequestView, hit: int) -> Load:
-    """A step that also computes all that is left of a prompt, of which so many tokens are in the prefix cache."""
+    """Return `load` with all remaining tokens of a prompt, of which `hit` are in the prefix cache."""
     hit = min(hit, request.remaining - 1)
     return load.add_chunk(request.remaining - hit, request.context + hit)
 
 
 def fitting(cost: Cost, load: Load, context: Array, bound: float, tokens: Sequence[int] | None = None) -> int:
-    """How many rows, in their order, can join a step of `load` without its cost exceeding `bound`. More rows never
-    cost less. tokens: that they decode up to each; one by each where none are given."""
+    """Return how many rows, in order, can join a step of `load` at a cost of at most `bound`.
+
+    `tokens` gives the cumulative tokens to decode up to each row; by default one per row. The cost
+    must not decrease with more rows.
+    """
     count = len(context)
     verified = range(1, count + 1) if tokens is None else tokens
     if not count or cost(joined(load, context, verified[-1])) <= bound:
@@ -188,9 +202,12 @@ def fitting(cost: Cost, load: Load, context: Array, bound: float, tokens: Sequen
 
 
 def largest_chunk(cost: Cost, load: Load, done: int, left: int, bound: float, grid: int = GRID) -> int:
-    """The most tokens of a prompt with `done` tokens computed that can join a step of `load` without its cost exceeding
-    `bound`: a multiple of `grid`, all that is left, or as many as fill up a padded step; 0 where none can. More tokens
-    never cost less."""
+    """Return the largest chunk of a prompt that can join a step of `load` at a cost of at most `bound`.
+
+    `done` tokens of the prompt are computed and `left` remain. The chunk is a multiple of `grid`,
+    all of `left`, or as many tokens as fill a padded step; 0 if none fits. The cost must not
+    decrease with more tokens.
+    """
     if left < 1:
         return 0
     long = cost(load.add_chunk(left, done))
@@ -202,12 +219,12 @@ def largest_chunk(cost: Cost, load: Load, done: int, left: int, bound: float, gr
         least = cost(load.add_chunk(1, done)) if size > 1 else short
         filled = _filled(cost, load, done, 1, size, least, short, bound) if least <= bound else 0
         return filled if filled > 1 else 0
-    low, high = 1, -(-left // grid)  # in grid steps: low fits, high does not
+    low, high = 1, -(-left // grid)  # in units of `grid`: low fits, high does not
     for turn in count():
         if high - low <= 1:
             break
         middle = (low + high) // 2
-        if turn % 4 < 3:  # where the line between them is: next to it, as costs are nearly linear in the tokens
+        if turn % 4 < 3:  # interpolate, because the cost is nearly linear in the tokens
             share = (bound - short) / (long - short)
             middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
         between = cost(load.add_chunk(middle * grid, done))
@@ -219,8 +236,12 @@ def largest_chunk(cost: Cost, load: Load, done: int, left: int, bound: float, gr
 
 
 def _filled(cost: Cost, load: Load, done: int, low: int, high: int, least: float, long: float, bound: float) -> int:
-    """The most tokens from `low` on that cost at most `bound`, where `low` cost `least`, which is not more, `high` cost
-    `long`, which is, and a stair lies in between: the next token costs far less than its share. `low` without one."""
+    """Return the most tokens, from `low` on, that cost at most `bound`, if they fill a padded step.
+
+    `low` costs `least`, which is within the bound, and `high` costs `long`, which is not. Returns
+    `low` unless the cost jumps between them, that is, the next token costs far less than the
+    average one.
+    """
     if high - low > 1 and STAIR * (high - low) * (cost(load.add_chunk(low + 1, done)) - least) < long - least:
         tokens = range(low, high)
         return low - 1 + bisect_right(tokens, bound, key=lambda size: cost(load.add_chunk(size, done)))
@@ -228,26 +249,31 @@ def _filled(cost: Cost, load: Load, done: int, low: int, high: int, least: float
 
 
 def chunk_times(perf: PerfModel, load: Load, tokens: int, context: Array) -> Array:
-    """Predicted seconds of a step of `load` with `tokens` new tokens of a prompt after `context` computed ones,
-    elementwise."""
+    """Predict the seconds of a step of `load` plus a chunk of `tokens` prompt tokens, elementwise.
+
+    `context` is the number of computed tokens before the chunk.
+    """
     seconds: Any = perf.step_time(load.add_chunk(tokens, cast(Any, context)))
     result: Array = np.broadcast_to(seconds, context.shape)
     return result
 
 
 def tightest_tpot(rows: QueueView) -> float:
-    """Seconds: the least tpot of the rows that are not best effort; inf without one."""
+    """Return the least tpot of rows that are not best effort, in seconds; inf if there are none."""
     tpot = promised(rows, rows.tpot)
     return float(np.minimum.reduce(tpot)) if len(tpot) else inf
 
 
 def promised(rows: QueueView, column: Array) -> Array:
-    """A column without the rows of best effort."""
+    """Return a column without best-effort rows."""
     return column[: rows.standard]
 
 
 def held_by_best_effort(view: View, whole: Callable[[Array], Array]) -> tuple[float, int]:
-    """Pages and slots that best effort holds: others may take them. `whole` makes whole pages of tokens."""
+    """Return the pages and slots that best effort holds, which others may take.
+
+    `whole` rounds numbers of pages up.
+    """
     pages, slots = 0.0, 0
     for rows in (view.prefill, view.decode):
         count = rows.standard
@@ -259,20 +285,23 @@ def held_by_best_effort(view: View, whole: Callable[[Array], Array]) -> tuple[fl
 
 
 def deadlines(rows: QueueView) -> Array:
-    """When the next token of each row is due; -inf for best effort, which never has a deadline to keep."""
+    """Return the deadlines of the next tokens; -inf for best effort, which has no deadline to keep."""
     return rows.deadline if rows.standard == len(rows) else np.where(rows.best_effort > 0, -inf, rows.deadline)
 
 
 def tightest_tbt(rows: QueueView) -> float:
-    """Seconds: the least tbt that a row was promised; inf without one."""
+    """Return the least tbt of rows that are not best effort, in seconds; inf if there are none."""
     tbt = promised(rows, rows.tbt)
     return float(np.minimum.reduce(tbt)) if len(tbt) else inf
 
 
 def mixed_bound(view: View, share: float = 0.75, stretch: float = 1.0, cushion: float = 0.0, gap: float = inf) -> float:
-    """Seconds that a step may take which decodes the rows here and computes prompts beside: `share` of the tightest
-    tpot, since a request that joins waits for the running step; up to `stretch` of it while every row is ahead of its
-    deadline by more than that and `cushion` tpot; at most `gap` of the tightest tbt."""
+    """Return the longest time, in seconds, of a step that decodes all rows and prefills prompts too.
+
+    It is `share` of the tightest tpot, because a request that joins waits for the running step. It
+    grows up to `stretch` of the tpot while every row is ahead of its deadline by more than that
+    plus `cushion` tpot. It is at most `gap` of the tightest tbt.
+    """
     rows = view.decode
     tpot = tightest_tpot(rows)
     if not isfinite(tpot):
@@ -283,26 +312,32 @@ def mixed_bound(view: View, share: float = 0.75, stretch: float = 1.0, cushion: 
 
 
 def joiners_bound(view: View, alone: float, young: int = 3, ahead: int = 3) -> float:
-    """Seconds that a step may take so that each row which decoded at most `young` tokens is on time again with the
-    first of its next `ahead` tokens that allows a step of all rows, which takes `alone` seconds, all steps until then
-    being as long. A row that waited for a long step when it joined has nothing in hand to make up for it, and may have
-    few tokens to come. inf where no row needs it, or none can be helped."""
+    """Return the longest step time, in seconds, with which rows that joined late catch up.
+
+    A row that waited for a long step when it joined has no slack, and may have few tokens left.
+    Each row that decoded at most `young` tokens must be on time again with one of its next `ahead`
+    tokens: the first that allows for steps of all rows, which take `alone` seconds. All steps until
+    then take equally long. Returns inf if no row needs the bound or none can be helped.
+    """
     rows = view.decode
     joined_lately = promised(rows, rows.context - rows.length) <= young
     fresh = np.flatnonzero(joined_lately & np.isfinite(promised(rows, rows.tpot)))
     if not len(fresh):
         return inf
     slack, tpot, more = rows.deadline[fresh] - view.start, rows.tpot[fresh], np.arange(ahead)[:, None]
-    each = JOIN * (slack + more * tpot) / (more + 1)  # [ahead, fresh]: the token after `more` others is that much later
+    each = JOIN * (slack + more * tpot) / (more + 1)  # [ahead, fresh]: time per step if `more` tokens come before it
     able = each >= alone
     first = each[able.argmax(axis=0), np.arange(len(fresh))]
     return float(np.minimum.reduce(first, initial=inf, where=np.logical_or.reduce(able, axis=0)))
 
 
 def late_joiners(view: View, share: float = 0.1, lately: int = 20) -> Order:
-    """Rows with one token, whose next would be late in a step of all rows but not in one of theirs, where nobody else
-    is late for it. Most came while a long step ran; of an answer of three tokens nothing can be made up for later.
-    Nobody where such steps would take more than a `share` of the time, by how many came in the last `lately` tokens."""
+    """Return rows with one token whose next token would be late in a step of all rows, but not in one of theirs.
+
+    Most of them arrived during a long step, and a short answer has no later tokens to catch up
+    with. Returns no rows if another row would become late, or if such steps would take more than
+    `share` of the time, estimated from the rows that joined within the last `lately` tokens.
+    """
     rows = view.decode
     decoded = promised(rows, rows.context - rows.length)
     fresh = np.flatnonzero(decoded <= 1)
@@ -316,22 +351,25 @@ def late_joiners(view: View, share: float = 0.1, lately: int = 20) -> Order:
     alone = view.perf.step_time(load_of(rows.context[late]))
     if np.count_nonzero(decoded <= lately) * alone > share * lately * tightest_tpot(rows) * len(late):
         return NOBODY
-    late = late[slack[late] + rows.tpot[late] >= alone + every]  # with this token, or the one after it
+    late = late[slack[late] + rows.tpot[late] >= alone + every]  # on time with this token or the next one
     on_time = (slack >= every) & (slack < alone + every)
     on_time[late] = False
     return NOBODY if on_time.any() else late
 
 
 def keeps_objectives(rows: QueueView, start: float, seconds: float) -> bool:
-    """Whether some row here can keep its objectives in steps of `seconds`: its first token was in time, and it is on
-    time with such a step, or is back on time after some. Where none can, leaving rows out of a step, or cutting its
-    prompts short, gains nothing: a policy does neither. Best effort and rows without objectives have none to keep."""
+    """Return whether some row can keep its objectives in steps of `seconds`.
+
+    Its first token must have been on time, and it must be on time with such steps, now or after
+    catching up. If no row can, policies do not leave rows out of a step or shorten its chunks,
+    since that would gain nothing. Best effort and rows without objectives do not count.
+    """
     count = rows.standard
     if not count:
         return False
     seconds *= 1.0 - ROUNDING
     deadline, tpot, tbt = rows.deadline, rows.tpot, rows.tbt
-    for row in range(count - 1, max(-1, count - 1 - YOUNG), -1):  # one of them mostly can: a tenth of the time
+    for row in range(count - 1, max(-1, count - 1 - YOUNG), -1):  # usually one can, in a tenth of the time
         mine = tpot.item(row), tbt.item(row)
         if _able(deadline.item(row) - start, *mine, min(mine), seconds) and _began_in_time(rows[row]):
             return True
@@ -343,8 +381,10 @@ def keeps_objectives(rows: QueueView, start: float, seconds: float) -> bool:
 
 
 def _able(slack: Any, tpot: Any, tbt: Any, pace: Any, seconds: float) -> Any:
-    """Whether a row is on time in steps of `seconds`, now or after some; elementwise. pace: the lesser of tpot and tbt,
-    inf where nothing was promised."""
+    """Return whether a row is on time in steps of `seconds`, now or after catching up; elementwise.
+
+    `pace` is the lesser of tpot and tbt, inf without an objective.
+    """
     ahead = (slack >= seconds) & (seconds <= tbt)
     behind = (slack > -BEHIND * tpot) & (seconds - slack <= CATCH_UP * (pace - seconds)) & (seconds <= pace)
     return (ahead | behind) & (pace < inf)
@@ -356,7 +396,10 @@ def _began_in_time(request: RequestView) -> bool:
 
 
 def hopeful(view: View, seconds: float) -> bool:
-    """Whether steps of `seconds` are short enough for a row that decodes here, or, where none does, for one to come."""
+    """Return whether steps of `seconds` are short enough for a row that decodes here.
+
+    Without running decodes, checks the rows in `prefill`, which will decode later.
+    """
     if len(view.decode):
         return keeps_objectives(view.decode, view.start, seconds)
     tpot = promised(view.prefill, view.prefill.tpot)
@@ -364,16 +407,18 @@ def hopeful(view: View, seconds: float) -> bool:
 
 
 def starved(view: View, left: Order) -> Order:
-    """Of the rows left out of a step, those that have waited for so long that they join it, the longest wait first.
-    Only some join each step, so that it stays short: no row waits for more than PATIENCE + JOINING of its tpot, or of
-    steps of all rows."""
+    """Return the left-out rows that have waited so long that they must join this step, longest wait first.
+
+    Only some join each step, so that it stays short. No row waits longer than PATIENCE + JOINING of
+    its tpot, or of steps of all rows.
+    """
     if not len(left):
         return left
     rows = view.decode
     tpot = rows.tpot[left]
     waited = view.start - rows.last(left)
     if np.maximum.reduce(waited) < PATIENCE * np.minimum.reduce(tpot) and np.maximum.reduce(tpot) < inf:
-        return left[:0]  # what nearly every step finds
+        return left[:0]  # the common case
     seconds = view.perf.step_time(decode_load(rows))
     most = PATIENCE * np.maximum(np.where(np.isfinite(tpot), tpot, 0.0), seconds)
     late = np.flatnonzero(~(waited < most))
@@ -382,8 +427,10 @@ def starved(view: View, left: Order) -> Order:
 
 
 def spare_time(view: View) -> float:
-    """Seconds that nine in ten of the rows here could have waited for a step when they came: their ttft less their own
-    prompts' time. inf without a row."""
+    """Return how many seconds nine in ten rows could have waited for a step on arrival.
+
+    That is their ttft minus the time of their own prompt. Returns inf without rows.
+    """
     rows = view.decode
     count = rows.standard
     if not count:
@@ -393,7 +440,7 @@ def spare_time(view: View) -> float:
 
 
 def piggyback_speed(view: View, bound: float) -> float:
-    """Share of a decode instance's time that prompts can have, in steps of `bound` seconds with every row decoding."""
+    """Return the share of time left for prompts in steps of `bound` seconds that decode every row."""
     if not len(view.decode) or not isfinite(bound):
         return 1.0
     return max(0.0, 1.0 - view.perf.step_time(decode_load(view.decode)) / bound)

@@ -1,10 +1,11 @@
-"""Every input of every decision, in order, as JSON lines; fed back to new Schedulers they must give equal plans.
+"""A log of every input of every scheduling decision, as JSON lines. Replay must give equal plans.
 
-A journal holds lengths, SLOs, sampling parameters, results and digests of pages, but no prompt: which tokens it
-had shows only in digests, which is all that prefix sharing needs. Kinds of records: `instance` (how to make one),
-`add`, `cancel`, `plan` (with the clock that the policy saw), `planned` (what came out), `digest`, `settle`,
-`interrupts`, `suspend`, `recover`, `reserve`, `unreserve`, `release`, `accept`, `receive`, `keep`, `turn`, `stay`,
-`leave`, `hang`, `reset_prefix_cache`.
+A journal holds lengths, SLOs, sampling parameters, results and digests of pages, but no prompts:
+the digests are all that prefix sharing needs. Record kinds: `instance` (how to create one), `add`,
+`cancel`, `plan` (with the clock that the policy saw), `planned` (the resulting plan), `digest`,
+`settle`, `interrupts`, `suspend`, `recover`, `reserve`, `unreserve`, `release`, `accept`,
+`reserve_write_back`, `finish_write_back`, `decode_in_place`, `leave`, `set_role`, `hang`,
+`reset_prefix_cache`.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from .api.slo import SLO
 from .api.thinking import ThinkingEnd
 from .instance.scheduler import Scheduler
 
-REHEARSAL = "rehearsal"  # key of the requests that an engine serves itself before it is ready
+REHEARSAL = "rehearsal"  # key of the requests that an engine runs before it is ready
 
 
 class Journal:
-    """Writes records to a text file, one a line. Writer: the event loop of the Cluster.
+    """A writer of records to a text file, one per line. Writer: the event loop of the Cluster.
 
-    Where the file cannot be written, as on a full disk, the journal stops and `stopped` is told, once: what is served
-    does not depend on it.
+    If the file cannot be written, for example because the disk is full, the journal stops and
+    `stopped` is called once. Serving goes on without it.
     """
 
     def __init__(self, file: IO[str], stopped: Callable[[OSError], None] = lambda error: None) -> None:
-        self.errors = 0  # 1 once it has stopped
+        self.errors = 0  # 1 after it has stopped
         self._file = file
         self._stopped = stopped
 
@@ -53,9 +54,11 @@ class Journal:
         perf: Mapping[str, Any],
         options: Mapping[str, Any] | None = None,
     ) -> Log:
-        """The log of one instance, after a record of how to make it again. `perf` is what `replay` will be given
-        back to make its step-time model; `options` are those of a simulation (sim.Options) that is set up like the
-        server, where they are not the usual ones."""
+        """Return the log of one instance, after writing a record of how to create the instance.
+
+        `perf` is what `replay` passes to its factory of step-time models. `options` are simulation
+        options (sim.Options) for a setup like this server, if they are not the defaults.
+        """
         made = {"policy": policy, "limits": asdict(limits), "role": role.value, "prefix_caching": prefix_caching}
         self._write(name, "instance", {**made, "perf": perf, "options": options or {}})
 
@@ -75,7 +78,7 @@ class Journal:
     def _stop(self, error: OSError) -> None:
         self.errors += 1
         self._stopped(error)
-        with suppress(OSError):  # closing writes what is buffered, and fails again
+        with suppress(OSError):  # closing flushes the buffer and may fail again
             self._file.close()
 
     def close(self) -> None:
@@ -116,7 +119,7 @@ def _request(request: Request) -> dict[str, Any]:
 
 
 def _plan(plan: StepPlan) -> list[Any]:
-    """All of a plan but the tokens themselves."""
+    """Return a plan as plain values, without the tokens."""
     return [
         plan.step,
         [
@@ -139,7 +142,7 @@ def _plan(plan: StepPlan) -> list[Any]:
 
 
 class Difference(NamedTuple):
-    """A plan that came out otherwise than it was recorded."""
+    """A plan that differs in the replay."""
 
     line: int
     instance: str
@@ -148,34 +151,34 @@ class Difference(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step that was served."""
+    """A step that was executed."""
 
     instance: str
     load: Load
     seconds: float  # measured
     ended: float
-    predicted: float  # seconds, when it was planned
+    predicted: float  # in seconds, when it was planned
 
 
 @dataclass
 class Replay:
-    """What came of feeding a journal back."""
+    """The result of a replay."""
 
     plans: int = 0
     differences: list[Difference] = field(default_factory=list)
     instances: dict[str, dict[str, Any]] = field(default_factory=dict)  # as recorded
-    requests: dict[int, Request] = field(default_factory=dict)  # as they ended, with the times of their tokens
-    thoughts: dict[int, int] = field(default_factory=dict)  # tokens of thinking of those that began with it
+    requests: dict[int, Request] = field(default_factory=dict)  # in their final state, with the times of their tokens
+    thoughts: dict[int, int] = field(default_factory=dict)  # thinking tokens of the requests that began with thinking
     steps: list[Step] = field(default_factory=list)
-    moves: list[float] = field(default_factory=list)  # seconds from a first token to the target's next plan
+    moves: list[float] = field(default_factory=list)  # seconds from the first token to the next plan of the target
 
     @property
     def timed(self) -> list[tuple[Load, float]]:
-        """Each step's load and measured seconds, as perf.fit takes them."""
+        """The load and the measured seconds of each step, as perf.fit takes them."""
         return [(step.load, step.seconds) for step in self.steps]
 
 
-# Entries that are replayed by one call of the scheduler.
+# Records that are replayed by one call of a scheduler method.
 _CALLS: dict[str, Callable[[Scheduler, dict[str, Any]], object]] = {
     "cancel": lambda one, record: one.cancel(record["id"], record["reason"], record["error"]),
     "release": lambda one, record: one.release(record["id"]),
@@ -195,15 +198,15 @@ _CALLS: dict[str, Callable[[Scheduler, dict[str, Any]], object]] = {
 
 
 class _Replayer:
-    """New schedulers, fed record by record. Writer of the Replay it returns."""
+    """The state of a replay: new schedulers, fed record by record. Writer of the Replay it returns."""
 
     def __init__(self, perf: Callable[[Mapping[str, Any]], PerfModel], digests: Mapping[int, list[bytes]]) -> None:
         self._perf = perf
         self._digests = digests
         self._schedulers: dict[str, Scheduler] = {}
         self._last: dict[str, StepPlan | None] = {}
-        self._moved: dict[str, list[Request]] = {}  # adopted since the instance last planned
-        self._thinking: dict[int, list[Any]] = {}  # as recorded, of requests that begin with it
+        self._moved: dict[str, list[Request]] = {}  # accepted since the instance last planned
+        self._thinking: dict[int, list[Any]] = {}  # as recorded, of requests that begin with thinking
         self.outcome = Replay()
 
     def feed(self, line: int, record: dict[str, Any]) -> None:
@@ -225,7 +228,7 @@ class _Replayer:
             scheduler.add(self._moved_here(record["request"]["id"]) or self._made(record["request"]))
         elif kind == "plan":
             if self._last.get(at) is not None:
-                self._compare(line, at, None)  # the journal has no plan where one came out now
+                self._compare(line, at, None)  # the replay made a plan, but the journal has none
             for moved in self._moved.pop(at, ()):
                 self.outcome.moves.append(record["now"] - (moved.first_token_at or record["now"]))
             scheduler.set_kv_waiting(record["kv_waiting"])
@@ -252,7 +255,7 @@ class _Replayer:
             raise InvalidValue(f"journal line {line}: unknown kind {kind!r}")
 
     def _moved_here(self, id: int) -> Request | None:
-        """A request that waits on another instance than before; None for a new one."""
+        """Return a request that moved here from another instance, or None for a new one."""
         request = self.outcome.requests.get(id)
         if request is not None:
             request.wait_anew()
@@ -278,7 +281,7 @@ class _Replayer:
         return request
 
     def ended(self) -> Replay:
-        """What came of it, after the last record."""
+        """Return the result, after the last record."""
         for id, thinking in self._thinking.items():
             self.outcome.thoughts[id] = _thoughts(ThinkingEnd(*thinking), self.outcome.requests[id].output)
         return self.outcome
@@ -292,7 +295,7 @@ class _Replayer:
 
 
 def _thoughts(end: ThinkingEnd, output: Sequence[int]) -> int:
-    """Tokens up to the end of thinking, all of them where it does not end."""
+    """Count the tokens up to the end of thinking; all of them if it does not end."""
     return next((count for count, token in enumerate(output, 1) if end.feed(token)), len(output))
 
 
@@ -301,10 +304,10 @@ def _tupled(value: Any) -> Any:
 
 
 def replay(lines: Iterable[str], perf: Callable[[Mapping[str, Any]], PerfModel]) -> Replay:
-    """Feed a journal back and compare every plan. `perf` makes a step-time model from its record.
+    """Replay a journal and compare every plan. `perf` creates a step-time model from its record.
 
-    The last line is ignored where it is cut, as a killed process or a full disk leaves it. Raises InvalidValue, naming
-    the line, where another record cannot be read.
+    An incomplete last line, as a killed process or a full disk leaves it, is ignored. Raises
+    InvalidValue with the line number if another record cannot be read.
     """
     records: list[tuple[int, dict[str, Any]]] = []
     cut: InvalidValue | None = None

@@ -1,9 +1,11 @@
-"""What was promised and what was kept: one implementation for simulated and for served requests.
+"""SLO attainment, latency and goodput, with one implementation for simulated and served requests.
 
-Attained means finished, TTFT <= ttft, mean TPOT <= tpot (true of a single token) and, where set, largest gap <=
-tbt. Rejected or unfinished is violated. Counting requests alone makes dropping the largest prompts look like a win,
-so attainment is also given per class of prompt length and weighted by prompt tokens. Papers differ in what TPOT
-is: FairBatching takes the worst mean from the first token on, SLOs-Serve the worst over 10 tokens; both stand beside.
+A request attains its SLO if it finished, its TTFT is at most ttft, its mean TPOT at most tpot
+(always true for a single token) and, if set, its largest gap at most tbt. Rejected and unfinished
+requests violate it. A count of requests alone rewards dropping the largest prompts, so attainment
+is also given per class of prompt length and weighted by prompt tokens. Papers define TPOT
+differently: FairBatching takes the worst mean from the first token on, SLOs-Serve the worst mean
+over 10 tokens. Both are reported too.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from .api.request import Request
 from .api.slo import SLO
 
 FINISHED = ("stop", "length")
-WINDOW = 10  # tokens over which SLOs-Serve takes a mean
-GOAL = 0.9  # share attained that goodput asks for
-ROUNDING = 1e-9  # seconds: sums of floats may not decide
+WINDOW = 10  # tokens in the moving mean of SLOs-Serve
+GOAL = 0.9  # attainment required for goodput
+ROUNDING = 1e-9  # seconds: tolerance for sums of floats
 CLASSES = (("<4K", 4096), ("4-16K", 16384), ("16-64K", 65536), (">=64K", inf))
 
 
 class Finished(Protocol):
-    """What is measured of a request; Request has it, and so has what a client saw of one."""
+    """The inputs of a measurement. A Request provides them, and so does a client's record of one."""
 
     @property
     def id(self) -> int: ...
@@ -45,7 +47,10 @@ class Finished(Protocol):
 
 
 class Measured(NamedTuple):
-    """One request, in seconds. Without a first token TTFT is inf; what needs a second one is NaN without it."""
+    """The measurements of one request, in seconds.
+
+    TTFT is inf without a first token. Values that need a second token are NaN without one.
+    """
 
     id: int
     class_: str
@@ -54,26 +59,31 @@ class Measured(NamedTuple):
     output: int
     ttft: float
     tpot: float  # mean time per token after the first
-    worst_tpot: float  # FairBatching's max over k of (t_k - t_0) / k
-    window_tpot: float  # the worst mean over 10 tokens in a row
+    worst_tpot: float  # FairBatching: max over k of (t_k - t_0) / k
+    window_tpot: float  # worst mean over 10 consecutive tokens
     largest_gap: float  # TBT
-    ended: float  # its last token, NaN without one
+    ended: float  # time of the last token, NaN without one
     reason: str | None
     ttft_attained: bool
-    tpot_attained: bool  # and the largest gap, where the SLO sets one
-    worst_attained: bool = False  # likewise with worst_tpot for the mean
-    window_attained: bool = False  # likewise with window_tpot
-    promised: bool = True  # anything at all
-    mean_attained: bool = True  # the mean time per token alone
-    tbt_attained: bool = True  # the largest gap alone; true where the SLO sets none
+    tpot_attained: bool  # includes the largest gap, if the SLO has a tbt
+    worst_attained: bool = False  # the same with worst_tpot instead of the mean
+    window_attained: bool = False  # the same with window_tpot
+    promised: bool = True  # whether the request has any objective
+    mean_attained: bool = True  # mean time per token only
+    tbt_attained: bool = True  # largest gap only; true if the SLO has no tbt
 
     @property
     def attained(self) -> bool:
+        """Whether the request attained its SLO."""
         return self.ttft_attained and self.tpot_attained
 
 
 def measure(request: Finished, class_: str = "", allowance: float | None = None) -> Measured:
-    """Measure one request. `allowance`: seconds granted to all tokens after the first, where stages differ."""
+    """Measure one request.
+
+    `allowance` is the total of seconds allowed for the tokens after the first, if their stages
+    differ.
+    """
     times = np.asarray(request.token_times, dtype=float)
     slo, count = request.slo, len(times)
     ttft = float(times[0]) - request.arrival if count else inf
@@ -88,7 +98,7 @@ def measure(request: Finished, class_: str = "", allowance: float | None = None)
     allowed = slo.tpot * (count - 1) if allowance is None else allowance
     even = done and not (slo.tbt is not None and gap > slo.tbt + ROUNDING)
     smooth = count < 2 or float(times[-1] - times[0]) <= allowed + ROUNDING
-    each = (allowed + ROUNDING) / (count - 1) if count > 1 else inf  # NaN compares false: one token cannot be late
+    each = (allowed + ROUNDING) / (count - 1) if count > 1 else inf  # NaN compares false: a single token is never late
     return Measured(
         request.id,
         class_,
@@ -113,14 +123,14 @@ def measure(request: Finished, class_: str = "", allowance: float | None = None)
 
 
 def stage_allowance(request: Request) -> float | None:
-    """Seconds granted to a finished request's tokens after the first, each by its own stage; None without stages."""
+    """Return the seconds allowed for the tokens after the first, by their stages; None without stages."""
     if not request.slo.stages:
         return None
     return request.budget - (request.pending + 1) * request.slo.tpot_of(request.stage)
 
 
 class Spread(NamedTuple):
-    """A distribution of finite values; NaN where there is none."""
+    """Statistics of a distribution; NaN if it is empty."""
 
     mean: float
     p50: float
@@ -131,7 +141,7 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float] | Array) -> Spread:
-    """Values that are not finite are left out."""
+    """Return the statistics of the finite values."""
     array = np.asarray(values, dtype=float)
     array = array[np.isfinite(array)]
     if not len(array):
@@ -141,7 +151,7 @@ def spread(values: Sequence[float] | Array) -> Spread:
 
 
 class Share(NamedTuple):
-    """How many requests, and what share of them attained their SLO."""
+    """A number of requests, and the share that attained their SLO."""
 
     requests: int
     attained: float
@@ -149,8 +159,11 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Many requests. Shares 0 to 1, times in seconds, rates per second of `duration`. Those to whom nothing was
-    promised (best effort) count in no share but that of their class, unless there are no others."""
+    """The measurements of many requests: shares from 0 to 1, times in seconds, rates per second of `duration`.
+
+    Requests without objectives (best effort) count only in the share of their class, unless there
+    are no others.
+    """
 
     count: int
     attained: float
@@ -158,7 +171,7 @@ class Summary:
     tpot_attained: float
     worst_attained: float  # TTFT, and TPOT as the worst mean from the first token on (FairBatching)
     window_attained: float  # TTFT, and TPOT as the worst mean over 10 tokens (SLOs-Serve)
-    token_weighted: float  # attained, each request weighted by its prompt tokens
+    token_weighted: float  # attained, weighted by prompt tokens
     by_length: Mapping[str, Share]
     by_class: Mapping[str, Share]
     ttft: Spread
@@ -168,19 +181,22 @@ class Summary:
     largest_gap: Spread
     latency: Spread  # arrival to last token
     duration: float  # first arrival to last token
-    output_throughput: float  # tokens per second, all requests together
+    output_throughput: float  # tokens per second, over all requests
     request_throughput: float  # finished requests per second
     request_goodput: float  # attained requests per second
-    median_speed: float  # median over requests of tokens per second after the first token
+    median_speed: float  # median of the tokens per second after the first token
     reasons: Mapping[str, int]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: named tuples as mappings, what is not finite as None."""
+        """Return plain values for JSON: mappings for named tuples, None for numbers that are not finite."""
         return {name: _plain(value) for name, value in asdict(self).items()}
 
 
 def summarize(measured: Sequence[Measured], skip: int = 0) -> Summary:
-    """Sum up; the first and last `skip` requests by arrival are left out (the steady state is what remains)."""
+    """Summarize requests.
+
+    Leaves out the first and last `skip` requests by arrival, so that the steady state remains.
+    """
     ordered = sorted(measured, key=lambda one: (one.arrival, one.id))
     ordered = ordered[skip : len(ordered) - skip]
     promised = [one for one in ordered if one.promised] or ordered
@@ -221,12 +237,12 @@ def summarize(measured: Sequence[Measured], skip: int = 0) -> Summary:
 
 
 def length_class(prompt: int) -> str:
-    """The class of prompt length that attainment is broken down by."""
+    """Return the class of prompt length of a prompt with this many tokens."""
     return next(name for name, end in CLASSES if prompt < end)
 
 
 def goodput_rate(rates: Sequence[float], attained: Sequence[float], goal: float = GOAL) -> float | None:
-    """The highest rate of a sweep whose attainment reaches the goal; None where none does."""
+    """Return the highest rate with attainment of at least `goal`, or None."""
     return max((rate for rate, share in zip(rates, attained, strict=True) if share >= goal), default=None)
 
 

@@ -1,7 +1,7 @@
-"""Things made by name, imported on demand: `name`, or `name:option+option=value`.
+"""Creation of objects by name with options, imported on demand: `name`, or `name:option+option=value`.
 
-Options are keyword arguments of what makes the thing: a bare one is a flag, `no-option` its opposite; numbers are
-read as numbers. Whatever is wrong is answered with what is allowed.
+Options are keyword arguments of the factory. A bare option is a flag, `no-option` its opposite, and
+numbers are converted. Errors say what is allowed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from .api.errors import InvalidValue
 
 
 def build(table: Mapping[str, str], text: str, what: str, package: str | None, **given: Any) -> Any:
-    """Make what `table` has under the name in `text`.
+    """Create the object that `table` has under the name in `text`.
 
-    `given` arguments are passed where the factory takes them. Raises InvalidValue.
+    `given` arguments are passed if the factory accepts them. Raises InvalidValue.
     """
     name, _, options = text.strip().partition(":")
     if name not in table:
@@ -34,8 +34,10 @@ def build(table: Mapping[str, str], text: str, what: str, package: str | None, *
 def shared(
     tables: Sequence[Mapping[str, str]], names: Sequence[str], text: str, owner: str, what: str, package: str | None
 ) -> list[str]:
-    """Names with the options of `text` that each takes, where one text is meant for several things. Raises
-    InvalidValue where an option is for none of them."""
+    """Distribute the options in `text` over several names. Returns each name with the options it accepts.
+
+    Raises InvalidValue if no name accepts an option.
+    """
     taken = [
         inspect.signature(factory(table, name, package)).parameters for table, name in zip(tables, names, strict=True)
     ]
@@ -54,7 +56,7 @@ def shared(
 
 
 def factory(table: Mapping[str, str], name: str, package: str | None) -> Callable[..., Any]:
-    """What makes the thing of that name: an entry is `module:factory`, or `module:factory:options`."""
+    """Return the factory of a name. An entry is `module:factory` or `module:factory:options`."""
     module, made, *_ = table[name].split(":")
     result: Callable[..., Any] = getattr(import_module(f".{module}", package), made)
     return result
@@ -80,7 +82,7 @@ def _read(text: str, allowed: Mapping[str, inspect.Parameter], owner: str, what:
 
 
 def _value(default: Any, value: Any, owner: str, part: str, what: str) -> Any:
-    """Read as what the default is."""
+    """Convert an option to the type of the default."""
     kind: type = bool if isinstance(default, bool) else int if isinstance(default, int) else type(default)
     try:
         if isinstance(value, bool) != (kind is bool):
@@ -93,7 +95,7 @@ def _value(default: Any, value: Any, owner: str, part: str, what: str) -> Any:
 
 
 def _number(text: str, kind: type) -> int | float:
-    """Raises ValueError or OverflowError; nothing is rounded."""
+    """Convert a number exactly. Raises ValueError or OverflowError."""
     number = float(text)
     if number != number or (kind is int and number != int(number)):
         raise ValueError

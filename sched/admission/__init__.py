@@ -1,4 +1,4 @@
-"""Admission controls by name: admit a request, make it best effort, or refuse it."""
+"""The registry of admission controls. They admit a request, make it best effort, or refuse it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ ADMISSIONS = {"dp": "dp:ByDP", "none": "none:AdmitAll", "pab": "by_prefill_budge
 
 
 def make(name: str) -> Admission:
-    """A new admission by name, as in `pab` or `pab:refuse`. Raises InvalidValue naming what is allowed."""
+    """Create an admission control by name, such as `pab` or `pab:refuse`.
+
+    Raises InvalidValue naming what is allowed.
+    """
     admission: Admission = build(ADMISSIONS, name, "admission", __package__)
     return admission

@@ -1,4 +1,4 @@
-"""What an admission control is: it says whether an instance can keep a new request's SLO."""
+"""The interface of admission controls, which decide whether an instance can keep the SLO of a new request."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ..api.request import Request
 
 
 class Admission(Protocol):
-    """Asked once per request, about the instance that the router chose."""
+    """An admission control. Called once per request, about the instance that the router chose."""
 
-    refuse: bool  # refuse what is not admitted; otherwise it becomes best effort
+    refuse: bool  # refuse requests that are not admitted, instead of making them best effort
 
     def admits(self, request: Request, instance: InstanceView, now: float) -> bool:
-        """Whether `instance` can keep the SLO of `request`, which arrives at `now` (seconds)."""
+        """Return whether `instance` can keep the SLO of `request`, which arrives at `now` (seconds)."""

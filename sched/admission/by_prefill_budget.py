@@ -8,8 +8,11 @@ from .prefill_budget import prefill_budget
 
 
 class ByPrefillBudget:
-    """Admits a prompt that, prefix hit aside, is no longer than the budget of its instance for its own TTFT. refuse:
-    turn others away, so that they can go elsewhere; otherwise they become best effort."""
+    """An admission control that admits prompts within the prefill admission budget of their instance.
+
+    The prompt counts without its prefix hit, and the budget is for its own TTFT. `refuse`: refuse
+    the others, so that they can go elsewhere, instead of making them best effort.
+    """
 
     def __init__(self, refuse: bool = False) -> None:
         self.refuse = refuse

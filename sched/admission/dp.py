@@ -30,9 +30,11 @@ from ..policies.slos_serve.speculation import NEVER, StepCosts
 
 
 class ByDP:
-    """Admits a request that can keep its SLO beside everything its instance has promised. Each is decided on
-    when it comes, so that no value is weighed against another. margin, block, output: see policies.slos_serve. Writer
-    of what it knows of each instance."""
+    """An admission control that admits requests whose SLO fits beside everything already promised.
+
+    Each request is decided on arrival, so requests are not weighed against each other by value.
+    `margin`, `block`, `output`: see policies/slos_serve. Writer of its memo per instance.
+    """
 
     def __init__(self, refuse: bool = False, margin: float = 0.05, block: float = 0.0, output: int = 256) -> None:
         self.refuse = refuse
@@ -50,7 +52,7 @@ class ByDP:
         tokens, context = np.array([request.known - cached]), np.array([cached])
         ends = view.start + view.perf.prefill_times(tokens, context, view.limits.tokens)
         if ends[0] > request.deadline + ROUNDING:
-            return False  # nothing was promised that bounds its steps: late even if it is computed at once
+            return False  # late even if computed at once: no promise bounds the steps before it
         new = self._prompt(request, view, tokens, context)
         alone = partial(in_time, view, new.deadline, tokens, context, length, new.tpot)
         return bool(admitted(standing, new, terms, None, alone)[0])
@@ -72,7 +74,7 @@ class ByDP:
 
 
 def _with_drafting(standing: Commitments, instance: InstanceView, view: View) -> Commitments:
-    """Rows whose drafts are being verified are in no table of the view."""
+    """Add the decodes with unverified drafts, which are in no queue of the view."""
     drafting = [one for one in instance if one.drafting and one.tier != "best_effort"]
     if not drafting or view.role is Role.PREFILL:
         return standing

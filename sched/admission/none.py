@@ -1,4 +1,4 @@
-"""Admit every request."""
+"""Admission of every request."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from ..api.request import Request
 
 
 class AdmitAll:
+    """An admission control that admits every request."""
+
     refuse = False
 
     def admits(self, request: Request, instance: InstanceView, now: float) -> bool:

@@ -11,41 +11,47 @@ from ..api.perf import PerfModel
 from ..api.policy import Role, View
 from ..feasibility import promised
 
-PROBE = 1000.0  # tokens of context over which a slope is taken
+PROBE = 1000.0  # context tokens over which a slope is measured
 
 
 class Line(NamedTuple):
-    """Any step-time model near one load as T = step + token*(new prompt tokens) + sum over rows (row + context*L).
-    For FairBatching's own line these are its a, b and c; where the longest context costs more than others, the
-    difference is part of each step. Seconds."""
+    """A step-time model linearized near one load, in seconds.
+
+    T = step + token * (new prompt tokens) + sum over decodes of (row + context * L)
+
+    For FairBatching's own model these are its a, b and c. If the longest context costs more than
+    the others, the difference is part of `step`.
+    """
 
     step: float
     row: float
     context: float
-    empty: float  # of a step in which nothing is computed
+    empty: float  # time of an empty step
 
     def token(self, perf: PerfModel, prompt: int, chunk: int) -> float:
-        """As a prompt of `prompt` tokens has them alone, in steps of `chunk`."""
+        """Return the seconds per token of a prompt of `prompt` tokens that runs alone, in chunks of `chunk`."""
         alone = float(perf.prefill_times(np.array([float(prompt)]), np.zeros(1), chunk)[0])
         return max((alone - self.empty) / prompt, 1e-12)
 
 
 def line(perf: PerfModel, rows: int, longest: float) -> Line:
-    """From `rows` decoding rows on, the longest with `longest` tokens of context."""
+    """Linearize the model at `rows` running decodes, of which the longest has `longest` tokens of context."""
     count, total = float(max(1, rows)), longest * max(1, rows)
     base, more, twice, further, one = perf.decode_times(
         np.array([count, count + 1, 2 * count, count, 1.0]),
         np.array([longest, longest, longest, longest, 0.0]),
         np.array([total, total, total, total + PROBE, 0.0]),
     ).tolist()
-    # where steps are padded, the next row may cost a whole stair, which so many more rows share
+    # if steps are padded, one more row may cost as much as the next `count` rows together
     row, context = max(0.0, min(more - base, (twice - base) / count)), max(0.0, (further - base) / PROBE)
     return Line(max(0.0, base - count * row - total * context), row, context, max(0.0, one - row))
 
 
 class Promised:
-    """What an instance has promised, as it stands in a view, and what it can still take in. Writer of the slopes that
-    it has been asked for: what follows from the view alone is worked out once."""
+    """What an instance has promised in a view, and what it can still take. Writer of its memo of slopes.
+
+    What follows from the view alone is computed once.
+    """
 
     def __init__(self, view: View) -> None:
         tables = (view.decode,) if view.role is Role.PREFILL else (view.decode, view.prefill)
@@ -61,7 +67,7 @@ class Promised:
         self._near: dict[tuple[int, float], Line] = {}
 
     def budget(self, due: float, prompt: int) -> float:
-        """See prefill_budget."""
+        """Return the budget; see `prefill_budget`."""
         if due == inf:
             return inf
         window, count, longest, most, spent = due - self._start, 0, 0.0, 1.0, 0.0
@@ -80,15 +86,17 @@ class Promised:
 
 
 def prefill_budget(view: View, due: float, prompt: int = 1024) -> float:
-    """Tokens of a new prompt that this instance can compute by `due` while everybody else stays in time; negative
-    where it has promised more already (FairBatching, arXiv 2510.14392, section 3.4 and appendix A; PAB).
+    """Return how many tokens of a new prompt fit by `due` with all promises kept; negative if overcommitted.
+
+    This is the prefill admission budget (PAB) of FairBatching (arXiv 2510.14392, section 3.4 and
+    appendix A):
 
         PAB = (W - a*n - sum_i n_i*(b_dec + c*L_i)) / (b + c) - (prompt tokens still to compute)
 
-    W is the time from when the next step can begin until `due`. Decodes are put off until their slack is used up and
-    then take a step per tpot: n_i = 1 + (W - slack_i) / tpot_i for each row with 0 <= slack_i < W, late ones
-    counting as 0; n is the largest n_i, at least 1. A prompt that waits decodes from its own deadline on, except on a
-    prefill instance. Best effort counts for nothing. `prompt`: length at which the seconds per token are taken. inf
-    where nothing is due.
+    W is the time from the start of the next step until `due`. Decodes wait until their slack is
+    used up and then take a step per tpot. So a row with slack below W takes n_i = 1 + (W - slack_i)
+    / tpot_i steps, with slack 0 for late rows; n is the largest n_i, at least 1. Waiting prompts
+    decode from their deadline on, except on a prefill instance. Best effort is ignored. `prompt` is
+    the prompt length at which the seconds per token are measured. Returns inf if `due` is inf.
     """
     return Promised(view).budget(due, prompt)

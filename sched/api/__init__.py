@@ -1,1 +1,1 @@
-"""The vocabulary of the scheduler: what policies, routers and executors see and say."""
+"""The vocabulary of the scheduler: the types that policies, routers and executors share."""

@@ -1,15 +1,16 @@
-"""How often drafted tokens are right, as measured: of an instance, of a tier, of a request."""
+"""Measured acceptance of drafted tokens: per instance, per tier and per request."""
 
 from __future__ import annotations
 
-PRIOR = 0.7  # before anything is known
+PRIOR = 0.7  # assumed before anything is measured
 
 
 class Drafts:
-    """Measured acceptance of drafted tokens. Writer: the Scheduler.
+    """Acceptance of drafted tokens, as measured. Writer: the Scheduler.
 
-    Tokens after the first wrong one tell nothing, so a draft of which `right` tokens hold is that many successes and,
-    where it fell short, one failure. Older trials fade with a memory of some `memory`.
+    Tokens after the first rejected one say nothing, so a draft with `right` accepted tokens counts
+    as `right` successes and, if it was longer, one failure. Older trials decay: the average covers
+    about the last `memory` trials.
     """
 
     __slots__ = ("_memory", "_right", "_tried", "trials")
@@ -18,14 +19,17 @@ class Drafts:
         self._right = prior * weight
         self._tried = weight
         self._memory = memory
-        self.trials = 0  # since the beginning
+        self.trials = 0  # in total, without decay
 
     @property
     def acceptance(self) -> float:
         return self._right / self._tried
 
     def count(self, drafted: int, right: int, *, cut: bool = False) -> None:
-        """cut: the request ended there, so whether the next token of the draft was right is not known."""
+        """Record one verified draft.
+
+        `cut`: the request ended at the last accepted token, so the token after it was not tested.
+        """
         tried = right + (right < drafted and not cut)
         keep = max(0.0, 1.0 - tried / self._memory)
         self._right = keep * self._right + right
@@ -34,31 +38,34 @@ class Drafts:
 
 
 class Acceptance:
-    """Of an instance: of all its drafts, and of those of each tier. Writer: the Scheduler."""
+    """Acceptance on one instance, over all drafts and per tier. Writer: the Scheduler."""
 
     def __init__(self) -> None:
         self.all = Drafts()
         self._tiers: dict[str, Drafts] = {}
 
     def of(self, tier: str) -> float:
-        """What a request of the tier can expect; as all where the tier never drafted."""
+        """Return the acceptance of a tier, or that of all tiers if this one has not drafted yet."""
         mine = self._tiers.get(tier)
         return self.all.acceptance if mine is None else mine.acceptance
 
     def record(self, tier: str, own: Drafts) -> Drafts:
-        """A request's own record. One that never drafted expects what its tier has seen here, until it has drafted
-        some dozens of tokens itself."""
+        """Return the record to use for a request that arrives on this instance.
+
+        A request that has drafted keeps its own record. Otherwise it starts from the acceptance of
+        its tier here, which weighs as much as two dozen trials.
+        """
         return own if own.trials else Drafts(self.of(tier), weight=24.0, memory=200.0)
 
     def count(self, tier: str, own: Drafts, drafted: int, right: int, *, cut: bool) -> None:
-        """A draft was verified. `own`: the request's record."""
+        """Record one verified draft, also in `own`, the record of its request."""
         mine = self._tiers.setdefault(tier, Drafts(self.all.acceptance))
         for one in (self.all, mine, own):
             one.count(drafted, right, cut=cut)
 
 
 def draft_lengths(most: int) -> tuple[int, ...]:
-    """Draft lengths worth trying, in tokens: powers of two below `most`, and `most`."""
+    """Return the draft lengths to consider: powers of two below `most`, and `most`, in tokens."""
     found = []
     length = 1
     while length < most:

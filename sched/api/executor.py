@@ -1,4 +1,4 @@
-"""The seam between deciding and computing. Real and simulated engines differ only behind this protocol."""
+"""The interface between scheduling and computing. The real and the simulated engine implement it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Step = asyncio.Future[StepResult | Suspended]
 
 
 class Executor(Protocol):
-    """One instance's devices, or a model of them."""
+    """The devices of one instance, or a model of them."""
 
     @property
     def pages(self) -> int:
@@ -20,39 +20,51 @@ class Executor(Protocol):
 
     @property
     def page_size(self) -> int:
-        """Tokens in a page."""
+        """Tokens per page."""
 
     @property
     def lead(self) -> float:
-        """Seconds before a running step's predicted end at which the next plan is wanted; 0: only when idle."""
+        """Seconds before the predicted end of a running step to plan the next one; 0: only when idle."""
 
     def now(self) -> float:
-        """Seconds on this executor's clock; monotone. The only clock `sched` reads."""
+        """Return the seconds on this executor's clock. Monotone, and the only clock that `sched` reads."""
 
     def submit(self, plan: StepPlan) -> Step:
-        """Start a step behind those already submitted; returns at once. The future raises StepFailed when the
-        step raised; those behind it raise too, and the KV pool is gone until `rebuild`."""
+        """Enqueue a step behind those already submitted, and return at once.
+
+        The future raises StepFailed if the step raised. The steps behind it fail too, and the KV
+        pool is unusable until `rebuild`.
+        """
 
     def rebuild(self) -> None:
-        """Make the pool anew, empty. Called in the turn of the event loop in which the scheduler forgets what the old
-        one held: pages of the one must never be filled in the other. Transfers that have begun before it fail."""
+        """Replace the KV pool by a new, empty one. Transfers that began before it fail.
+
+        Call it in the same event-loop iteration in which the scheduler forgets the contents of the
+        old pool. Otherwise pages allocated in the old pool could be written in the new one.
+        """
 
     def preempt(self, step: Step) -> None:
-        """Stop a preemptible step at its next segment boundary; the step then yields Suspended, or its result where
-        that was the end."""
+        """Stop a preemptible step at its next segment boundary.
+
+        Its future then yields Suspended, or the StepResult if that boundary was the end of the
+        step.
+        """
 
     def committed(self, step: Step) -> asyncio.Future[Any]:
-        """Done once a preemptible step can no longer be stopped: at its end, or before where more can be submitted
-        behind it then. Not to be cancelled."""
+        """Return a future that completes once a preemptible step can no longer be stopped.
+
+        That is at the end of the step, or earlier if another step can be submitted behind it by
+        then. Do not cancel the future.
+        """
 
     def release(self, slots: Sequence[int]) -> None:
-        """The rows are free: the requests finished, were dropped or left."""
+        """Free the device rows of requests that finished, were dropped or left."""
 
     def export_kv(self, pages: Sequence[int]) -> KvParcel:
-        """Gather pages as they stand after all steps whose results are back."""
+        """Gather pages, with the contents that all steps with a returned result have written."""
 
     async def import_kv(self, parcel: KvParcel, pages: Sequence[int]) -> None:
-        """Move a parcel here and scatter it into `pages`; returns once later steps will see it."""
+        """Copy a parcel to this instance, into `pages`. Returns once later steps will see it."""
 
     async def close(self) -> None:
-        """Let running work end and free what is held."""
+        """Wait for running work and free all resources."""

@@ -1,4 +1,4 @@
-"""What a router or an admission control may read of an instance."""
+"""The read-only view of an instance for routers and admission controls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class InstanceView(Protocol):
-    """One instance, read-only: its role, its load, its queues and predictions. Iterating gives its requests."""
+    """One instance, read-only: its role, load, queues and predictions. Iterating yields its requests."""
 
     @property
     def role(self) -> Role: ...
@@ -25,34 +25,35 @@ class InstanceView(Protocol):
     @property
     def ends(self) -> float: ...  # predicted end of the submitted steps, seconds
     @property
-    def hung(self) -> bool: ...  # its oldest step does not end: it takes no requests
+    def hung(self) -> bool: ...  # its oldest step does not end, so it gets no requests
     @property
-    def kv_waiting(self) -> int: ...  # requests of other instances waiting for KV pages here
+    def kv_waiting(self) -> int: ...  # requests of other instances that wait for KV pages here
     @property
     def running(self) -> int: ...  # requests that hold a slot
     @property
     def waiting(self) -> int: ...
     @property
-    def prefill_backlog(self) -> int: ...  # prompt tokens to compute, expected prefix hits aside
+    def prefill_backlog(self) -> int: ...  # prompt tokens to compute, without expected prefix hits
     @property
-    def decode_context(self) -> int: ...  # tokens of context of the running decodes
+    def decode_context(self) -> int: ...  # total context of the running decodes, in tokens
     @property
-    def steps(self) -> int: ...  # steps that have ended
+    def steps(self) -> int: ...  # completed steps
     @property
-    def version(self) -> Hashable: ...  # changes whenever `view` does, time aside
+    def version(self) -> Hashable: ...  # changes whenever `view` changes other than by time
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[RequestView]: ...
     def cached_tokens(self, request: Request) -> int:
-        """Prompt tokens of a request that the instance's prefix cache holds."""
+        """Return how many prompt tokens of a request are in the prefix cache of the instance."""
 
     def view(self, now: float, start: float) -> View:
-        """What the instance's policy would see for a step that begins at `start`."""
+        """Return the view that the policy would get for a step that begins at `start`."""
 
 
 class InstanceMemo(Generic[T]):
-    """Per-instance memo of `compute(instance, start)`, invalidated when the instance changes.
+    """A per-instance memo of `compute(instance, start)`, invalidated when the instance changes.
 
-    `start` is when its next step can begin. `compute` may read the instance's `view` and nothing else.
+    `start` is the earliest time at which its next step can begin. `compute` may read the `view` of
+    the instance and nothing else.
     """
 
     def __init__(self, compute: Callable[[InstanceView, float], T]) -> None:
@@ -60,6 +61,7 @@ class InstanceMemo(Generic[T]):
         self._memo: WeakKeyDictionary[InstanceView, tuple[Hashable, T]] = WeakKeyDictionary()
 
     def of(self, one: InstanceView, now: float) -> T:
+        """Return the result for an instance, computed again only if the instance changed."""
         start = max(now, one.ends)
         state = (start, one.version)
         before = self._memo.get(one)

@@ -1,4 +1,4 @@
-"""Where a Scheduler writes what it was told and what it planned; journal.py keeps it."""
+"""The interface through which a Scheduler records its inputs and plans. journal.py implements it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any, Protocol
 
 
 class Log(Protocol):
-    """Takes one input, or one plan, of one instance."""
+    """A sink for the inputs and plans of one instance."""
 
     def __call__(self, kind: str, **fields: Any) -> None: ...
 
 
 def no_log(kind: str, **fields: Any) -> None:
-    """Keeps nothing."""
+    """Discard the record."""

@@ -1,4 +1,4 @@
-"""How a request wants its tokens drawn and when it ends: plain data, checked where it is made."""
+"""Sampling and stopping parameters of a request: plain data, validated on construction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .errors import InvalidValue, short
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
-MAX_STOPS, MAX_STOP_LENGTH = 64, 1024  # OpenAI takes 4; each costs time at every token
+MAX_STOPS, MAX_STOP_LENGTH = 64, 1024  # OpenAI allows 4; each is searched for at every token
 MAX_STOP_TOKENS = 1024
 _WHOLE = ("n", "min_tokens", "top_k")
 _OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
@@ -20,12 +20,15 @@ _REAL = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling and stopping, with vLLM's names and defaults.
+    """Sampling and stopping parameters, with vLLM's names and defaults.
 
-    temperature 0 is greedy. top_k 0 or -1 and top_p 1 are off. `seed` None draws one per request.
-    max_tokens None means up to the context length. `logprobs` and `prompt_logprobs` count alternatives.
-    As in vLLM, `stop` may be one string or a list, `stop_token_ids` a list, `logit_bias` a mapping, and each of them
-    None; they are kept as tuples. Raises InvalidValue naming the field, the value and what is allowed.
+    `temperature` 0 is greedy. `top_k` 0 or -1 and `top_p` 1 are off. If `seed` is None, each
+    request gets a random one. `max_tokens` None allows the whole context length. `logprobs` and
+    `prompt_logprobs` are numbers of alternatives.
+
+    As in vLLM, `stop` may be a string or a list, `stop_token_ids` a list and `logit_bias` a
+    mapping, and each may be None. They are stored as tuples. Raises InvalidValue with the field,
+    the value and what is allowed.
     """
 
     n: int = 1
@@ -88,8 +91,11 @@ class SamplingParams:
                 raise InvalidValue(f"{name}={short(getattr(self, name))} must be {allowed}", name)
 
     def _to_plain_numbers(self) -> None:
-        """Numbers of other libraries become Python's, which a journal can write. A value of another type would fail
-        later, in a comparison that names neither field nor value."""
+        """Convert numbers of other libraries to Python's, which JSON can hold.
+
+        Raises InvalidValue for other types, which would otherwise fail later without naming the
+        field.
+        """
         for name in (*_WHOLE, *_REAL, *_OPTIONAL):
             value, whole = getattr(self, name), name not in _REAL
             kind: Any = Integral if whole else Real
@@ -101,8 +107,11 @@ class SamplingParams:
             object.__setattr__(self, name, int(value) if whole else float(value))
 
     def drafts(self, generated: int) -> bool:
-        """Whether tokens can be drafted after the first `generated`. What depends on each token before it (penalties),
-        is told with it (log-probabilities), biased or banned is drawn one at a time."""
+        """Return whether the tokens after the first `generated` may be drafted.
+
+        Penalties depend on each token before, and log-probabilities, biases and bans need one token
+        at a time.
+        """
         return (
             generated >= self.min_tokens
             and self.repetition_penalty == 1.0
@@ -115,7 +124,7 @@ class SamplingParams:
 
 def _strings(name: str, given: Any) -> tuple[str, ...]:
     if isinstance(given, str):
-        return (given,)  # one string, not its letters
+        return (given,)  # a string is iterable, but it is one stop string
     made = _listed(name, given, "a string or a list of strings")
     if not all(isinstance(one, str) for one in made):
         raise InvalidValue(f"{name}={given!r} must be a string or a list of strings", name)

@@ -1,4 +1,4 @@
-"""What a step's time depends on, and the protocol of step-time models."""
+"""The load of a step, and the interfaces of step-time models."""
 
 from __future__ import annotations
 
@@ -11,62 +11,68 @@ Number = float | Array
 
 
 class Load(NamedTuple):
-    """What a step's time depends on. Tokens unless said otherwise."""
+    """The inputs of a step-time model for one step, in tokens unless a comment says otherwise."""
 
     prefill: int = 0  # new prompt tokens
-    decode: int = 0  # tokens of decoding rows: one each, and what they drafted
-    quadratic: float = 0.0  # sum over chunks of k*c + k*k/2: k new tokens after c
+    decode: int = 0  # tokens of running decodes: one each, plus their drafted tokens
+    quadratic: float = 0.0  # sum over chunks of k*c + k*k/2, with k new tokens after c computed ones
     longest: int = 0  # longest decode context
     context: int = 0  # sum of decode contexts
-    prefix: int = 0  # sum over chunks of c, the context a chunk attends to before itself
-    drafts: int = 0  # steps of the draft model: the longest draft of any row
+    prefix: int = 0  # sum over chunks of c, the context before the chunk
+    drafts: int = 0  # steps of the draft model: the longest draft in the batch
 
     @property
     def tokens(self) -> int:
         return self.prefill + self.decode
 
     def add_chunk(self, k: int, c: int) -> Load:
-        """With a chunk of k new prompt tokens after c computed ones."""
-        prefill, decode, quadratic, longest, context, prefix, drafts = self  # _replace takes three times as long
+        """Return this load with a chunk of k new prompt tokens after c computed ones."""
+        prefill, decode, quadratic, longest, context, prefix, drafts = self  # _replace is three times slower
         quadratic = quadratic + k * c + k * k / 2
         return tuple.__new__(Load, (prefill + k, decode, quadratic, longest, context, prefix + c, drafts))
 
     def add_decode(self, context: int) -> Load:
-        """With one more decoding row of that context."""
+        """Return this load with one more running decode of this context."""
         return self.add_rows(1, context, context)
 
     def add_rows(self, tokens: int, longest: int, context: int) -> Load:
-        """With more decoding rows, of so many tokens, the longest context among them, and the sum of their contexts."""
+        """Return this load with more running decodes.
+
+        `tokens` is their total, `longest` their longest context and `context` the sum of their
+        contexts.
+        """
         prefill, decode, quadratic, before, others, prefix, drafts = self
         longest = longest if longest > before else before
         return tuple.__new__(Load, (prefill, decode + tokens, quadratic, longest, others + context, prefix, drafts))
 
 
 class Form(Protocol):
-    """Step times in seconds, by formula or table."""
+    """A step-time model, by formula or table. Times are in seconds."""
 
     def step_time(self, load: Load) -> float:
-        """Predicted seconds of a step. Elementwise where `quadratic` and `prefix` of the load are arrays."""
+        """Predict the seconds of a step. Elementwise if `quadratic` and `prefix` of the load are arrays."""
 
     def decode_times(self, rows: Array, longest: Array, context: Array) -> Array:
-        """Predicted seconds of pure decode steps, elementwise: rows, longest context, sum of contexts."""
+        """Predict the seconds of decode-only steps, elementwise, from rows, longest context and total context."""
 
     def prefill_times(self, tokens: Array, context: Array, chunk: int) -> Array:
-        """Predicted seconds to compute `tokens` more prompt tokens after `context` computed ones, alone, in steps of
-        `chunk` tokens of which the last may be shorter; elementwise, 0 for no tokens. Equal to the sum of step_time
-        over these steps."""
+        """Predict the seconds to prefill `tokens` more prompt tokens after `context` computed ones.
+
+        The prompt runs alone, in chunks of `chunk` tokens, of which the last may be shorter.
+        Elementwise, 0 for no tokens. Equals the sum of `step_time` over these steps.
+        """
 
 
 class PerfModel(Form, Protocol):
-    """A form that learns. Writer of its state: the Scheduler that settles steps."""
+    """A step-time model that learns online. Writer of its state: the Scheduler that settles steps."""
 
     @property
     def version(self) -> int:
-        """What it predicts is what it was as long as this is."""
+        """A number that changes whenever predictions change."""
 
     @property
     def prefill_rate(self) -> float:
-        """Prompt tokens per second, as observed lately (Kairos's mu)."""
+        """Recently observed prompt tokens per second (mu in Kairos)."""
 
     def observe(self, load: Load, seconds: float) -> None:
         """Learn from a measured step."""

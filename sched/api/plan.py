@@ -1,4 +1,4 @@
-"""The frozen values that cross the seam: a StepPlan goes to the executor, a StepResult comes back."""
+"""The frozen values between scheduler and executor: a StepPlan goes down, a StepResult comes back."""
 
 from __future__ import annotations
 
@@ -10,45 +10,50 @@ from .params import SamplingParams
 
 
 class Begin(NamedTuple):
-    """What an executor must know of a request before it can run in a slot; sent with the slot's first span."""
+    """What an executor needs to run a request in a slot. Sent with the first span in that slot."""
 
     params: SamplingParams
     seed: int
-    prompt: tuple[int, ...]  # token ids of the prompt; () where the params need no token history
-    output: tuple[int, ...]  # tokens generated so far (a resumed or migrated request); () likewise
+    prompt: tuple[int, ...]  # token ids of the prompt; () if no parameter needs the token history
+    output: tuple[int, ...]  # tokens generated so far (if resumed or migrated); () likewise
     prompt_length: int
-    eos: tuple[int, ...]  # ids that may not be sampled before `min_tokens` tokens are out
+    eos: tuple[int, ...]  # ids that must not be sampled before `min_tokens` tokens
 
 
 class Span(NamedTuple):
-    """All of one request's work in one step: positions [start, start + length)."""
+    """The work of one request in one step: positions [start, start + length)."""
 
     request: int
     slot: int  # row of the device-side token carry
     start: int  # first position computed
     length: int  # prompt tokens, or 1, or 1 + drafted
-    new_pages: tuple[int, ...] = ()  # gained since the slot's last span (all of them on first use or resume)
-    tokens: tuple[int, ...] = ()  # () for decode: the token is already on the device
-    draft: int = 0  # speculation length for this span
-    samples: bool = False  # the span ends at the last known token, so a token comes out
-    begin: Begin | None = None  # set on the slot's first span
+    new_pages: tuple[int, ...] = ()  # allocated since the last span in this slot (all pages on first use or resume)
+    tokens: tuple[int, ...] = ()  # () if decoding: the token is already on the device
+    draft: int = 0  # tokens to draft
+    samples: bool = False  # the span ends at the last known token, so it samples the next one
+    begin: Begin | None = None  # set on the first span in a slot
 
 
 def decoding(request: int, slot: int, start: int) -> Span:
-    """The span of a row that decodes as in the step before. Most spans are such: Span(...) takes twice as long."""
+    """Return the span of a request that goes on decoding, without new pages.
+
+    Most spans are of this kind, and `Span(...)` is twice as slow.
+    """
     return tuple.__new__(Span, (request, slot, start, 1, (), (), 0, True, None))
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
+    """The spans of one step on one instance. Frozen, so that it can be logged and replayed."""
+
     step: int
     spans: tuple[Span, ...]
     preemptible: bool = False
-    resume: int | None = None  # continue this suspended step instead of starting one
+    resume: int | None = None  # resume this suspended step instead of starting a new one
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probability of one token and of the best alternatives, best first."""
+    """Log-probabilities of one token and of the most likely alternatives, best first."""
 
     token: int
     logprob: float
@@ -57,32 +62,35 @@ class TokenLogprobs(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """Outcome of a step. `tokens` is aligned with `StepPlan.spans`; () where a span sampled nothing."""
+    """The outcome of a step.
+
+    `tokens` is aligned with `StepPlan.spans`, with () for spans that sample nothing.
+    """
 
     step: int
     started: float  # seconds, executor's clock
     finished: float
     tokens: tuple[tuple[int, ...], ...]
-    failed: Mapping[int, str] = {}  # span index -> why this row alone failed (non-finite logits)
-    logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = {}  # span index -> one per sampled token
-    # span index -> one per prompt position of the span after the first of the prompt, in order
+    failed: Mapping[int, str] = {}  # span index -> why this request alone failed (non-finite logits)
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = {}  # span index -> one entry per sampled token
+    # span index -> one entry per prompt position of the span, without the first of the prompt
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = {}
 
 
 class Suspended(NamedTuple):
-    """A preempted step that stopped at a segment boundary; a later plan resumes it by number."""
+    """A preempted step that stopped at a segment boundary. A later plan resumes it by number."""
 
     step: int
-    started: float  # seconds, executor's clock: of this stretch of it
+    started: float  # seconds, executor's clock: when it last began or resumed
     at: float
 
 
-UNAVAILABLE = "unavailable"  # what would have served it does not respond
-GIVEN_UP = ("error", "rejected", "refused", UNAVAILABLE, "expired")  # reasons of requests that are not answered
+UNAVAILABLE = "unavailable"  # its instance does not respond
+GIVEN_UP = ("error", "rejected", "refused", UNAVAILABLE, "expired")  # finish reasons without a full answer
 
 
 class Delta(NamedTuple):
-    """News of one request: tokens gained, and at the end why it finished."""
+    """New output of one request: tokens, and the finish reason when it ends."""
 
     request: int
     tokens: tuple[int, ...] = ()
@@ -90,12 +98,12 @@ class Delta(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: str | None = None  # "stop" (EOS or stop id), "length", "abort", or one of GIVEN_UP
     error: str | None = None
-    stop_token: int | None = None  # the id that ended it, where finish_reason is "stop" by a token
+    stop_token: int | None = None  # the id that ended it, if `finish_reason` is "stop" by a token id
 
 
 def token_delta(request: int, tokens: tuple[int, ...]) -> Delta:
-    """Tokens, and nothing else to tell: most news are such, and Delta(...) takes twice as long."""
+    """Return a Delta with tokens only. Most are of this kind, and `Delta(...)` is twice as slow."""
     return tuple.__new__(Delta, (request, tokens, (), (), None, None, None))
 
 
-KvParcel = Any  # opaque outside the executors that make and take it
+KvParcel = Any  # opaque outside of the executors

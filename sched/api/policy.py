@@ -1,4 +1,4 @@
-"""What a policy sees, and what it may say. A policy is a pure function of a View in a file of its own."""
+"""The interface of policies. A policy is a pure function from a View to a Decision."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ Order = np.ndarray[tuple[int], np.dtype[np.intp]]  # row numbers
 
 
 class Role(Enum):
+    """What an instance does: prefill, decode, or both."""
+
     PREFILL = "prefill"
     DECODE = "decode"
     MIXED = "mixed"
 
 
 def roles_of(given: Sequence[str] | Mapping[int, str], instances: int) -> dict[int, Role]:
-    """Roles by instance, from the names of the roles of all of them, or of some by index. Raises InvalidValue."""
+    """Return the roles by instance, from role names for all instances or for some by index.
+
+    Raises InvalidValue.
+    """
     if not isinstance(given, Mapping):
         if isinstance(given, str) or len(given) != instances:
             raise InvalidValue(f"roles={short(given)} must be a list of {instances}, one for each instance", "roles")
@@ -39,23 +44,26 @@ def roles_of(given: Sequence[str] | Mapping[int, str], instances: int) -> dict[i
 
 
 class QueueView(Protocol):
-    """Requests ordered by (priority, arrival, id), as objects and as numpy columns (one row each, read-only)."""
+    """Requests ordered by (priority, arrival, id), as objects and as read-only numpy columns."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[RequestView]: ...
     def __getitem__(self, row: int) -> RequestView: ...
     @property
     def version(self) -> int:
-        """The rows and their columns are what they were as long as this is."""
+        """A number that changes whenever a row or a column changes."""
 
     @property
     def members(self) -> int:
-        """The rows are what they were as long as this is, and of their columns those that nothing changes: arrival,
-        ttft, tbt, best_effort."""
+        """A number that changes whenever a row is added or removed.
+
+        While it is unchanged, so are the columns that are constant per request: arrival, ttft, tbt
+        and best_effort.
+        """
 
     @property
     def standard(self) -> int:
-        """How many rows are not best effort: they come first."""
+        """How many rows are not best effort. They come first."""
 
     @property
     def arrival(self) -> Array: ...
@@ -63,97 +71,97 @@ class QueueView(Protocol):
     def ttft(self) -> Array: ...
     @property
     def tbt(self) -> Array:
-        """inf where none was promised."""
+        """The largest gap allowed between two tokens, in seconds; inf if the request has no such objective."""
 
     @property
     def tpot(self) -> Array:
-        """tpot of the stage that the next token belongs to."""
+        """The tpot of the stage of the next token, in seconds."""
 
     @property
     def tightest(self) -> Array:
-        """The least tpot of that stage and those still to come."""
+        """The least tpot of the current stage and the stages to come, in seconds."""
 
     def last(self, order: Order) -> Array:
-        """When the last token of these rows came out; nan before the first."""
+        """Return the times of the last token of these rows; nan before the first token."""
 
     @property
     def deadline(self) -> Array:
-        """When the next token is due."""
+        """Deadlines of the next token."""
 
     @property
     def remaining(self) -> Array:
-        """Tokens to compute before the next token is sampled."""
+        """Tokens to compute before the next token can be sampled."""
 
     @property
     def context(self) -> Array:
-        """Tokens already in the cache."""
+        """Tokens whose KV is in the cache."""
 
     @property
     def length(self) -> Array:
-        """Prompt length."""
+        """Prompt lengths."""
 
     @property
     def running(self) -> Array:
-        """1 where the request holds a slot and pages, 0 where it waits for them."""
+        """1 if the request holds a slot and pages, 0 if it waits for them."""
 
     @property
     def hit(self) -> Array:
-        """Of `remaining`, what a waiting request is expected to find in the prefix cache."""
+        """How many of the `remaining` tokens of a waiting request are expected to be in the prefix cache."""
 
     @property
     def best_effort(self) -> Array:
-        """1 where the request is served from what the others leave."""
+        """1 if the request is best effort, 0 otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a plan may not exceed."""
+    """The limits of a step plan."""
 
-    tokens: int = 8192  # new tokens in a step (max_num_batched_tokens): the chunk budget C
-    rows: int = 256  # requests with a slot (max_num_seqs)
-    pages: int = 0  # pages of the pool
+    tokens: int = 8192  # new tokens per step (max_num_batched_tokens): the chunk budget C
+    rows: int = 256  # requests that hold a slot (max_num_seqs)
+    pages: int = 0  # pages in the pool
     page_size: int = 16
-    prompts: int = 1 << 30  # prompts whose chunks may share a step; 1 is a chunk of one prompt
-    preemptible: bool = False  # steps of prompt chunks alone can be stopped at a segment boundary
-    suspended: int = 4  # steps stopped there at once: each keeps its activations
-    stopping: float = 0.0  # share of a preemptible step that may still run after it was asked to stop (boundary.py)
-    draft: int = 0  # tokens that a row may draft and verify in a step
-    history: bool = False  # the executor must know every request's tokens: it drafts from them
+    prompts: int = 1 << 30  # prompts with a chunk in the same step; 1: no two prompts share a step
+    preemptible: bool = False  # prefill-only steps can be stopped at a segment boundary
+    suspended: int = 4  # suspended steps at a time: each keeps its activations
+    stopping: float = 0.0  # share of a preemptible step that may still run after a request to stop (preemption.py)
+    draft: int = 0  # tokens that a request may draft and verify per step
+    history: bool = False  # the executor needs the tokens of every request, because it drafts from them
 
 
 class Task(NamedTuple):
-    """A step that is under way, or that was stopped at a segment boundary."""
+    """A step that is running or suspended."""
 
     step: int
-    requests: tuple[RequestView, ...]  # those not over
-    seconds: float  # predicted to be left
+    requests: tuple[RequestView, ...]  # those that have not finished
+    seconds: float  # predicted to remain
     total: float = 0.0  # predicted seconds of the whole step
-    since: float = 0.0  # of the running step: when it began, or went on
+    since: float = 0.0  # when the running step began or resumed
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything a policy may see, at one moment, of one instance."""
+    """What a policy sees of one instance at one time."""
 
     now: float  # the clock, read once for this decision
-    start: float  # when the step planned now can begin (later than `now` while one is running)
+    start: float  # when the step planned now can begin; later than `now` while a step is running
     role: Role
-    prefill: QueueView  # prompt work left, or KV dropped and to be computed again
-    decode: QueueView  # one token left to compute: a decode step each
+    prefill: QueueView  # requests with prompt tokens to compute, including KV that was dropped
+    decode: QueueView  # running decodes: requests with one token to compute
     limits: Limits
-    free_pages: int  # free or idle: to be had without dropping anybody
-    free_slots: int  # held by nobody, in a table or not, and not reserved for who is on the way
-    kv_waiting: int  # requests that wait for pages of this instance
+    free_pages: int  # free or idle: can be allocated without dropping a request
+    free_slots: int  # not held by a request, and not reserved for one that is being transferred
+    kv_waiting: int  # requests of other instances that wait for pages here
     perf: PerfModel
-    suspended: tuple[Task, ...] = ()  # oldest first; their requests are in neither table
-    running: Task | None = None  # set where the question is whether to stop the step under way
-    acceptance: float = 0.0  # share of drafted tokens that were right, as measured lately
-    drift: float = 1.0  # how much longer than predicted steps took lately; 1.0 where predictions are about right
-    decoded: bool = False  # the step planned last decodes rows
+    suspended: tuple[Task, ...] = ()  # oldest first; their requests are in neither queue
+    running: Task | None = None  # set if the policy is asked whether to stop the running step
+    acceptance: float = 0.0  # recent share of drafted tokens that were accepted
+    drift: float = 1.0  # recent ratio of measured to predicted step time
+    decoded: bool = False  # the last planned step contains decodes
 
 
 class Grant(NamedTuple):
-    """Compute up to `tokens` tokens of a request in this step; where it decodes, `draft` more are drafted first."""
+    """Up to `tokens` tokens of a request to compute in this step. A decode drafts `draft` more first."""
 
     request: int
     tokens: int
@@ -161,22 +169,28 @@ class Grant(NamedTuple):
 
 
 def one_each(requests: Iterable[RequestView]) -> tuple[Grant, ...]:
-    """One token for each of some requests. Most grants are such: Grant(...) takes twice as long."""
+    """Return a grant of one token for each request. This is the common grant, and `Grant(...)` is twice as slow."""
     new = tuple.__new__
     return tuple([new(Grant, (request.id, 1, 0)) for request in requests])
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Grants, most important first: pages are given in this order and taken back from its end.
+    """The grants of one step, most important first. Pages are allocated in this order, and taken back from the end.
 
-    A policy cannot leak a page, break a limit or lose a request: grants beyond a limit are cut, requests it
-    does not name wait. `demote` makes requests best effort. `resume` goes on with a suspended step instead of the
-    grants. `preempt` stops the running step at its next boundary; heeded only where the view shows one. `prompts`
-    says how many prompts share the step, where that is fewer than the limits allow: the first granted that have
-    pages and a slot, or get them. `separate`: prompts and running decodes do not share the step; it is of the kind of
-    the first grant that gets in. `again`: when to ask the policy again whether to stop the step, should it be
-    preemptible and still run then; besides, it is asked at every arrival and completion.
+    A policy cannot leak a page, exceed a limit or lose a request: grants beyond a limit are cut,
+    and requests without a grant wait.
+
+    `demote`: requests to make best effort. `resume`: the suspended step to resume instead of the
+    grants. `preempt`: stop the running step at its next boundary (ignored if the view shows no
+    running step).
+
+    `prompts`: how many prompts may share the step, if fewer than the limits allow; they are the
+    first granted prompts that have or get pages and a slot. `separate`: do not mix prompts and
+    decodes in the step; the first grant that fits decides which of the two it contains.
+
+    `again`: when to ask the policy again whether to stop the step, if it is preemptible and still
+    running. The policy is also asked at every arrival and completion.
     """
 
     grants: tuple[Grant, ...] = ()
@@ -189,16 +203,16 @@ class Decision:
 
 
 def whole(rows: QueueView, order: Order) -> tuple[Grant, ...]:
-    """All that is left of each request, in an order of rows."""
+    """Return grants of all remaining tokens of each row, in the given order."""
     new, left = tuple.__new__, rows.remaining[order].astype(int).tolist()
     return tuple([new(Grant, (rows[row].id, tokens, 0)) for row, tokens in zip(order.tolist(), left, strict=True)])
 
 
 def in_order(rows: QueueView, order: Order, limits: Limits) -> tuple[Grant, ...]:
-    """Grants of all that is left of each request, in an order of rows.
+    """Return grants of all remaining tokens of each row, in the given order, without hopeless ones.
 
-    Of those that wait only the first `limits.rows` are named: no plan has room for more. Those that run are all
-    named, since they can go on where nobody new can be let in.
+    Only the first `limits.rows` waiting requests get one, since no plan has room for more. Every
+    running request does, because it can go on even if no waiting request can start.
     """
     if len(order) > limits.rows:
         order = order[(rows.running[order] > 0) | (np.arange(len(order)) < limits.rows)]
@@ -206,4 +220,6 @@ def in_order(rows: QueueView, order: Order, limits: Limits) -> tuple[Grant, ...]
 
 
 class Policy(Protocol):
+    """A scheduling policy. `decide` must be a pure function of the view."""
+
     def decide(self, view: View) -> Decision: ...

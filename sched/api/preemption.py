@@ -1,7 +1,7 @@
-"""Where a step of prompt chunks may stop: what users write, what the engine cuts, and what a simulation cuts.
+"""The boundaries at which a prefill step can stop.
 
-The engine (jaxserve/engine/programs/segments.py, executor.py) and the simulated one (sim/latency.py) both take their
-numbers from here, so that the simulator stops steps as they are stopped when served.
+The engine (jaxserve/engine/programs/segments.py, executor.py) and the simulator (sim/latency.py)
+share these numbers, so that simulated steps stop where real ones do.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from typing import NamedTuple
 
 from .errors import InvalidValue
 
-PARTS = 2  # of a layer at `op`: attention with its projections; feed-forward or experts
-DEPTH = 2  # segments that the devices have been given and not finished, the running one included
-SHORT = 512  # tokens: a step padded to fewer is over sooner than the host can do much about it, and runs as a whole
-WHOLE = SHORT // 4  # tokens of the largest such step, as sizes of programs grow by 4
+PARTS = 2  # segments per layer at `op`: attention with its projections; feed-forward or experts
+DEPTH = 2  # segments dispatched and not finished, including the running one
+SHORT = 512  # tokens: a step padded to fewer ends before the host could stop it, so it is not segmented
+WHOLE = SHORT // 4  # tokens of the largest unsegmented step, since program sizes grow by 4
 
 
 class Boundary(NamedTuple):
-    """A step stops behind every so many layers, or within them too."""
+    """A boundary after every `layers` layers, and within them if `operators`."""
 
-    layers: int  # 0: only at the step's end
+    layers: int  # 0: only at the end of the step
     operators: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Boundary:
-        """`op`, `layer`, `layers:K` or `chunk`. Raises InvalidValue."""
+        """Parse `op`, `layer`, `layers:K` or `chunk`. Raises InvalidValue."""
         plain = {"chunk": cls(0), "layer": cls(1), "op": cls(1, operators=True)}
         if text in plain:
             return plain[text]
@@ -34,12 +34,12 @@ class Boundary(NamedTuple):
         return cls(int(count))
 
     def segments(self, layers: int) -> int:
-        """Pieces of a step of a model with so many layers."""
+        """Return the number of segments of a step of a model with this many layers."""
         if not self.layers:
             return 1
         return -(-layers // self.layers) * (PARTS if self.operators else 1)
 
 
 def stopping(segments: int, depth: int = DEPTH) -> float:
-    """The largest share of a step of so many segments that still runs after it was asked to stop."""
+    """Return the largest share of a step of this many segments that still runs after a request to stop."""
     return min(1.0, depth / segments)

@@ -1,4 +1,4 @@
-"""The one mutable record of a request. Writer: the Scheduler that owns it, one at a time."""
+"""The one mutable record of a request. Writer: the one Scheduler that owns it at the time."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ STANDARD = "standard"
 
 
 class State(Enum):
-    WAITING = "waiting"  # holds no pages here (new, or its KV was dropped)
+    """The state of a request on its instance."""
+
+    WAITING = "waiting"  # holds no pages here: new, or its KV was dropped
     RUNNING = "running"  # holds pages and a slot
-    TRANSFERRING = "transferring"  # prompt done, KV held for another instance
+    TRANSFERRING = "transferring"  # prompt computed, KV held until it is on another instance
     FINISHED = "finished"
 
 
 class RequestView(Protocol):
-    """What a policy may see of a request: read-only, and without the length of its output, which nobody knows."""
+    """The read-only view of a request for policies. Its output length is unknown, so it is not here."""
 
     @property
     def id(self) -> int: ...
@@ -68,10 +70,10 @@ class RequestView(Protocol):
 
 
 class Request:
-    """A request and its one cursor: `computed` tokens have KV in the cache, or will once all submitted steps end.
+    """A request with one cursor: `computed` tokens have KV in the cache, or will once all submitted steps end.
 
-    Prompt chunk, decode token and draft to verify are the same thing: the cursor catching up with the known
-    tokens (prompt + output + those sampled on the device but not yet back on the host).
+    A prompt chunk, a decode token and a draft to verify are all the cursor catching up with the
+    known tokens: prompt, output, and tokens sampled on the device that are not on the host yet.
     """
 
     __slots__ = (
@@ -140,8 +142,12 @@ class Request:
         salt: bytes = b"",
         class_: str = "",
     ) -> None:
-        """`thinking` finds where the answer begins; None where the output begins with the answer. `class_`: what
-        metrics call requests like it, which a change of its tier leaves alone."""
+        """Create a waiting request.
+
+        `thinking` detects the end of thinking in the output; None if the output starts with the
+        answer. `class_` is the label of the request in metrics, which stays the same if its tier
+        changes.
+        """
         self.id = id
         self.key = key or f"req-{id}"
         self.prompt = prompt
@@ -156,32 +162,32 @@ class Request:
         self.eos = eos
         self.stops = frozenset(params.stop_token_ids) if params.ignore_eos else eos.union(params.stop_token_ids)
         self.salt = salt
-        self.limit = params.max_tokens or (1 << 30) if limit is None else limit  # most tokens it may generate
-        self.thinking = thinking if slo.stages else None  # None from the end of thinking on
+        self.limit = params.max_tokens or (1 << 30) if limit is None else limit  # most tokens to generate
+        self.thinking = thinking if slo.stages else None  # None once thinking has ended
         self.stage = ANSWER if self.thinking is None else THINKING
-        self.tpot = slo.tpot_of(self.stage)  # seconds for a token of the stage that the next one belongs to
+        self.tpot = slo.tpot_of(self.stage)  # seconds per token in the stage of the next token
 
         self.state = State.WAITING
         self.output: list[int] = []
-        self.pending = 0  # tokens sampled by submitted steps that are not back yet
+        self.pending = 0  # tokens sampled by submitted steps that are not on the host yet
         self.computed = 0
-        self.scored = 0  # prompt positions whose log-probabilities are told
-        self.cached = 0  # prompt tokens whose KV was found in the prefix cache at the first admission
-        self.hit = 0  # known tokens that its instance's prefix cache holds while it waits
-        self.row = 0  # where it was last seen in its table
-        self.inflight = 0  # submitted spans whose result is not back
-        self.decodes_in_place = False  # it decodes on an instance that prefills, until there is room for it elsewhere
-        self.suspended = False  # its step was stopped at a segment boundary and has not gone on
-        self.drafted = Drafts()  # how often they were right so far
-        self.drafting = 0  # tokens drafted by the span in flight: how many hold is not known yet
+        self.scored = 0  # prompt positions with reported log-probabilities
+        self.cached = 0  # prompt tokens found in the prefix cache at the first admission
+        self.hit = 0  # known tokens in the prefix cache of its instance, while it waits
+        self.row = 0  # its last known row in its queue
+        self.inflight = 0  # submitted spans without a result yet
+        self.decodes_in_place = False  # decodes on a prefill instance until a decode instance has room
+        self.suspended = False  # its step is suspended at a segment boundary
+        self.drafted = Drafts()  # acceptance of its drafts so far
+        self.drafting = 0  # tokens drafted by the span in flight, not verified yet
         self.slot: int | None = None
         self.pages: list[int] = []
         self.on_device = False  # the last token is in the device-side carry of its slot
-        self.sent_pages = 0  # how many of `pages` the slot has been told of
+        self.sent_pages = 0  # how many of `pages` were sent to the slot
         self.digests: list[bytes] = []  # one per full page of known tokens, chained
-        self.budget = 0.0  # seconds of tpot granted to the tokens after the first, see slo.deadline
+        self.budget = 0.0  # seconds of tpot for the tokens after the first, see slo.deadline
         self.drops = 0  # times its KV was dropped
-        self.failures = 0  # steps that raised while it was in them, since it last got beyond `trial`
+        self.failures = 0  # steps that raised with it in them, since it last got beyond `trial`
         self.trial = 0  # position up to which it runs alone
         self.scheduled_at: float | None = None
         self.first_token_at: float | None = None
@@ -197,7 +203,7 @@ class Request:
 
     @property
     def known(self) -> int:
-        """Tokens that exist: prompt, output, and those still on the device."""
+        """Tokens that exist: prompt, output, and those still on the device only."""
         return self.prompt_length + len(self.output) + self.pending
 
     @property
@@ -211,17 +217,17 @@ class Request:
 
     @property
     def context(self) -> int:
-        """Tokens that the next span attends to before its own: the cursor."""
+        """Tokens before the next span: the cursor."""
         return self.computed
 
     @property
     def comes_back(self) -> bool:
-        """Its KV was dropped here; best effort waits for what the others leave."""
+        """Whether it waits because its KV was dropped here. False if it is best effort."""
         return self.state is State.WAITING and self.drops > 0 and self.tier != BEST_EFFORT
 
     @property
     def finished_at(self) -> float | None:
-        """When its last token came out."""
+        """Time of the last token."""
         return self.last_token_at
 
     @property
@@ -230,12 +236,12 @@ class Request:
 
     @property
     def deadline(self) -> float:
-        """When its next token is due."""
+        """Deadline of the next token."""
         return deadline(self.slo, self.arrival, self.first_token_at, self.budget)
 
     @property
     def acceptance(self) -> float:
-        """Chance that a token drafted for it is right."""
+        """Expected share of its drafted tokens that are accepted."""
         return self.drafted.acceptance
 
     @property
@@ -244,13 +250,13 @@ class Request:
         return self.params.drafts(self.generated)
 
     def token(self, position: int) -> int:
-        """The token at a position that is known on the host."""
+        """Return the token at a position that is known on the host."""
         if position < self.prompt_length:
             return self.prompt[position]
         return self.output[position - self.prompt_length]
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
-        """Known host tokens of positions [start, end)."""
+        """Return the tokens at positions [start, end), all known on the host."""
         n = self.prompt_length
         if end <= n:
             return tuple(self.prompt[start:end])
@@ -259,7 +265,7 @@ class Request:
         return (*self.prompt[start:n], *self.output[: end - n])
 
     def gain(self, token: int, at: float) -> str | None:
-        """A sampled token is back. Why the request ends with it, None where it goes on."""
+        """Add a sampled token. Returns the finish reason if it ends the request, otherwise None."""
         output = self.output
         self.pending -= 1
         output.append(token)
@@ -274,21 +280,22 @@ class Request:
         return "length" if len(output) >= self.limit else None
 
     def switch_stage(self, stage: str) -> None:
-        """Tokens from here on are of another stage, those still on the device and the next one due included."""
+        """Switch to another stage, from the next token on, including tokens still on the device."""
         before = self.tpot
         self.stage = stage
         self.tpot = self.slo.tpot_of(stage)
         self._regrant(self.pending + 1, before, self.tpot)
 
     def take_back(self, tokens: int) -> None:
-        """The last `tokens` tokens that steps were to sample are not sampled after all."""
+        """Undo the last `tokens` pending tokens: the submitted steps will not sample them."""
         self._regrant(tokens, self.tpot, 0.0)
         self.pending -= tokens
 
     def _regrant(self, tokens: int, before: float, after: float) -> None:
-        """Give the last `tokens` tokens that were granted `before` seconds each `after` seconds instead.
+        """Change the deadline budget of the last `tokens` tokens from `before` to `after` seconds each.
 
-        Where a tpot is infinite the rest cannot be had by subtraction: inf - inf is no deadline.
+        The budget cannot be corrected by subtraction if a tpot is infinite, because inf - inf is
+        nan.
         """
         if before < inf:
             self.budget += tokens * (after - before)
@@ -296,12 +303,12 @@ class Request:
             self.budget = tokens * after if after > 0 else 0.0
 
     def wait_anew(self) -> None:
-        """It goes to another instance without its KV; the tokens stay."""
+        """Reset to waiting, for a move to another instance without the KV. Tokens are kept."""
         self.state, self.decodes_in_place = State.WAITING, False
         self.computed = self.drops = 0
 
     def forget_cache(self) -> None:
-        """The pool it had pages in is gone, and with it what was submitted; the tokens stay."""
+        """Reset after the loss of the KV pool and the submitted steps. Tokens are kept."""
         self.pages, self.slot = [], None
         self.inflight = self.computed = self.sent_pages = self.drafting = 0
         self.suspended = False
@@ -310,7 +317,7 @@ class Request:
 
 
 def tightest(request: RequestView, tpot: float) -> float:
-    """The least tpot of the stages that a request, now at one of `tpot`, has still to go through."""
+    """Return the least tpot of this stage, which has `tpot`, and the stages to come."""
     return min(tpot, request.slo.tpot_of(ANSWER)) if request.slo.stages else tpot
 
 

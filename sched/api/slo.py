@@ -1,4 +1,4 @@
-"""What a request was promised, and when each of its tokens is due."""
+"""Latency objectives, and the deadlines of tokens."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from .errors import InvalidValue, short
 
 ANSWER = "answer"
 THINKING = "thinking"
-SHORTEST, LONGEST = 1e-9, 1e9  # seconds: sums, differences and quotients of objectives stay finite
+SHORTEST, LONGEST = 1e-9, 1e9  # seconds: keeps sums, differences and quotients of objectives finite
 
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """Latency objectives of one request, in seconds.
+    """The latency objectives of one request, in seconds.
 
-    ttft: arrival to first token. tpot: per token after it, as a mean. tbt: largest gap between two tokens, where
-    set. stages: (stage name, tpot) pairs that override `tpot` for tokens of that stage (`thinking`, `answer`). Each is
-    from SHORTEST to LONGEST, or infinite where nothing is promised; InvalidValue otherwise.
+    `ttft`: arrival to first token. `tpot`: mean per token after it. `tbt`: largest gap between two
+    tokens, if set. `stages`: (stage, tpot) pairs that override `tpot` for the tokens of that stage
+    (`thinking`, `answer`). Each value is between SHORTEST and LONGEST, or infinite for no
+    objective. Raises InvalidValue otherwise.
     """
 
     ttft: float = 8.0
@@ -30,7 +31,7 @@ class SLO:
         named = [("ttft", self.ttft), ("tpot", self.tpot), ("tbt", self.tbt)]
         named += [(f"stages[{short(stage)}].tpot", tpot) for stage, tpot in self.stages]
         for name, value in named:
-            if value is not None and not (SHORTEST <= value <= LONGEST or value == inf):  # NaN neither
+            if value is not None and not (SHORTEST <= value <= LONGEST or value == inf):  # also rejects NaN
                 allowed = f"a positive number of seconds, from {SHORTEST:g} to {LONGEST:g}, or infinite"
                 raise InvalidValue(f"SLO {name}={short(value)} must be {allowed}", name)
         for stage, _ in self.stages:
@@ -38,7 +39,7 @@ class SLO:
                 raise InvalidValue(f"SLO stage {short(stage)} must be one of {THINKING!r}, {ANSWER!r}", "stages")
 
     def tpot_of(self, stage: str) -> float:
-        """Seconds allowed for one token of `stage`."""
+        """Return the seconds allowed per token of `stage`."""
         for name, tpot in self.stages:
             if name == stage:
                 return tpot
@@ -49,11 +50,12 @@ NO_SLO = SLO(ttft=inf, tpot=inf)
 
 
 def deadline(slo: SLO, arrival: float, first_token_at: float | None, budget: float) -> float:
-    """When the next token is due, in seconds on the scheduler's clock.
+    """Return the deadline of the next token, in seconds on the scheduler's clock.
 
-    `budget` is the sum of the tpot of every token after the first, up to and including the one asked for (0 for
-    the first token itself). Before the first token the anchor is the envelope `arrival + ttft`; after it the
-    first token's own time, also when it was late: an anchor that nobody can meet any more starts a domino.
+    `budget` is the sum of the tpot of every token after the first, up to and including the next one
+    (0 for the first token itself). Before the first token the anchor is `arrival + ttft`. After it
+    the anchor is the time of the first token, even if that was late: with an anchor in the past,
+    one late first token would make every later token late too.
     """
     anchor = arrival + slo.ttft if first_token_at is None else first_token_at
     return anchor + budget

@@ -1,4 +1,4 @@
-"""Where a model's thinking begins and ends, as sequences of tokens, and whether a prompt or an output is past it."""
+"""Detection of the begin and end of thinking, by marker token sequences."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 Marker = tuple[int, ...]
 
-STRETCH = 1024  # tokens of a prompt that are looked at together
+STRETCH = 1024  # prompt tokens per search block
 
 
 class ThinkingEnd:
-    """Finds the first end of thinking in tokens that come one at a time. Writer: the owner of one output.
+    """Incremental detector of the first end of thinking. Writer: the owner of the output.
 
-    `seen` holds the latest tokens as far as they may be the beginning of a marker: it is all the state there is.
+    `seen`, the latest tokens that may be the beginning of a marker, is the whole state.
     """
 
     __slots__ = ("_beginnings", "_firsts", "markers", "seen")
@@ -25,7 +25,7 @@ class ThinkingEnd:
         self.seen: Marker = tuple(seen)
 
     def feed(self, token: int) -> bool:
-        """Take the next token. Returns whether a marker ends with it."""
+        """Add the next token. Returns whether it completes a marker."""
         if not self.seen and token not in self._firsts:
             return False
         tail = (*self.seen, token)
@@ -37,18 +37,19 @@ class ThinkingEnd:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingMarkers:
-    """The markers of one model: `opens` where it thinks or may begin to (a new turn too), `closes` where it answers.
+    """The thinking markers of a model.
 
-    A model without `closes` does not think aloud.
+    After a marker in `opens` (including the begin of a turn) the model thinks or may begin to;
+    after one in `closes` it answers. A model without `closes` has no thinking stage.
     """
 
     opens: tuple[Marker, ...] = ()
     closes: tuple[Marker, ...] = ()
 
     def after(self, prompt: Sequence[int]) -> ThinkingEnd | None:
-        """What finds the end of thinking in the output to `prompt`; None where the answer begins with its first token.
+        """Return the detector for the output to `prompt`, or None if the output begins with the answer.
 
-        The last marker of the prompt decides. Without one the output begins with thinking.
+        The last marker in the prompt decides. Without a marker the output begins with thinking.
         """
         if not self.closes:
             return None
@@ -62,7 +63,7 @@ class ThinkingMarkers:
         return self._following(prompt)
 
     def _following(self, prompt: Sequence[int]) -> ThinkingEnd:
-        """A marker may begin in the prompt and end in the output."""
+        """Return a detector primed with the end of the prompt: a marker may begin there and end in the output."""
         made, most = ThinkingEnd(self.closes), max(map(len, self.closes))
         for token in prompt[max(0, len(prompt) - most + 1) :]:
             made.feed(token)
@@ -70,7 +71,10 @@ class ThinkingMarkers:
 
 
 def _ends(prompt: Sequence[int], tokens: frozenset[int]) -> Iterator[int]:
-    """Where one of these tokens ends, from the prompt's end on: most stretches of a long prompt hold none."""
+    """Yield the positions after each of these tokens, last first.
+
+    Searches block by block, because most blocks of a long prompt contain none of the tokens.
+    """
     for high in range(len(prompt), 0, -STRETCH):
         low = max(0, high - STRETCH)
         if not tokens.isdisjoint(prompt[low:high]):

@@ -1,4 +1,4 @@
-"""The instances of a process: places requests, moves KV between instances, tells each request's listener."""
+"""The instances of one process: routing, KV transfers between them, and delivery of outputs."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from .first_tokens import Waits, waits
 from .kv_transfer import KVTransferManager
 from .ttft_predictions import TTFTPredictions
 
-FAILED_STEPS = 3  # in a row and within a minute: from this many on an instance had better get no requests
+FAILED_STEPS = 3  # in a row and within a minute: the cluster then reports that it is unhealthy
 
 OnOutput = Callable[[Delta], None]
 
-SETTLES = 5.0  # seconds within which steps and moves of requests that are over give their pages back
+SETTLES = 5.0  # seconds for the steps and moves of finished requests to release their pages
 
 
 class Instance(NamedTuple):
-    """A scheduler and the devices that it plans for."""
+    """A scheduler and the devices it plans for."""
 
     name: str
     scheduler: Scheduler
@@ -40,15 +40,18 @@ class Instance(NamedTuple):
 
 
 class Resident(NamedTuple):
+    """An unfinished request and the receiver of its outputs."""
+
     request: Request
     on_output: OnOutput
 
 
 class Cluster:
-    """Owner of the cores. Everything here runs in one event loop, real or virtual.
+    """The owner of all instances and their loops. Everything here runs in one event loop, real or virtual.
 
-    `first_token`: "prefill" sends the first token at once; "decode" holds it until the KV has arrived. `finished` is
-    called for every request that ends, whatever the reason, while `ttft_predictions` still has its prediction.
+    `first_token`: "prefill" delivers the first token at once; "decode" holds it until the KV has
+    arrived. `finished` is called for every request that ends, for any reason, while
+    `ttft_predictions` still has its prediction.
     """
 
     def __init__(
@@ -73,22 +76,22 @@ class Cluster:
         self._residents: dict[int, Resident] = {}
         self.ttft_predictions = TTFTPredictions()
         self.hung_steps = 0
-        self.deflections = 0  # prompts that were given to an instance that decodes
-        self._held: dict[int, list[Delta]] = {}  # told when the KV has arrived
+        self.deflections = 0  # prompts placed on or moved to a decode instance
+        self._held: dict[int, list[Delta]] = {}  # outputs held until the KV has arrived
         self._tasks: asyncio.TaskGroup | None = None
         self._empty = asyncio.Event()
         self._empty.set()
         self.kv_transfers = KVTransferManager(
             self.cores, router, self._spawn, self._arrived, self._move_failed, self._held.__contains__, patience
         )
-        self._covered: tuple[Role, ...] = ()  # roles before others took over those of an instance that hangs
+        self._covered: tuple[Role, ...] = ()  # roles before the other instances took over for a hung one
 
     def __len__(self) -> int:
-        """Requests that are not over."""
+        """Return the number of unfinished requests."""
         return len(self._residents)
 
     async def run(self) -> None:
-        """Until cancelled. An error in the machinery itself ends it: errors of one request never do."""
+        """Run until cancelled. Only an internal error ends it; an error of one request never does."""
         async with asyncio.TaskGroup() as self._tasks:
             for core in self.cores:
                 self._spawn(core.run())
@@ -98,16 +101,16 @@ class Cluster:
         return self._tasks.create_task(coroutine)
 
     def queued(self, id: int) -> bool:
-        """Whether a request still waits to be begun."""
+        """Return whether a request has not been scheduled yet."""
         resident = self._residents.get(id)
         return resident is not None and resident.request.scheduled_at is None
 
     async def drained(self) -> None:
-        """Until no request is left."""
+        """Wait until no request is left."""
         await self._empty.wait()
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix. False, and nothing is forgotten, where a request is not over."""
+        """Clear the prefix caches. Returns False, and clears nothing, if a request is unfinished."""
         with suppress(TimeoutError):
             async with asyncio.timeout(SETTLES):
                 while not len(self) and any(one.blocks.held for one in self._schedulers):
@@ -119,8 +122,11 @@ class Cluster:
         return True
 
     def submit(self, request: Request, on_output: OnOutput) -> None:
-        """Place a new request, and ask whether it is admitted there. Its news come to `on_output`. Raises InvalidValue
-        where it could never fit, Unavailable while steps of every instance that prompts come to hang."""
+        """Place a new request, subject to admission. `on_output` gets its outputs.
+
+        Raises InvalidValue if it can never fit, and Unavailable if every instance that prefills has
+        a hung step.
+        """
         most = min(one.limits.pages * one.limits.page_size for one in self._schedulers)
         if request.prompt_length >= most:
             raise InvalidValue(
@@ -131,7 +137,7 @@ class Cluster:
         request.limit = min(request.limit, most - request.prompt_length)
         fleet = self.kv_transfers.fleet()
         if not fleet.entries:
-            raise Unavailable(self.ailment or "no instance takes prompts")
+            raise Unavailable(self.ailment or "no instance prefills new prompts")
         index = self._router.prefill(request, fleet)[0]
         core = self.cores[index]
         admission = self._admission
@@ -150,8 +156,10 @@ class Cluster:
         self._redirect()
 
     def _predict_ttft(self, request: Request, core: Core, at: float | None) -> None:
-        """Keep what is predicted of its first token, to be compared with when it comes. at: by the router's own
-        prediction, where it made one."""
+        """Record the predicted time of the first token, for comparison with the actual one.
+
+        `at` is the router's own prediction, if it made one.
+        """
         fleet, role = self.kv_transfers.fleet(), core.scheduler.role
         later = fleet.transfer(request.prompt_length) if self._hold_first and role is not Role.DECODE else 0.0
         found = waits(request, core.scheduler, fleet.now) if at is None else Waits(own=at - fleet.now)
@@ -164,9 +172,9 @@ class Cluster:
         on_output(Delta(request.id, finish_reason=request.finish_reason, error=request.error))
 
     def _redirect(self) -> None:
-        """Let instances be for something else, and requests wait elsewhere, where the router says so."""
+        """Apply role changes and moves decided by the router."""
         if any(one.hung for one in self._schedulers):
-            return  # who serves then is not the router's to say
+            return  # `_cover` sets the roles while an instance hangs
         roles = self._router.roles(self.kv_transfers.fleet())
         if roles:
             self.set_roles(roles)
@@ -179,14 +187,15 @@ class Cluster:
         self._predict_ttft(request, target, ends)
         target.scheduler.add(request)
         self.deflections += target.scheduler.role is Role.DECODE is not source.scheduler.role
-        source.wake()  # who comes after it may fit
+        source.wake()  # the next waiting request may fit now
         target.wake()
 
     def set_roles(self, roles: Mapping[int, Role]) -> None:
-        """Change what instances, by index, are for. Nobody loses a token or KV: prompts that wait go where prompts come
-        to, those begun end where they are, what decodes moves when there is room elsewhere.
+        """Change the roles of instances, by index. No request loses a token or its KV.
 
-        Raises InvalidValue, and changes nothing, where nobody would be left to prefill or to decode.
+        Waiting prompts move to instances that prefill, prompts in progress finish where they are,
+        and running decodes move when there is room elsewhere. Raises InvalidValue, and changes
+        nothing, if the new roles could not prefill or decode.
         """
         self._covered = ()
         unknown = sorted(index for index in roles if index not in range(len(self.cores)))
@@ -209,17 +218,17 @@ class Cluster:
             core.wake()
 
     def _place_again(self, core: Core) -> None:
-        """Prompts of which nothing is computed yet need not wait where others decode."""
+        """Move waiting prompts without computed tokens away from an instance that became a decode instance."""
         waiting = [one for one in core.scheduler if one.state is State.WAITING]
         for request in waiting:
             if request.drops or request.generated:
-                continue  # it comes back where its KV was dropped
+                continue  # it resumes on the instance that dropped its KV
             better = self.cores[self._router.prefill(request, self.kv_transfers.fleet())[0]]
             if better is not core:
                 self._move(request.id, core, better)
 
     def cancel(self, id: int, reason: str = "abort", error: str | None = None) -> None:
-        """End a request early; nothing where it is already over."""
+        """End a request early. Does nothing if it has finished."""
         for core in self.cores:
             delta = core.scheduler.cancel(id, reason, error)
             if delta is not None:
@@ -228,6 +237,7 @@ class Cluster:
                 self.kv_transfers.place()
 
     def settled(self, core: Core, settled: Settled) -> None:
+        """Deliver the outputs of a finished step, and continue the transfers of its requests."""
         for delta in settled.deltas:
             if self._holds(core, delta):
                 self._held.setdefault(delta.request, []).append(delta)
@@ -242,15 +252,17 @@ class Cluster:
         self._redirect()
 
     def _holds(self, core: Core, delta: Delta) -> bool:
-        """Whether to tell it only when the KV has arrived: the first token, and what comes before that is told."""
+        """Return whether to hold an output until the KV has arrived: the first token and what precedes it."""
         if not self._hold_first or core.scheduler.role is not Role.PREFILL or delta.finish_reason is not None:
             return False
         return delta.request in self._held or len(self._residents[delta.request].request.output) <= 1
 
     def dropped(self, core: Core) -> None:
+        """Update the transfers of requests that lost their KV on this instance."""
         self.kv_transfers.dropped(core)
 
     def recovered(self, core: Core, deltas: list[Delta]) -> None:
+        """Deliver the outputs of a recovery, and reset the transfers from and to the lost pool."""
         for delta in deltas:
             self._output(delta)
         self.kv_transfers.lost(core)
@@ -262,15 +274,19 @@ class Cluster:
     def _move_failed(self, request: Request, reason: str, why: str) -> None:
         self.cancel(request.id, reason, why)
 
-    # instances whose steps hang
+    # Instances with a hung step.
 
     def hung(self, core: Core, seconds: float) -> None:
+        """Count a hung step, and start to isolate its instance."""
         self.hung_steps += 1
         self._spawn(self._cut_off(core, f"a step of instance {core.name} has not ended after {seconds:.0f} s"))
 
     async def _cut_off(self, core: Core, why: str) -> None:
-        """A step of an instance does not end. Its requests fail; the others there go on elsewhere, with their tokens:
-        those that held KV compute it again."""
+        """Isolate an instance with a hung step.
+
+        Requests in the step fail. The others move to other instances with their tokens, and
+        recompute the KV they held.
+        """
         self.kv_transfers.hung(core)
         for request in list(core.scheduler):
             if request.inflight:
@@ -287,7 +303,7 @@ class Cluster:
                 self.cancel(request.id, UNAVAILABLE, why)
 
     def _cover(self) -> None:
-        """Where the other instances cannot serve without those that hang, each of them takes both roles."""
+        """Make all instances mixed if those that do not hang could not both prefill and decode otherwise."""
         roles = tuple(one.role for one in self._schedulers)
         serving = [one.role for one in self._schedulers if not one.hung]
         if serving and not complete(serving):
@@ -296,7 +312,7 @@ class Cluster:
             self._covered = before
 
     def returned(self, core: Core) -> None:
-        """The step of an instance that hung has ended after all."""
+        """Restore the roles after a hung step has ended after all."""
         if self._covered and not any(one.hung for one in self._schedulers):
             self.set_roles(dict(enumerate(self._covered)))
         self.kv_transfers.place()
@@ -305,7 +321,7 @@ class Cluster:
 
     @property
     def ailment(self) -> str | None:
-        """Why this cluster had better get no requests; None where it serves."""
+        """Why the cluster is unhealthy and should get no requests; None if it is healthy."""
         now = self.cores[0].executor.now()
         for core in self.cores:
             if core.scheduler.hung:
@@ -330,24 +346,24 @@ class Cluster:
         resident.on_output(delta)
 
     def check(self) -> None:
-        """Raises AssertionError where a page, a slot or a request is lost."""
+        """Assert that no page, slot or request is lost."""
         for core in self.cores:
             core.scheduler.check()
         alive = {request.id for core in self.cores for request in core.scheduler if request.finish_reason is None}
-        assert alive == set(self._residents), "requests told of and requests held differ"
+        assert alive == set(self._residents), "requests of the cluster and of its schedulers differ"
 
 
 def complete(roles: Iterable[Role]) -> bool:
-    """Whether instances of these roles can prefill and decode."""
+    """Return whether instances of these roles can both prefill and decode."""
     return set(roles) not in ({Role.PREFILL}, {Role.DECODE}, {Role.PREFILL, Role.MIXED})
 
 
 def check_roles(roles: Sequence[Role]) -> None:
-    """Raises InvalidValue where no instance prefills or none decodes."""
+    """Raise InvalidValue if instances of these roles cannot both prefill and decode."""
     given = [role.value for role in roles]
     if not complete(roles):
         raise InvalidValue(
-            f"roles={given}: prefill and decode instances need each other, mixed ones need nobody; give at least "
-            "one of each, or none of the kind that is without its other",
+            f"roles={given} are incomplete: a prefill instance needs a decode instance, and a decode instance needs "
+            "a prefill or mixed one",
             "roles",
         )

@@ -1,5 +1,7 @@
-"""When the first token of a new prompt will come out of an instance, whatever its policy: what it may have to wait for,
-and how much of that counts, which is learned."""
+"""Prediction of the time of the first token of a new prompt, whatever the policy.
+
+The prompt may have to wait for several kinds of work. How much of each it does wait for is learned.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,22 @@ from ..api.request import Request
 from ..feasibility import GRID, decode_load, largest_chunk, mixed_bound, promised, remaining_work
 from ..perf.recursive import Recursive
 
-SHARE = 0.95  # of the tightest tpot: a mixed step is taken to last that long where prompts wait
-PRESSED = 1.1  # times a step of the running decodes alone, which prompts get in any case
-BEFOREHAND = (1.0, 1.0, 1.0, 0.0, 1.0, 0.0)  # shares of the waits, and seconds of the host, before anything is known
-SURE = 3.0  # requests that this counts as
-FORGETTING = 0.98  # a request counts half after 34 others
-FAR = 1.5  # times as long or as short as predicted that a first token may be, to count in full
-LEAST = 1e-4  # seconds
+SHARE = 0.95  # share of the tightest tpot: assumed length of a mixed step while prompts wait
+PRESSED = 1.1  # times a decode-only step: least assumed length of a mixed step
+BEFOREHAND = (1.0, 1.0, 1.0, 0.0, 1.0, 0.0)  # prior shares of the waits, and prior seconds of host time
+SURE = 3.0  # weight of the prior, in requests
+FORGETTING = 0.98  # halves the weight of a request after 34 others
+FAR = 1.5  # ratio of measured to predicted time beyond which an error is clipped
+LEAST = 1e-4  # seconds: lower bound of a prediction, as a divisor
 
 
 class Waits(NamedTuple):
-    """Seconds that a new prompt may have to wait: for steps that run or were stopped, for prompts that are due before
-    it, for those of them that will be late in any case, for the other prompts that wait, and for its own steps."""
+    """Seconds that a new prompt may have to wait, by kind of work.
+
+    `begun`: running and suspended steps. `ahead`: waiting prompts due before it. `late`: waiting
+    prompts due before it that will be late in any case. `others`: the other waiting prompts. `own`:
+    its own steps.
+    """
 
     begun: float = 0.0
     ahead: float = 0.0
@@ -36,10 +42,10 @@ class Waits(NamedTuple):
 
 
 def waits(request: Request, one: InstanceView, now: float) -> Waits:
-    """Of a prompt that arrives now on this instance.
+    """Return what a prompt that arrives now on this instance may have to wait for.
 
-    On an instance with running decodes prompts are computed in mixed steps, as long as the tightest tpot allows.
-    Policies differ in that, and in whom they serve first: see `Shares`.
+    On an instance with running decodes, prompts are computed in mixed steps as long as the tightest
+    tpot allows. Policies differ in this and in their order; `Shares` learns the difference.
     """
     view = one.view(now, max(now, one.ends))
     rows, begun = view.prefill, view.start - now + sum(task.seconds for task in view.suspended)
@@ -64,7 +70,7 @@ def waits(request: Request, one: InstanceView, now: float) -> Waits:
         return (steps - 1) * each + view.perf.step_time(load.add_chunk(tokens - (steps - 1) * chunk, context))
 
     ends = [seconds(own)]
-    for some in (before & ~late, late, ~before):  # one after the other
+    for some in (before & ~late, late, ~before):  # add each kind of work in turn
         own += int(queued[some].sum())
         ends.append(max(ends[-1], seconds(own)))
     ahead, lost, others = (after - until for until, after in pairwise(ends))
@@ -72,11 +78,11 @@ def waits(request: Request, one: InstanceView, now: float) -> Waits:
 
 
 class Shares:
-    """How much of its waits a first token waits, by what came of earlier ones: a policy that stops running steps, or
-    serves in order of arrival, shows in it, and so does what the host adds.
+    """The learned share of each kind of wait that a first token does wait for. Writer: TTFTPredictions.
 
-    Least squares of the relative error with forgetting; a first token that comes far off counts as less far off.
-    Writer: TTFTPredictions.
+    It reflects the policy, such as stopping running steps or serving in order of arrival, and the
+    overhead of the host. Fitted by least squares of the relative error, with forgetting and clipped
+    errors.
     """
 
     def __init__(self) -> None:
@@ -84,10 +90,10 @@ class Shares:
         self._learning.know(np.sqrt(SURE) * np.eye(len(BEFOREHAND)))
 
     def seconds(self, waits: Waits) -> float:
-        """Predicted until the first token."""
+        """Predict the seconds until the first token."""
         return float(self._learning.weights @ np.array((*waits, 1.0)))
 
     def learn(self, waits: Waits, seconds: float) -> None:
-        """From a first token that came after so many seconds."""
+        """Learn from a first token that came after this many seconds."""
         row, predicted = np.array((*waits, 1.0)), max(self.seconds(waits), LEAST)
         self._learning.update(row / predicted, min(max(seconds / predicted, 1 / FAR), FAR))

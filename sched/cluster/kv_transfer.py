@@ -1,13 +1,16 @@
-"""KV on its way from a prefill instance to a decode instance, chunk by chunk while the prompt is still computed.
+"""KV transfers from prefill to decode instances, chunk by chunk while the prompt is still being computed.
 
-Rows that decode on an instance whose role has become prefill take the same way, and decode where they are until
-there is room for them; so do those that found none, where the router keeps them.
+Running decodes leave an instance that became a prefill instance in the same way, and decode there
+until a decode instance has room. So do requests that find no room, if the router lets them decode
+in place.
 
-The destination is chosen, and its pages reserved, when one more chunk can end the prompt, if there is room;
-otherwise the KV stays held where it is and moves when space comes. Reserving at the first chunk let prompts that a
-policy postpones hoard the decode side: half of it at 4.6 requests/s of K128 under `kairos`. A prefill owns all its
-pages from the start (kv_manager.py), so whatever is reserved will be filled; where it loses them (best effort may) the
-reservation is given back. So no cycle of instances waiting for each other's pages can close.
+The destination is chosen, and its pages reserved, when one more chunk can complete the prompt.
+Without room, the KV stays on the source until there is some. Pages are not reserved at the first
+chunk, because prompts that a policy postpones would then hold much of the decode pool.
+
+A prefill owns all its pages from the start (kv_manager.py), so every reservation gets filled, or is
+released if the prefill loses its pages (best effort may). Hence instances cannot wait for each
+other's pages in a cycle.
 """
 
 from __future__ import annotations
@@ -28,19 +31,20 @@ from ..instance.watchdog import PATIENT, Patience
 from ..routing.base import Fleet, Router
 
 ATTEMPTS = 3
-KEPT = 4  # requests that a router is asked about at a time
+KEPT = 4  # requests per call of `place` that the router is asked about
 
 
 class KVWriteBack:
-    """All KV on its way back in a cluster. Writer: the KVTransferManager, in the Cluster's event loop."""
+    """All KV write-backs of a cluster. Writer: the KVTransferManager, in the event loop of the Cluster."""
 
     def __init__(self, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]], wanted: bool) -> None:
         self._spawn = spawn
         self._wanted = wanted
         self._sources: dict[int, Core] = {}
-        self.pages = 0  # that came back
+        self.pages = 0  # pages written back
 
     def came_from(self, id: int, source: Core) -> None:
+        """Remember the instance that computed the prompt of a request."""
         if self._wanted:
             self._sources[id] = source
 
@@ -48,7 +52,7 @@ class KVWriteBack:
         self._sources.pop(id, None)
 
     def copy(self, core: Core, request: Request) -> None:
-        """A request has finished on `core`: its full pages are still findable there."""
+        """Copy the full pages of a request that just finished on `core` to where its prompt was computed."""
         source = self._sources.pop(request.id, None)
         if source is None:
             return
@@ -58,7 +62,7 @@ class KVWriteBack:
             return
         try:
             parcel = core.executor.export_kv(pages[returned.cached :])
-        except StepFailed:  # the step behind the request's last one has raised, and its pool is gone
+        except StepFailed:  # a later step has raised, and the pool of `core` is lost
             source.scheduler.finish_write_back(request.id, False)
             return
         self._spawn(self._carry(request.id, source, returned, parcel))
@@ -67,7 +71,7 @@ class KVWriteBack:
         try:
             await source.executor.import_kv(parcel, returned.pages[returned.cached :])
         except Exception:
-            arrived = False  # it is computed again when it is wanted
+            arrived = False  # a later prompt computes these tokens again
         else:
             arrived = True
             self.pages += len(returned.pages) - returned.cached
@@ -76,39 +80,40 @@ class KVWriteBack:
 
 
 class KVTransfer:
-    """One request's way. Writer: the KVTransferManager."""
+    """The KV transfer of one request. Writer: the KVTransferManager."""
 
     def __init__(self, request: Request, source: Core) -> None:
         self.request = request
         self.source = source
         self.target: Core | None = None
         self.reservation: Reservation | None = None
-        self.settled = 0  # tokens whose KV stands at the source
-        self.drops = 0  # of its KV there, that are known here
-        self.moved = 0  # pages that stand at the target
+        self.settled = 0  # tokens with KV on the source
+        self.drops = 0  # drops of its KV on the source that were handled here
+        self.moved = 0  # pages on the target
         self.failures = 0
         self.changed = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
-        self.abandoned = False  # its task is cancelled: what it waits for hangs
+        self.abandoned = False  # its task was cancelled because an instance hangs
 
     @property
     def complete(self) -> bool:
-        """The prompt is done; only the move is left."""
+        """Whether the prompt is computed, so that only the transfer is left."""
         return self.request.state is State.TRANSFERRING
 
     @property
     def nearly(self) -> bool:
-        """The next chunk can end the prompt, or has."""
+        """Whether the prompt is computed, or its next chunk can complete it."""
         request = self.request
         chunk = self.source.scheduler.limits.tokens
         return self.complete or (request.state is State.RUNNING and request.remaining <= chunk)
 
 
 class KVTransferManager:
-    """All hand-overs of a cluster, in order of arrival. Writer of KVTransfers; in the Cluster's event loop.
+    """All KV transfers of a cluster, in order of arrival. Writer of KVTransfers, in the event loop of the Cluster.
 
-    `spawn` starts a task whose failure is the cluster's; `arrived` hears of requests that have moved, `failed` of
-    those whose KV cannot be. Of those that are `held` the first token counts when their KV has arrived.
+    `spawn` starts a task; an exception in it fails the cluster. `arrived` is called when a request
+    has moved, `failed` when its KV cannot be moved. `held` says whether the first token of a
+    request is held until its KV has arrived.
     """
 
     def __init__(
@@ -133,22 +138,22 @@ class KVTransferManager:
         self._going: dict[int, KVTransfer] = {}
         self.write_back = KVWriteBack(spawn, router.writes_back)
         self.transfers = 0
-        self.tokens = 0  # moved
-        self.seconds = 0.0  # spent in transfers, their waiting for the link included
+        self.tokens = 0  # tokens moved
+        self.seconds = 0.0  # seconds of transfers, including waiting for the link
 
     def __len__(self) -> int:
         return len(self._going)
 
     def fleet(self) -> Fleet:
-        """The instances as they stand now, for a router to look at."""
+        """Return the current state of all instances, for the router."""
         return Fleet(self._cores[0].executor.now(), self._views, self._predicted)
 
     def _predicted(self, tokens: int) -> float:
-        """Seconds that moving the KV of so many tokens takes, by those moved so far."""
+        """Predict the seconds to move the KV of this many tokens, from the transfers so far."""
         return tokens * self.seconds / self.tokens if self.tokens else 0.0
 
     def advance(self, source: Core, request: Request, settled: int) -> None:
-        """More of a request's KV stands at the source; `place` comes next."""
+        """Record that the source has computed the KV of `settled` tokens. Call `place` afterwards."""
         transfer = self._going.get(request.id)
         if transfer is None:
             transfer = self._going[request.id] = KVTransfer(request, source)
@@ -156,7 +161,11 @@ class KVTransferManager:
         transfer.changed.set()
 
     def place(self) -> None:
-        """Reserve room for those that wait, first come first, by rank; none passes another of its kind."""
+        """Reserve room for waiting transfers by rank, ties by arrival, until one does not fit.
+
+        Later ones may not pass it, or large requests would starve. Requests without room may decode
+        in place. Also updates the `kv_waiting` of all instances.
+        """
         ranked = self._ranked()
         for transfer in ranked:
             if transfer.reservation is None and transfer.nearly and not self._reserve(transfer):
@@ -175,7 +184,7 @@ class KVTransferManager:
         return sorted(self._going.values(), key=rank)
 
     def _keep(self, waiting: Iterable[KVTransfer]) -> None:
-        """Let the first of those that no instance has room for decode where they are, where the router says so."""
+        """Let the first requests without room decode in place, if the router agrees."""
         for transfer in islice(waiting, KEPT):
             request, fleet = transfer.request, self.fleet()
             if self._router.decode_in_place(request, self._cores.index(transfer.source), fleet):
@@ -208,7 +217,7 @@ class KVTransferManager:
             raise
 
     async def _carried(self, transfer: KVTransfer) -> None:
-        """Send pages as they are finished, then let the request follow."""
+        """Send the pages as they are computed, and then move the request."""
         request, source, target, reservation = transfer.request, transfer.source, transfer.target, transfer.reservation
         assert target is not None and reservation is not None
         size = target.executor.page_size
@@ -243,7 +252,7 @@ class KVTransferManager:
                 self._failed(request, UNAVAILABLE, f"moving its KV {way} did not end within {most:.3g} s")
             return
         except Exception as error:
-            transfer.failures += not isinstance(error, StepFailed)  # which tells of a pool that is gone, not of the way
+            transfer.failures += not isinstance(error, StepFailed)  # a lost pool says nothing about the link
             transfer.task = None
             if transfer.failures >= ATTEMPTS and self._going.get(request.id) is transfer:
                 self._failed(request, "error", f"moving its KV failed {ATTEMPTS} times: {error}")
@@ -263,7 +272,7 @@ class KVTransferManager:
         target.wake()
 
     def _give_up(self, transfer: KVTransfer, target: Core, reservation: Reservation) -> None:
-        """The request ended, a pool was rebuilt, or the transfer failed: try again from the start if it still is."""
+        """Release the reservation; start again from the beginning if the request still needs the transfer."""
         target.scheduler.unreserve(reservation)
         if self._going.get(transfer.request.id) is transfer:
             transfer.target = transfer.reservation = transfer.task = None
@@ -271,23 +280,29 @@ class KVTransferManager:
         target.wake()
 
     def drop(self, id: int) -> None:
-        """The request is over, or its KV at the source is gone."""
+        """Forget the transfer of a request that finished, or lost its KV on the source."""
         self.write_back.forget(id)
         transfer = self._going.pop(id, None)
         if transfer is not None:
             transfer.changed.set()
 
     def dropped(self, core: Core) -> None:
-        """An instance has taken somebody's KV. Pages reserved for it elsewhere would wait for it to be computed again,
-        and those whose room it is computed in may wait for just these pages."""
+        """Release the reservations of requests that lost their KV on this instance.
+
+        Otherwise the reserved pages would stay unused until the KV is recomputed. If that has to
+        wait for a request that needs these pages, neither could proceed.
+        """
         for transfer in self._going.values():
             if transfer.source is core and transfer.request.drops > transfer.drops:
                 transfer.settled, transfer.drops, transfer.task = 0, transfer.request.drops, None
                 transfer.changed.set()
 
     def role_changed(self, core: Core) -> None:
-        """An instance is for something else: its requests stay where it prefills no more, and nobody comes to it to
-        decode where it does. What is under way to it ends first: its pages may be written until then."""
+        """Stop transfers that the new role of an instance makes unnecessary or wrong.
+
+        Requests stay if the instance no longer is a prefill instance, and none moves to an instance
+        that became one. A send under way to it ends first, because it may still write its pages.
+        """
         for transfer in list(self._going.values()):
             if transfer.source is core and core.scheduler.role is not Role.PREFILL:
                 self.drop(transfer.request.id)
@@ -296,14 +311,14 @@ class KVTransferManager:
                 transfer.changed.set()
 
     def hung(self, core: Core) -> None:
-        """A step of an instance does not end: nor do transfers from it, or to it."""
+        """Cancel the transfers from and to an instance with a hung step: they would not end either."""
         for transfer in self._going.values():
             if core in (transfer.source, transfer.target) and transfer.task is not None:
                 transfer.abandoned = True
                 transfer.task.cancel()
 
     def lost(self, core: Core) -> None:
-        """An instance's pool is new: what it held, or was to receive, is gone."""
+        """Forget the transfers from an instance after the loss of its KV pool, and restart those to it."""
         for transfer in list(self._going.values()):
             if transfer.source is core:
                 self.drop(transfer.request.id)

@@ -1,4 +1,4 @@
-"""First tokens as predicted when their prompts were placed, beside when they came."""
+"""Predicted times of first tokens, made when prompts are placed, and their errors."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from ..api.policy import Role
 from ..api.request import BEST_EFFORT, Request
 from .first_tokens import Shares, Waits
 
-RECENT = 512  # ttft_predictions of a path that its median error is of
+RECENT = 512  # predictions per path in the median error
 PATHS = ("prefill", "decode")
-SHORTEST, LONGEST = 2.0**-6, 2.0**10  # seconds of ttft: shorter and longer ones are taken as these
+SHORTEST, LONGEST = 2.0**-6, 2.0**10  # seconds: range of ttft that is told apart
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Of the ttft_predictions of one path. Seconds from a request's arrival to its first token, summed."""
+    """Accuracy of the predictions on one path. Times are seconds from arrival to first token, summed."""
 
     count: int = 0
     predicted: float = 0.0
     measured: float = 0.0
     errors: float = 0.0  # |predicted - measured| / measured, summed
-    median: float | None = None  # of the latest RECENT errors; None before the first
+    median: float | None = None  # of the last RECENT errors; None before the first
 
     @property
     def mape(self) -> float:
-        """Mean absolute percentage error, as a share; nan before the first."""
+        """Mean absolute error relative to the measurement; nan before the first."""
         return self.errors / self.count if self.count else float("nan")
 
 
 class _Path:
-    """What is known of one path. Writer: TTFTPredictions."""
+    """The accuracy of one path. Writer: TTFTPredictions."""
 
     def __init__(self) -> None:
         self.accuracy = Accuracy()
@@ -53,7 +53,7 @@ class _Path:
 
 
 class TTFTPrediction(NamedTuple):
-    """Of one first token: its path, when it was made and of what, and when the token comes."""
+    """A predicted first token: its path, when it was predicted, from which waits, and its time `at`."""
 
     path: str
     now: float
@@ -63,30 +63,32 @@ class TTFTPrediction(NamedTuple):
 
 
 class TTFTPredictions:
-    """What was predicted of requests under way, and how right it was for those that are over. Writer: the Cluster.
+    """The predictions of unfinished requests, and the accuracy of those of finished ones. Writer: the Cluster.
 
-    A path is `prefill` where the prompt was computed by an instance that prefills (or does both), and `decode` where
-    it was deflected to one that decodes. A request that is moved is judged by its last forecast, one that becomes best
-    effort by none: it waits for what others leave.
+    The path is `decode` if the prompt was deflected to a decode instance, and `prefill` otherwise.
+    A request that moves counts with its last prediction. A request that becomes best effort does
+    not count, because it is served from what others leave.
 
-    How much of its waits a request waits is learned for each path, and for requests with about the same ttft: most
-    policies let tighter deadlines pass.
+    The shares of the waits are learned per path and octave of ttft, because most policies serve
+    tighter deadlines first.
     """
 
     def __init__(self) -> None:
         self._open: dict[int, TTFTPrediction] = {}
-        self._awaited: set[int] = set()  # those whose first token has not come
+        self._awaited: set[int] = set()  # requests without a first token yet
         self._paths = {path: _Path() for path in PATHS}
-        self._shares: dict[tuple[str, int], Shares] = {}  # by path, and octave of the ttft
+        self._shares: dict[tuple[str, int], Shares] = {}  # by path and octave of ttft
 
     @property
     def accuracy(self) -> dict[str, Accuracy]:
-        """Of the ttft_predictions so far, by path."""
+        """Accuracy so far, by path."""
         return {path: one.accuracy for path, one in self._paths.items()}
 
     def note(self, request: Request, role: Role, now: float, waits: Waits, later: float = 0.0) -> None:
-        """What a request that is placed now, on an instance of this role, may have to wait for. later: seconds from its
-        first token to when it is told."""
+        """Predict the first token of a request that is placed now, on an instance of this role.
+
+        `later`: seconds from the first token until it is delivered.
+        """
         if not sum(waits) < inf:
             return
         path = "decode" if role is Role.DECODE else "prefill"
@@ -99,20 +101,22 @@ class TTFTPredictions:
         return self._shares.setdefault((path, octave), Shares())
 
     def of(self, request: Request) -> tuple[float, float] | None:
-        """Predicted and measured seconds to its first token. None where nothing was predicted of it, no token came, or
-        it became best effort."""
+        """Return the predicted and the measured seconds to the first token of a request.
+
+        None if there was no prediction, no token came, or the request became best effort.
+        """
         made, first = self._open.get(request.id), request.first_token_at
         if made is None or first is None or request.tier == BEST_EFFORT or first <= request.arrival:
             return None
         return made.at - request.arrival, first - request.arrival
 
     def error(self, request: Request) -> float | None:
-        """|predicted - measured| / measured of a request that is about to be `over`; None as for `of`."""
+        """Return |predicted - measured| / measured of a request before it is `over`; None as for `of`."""
         pair = self.of(request)
         return None if pair is None else abs(pair[0] / pair[1] - 1.0)
 
     def came(self, request: Request) -> None:
-        """A token of a request has come; the first says how much of its waits it waited."""
+        """Learn from the first token of a request. Later tokens change nothing."""
         if request.id not in self._awaited:
             return
         self._awaited.discard(request.id)
@@ -121,7 +125,7 @@ class TTFTPredictions:
             self._of(made.path, request).learn(made.waits, first - made.now - made.later)
 
     def over(self, request: Request) -> None:
-        """A request has ended, for whatever reason."""
+        """Record the accuracy of a request that has ended, for any reason."""
         self.came(request)
         pair, made = self.of(request), self._open.pop(request.id, None)
         if pair is not None and made is not None:

@@ -1,1 +1,1 @@
-"""One instance: its queues, its KV pages, and the loop that turns decisions into steps."""
+"""The scheduler of one instance: queues, KV pages, step building and the loop."""

@@ -1,7 +1,7 @@
-"""Pages of one instance's KV pool: each is free, idle (cached, evictable) or held, never two.
+"""The pages of an instance's KV pool. Each is in one state: free, idle (cached and evictable) or held.
 
-Prefix sharing is by a real digest of the whole prefix, chained page by page: a collision would show one user
-another's context, so Python's `hash` will not do.
+Prefixes are shared by a cryptographic digest of the whole prefix, chained page by page. A collision
+would show one user another's context, which rules out Python's `hash`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ DIGEST_SIZE = 16
 
 
 def chain(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Digest of a page of tokens that follows the prefix with digest `parent`."""
+    """Return the digest of a page of tokens that follows the prefix with digest `parent`."""
     return blake2b(parent + array("q", tokens).tobytes(), digest_size=DIGEST_SIZE).digest()
 
 
 class BlockPool:
-    """Who holds which page. Writer: the Scheduler of the instance.
+    """The allocator of KV pages, with a prefix cache. Writer: the Scheduler of the instance.
 
-    Held pages are counted by reference, since a prefix may be shared. A page whose last holder leaves becomes
-    idle where its content is known by digest, free otherwise; idle pages are evicted least recently used first.
+    Held pages are reference counted, since requests may share a prefix. When its last holder
+    releases a page, it becomes idle if its content has a digest, and free otherwise. The least
+    recently used idle page is evicted first.
     """
 
     def __init__(self, pages: int, page_size: int, *, prefix_caching: bool = True) -> None:
@@ -37,16 +38,16 @@ class BlockPool:
         self._free = list(range(pages - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._holders = [0] * pages
-        self._digest: dict[int, bytes] = {}  # page -> what is in it
-        self._page: dict[bytes, int] = {}  # the reverse
-        self._parent: dict[bytes, bytes] = {}  # of each known digest: that of the page before it
-        self._children: Counter[bytes] = Counter()  # known digests that follow each
+        self._digest: dict[int, bytes] = {}  # page -> digest of its content
+        self._page: dict[bytes, int] = {}  # digest -> page
+        self._parent: dict[bytes, bytes] = {}  # digest -> digest of the page before it
+        self._children: Counter[bytes] = Counter()  # digest -> number of known digests that follow it
         self._changes: list[bytes] = []
         self._torn = False
 
     @property
     def available(self) -> int:
-        """Pages to be had without taking one from a holder."""
+        """Free and idle pages."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -54,11 +55,11 @@ class BlockPool:
         return self.pages - self.available
 
     def count(self, tokens: int) -> int:
-        """Pages that `tokens` tokens fill."""
+        """Return the pages that `tokens` tokens need."""
         return -(-tokens // self.page_size)
 
     def match(self, digests: Iterable[bytes]) -> int:
-        """How many leading pages of this prefix are in the cache."""
+        """Return how many leading pages of this prefix are in the cache."""
         hits = 0
         if self.prefix_caching:
             for digest in digests:
@@ -68,12 +69,14 @@ class BlockPool:
         return hits
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
-        """The leading pages of this prefix that are in the cache."""
+        """Return the leading pages of this prefix that are in the cache."""
         return [self._page[digest] for digest in digests[: self.match(digests)]]
 
     def take(self, digests: Sequence[bytes], fresh: int, reserve: int = 0) -> list[int] | None:
-        """Hold the cached pages of `digests` and `fresh` new ones, in this order, or nothing at all (None) where
-        fewer than `reserve` pages would be left for others."""
+        """Hold the cached pages of `digests` and `fresh` new ones, and return them in this order.
+
+        Returns None, and holds nothing, if fewer than `reserve` pages would remain available.
+        """
         cached = [self._page[digest] for digest in digests]
         idle_hits = sum(self._holders[page] == 0 for page in cached)
         if self.available - idle_hits < fresh + reserve:
@@ -94,7 +97,7 @@ class BlockPool:
         return page
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give pages back. The tail of a prefix becomes idle first, so it is evicted first."""
+        """Release pages. The last page of a prefix becomes idle first, so it is evicted first."""
         for page in reversed(pages):
             left = self._holders[page] - 1
             if left < 0:
@@ -107,8 +110,11 @@ class BlockPool:
                     self._free.append(page)
 
     def register(self, page: int, digest: bytes, parent: bytes) -> None:
-        """A held page is full and its content is this prefix, which goes on from `parent` (b"" where it begins). The
-        first page of a content keeps the name."""
+        """Record the digest of a held page that is full.
+
+        `parent` is the digest of the page before it (b"" for the first). If another page has the
+        same content already, that one stays in the cache.
+        """
         if self.prefix_caching and digest not in self._page and page not in self._digest:
             self._page[digest] = page
             self._digest[page] = digest
@@ -117,13 +123,13 @@ class BlockPool:
             self._changes.append(digest)
 
     def unregister(self, page: int) -> None:
-        """The content of a held page is not to be found again."""
+        """Remove the content of a held page from the prefix cache."""
         digest = self._digest.pop(page, None)
         if digest is not None:
             self._forget(digest)
 
     def forget_idle(self) -> None:
-        """Forget the content of every page that is only cached; all of them are free then."""
+        """Clear the cache: all idle pages become free."""
         for page in self._idle:
             self._forget(self._digest.pop(page))
         self._free += self._idle
@@ -140,22 +146,25 @@ class BlockPool:
 
     @property
     def changed(self) -> bool:
-        """Whether a prefix has come or gone since `take_changes`."""
+        """Whether a prefix was added or removed since `take_changes`."""
         return bool(self._changes)
 
     def take_changes(self) -> tuple[list[bytes], bool]:
-        """The digests that have come or gone since the last call, and whether one went that others here follow."""
+        """Return the digests added or removed since the last call, and whether the cache is torn.
+
+        It is torn if a removed digest has cached pages that follow it.
+        """
         changes, torn = self._changes, self._torn
         self._changes, self._torn = [], False
         return changes, torn
 
     def check(self, owners: Iterable[Sequence[int]]) -> None:
-        """Conservation: every page is free, idle or held by exactly the given owners. Raises AssertionError."""
+        """Assert that every page is free, idle or held, and held by exactly the given owners."""
         expected = [0] * self.pages
         for pages in owners:
             for page in pages:
                 expected[page] += 1
-        assert expected == self._holders, "pages held and pages owned differ"
+        assert expected == self._holders, "held pages and owned pages differ"
         free, idle = set(self._free), set(self._idle)
         held = {page for page, holders in enumerate(self._holders) if holders}
         assert len(free) == len(self._free), "a page is free twice"

@@ -1,4 +1,4 @@
-"""Steps that an instance has begun and not ended: in the executor's hands, or stopped at a segment boundary."""
+"""The unfinished steps of an instance: submitted to the executor, or suspended at a segment boundary."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from ..api.request import Request, State
 
 
 class Settled(NamedTuple):
-    """What a finished step changed."""
+    """The changes that a finished step made."""
 
     deltas: tuple[Delta, ...]
-    advanced: tuple[tuple[Request, int], ...]  # on a prefill instance: requests, and the tokens whose KV stands now
+    advanced: tuple[tuple[Request, int], ...]  # if it prefills: requests, and tokens with KV now
 
 
 class Submitted:
-    """A step whose result is not back. Writer: the InFlightSteps that holds it."""
+    """A step without a result yet. Writer: the InFlightSteps that holds it."""
 
     __slots__ = ("asked", "load", "plan", "ran", "seconds")
 
     def __init__(self, plan: StepPlan, load: Load, seconds: float) -> None:
         self.plan = plan
         self.load = load
-        self.seconds = seconds  # predicted for the whole of it
-        self.ran = 0.0  # seconds computed before it was stopped
+        self.seconds = seconds  # predicted, for the whole step
+        self.ran = 0.0  # seconds it ran before it was suspended
         self.asked: float | None = None  # when it was asked to stop
 
     @property
     def left(self) -> float:
-        """Predicted seconds still to compute when its last stretch began."""
+        """Predicted seconds to compute when it last began or resumed."""
         return max(0.0, self.seconds - self.ran)
 
 
 class InFlightSteps:
-    """The submitted steps, oldest first, and the suspended ones. Writer: the Scheduler."""
+    """The submitted steps, oldest first, and the suspended steps. Writer: the Scheduler."""
 
     def __init__(self) -> None:
         self._submitted: deque[Submitted] = deque()
-        self._suspended: dict[int, Submitted] = {}  # by step
+        self._suspended: dict[int, Submitted] = {}  # by step number
 
     def __len__(self) -> int:
-        """Steps that the executor has."""
+        """Return the number of submitted steps."""
         return len(self._submitted)
 
     @property
     def oldest(self) -> Submitted | None:
-        """The step whose result comes next."""
+        """The step with the next result."""
         return self._submitted[0] if self._submitted else None
 
     @property
@@ -65,21 +65,21 @@ class InFlightSteps:
         self._submitted.append(Submitted(plan, load, seconds))
 
     def land(self, result: StepResult | Suspended) -> Submitted:
-        """Take the oldest out, whose result this is."""
+        """Remove and return the oldest submitted step, to which this result belongs."""
         submitted = self._submitted.popleft()
         if submitted.plan.step != result.step:
             raise AssertionError(f"step {result.step} came back before step {submitted.plan.step}")
         return submitted
 
     def suspend(self, result: Suspended) -> Submitted:
-        """The oldest stopped at a boundary."""
+        """Move the oldest submitted step to the suspended ones."""
         submitted = self.land(result)
         submitted.ran += result.at - result.started
         self._suspended[result.step] = submitted
         return submitted
 
     def resume(self, step: int, number: int) -> StepPlan:
-        """Suspended step `step` goes on, as step `number`."""
+        """Resubmit the suspended step `step` under the new number `number`."""
         submitted = self._suspended.pop(step)
         submitted.plan = StepPlan(number, submitted.plan.spans, preemptible=True, resume=step)
         self._submitted.append(submitted)
@@ -90,7 +90,7 @@ class InFlightSteps:
         self._suspended.clear()
 
     def tasks(self, requests: Mapping[int, Request]) -> tuple[Task, ...]:
-        """The suspended steps, as policies see them."""
+        """Return the suspended steps, as policies see them."""
         return tuple(task(one, one.left, requests) for one in self._suspended.values())
 
 

@@ -1,4 +1,4 @@
-"""What a request occupies on an instance: its pages and its slot. Writer: the Scheduler of the instance."""
+"""The pages and slots of requests on one instance. Writer: the Scheduler of the instance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from .block_pool import BlockPool, chain
 
 
 class Reservation(NamedTuple):
-    """Pages and a slot set aside for a request whose KV is on its way. The first `cached` pages are here already."""
+    """Pages and a slot for a request whose KV is being transferred here.
+
+    The first `cached` pages are in the prefix cache of this instance already.
+    """
 
     request: int
     pages: tuple[int, ...]
@@ -20,7 +23,10 @@ class Reservation(NamedTuple):
 
 
 class WriteBack(NamedTuple):
-    """Pages set aside for KV that comes back to where its prompt was computed. The first `cached` are here already."""
+    """Pages for KV that is written back to the instance that computed the prompt.
+
+    The first `cached` pages are in the prefix cache of this instance already.
+    """
 
     pages: tuple[int, ...]
     cached: int
@@ -28,25 +34,25 @@ class WriteBack(NamedTuple):
 
 
 class KVManager:
-    """Pages and slots of one instance.
+    """The allocator of pages and slots to requests.
 
-    A request is admitted with the pages of all its known tokens or not at all. So a prefill, once begun, never
-    waits for pages, and what is on its way to another instance always arrives: that is why pools of a few pages
-    cannot deadlock. Only decoding rows grow.
+    A request is admitted only with the pages of all its known tokens. Therefore a prefill that has
+    begun never waits for pages, and KV that is being transferred always arrives, so that even pools
+    of a few pages cannot deadlock. Only running decodes grow.
     """
 
     def __init__(self, blocks: BlockPool, slots: int, log: Log = no_log) -> None:
         self.blocks = blocks
         self._log = log
         self._slots = list(range(slots - 1, -1, -1))
-        self._returning: dict[int, WriteBack] = {}  # by request
+        self._returning: dict[int, WriteBack] = {}  # by request id
 
     @property
     def free_slots(self) -> int:
         return len(self._slots)
 
     def digests(self, request: Request, tokens: int) -> Sequence[bytes]:
-        """Digests of the full pages of the first `tokens` tokens; kept on the request, computed once."""
+        """Return the digests of the full pages of the first `tokens` tokens, cached on the request."""
         size, known = self.blocks.page_size, request.digests
         for page in range(len(known), tokens // size):
             parent = known[-1] if known else request.salt
@@ -55,18 +61,24 @@ class KVManager:
         return known[: tokens // size]
 
     def sought(self, request: Request) -> Sequence[bytes]:
-        """Digests of the leading pages that it may find here. At least one token is always left to compute."""
+        """Return the digests of the leading pages to look up for a request.
+
+        At least one token is left to compute, since its logits are needed.
+        """
         if not self.blocks.prefix_caching or request.params.prompt_logprobs is not None:
             return ()
         return self.digests(request, request.known - max(1, request.pending))
 
     def cached(self, request: Request) -> list[bytes]:
-        """Those of them that are here."""
+        """Return the digests of the leading pages that are in the prefix cache."""
         digests = self.sought(request)
         return list(digests[: self.blocks.match(digests)])
 
     def admit(self, request: Request, reserve: int) -> bool:
-        """Give pages for every known token, and a slot; `reserve` pages must stay available for those that grow."""
+        """Allocate pages for every known token, and a slot. Returns False if there is no room.
+
+        `reserve` pages must remain available, for running decodes to grow.
+        """
         if not self._slots:
             return False
         hits = self.cached(request)
@@ -81,7 +93,7 @@ class KVManager:
         return True
 
     def grow(self, request: Request, tokens: int) -> bool:
-        """Pages so that `tokens` tokens fit."""
+        """Allocate pages until `tokens` tokens fit. Returns False if there are too few."""
         fresh = self.blocks.count(tokens) - len(request.pages)
         if fresh > 0:
             more = self.blocks.take((), fresh)
@@ -91,7 +103,7 @@ class KVManager:
         return True
 
     def vacate(self, request: Request) -> None:
-        """Take everything back; the content of full pages stays findable until it is evicted."""
+        """Release the pages and the slot. Full pages stay in the prefix cache until evicted."""
         self.blocks.release(request.pages)
         request.pages = []
         request.computed = 0
@@ -102,7 +114,10 @@ class KVManager:
             request.slot = None
 
     def register(self, request: Request, start: int, end: int) -> None:
-        """Tokens [start, end) are in the cache now, all known on the host: name the pages that they filled."""
+        """Add the pages filled by tokens [start, end) to the prefix cache.
+
+        Their KV is computed and the tokens are known on the host.
+        """
         size = self.blocks.page_size
         if self.blocks.prefix_caching and end // size > start // size:
             digests = self.digests(request, end)
@@ -110,14 +125,17 @@ class KVManager:
                 self.blocks.register(request.pages[page], digests[page], digests[page - 1] if page else b"")
 
     def condemn(self, request: Request) -> set[int]:
-        """What this request computed was not finite and must not be found by others. Returns its own pages."""
+        """Remove the pages that a request computed from the prefix cache, because their KV is not finite.
+
+        Returns these pages.
+        """
         own = request.pages[request.cached // self.blocks.page_size :]
         for page in own:
             self.blocks.unregister(page)
         return set(own)
 
     def reserve(self, request: Request, reserve: int) -> Reservation | None:
-        """Set as many pages as it holds elsewhere, and a slot, aside for a request that another instance owns."""
+        """Reserve a slot, and as many pages as the request holds on its own instance."""
         if not self._slots:
             return None
         hits = self.cached(request)
@@ -131,7 +149,7 @@ class KVManager:
         self._slots.append(reservation.slot)
 
     def occupy(self, request: Request, reservation: Reservation) -> None:
-        """The KV has arrived: the request lives here from now on."""
+        """Give reserved pages and the slot to a request whose KV has arrived."""
         request.pages = list(reservation.pages)
         request.slot = reservation.slot
         request.sent_pages = 0
@@ -139,7 +157,11 @@ class KVManager:
         self.register(request, 0, request.computed)
 
     def reserve_write_back(self, id: int, digests: Sequence[bytes], reserve: int) -> WriteBack | None:
-        """Set pages aside for a prefix that a request which is over has elsewhere, where `reserve` pages are left."""
+        """Reserve pages for a prefix of a finished request on another instance.
+
+        Returns None if fewer than `reserve` pages would remain available, or nothing has to be
+        copied.
+        """
         self._log("reserve_write_back", id=id, digests=[digest.hex() for digest in digests])
         hits = self.blocks.match(digests)
         if hits == len(digests) or id in self._returning:
@@ -151,11 +173,11 @@ class KVManager:
         return self._returning[id]
 
     def finish_write_back(self, id: int, arrived: bool) -> None:
-        """Let the pages go; where their KV has arrived, findable until they are wanted."""
+        """Release the pages of a write-back. They stay in the prefix cache if their KV arrived."""
         self._log("finish_write_back", id=id, arrived=arrived)
         returned = self._returning.pop(id, None)
         if returned is None:
-            return  # the pool is new since
+            return  # the pool was rebuilt since
         if arrived:
             parents = (b"", *returned.digests)
             for page, digest, parent in zip(returned.pages, returned.digests, parents, strict=False):
@@ -163,11 +185,11 @@ class KVManager:
         self.blocks.release(returned.pages)
 
     def check(self, requests: Iterable[Request], reservations: Iterable[Reservation], slots: int) -> None:
-        """Conservation of pages and slots. Raises AssertionError."""
+        """Assert that no page or slot is lost or allocated twice."""
         residents, expected = list(requests), list(reservations)
         owners: list[Sequence[int]] = [request.pages for request in residents]
         owners += [reservation.pages for reservation in expected]
         owners += [returned.pages for returned in self._returning.values()]
         self.blocks.check(owners)
         taken = [r.slot for r in residents if r.slot is not None] + [r.slot for r in expected]
-        assert sorted(self._slots + taken) == list(range(slots)), "a slot is lost or given twice"
+        assert sorted(self._slots + taken) == list(range(slots)), "a slot is lost or allocated twice"

@@ -11,7 +11,7 @@ from .scheduler import Scheduler
 
 
 class LiveView:
-    """A window on a Scheduler, as an InstanceView: it can be read, not changed."""
+    """A read-only InstanceView of a Scheduler."""
 
     __slots__ = ("__weakref__", "_scheduler")
 

@@ -1,4 +1,4 @@
-"""One instance's loop: plan, submit, await, settle. Real and simulated time run this very code."""
+"""The loop of one instance: plan, submit, await, settle. Real and simulated time run the same code."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from .in_flight import Settled
 from .scheduler import Scheduler
 from .watchdog import PATIENT, Patience, Watchdog
 
-FEW = 15  # failed steps in a row that are remembered, besides the last
+FEW = 15  # times of failed steps kept, besides the last
 
 
 class Listener(Protocol):
-    """Who hears of what an instance did: the Cluster."""
+    """The receiver of an instance's events: the Cluster."""
 
-    def settled(self, core: Core, settled: Settled) -> None: ...
-    def dropped(self, core: Core) -> None: ...
-    def recovered(self, core: Core, deltas: list[Delta]) -> None: ...
-    def hung(self, core: Core, seconds: float) -> None: ...
-    def returned(self, core: Core) -> None: ...
+    def settled(self, core: Core, settled: Settled) -> None: ...  # a step has ended
+    def dropped(self, core: Core) -> None: ...  # the last plan dropped the KV of requests
+    def recovered(self, core: Core, deltas: list[Delta]) -> None: ...  # a step raised, and the KV pool is new
+    def hung(self, core: Core, seconds: float) -> None: ...  # a step has not ended after `seconds`
+    def returned(self, core: Core) -> None: ...  # a hung step has ended
 
 
 class Core:
-    """Drives one Scheduler and one Executor. Writer of both, together with the Cluster in the same event loop."""
+    """A Scheduler, its Executor and their loop. Writer of both, with the Cluster in the same event loop."""
 
     def __init__(
         self,
@@ -40,17 +40,20 @@ class Core:
         self.name = name
         self.scheduler = scheduler
         self.executor = executor
-        self.failed: list[float] = []  # when its last steps raised, since one that did not
+        self.failed: list[float] = []  # times at which consecutive steps raised; empty after a step that did not
         self._listener = listener
         self._wanted = asyncio.Event()
         self._watchdog = Watchdog(patience, executor.now, self._overdue)
 
     def wake(self) -> None:
-        """Something changed: there may be a plan now."""
+        """Plan again, because something changed."""
         self._wanted.set()
 
     async def run(self) -> None:
-        """Until cancelled. One step runs; at most one more is planned ahead, `executor.lead` before its end."""
+        """Run until cancelled.
+
+        One step runs at a time. The next one is planned `executor.lead` before its predicted end.
+        """
         running: Step | None = None
         while True:
             if running is None:
@@ -75,7 +78,7 @@ class Core:
         self._listener.hung(self, seconds)
 
     def _submit(self) -> Step | None:
-        self._wanted.clear()  # whatever changed until now, this plan knows
+        self._wanted.clear()  # this plan includes all changes up to now
         now = self.executor.now()
         start = max(now, self.scheduler.ends)
         drops = self.scheduler.counters.preemptions
@@ -88,7 +91,7 @@ class Core:
         return self.executor.submit(plan)
 
     async def _nearly(self, step: Step) -> None:
-        """Wait until the step is done, or is predicted to be within the executor's lead."""
+        """Wait until the step is done or predicted to end within the executor's lead."""
         lead, oldest = self.executor.lead, self.scheduler.oldest
         if oldest is not None and oldest.plan.preemptible:
             await self._watch(step)
@@ -100,7 +103,7 @@ class Core:
             await asyncio.wait([step], timeout=left)
 
     async def _watch(self, step: Step) -> None:
-        """While a preemptible step can be stopped: at every event, and when the policy wants it, ask whether to."""
+        """Ask whether to stop a preemptible step, at every event and when the policy asked for it."""
         committed = self.executor.committed(step)
         while not committed.done():
             event = asyncio.ensure_future(self._wanted.wait())
@@ -132,7 +135,7 @@ class Core:
     async def _recover(self, ahead: Step | None) -> None:
         if ahead is not None:
             await asyncio.wait([ahead])
-            ahead.exception()  # it ran on buffers that are gone
+            ahead.exception()  # retrieve the exception, which is expected: its buffers are gone
         self.scheduler.set_ends(self.executor.now())
         self.failed = [*self.failed[-FEW:], self.executor.now()]
         self.executor.rebuild()

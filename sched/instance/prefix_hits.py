@@ -1,4 +1,4 @@
-"""Prefix hits of waiting prompts, estimated again when the cache changes (Kairos section 3.1)."""
+"""Expected prefix-cache hits of waiting prompts, updated when the cache changes (Kairos, section 3.1)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from .kv_manager import KVManager
 
 
 class PrefixHits:
-    """The prompt tokens that the prefix cache holds of each waiting request: `request.hit`. Writer: the Scheduler.
+    """The maintainer of `request.hit`, the cached prompt tokens of each waiting request. Writer: the Scheduler.
 
-    A hit ends at a frontier: the last page of the prefix that is cached, and the first that is not. Only a change of
-    one of the two moves it, so an index by these two digests finds the requests that a change concerns, however many
-    wait. Pages are evicted from the end of a prefix; where one goes from the middle, as when two requests computed the
-    same prefix at once, every hit is looked up again.
+    A hit ends at a frontier: the last cached page of the prefix, and the first page that is not
+    cached. It changes only if one of these two does, so an index of the frontier digests finds the
+    affected requests without a search of all waiting ones. Pages are usually evicted from the end
+    of a prefix. If one from the middle goes, which can happen after two requests computed the same
+    prefix at once, all hits are looked up again.
     """
 
     def __init__(self, memory: KVManager) -> None:
         self._kv = memory
         self._requests: dict[int, Request] = {}
-        self._watched: dict[int, tuple[bytes, ...]] = {}  # by request: the digests at its frontier
-        self._watchers: dict[bytes, dict[int, None]] = {}  # the reverse; a dict, for its order is the same in each run
+        self._watched: dict[int, tuple[bytes, ...]] = {}  # request id -> digests at its frontier
+        self._watchers: dict[bytes, dict[int, None]] = {}  # digest -> request ids, in a deterministic order
 
     def __contains__(self, id: int) -> bool:
         return id in self._requests
@@ -30,17 +31,17 @@ class PrefixHits:
         return iter(self._requests)
 
     def watch(self, request: Request) -> None:
-        """Estimate the hit of a request that begins to wait, and keep it up to date."""
+        """Compute the hit of a request that begins to wait, and keep it up to date."""
         self._requests[request.id] = request
         self._stand(request, len(self._kv.cached(request)))
 
     def unwatch(self, id: int) -> None:
-        """Forget a request that waits no longer."""
+        """Forget a request that no longer waits."""
         if self._requests.pop(id, None) is not None:
             self._leave(id)
 
     def refresh(self) -> Iterator[Request]:
-        """Take in what has changed in the cache since the last call; yield the requests with another hit."""
+        """Apply the changes of the cache since the last call. Yields the requests with a new hit."""
         blocks = self._kv.blocks
         if not blocks.changed:
             return
@@ -57,16 +58,14 @@ class PrefixHits:
                 yield request
 
     def check(self) -> None:
-        """Raises AssertionError where an estimate is not what a new look at the cache finds."""
+        """Assert that every hit equals a fresh lookup."""
         if not self._kv.blocks.changed:
             for request in self._requests.values():
                 found = len(self._kv.cached(request)) * self._kv.blocks.page_size
-                assert request.hit == found, (
-                    f"{request} has {request.hit} tokens cached by its estimate, {found} in truth"
-                )
+                assert request.hit == found, f"{request} has a hit of {request.hit} tokens, but {found} are cached"
 
     def _pages(self, request: Request, pages: int) -> int:
-        """Cached pages of its prefix, of which there were `pages` before."""
+        """Return the cached pages of the prefix, searching from the previous count `pages`."""
         blocks, digests = self._kv.blocks, self._kv.sought(request)
         while pages and not blocks.match(digests[pages - 1 : pages]):
             pages -= 1

@@ -1,4 +1,4 @@
-"""The requests of one instance, in order of service, with the numpy columns that policies read."""
+"""The requests of one instance, sorted by order of service, with numpy columns for policies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ARRIVAL, TTFT, TBT, TPOT, TIGHTEST, DEADLINE, REMAINING, CONTEXT, LENGTH, RUNNIN
 
 
 def key(request: Request) -> Key:
-    """The order of service among equals: best effort last, then vLLM's priority (lower first), arrival, id."""
+    """Return the default sort key: best effort last, then vLLM's priority (lower first), arrival, id."""
     return (request.tier == BEST_EFFORT, request.priority, request.arrival, request.id)
 
 
@@ -29,7 +29,7 @@ class RequestQueue:
         self._requests: list[Request] = []
         self._keys: list[Key] = []
         self._data = np.zeros((COLUMNS, capacity))
-        self._columns: dict[int, Array] = {}  # of `_data`, as long as rows do not come or go
+        self._columns: dict[int, Array] = {}  # views of `_data`, valid until a row is added or removed
         self.version = 0
         self.members = 0
         self.standard = 0
@@ -100,13 +100,16 @@ class RequestQueue:
 
     @property
     def backlog(self) -> int:
-        """Tokens left to compute, less what is expected to be found in the prefix cache. Nothing is kept of it, so that
-        other threads may ask: a column that one of them had kept, while rows came, would be too short for good."""
+        """Tokens to compute, without expected prefix-cache hits.
+
+        Bypasses the cached columns, because other threads may read it: a column that such a thread
+        cached while a row was added would stay too short.
+        """
         data, count = self._data, len(self._requests)
         return int(data[REMAINING, :count].sum() - data[HIT, :count].sum())
 
     def last(self, order: Order) -> Array:
-        """Not kept: results change it at every step, and few policies look."""
+        """Return the times of the last tokens. Not a column, since they change every step and are rarely read."""
         times = [self._requests[row].token_times for row in order.tolist()]
         return np.array([one[-1] if one else nan for one in times], dtype=float)
 
@@ -150,7 +153,7 @@ class RequestQueue:
         del self._requests[row], self._keys[row]
 
     def refresh(self, request: Request) -> None:
-        """Take over what changes while a request runs."""
+        """Update the columns that change while a request runs."""
         row, tpot = self._row(request), request.slo.tpot_of(request.stage)
         self.version += 1
         self._data[TPOT : HIT + 1, row] = (
@@ -165,10 +168,10 @@ class RequestQueue:
         )
 
     def step(self, requests: Sequence[Request]) -> None:
-        """Take over what a decode step changes: the cheap part of `refresh`, for many rows at every step."""
+        """Update the columns that a decode step changes. A cheaper `refresh` for many rows at every step."""
         own, count, rows, moved = self._requests, len(self._requests), [], 0
         for request in requests:
-            row = request.row + moved  # most have moved as far as the one before
+            row = request.row + moved  # most rows moved as far as the one before
             if not 0 <= row < count or own[row] is not request:
                 before = request.row
                 row = self._row(request)
@@ -182,37 +185,37 @@ class RequestQueue:
         self._data[CONTEXT, rows] = [request.computed for request in requests]
 
     def check(self) -> None:
-        """Raises AssertionError where a number is none: policies could not put its row in any order."""
+        """Assert that no number is NaN, which would break every order."""
         wrong = np.flatnonzero(np.isnan(self._data[:, : len(self._requests)]).any(axis=0))
-        assert not len(wrong), f"{self._requests[wrong[0]]} has NaN in its table"
+        assert not len(wrong), f"{self._requests[wrong[0]]} has NaN in its columns"
 
     def _row(self, request: Request) -> int:
         row, requests = request.row, self._requests
         if row < len(requests) and requests[row] is request:
-            return row  # nobody before it has come or gone since
+            return row  # no row before it was added or removed since
         row = bisect_left(self._keys, key(request))
         if row == len(requests) or requests[row] is not request:
-            raise KeyError(f"{request} is not in this table")
+            raise KeyError(f"{request} is not in this queue")
         request.row = row
         return row
 
 
-SHOWN = 4  # waiting best-effort requests that policies see for each row of an instance
-LEAST = 64  # at least that many
+SHOWN = 4  # waiting best-effort requests shown to the policy, per row of the instance
+LEAST = 64  # lower bound of that number
 
 
 def shown(rows: int) -> int:
-    """How many waiting best-effort requests of an instance with so many rows its policy sees."""
+    """Return how many waiting best-effort requests an instance with this many rows shows to its policy."""
     return max(LEAST, SHOWN * rows)
 
 
 class WaitingRoom:
-    """Requests by the order of service. Writer: the RequestQueues that holds it."""
+    """Waiting requests that the policy does not see, by order of service. Writer: the RequestQueues."""
 
     def __init__(self) -> None:
         self._keys: list[Key] = []
         self._requests: dict[int, Request] = {}
-        self.backlog = 0  # tokens to compute; what the prefix cache may hold of them is not looked up
+        self.backlog = 0  # tokens to compute, including possible prefix hits
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -229,7 +232,7 @@ class WaitingRoom:
         self.backlog += request.remaining
 
     def discard(self, request: Request) -> None:
-        """Take a request out; nothing where it is not here."""
+        """Remove a request if it is here."""
         if self._requests.pop(request.id, None) is None:
             return
         place = key(request)
@@ -239,17 +242,18 @@ class WaitingRoom:
         self.backlog -= request.remaining
 
     def first(self) -> Request | None:
-        """The request that is served next; None without one."""
+        """Return the first request in order of service, or None."""
         return self._requests[self._keys[0][3]] if self._keys else None
 
 
 class RequestQueues:
-    """The requests of one instance, filed in two tables by what they need next. Writer: the Scheduler.
+    """The requests of one instance, in two queues by what they need next. Writer: the Scheduler.
 
-    `prefill` has those with prompt work (or dropped KV to compute again), `decode` those with one token left.
-    A request that must wait for a result, or for another instance, is in neither. `hits` watches those that wait. Of
-    best effort at most `shown` requests that wait are in `prefill`, the first by order of service; further ones are in
-    `room`, where no policy looks.
+    `prefill` holds requests with prompt tokens to compute, including KV that was dropped; `decode`
+    holds those with one token to compute. Requests that wait for a result or for another instance
+    are in neither. `hits` watches the waiting ones. At most `shown` waiting best-effort requests
+    are in `prefill`, the first in order of service; the others are in `room`, which policies do not
+    see.
     """
 
     def __init__(self, role: Role, hits: PrefixHits, shown: int = 1 << 30) -> None:
@@ -257,8 +261,8 @@ class RequestQueues:
         self.hits = hits
         self.room = WaitingRoom()
         self._shown = shown
-        self._seen: dict[int, Request] = {}  # waiting best effort in `prefill`
-        self._order: list[Key] = []  # the keys of these
+        self._seen: dict[int, Request] = {}  # waiting best-effort requests in `prefill`
+        self._order: list[Key] = []  # their keys, sorted
         self.requests: dict[int, Request] = {}
         self.prefill = RequestQueue()
         self.decode = RequestQueue()
@@ -266,19 +270,20 @@ class RequestQueues:
 
     @property
     def seen_as(self) -> Role:
-        """What a policy is told: where rows still decode on an instance that prefills, it has both to do."""
+        """The role shown to the policy: MIXED while a prefill instance still has running decodes."""
         return Role.MIXED if self.role is Role.PREFILL and len(self.decode) else self.role
 
     def runnable(self, id: int) -> bool:
+        """Return whether a request is in a queue, so that the policy may grant it tokens."""
         return id in self._filed
 
     @property
     def backlog(self) -> int:
-        """Prompt tokens to compute, less what is expected to be found in the prefix cache."""
+        """Prompt tokens to compute, without expected prefix-cache hits."""
         return self.prefill.backlog + self.room.backlog
 
     def file(self, request: Request) -> None:
-        """Put a request into the table it belongs to now, or take over what has changed."""
+        """Put a request into the queue it belongs to now, or update its columns."""
         spare = request.state is State.WAITING and request.tier == BEST_EFFORT
         if spare and request.id not in self._seen:
             if request.id in self.room or not self._show(request):
@@ -300,11 +305,13 @@ class RequestQueues:
             table.add(request)
             self._filed[request.id] = table
 
-    # waiting best effort
+    # Waiting best-effort requests.
 
     def _show(self, request: Request) -> bool:
-        """Whether a request that begins to wait is among the first. The last of them makes room for it, or else it
-        goes to the room itself."""
+        """Show a best-effort request that begins to wait, if it is among the first. Returns whether it is.
+
+        If needed, the last shown request goes to the room; otherwise the new one does.
+        """
         if len(self._order) >= self._shown:
             if key(request) > self._order[-1]:
                 self._take_out(request)
@@ -319,14 +326,14 @@ class RequestQueues:
         return True
 
     def _forget(self, request: Request) -> None:
-        """A request does not wait with best effort, or not any more."""
+        """Remove a request from the waiting best-effort requests, if it is one."""
         if self._seen.pop(request.id, None) is not None:
             del self._order[bisect_left(self._order, key(request))]
         elif self.room:
             self.room.discard(request)
 
     def _reveal(self) -> None:
-        """The next ones of the room take the places of those that went."""
+        """Show requests from the room in freed places."""
         while len(self._order) < self._shown and (request := self.room.first()) is not None:
             self.room.discard(request)
             self._seen[request.id] = request
@@ -334,7 +341,7 @@ class RequestQueues:
             self._put(request)
 
     def step(self, requests: Sequence[Request]) -> None:
-        """`file` for rows of `decode` that have been planned once more, and not yet for all their tokens."""
+        """Update rows of `decode` that were planned again and have more tokens to plan. See `file`."""
         self.decode.step(requests)
 
     def _watch(self, request: Request) -> None:
@@ -346,12 +353,12 @@ class RequestQueues:
                 self.hits.unwatch(request.id)
 
     def refresh_hits(self) -> None:
-        """Take over what has changed in the prefix cache."""
+        """Apply changes of the prefix cache."""
         for request in self.hits.refresh():
             self.prefill.refresh(request)
 
     def unfile(self, request: Request) -> None:
-        """Take a request out of where it is filed."""
+        """Remove a request from its queue."""
         self._forget(request)
         self._take_out(request)
         self._reveal()
@@ -363,7 +370,7 @@ class RequestQueues:
             table.remove(request)
 
     def demote(self, id: int) -> bool:
-        """Make a request best effort: it is served from what the others leave. False where it is already."""
+        """Make a request best effort. Returns False if it was already."""
         request = self.requests[id]
         if request.tier == BEST_EFFORT:
             return False
@@ -376,8 +383,10 @@ class RequestQueues:
         return True
 
     def set_role(self, role: Role) -> list[Request]:
-        """The instance is for something else from now on; returns those that waited to be decoded elsewhere and are
-        decoded here instead."""
+        """Change the role of the instance.
+
+        Returns the requests that waited to be decoded elsewhere and are decoded here instead.
+        """
         self.role = role
         kept = []
         for request in self.requests.values():
@@ -392,22 +401,26 @@ class RequestQueues:
         return kept
 
     def check(self) -> None:
-        """Raises AssertionError where a request is filed wrongly."""
+        """Assert that every request is in the right queue and every count is right."""
         for request in self.requests.values():
-            assert request.inflight >= 0 and request.pending >= 0, f"{request} counts below zero"
+            assert request.inflight >= 0 and request.pending >= 0, f"{request} has a negative counter"
             hidden = request.id in self.room
             table = None if hidden else self._belongs(request)
-            assert self._filed.get(request.id) is table, f"{request} is in the wrong table"
+            assert self._filed.get(request.id) is table, f"{request} is in the wrong queue"
             spare = request.state is State.WAITING and request.tier == BEST_EFFORT
-            assert spare is (hidden or request.id in self._seen), f"{request} is on the wrong side of the room"
+            assert spare is (hidden or request.id in self._seen), (
+                f"{request} is missing from, or wrongly in, waiting best effort"
+            )
         for table in (self.prefill, self.decode):
             table.check()
             assert table.standard == sum(one.tier != BEST_EFFORT for one in table), "best effort is miscounted"
-        assert len(self.prefill) + len(self.decode) == len(self._filed), "tables and index disagree"
-        assert self._filed.keys() <= self.requests.keys(), "a request that left is still filed"
-        assert not self.room or len(self._order) == self._shown, "a request waits where no policy sees it"
+        assert len(self.prefill) + len(self.decode) == len(self._filed), "queues and index disagree"
+        assert self._filed.keys() <= self.requests.keys(), "a request that left is still in a queue"
+        assert not self.room or len(self._order) == self._shown, (
+            "a request is hidden from the policy although there is room to show it"
+        )
         waiting = {id for id, one in self.requests.items() if one.state is State.WAITING and id not in self.room}
-        assert waiting == set(self.hits), "prefix hits are watched of other requests than those that wait"
+        assert waiting == set(self.hits), "prefix hits do not track exactly the waiting requests"
         self.hits.check()
 
     def _belongs(self, request: Request) -> RequestQueue | None:
@@ -416,7 +429,7 @@ class RequestQueues:
         if request.state is not State.RUNNING or request.generated >= request.limit:
             return None
         if request.suspended or request.drafting:
-            return None  # what it can compute next is not known before its step ends
+            return None  # what to compute next is unknown until its step ends
         if request.pending and self.role is Role.PREFILL and not request.decodes_in_place:
-            return None  # its prompt is done: it leaves
+            return None  # its prompt is computed, so it will be transferred
         return self.decode if request.remaining == 1 and request.generated else self.prefill

@@ -1,7 +1,7 @@
-"""The mechanism: a policy's Decision + memory + limits become a legal StepPlan; a StepResult becomes state.
+"""The scheduler of one instance: turns decisions of the policy into legal StepPlans, and results into state.
 
-Every public method that changes something is an input of later plans, and is logged as such: feeding a journal's
-inputs to new Schedulers gives the same plans (see journal.py).
+Every public method that changes state is an input of later plans, and is logged. New Schedulers
+that get the inputs in a journal make the same plans (see journal.py).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .stats import Counters, Drift
 from .step_builder import StepBuilder, reserve
 from .trials import Trials
 
-WAITED = 0.25  # seconds that count at most of what a step waited for the host
+WAITED = 0.25  # most seconds of a wait for the host that are counted
 
 
 class Scheduler:
-    """Requests of one instance. Owner of every Request it holds, of their pages and slots."""
+    """The scheduler of one instance. Owner of its requests, their pages and their slots."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Scheduler:
         self._kv_waiting = 0
         self._ends = 0.0
         self.counters = Counters()
-        self.hung = False  # its oldest step does not end: no new request comes here
+        self.hung = False  # its oldest step does not end, so it gets no new requests
         self._prefix_caching = prefix_caching
         self._log = log
         self._reservations: dict[int, Reservation] = {}
@@ -54,19 +54,19 @@ class Scheduler:
         self._queues = RequestQueues(role, PrefixHits(self._kv), shown(limits.rows))
         self._in_flight = InFlightSteps()
         self._drafts = Acceptance()
-        self._ended = 0.0  # when the last step ended, executor's clock
-        self._waits = False  # there were rows to decode then
+        self._ended = 0.0  # end of the last step, executor's clock
+        self._waits = False  # there were running decodes at that time
         self._drift = Drift()
         self._step = 0
-        self._decoded = False  # the step planned last decodes rows
-        self._again = inf  # when to ask again whether to stop the running step
+        self._decoded = False  # the last planned step contains decodes
+        self._again = inf  # when to ask the policy again whether to stop the running step
         self._trials = Trials()
 
     def _new_kv(self) -> KVManager:
         blocks = BlockPool(self.limits.pages, self.limits.page_size, prefix_caching=self._prefix_caching)
         return KVManager(blocks, self.limits.rows, self._log)
 
-    # what others may look at
+    # Read-only state.
 
     def __len__(self) -> int:
         return len(self._queues.requests)
@@ -92,34 +92,35 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
+        """Requests without a slot."""
         return len(self) - self.running
 
     @property
     def prefill_backlog(self) -> int:
-        """Prompt tokens still to compute here, less what is expected to be in the prefix cache."""
+        """Prompt tokens to compute, without expected prefix-cache hits."""
         return self._queues.backlog
 
     @property
     def decode_context(self) -> int:
-        """Sum of the contexts that decode here, those on their way included. Tokens."""
+        """Total context of the running decodes and of those being transferred here, in tokens."""
         coming = sum(len(r.pages) for r in self._reservations.values()) * self.limits.page_size
         return int(self._queues.decode.context.sum()) + coming
 
     @property
     def version(self) -> tuple[object, ...]:
-        """Changes whenever `view` does, time aside."""
+        """A value that changes whenever `view` changes other than by time."""
         queues = self._queues
         return (queues.prefill.version, queues.decode.version, self.perf.version, self.blocks.available, self.steps,
                 queues.role)  # fmt: skip
 
     @property
     def steps(self) -> int:
-        """Steps that have ended."""
+        """Completed steps."""
         return self.counters.steps
 
     @property
     def kv_waiting(self) -> int:
-        """Requests of other instances waiting for KV pages here."""
+        """Requests of other instances that wait for KV pages here."""
         return self._kv_waiting
 
     def set_kv_waiting(self, count: int) -> None:
@@ -127,7 +128,7 @@ class Scheduler:
 
     @property
     def ends(self) -> float:
-        """Predicted end of the submitted steps, seconds of the executor's clock."""
+        """Predicted end of the submitted steps, in seconds on the executor's clock."""
         return self._ends
 
     def set_ends(self, at: float) -> None:
@@ -135,61 +136,61 @@ class Scheduler:
 
     @property
     def in_flight(self) -> int:
-        """Steps that the executor has."""
+        """Submitted steps without a result yet."""
         return len(self._in_flight)
 
     @property
     def oldest(self) -> Submitted | None:
-        """The step whose result comes next."""
+        """The step with the next result."""
         return self._in_flight.oldest
 
     @property
     def predicted(self) -> float:
-        """Predicted seconds of the plan made last, or what is left of a resumed one."""
+        """Predicted seconds of the last plan, or of the rest of a resumed step."""
         newest = self._in_flight.newest
         return newest.left if newest is not None else 0.0
 
     @property
     def asks_again(self) -> float:
-        """When to call `interrupts` though nothing happened; inf where only events count."""
+        """When to call `interrupts` even without an event; inf if never."""
         return self._again
 
     def cached_tokens(self, request: Request) -> int:
-        """Prompt tokens of a request that this instance's prefix cache holds."""
+        """Return how many prompt tokens of a request are in the prefix cache of this instance."""
         return len(self._kv.cached(request)) * self.limits.page_size
 
-    # inputs: requests
+    # Inputs: requests.
 
     def add(self, request: Request) -> None:
-        """Take over a new request; the Cluster has checked that the KV pool can hold it."""
+        """Add a new request. The Cluster has checked that the KV pool can hold it."""
         self._log("add", request=request)
         self._queues.requests[request.id] = request
         request.drafted = self._drafts.record(request.tier, request.drafted)
         self._queues.file(request)
 
     def count_demotion(self) -> None:
-        """Count a request that admission has made best effort."""
+        """Count a request that admission made best effort."""
         self.counters.demotions += 1
 
     def cancel(self, id: int, reason: str, error: str | None = None) -> Delta | None:
-        """End a request early; None where it is not here or already over."""
+        """End a request early. Returns None if it is not here or has finished."""
         request = self._queues.requests.get(id)
         if request is None or request.state is State.FINISHED:
             return None
         self._log("cancel", id=id, reason=reason, error=error)
         return self._finish(request, reason, error)
 
-    # inputs: other instances, and the role of this one
+    # Inputs: transfers and role changes.
 
     def reserved(self, reservation: Reservation) -> bool:
-        """Whether a reservation still stands."""
+        """Return whether a reservation is still valid."""
         return self._reservations.get(reservation.request) is reservation
 
     def reserve(self, request: Request) -> Reservation | None:
-        """Set pages and a slot aside for a request whose prompt another instance computes."""
+        """Reserve pages and a slot for a request whose prompt another instance computes."""
         self._log("reserve", id=request.id)
         if request.id in self._reservations or any(one.comes_back for one in self._queues.requests.values()):
-            return None  # an earlier move still ends here; those whose KV was dropped here come back first
+            return None  # an earlier transfer has not ended, or requests that lost their KV here come first
         reservation, dropped = reserve(request, self._queues, self._kv, len(self._reservations))
         self._queues.refresh_hits()
         self.counters.preemptions += dropped
@@ -198,17 +199,17 @@ class Scheduler:
         return reservation
 
     def unreserve(self, reservation: Reservation) -> None:
-        """Give a reservation back; nothing where a step that raised has already taken it."""
+        """Release a reservation. Does nothing if a step that raised has already released it."""
         if self.reserved(reservation):
             self.unreserve_id(reservation.request)
 
     def unreserve_id(self, id: int) -> None:
-        """Give the standing reservation of a request back."""
+        """Release the reservation of a request."""
         self._log("unreserve", id=id)
         self._kv.release(self._reservations.pop(id))
 
     def release(self, id: int) -> Request:
-        """Let a request go whose KV has been taken elsewhere."""
+        """Remove a request that moves to another instance, and release its pages."""
         self._log("release", id=id)
         request = self._queues.requests.pop(id)
         self._queues.unfile(request)
@@ -218,9 +219,9 @@ class Scheduler:
         return request
 
     def accept(self, request: Request, first_token_at: float | None = None) -> None:
-        """Take over a request whose KV has arrived in the pages reserved for it.
+        """Take ownership of a request whose KV has arrived in its reserved pages.
 
-        `first_token_at` is given where the first token counts only now (`--first-token decode`).
+        `first_token_at` is set if its first token counts from now (`--first-token decode`).
         """
         self._log("accept", id=request.id, first_token_at=first_token_at)
         if first_token_at is not None and len(request.output) == 1:
@@ -233,33 +234,39 @@ class Scheduler:
         self._queues.file(request)
 
     def reserve_write_back(self, id: int, digests: Sequence[bytes]) -> WriteBack | None:
-        """Set pages aside for KV that comes back (kv_transfer.py); None where those that wait may want them."""
+        """Reserve pages for a KV write-back (kv_transfer.py).
+
+        Returns None if waiting requests may need the pages.
+        """
         wanted = len(self._queues.decode) + self.blocks.count(self.prefill_backlog)
         returned = self._kv.reserve_write_back(id, digests, wanted)
         self._queues.refresh_hits()
         return returned
 
     def finish_write_back(self, id: int, arrived: bool) -> None:
-        """The KV that came back, or did not, is nobody's."""
+        """Release the pages of a write-back, into the prefix cache if its KV arrived."""
         self._kv.finish_write_back(id, arrived)
         self._queues.refresh_hits()
 
     def reset_prefix_cache(self) -> None:
-        """Forget the cached prefixes that no request holds."""
+        """Clear the cached prefixes that no request holds."""
         self._log("reset_prefix_cache")
         self.blocks.forget_idle()
         self._queues.refresh_hits()
 
     def hang(self, hung: bool) -> None:
-        """Take note that the oldest step does not end, or has ended after all."""
+        """Record that the oldest step hangs, or has ended after all."""
         self._log("hang", hung=hung)
         self.hung = hung
 
     def set_role(self, role: Role, first_token_at: float | None = None) -> None:
-        """Change what the instance is for. Nobody here loses anything: what was to be decoded elsewhere decodes here
-        where the instance prefills no more, and what decodes goes on until there is room for it elsewhere (`leave`).
+        """Change the role of the instance. No request loses its KV or a token.
 
-        `first_token_at` is given where the first token counts only when its KV stands where it is decoded.
+        If it no longer is a prefill instance, requests that waited to be decoded elsewhere decode
+        here. If it becomes one, its running decodes go on until there is room elsewhere (`leave`).
+
+        `first_token_at` is set if the first token of the former counts from now (`--first-token
+        decode`).
         """
         self._log("set_role", role=role.value, first_token_at=first_token_at)
         for request in self._queues.set_role(role):
@@ -267,9 +274,9 @@ class Scheduler:
                 request.first_token_at = request.token_times[0] = first_token_at
 
     def decode_in_place(self, id: int, first_token_at: float | None = None) -> None:
-        """There is no room elsewhere for a request whose prompt is done: it decodes here until there is (`leave`).
+        """Decode a computed prompt here until there is room elsewhere (`leave`).
 
-        `first_token_at` is given where the first token counts only when its KV stands where it is decoded.
+        `first_token_at` is set if its first token counts from now (`--first-token decode`).
         """
         self._log("decode_in_place", id=id, first_token_at=first_token_at)
         request = self._queues.requests[id]
@@ -279,8 +286,10 @@ class Scheduler:
         self._queues.file(request)
 
     def leave(self, id: int) -> None:
-        """There is room elsewhere for a row that decodes here: it is planned no more, and moves when what is submitted
-        of it has ended."""
+        """Stop planning a request that decodes here and has room elsewhere now.
+
+        It moves once its submitted steps have ended.
+        """
         self._log("leave", id=id)
         request = self._queues.requests[id]
         request.decodes_in_place = False
@@ -288,10 +297,10 @@ class Scheduler:
             request.state = State.TRANSFERRING
         self._queues.file(request)
 
-    # inputs: steps
+    # Inputs: steps.
 
     def plan(self, now: float, start: float) -> StepPlan | None:
-        """The next step, to begin at `start`; None where nothing can run."""
+        """Plan the next step, which begins at `start`. Returns None if nothing can run."""
         self._log("plan", now=now, start=start, kv_waiting=self.kv_waiting)
         queues, in_flight = self._queues, self._in_flight
         trial = self._trials.decide(queues, self._kv, self.limits.tokens)
@@ -307,7 +316,7 @@ class Scheduler:
         granted = builder.build(decision)
         queues.refresh_hits()
         self.counters.count(granted)
-        if not granted.spans:  # what is suspended holds pages
+        if not granted.spans:  # suspended steps hold pages, so resume one of them
             return self._resume(next(iter(in_flight.suspended))) if in_flight.suspended and not in_flight else None
         self._step += 1
         self._decoded = granted.load.decode > 0
@@ -318,7 +327,7 @@ class Scheduler:
         return plan
 
     def view(self, now: float, start: float, running: Task | None = None) -> View:
-        """What a policy sees of this instance."""
+        """Return the view of this instance for its policy."""
         queues = self._queues
         return View(
             now, start, queues.seen_as, queues.prefill, queues.decode, self.limits, self.blocks.available,
@@ -339,7 +348,7 @@ class Scheduler:
         return plan
 
     def interrupts(self, now: float) -> bool:
-        """Whether to stop the running step, which is preemptible, at its next boundary."""
+        """Ask the policy whether to stop the running step, if preemptible, at its next boundary."""
         oldest = self._in_flight.oldest
         if oldest is None or not oldest.plan.preemptible:
             return False
@@ -354,7 +363,7 @@ class Scheduler:
         return decision.preempt
 
     def suspend(self, result: Suspended) -> None:
-        """The running step stopped at a boundary: its requests wait for it to go on."""
+        """Record that the running step stopped at a boundary. Its requests wait until it resumes."""
         self._log("suspend", result=result)
         self.counters.suspended += 1
         submitted = self._in_flight.suspend(result)
@@ -363,7 +372,7 @@ class Scheduler:
             self._suspend(span.request, True)
 
     def _came_back(self, submitted: Submitted, at: float) -> None:
-        """Count how long a step that was asked to stop kept the devices."""
+        """Count how long a step that was asked to stop still ran."""
         if submitted.asked is not None:
             self.counters.stopped(max(0.0, at - submitted.asked))
             submitted.asked = None
@@ -375,13 +384,13 @@ class Scheduler:
             self._queues.file(request)
 
     def settle(self, result: StepResult) -> Settled:
-        """Take in the result of the oldest submitted step."""
+        """Apply the result of the oldest submitted step."""
         self._log("settle", result=result)
         submitted = self._in_flight.land(result)
         self._came_back(submitted, result.finished)
         seconds = submitted.ran + result.finished - result.started
         self.counters.step(submitted.load, submitted.seconds, seconds)
-        if not self.hung:  # how long a device hung says nothing of how long steps take
+        if not self.hung:  # a hung step says nothing about normal step times
             self._drift.count(submitted.seconds, seconds)
         prefills, requests = self.role is Role.PREFILL, self._queues.requests
         deltas: list[Delta] = []
@@ -423,16 +432,21 @@ class Scheduler:
         return Settled(tuple(deltas), tuple(advanced))
 
     def _gap(self, result: StepResult) -> float:
-        """Where rows may draft, what the device waited for a step though there were rows to decode: part of what it
-        takes. Rows that draft cannot be planned ahead, so that their steps wait for the host."""
+        """Return the seconds that the device waited for the host before this step, if requests may draft.
+
+        A step after a draft cannot be planned ahead, so this wait is part of the cost of the step.
+        """
         gap = result.started - self._ended
         counts = self.limits.draft and self._waits
         self._ended, self._waits = result.finished, len(self._queues.decode) > 0 or bool(self._in_flight)
         return min(max(gap, 0.0), WAITED) if counts else 0.0
 
     def recover(self) -> list[Delta]:
-        """A step raised and the pool is new: every request here loses its KV and keeps its tokens. Those of the step
-        run alone from then on (trials.py); the one whose span fails alone ends in an error."""
+        """Reset after a step that raised, with a new KV pool. Requests lose their KV and keep their tokens.
+
+        Requests of the failed step then run alone (trials.py), and only the one whose span fails
+        alone ends in an error.
+        """
         self._log("recover")
         self.counters.rebuilds += 1
         oldest = self._in_flight.oldest
@@ -457,14 +471,14 @@ class Scheduler:
         return deltas
 
     def check(self) -> None:
-        """Raises AssertionError where a page, a slot or a request is lost."""
+        """Assert that no page, slot or request is lost."""
         self._kv.check(self, self._reservations.values(), self.limits.rows)
         self._queues.check()
 
-    # from a result to state
+    # Application of results.
 
     def _verify(self, request: Request, span: Span, gained: int) -> int:
-        """Take back what the cursor ran ahead for drafts that were wrong; returns where valid KV ends."""
+        """Move the cursor back over rejected draft tokens. Returns where valid KV ends."""
         wrong = span.length - gained
         request.drafting = 0
         request.computed -= wrong
@@ -473,11 +487,11 @@ class Scheduler:
         return span.start + gained
 
     def _gain(self, request: Request, result: StepResult, index: int, start: int) -> Delta | None:
-        """Append the sampled tokens, up to the one that ends the request."""
+        """Append the sampled tokens, up to one that ends the request."""
         tokens = result.tokens[index]
         logprobs = result.logprobs.get(index, ()) if result.logprobs else ()
         prompt_logprobs = result.prompt_logprobs.get(index, ()) if result.prompt_logprobs else ()
-        if prompt_logprobs:  # what was told before its KV was dropped is not told again
+        if prompt_logprobs:  # do not repeat what was reported before its KV was dropped
             prompt_logprobs = prompt_logprobs[max(0, request.scored - start) :]
             request.scored = max(request.scored, start + len(result.prompt_logprobs[index]))
         if not tokens:
@@ -494,13 +508,13 @@ class Scheduler:
         if reason is not None:
             self._finish(request, reason)
         elif len(request.output) == 1 or request.stage is not stage:
-            self._queues.file(request)  # its deadline has a new anchor
+            self._queues.file(request)  # its deadline has a new anchor or rate
         if reason is None and not logprobs and not prompt_logprobs:
             return token_delta(request.id, tokens)
         return Delta(request.id, tokens, logprobs, prompt_logprobs, reason, None, stop_token)
 
     def _condemn(self, request: Request, why: str) -> list[Delta]:
-        """End a request whose row failed, and those that share the pages which it filled."""
+        """End a request whose row failed, and all requests that share pages it computed."""
         own = self._kv.condemn(request)
         sharers = [one for one in self if one is not request and not own.isdisjoint(one.pages)]
         return [self._finish(one, "error", why) for one in (request, *sharers) if one.state is not State.FINISHED]
@@ -512,7 +526,7 @@ class Scheduler:
         return Delta(request.id, finish_reason=reason, error=error)
 
     def _forget(self, request: Request) -> None:
-        """Give a finished request's pages back, once no submitted step touches them."""
+        """Release the pages of a finished request, once no submitted step uses them."""
         if request.inflight == 0:
             self._kv.vacate(request)
             self._queues.requests.pop(request.id, None)

@@ -1,4 +1,4 @@
-"""Totals of one scheduler since it began, for metrics and reports. Writer: the Scheduler."""
+"""Totals of one scheduler since its start, for metrics and reports. Writer: the Scheduler."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, fields
 from ..api.perf import Load
 from .step_builder import BuiltStep
 
-SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens of a step, as vLLM counts them
+SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # bucket bounds of tokens per step, as in vLLM
 BLOCKING = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)  # seconds until a step stopped
-POSITIONS = 15  # of a draft, that acceptance is counted for
+POSITIONS = 15  # draft positions with a counter of accepted tokens
 
 
 class Sizes(list[int]):
-    """Steps by their tokens: at most as many as each of SIZES says, and more than the one before; then larger ones."""
+    """A histogram of step sizes in tokens. The last bucket holds sizes above all bounds."""
 
     def __init__(self, counts: Iterable[int] = (0,) * (len(SIZES) + 1)) -> None:
         super().__init__(counts)
@@ -26,32 +26,33 @@ class Sizes(list[int]):
 
 @dataclass(slots=True)
 class Counters:
-    """Tokens, steps and seconds, all monotone."""
+    """Cumulative counters of tokens, steps and seconds."""
 
     steps: int = 0
     prompt_tokens: int = 0  # prompt tokens computed
     generated_tokens: int = 0
-    surplus_tokens: int = 0  # computed for rows that turned out finished
-    preemptions: int = 0  # KV dropped under page pressure
-    demotions: int = 0  # requests that became best effort, on arrival or later
-    suspended: int = 0  # steps stopped at a segment boundary
+    surplus_tokens: int = 0  # computed for requests that had already finished
+    preemptions: int = 0  # requests that lost their KV under page pressure
+    demotions: int = 0  # requests made best effort, on arrival or later
+    suspended: int = 0  # steps suspended at a segment boundary
     resumed: int = 0
-    asked: int = 0  # steps asked to stop that came back since, stopped or done
-    blocking: float = 0.0  # seconds that these still ran
-    blocked: Sizes = field(default_factory=lambda: Sizes((0,) * (len(BLOCKING) + 1)))  # by BLOCKING
-    tokens: int = 0  # computed in steps: of prompts, decoded, and drafted
+    asked: int = 0  # steps asked to stop that have stopped or ended since
+    blocking: float = 0.0  # seconds between the two
+    blocked: Sizes = field(default_factory=lambda: Sizes((0,) * (len(BLOCKING) + 1)))  # histogram over BLOCKING
+    tokens: int = 0  # computed in steps: prefill, decode and draft tokens
     sizes: Sizes = field(default_factory=Sizes)
-    drafts: int = 0  # verified
+    drafts: int = 0  # drafts verified
     drafted: int = 0  # tokens
-    accepted: int = 0  # of these, those that were right
-    accepted_at: Sizes = field(default_factory=lambda: Sizes((0,) * POSITIONS))  # by position in the draft
-    rebuilds: int = 0  # steps that raised, after which the pool was new
+    accepted: int = 0  # drafted tokens that were accepted
+    accepted_at: Sizes = field(default_factory=lambda: Sizes((0,) * POSITIONS))  # accepted, by position
+    rebuilds: int = 0  # KV pools rebuilt after a step raised
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
-    prefix_hits: int = 0  # of these, found
-    predicted_seconds: float = 0.0  # of the steps that came back
+    prefix_hits: int = 0  # prompt tokens found in the prefix cache
+    predicted_seconds: float = 0.0  # of completed steps
     measured_seconds: float = 0.0
 
     def count(self, granted: BuiltStep) -> None:
+        """Record the preemptions and the prefix-cache hits of a planned step."""
         self.preemptions += len(granted.dropped)
         for request in granted.admitted:
             if not request.drops and not request.output:
@@ -59,6 +60,7 @@ class Counters:
                 self.prefix_hits += request.cached
 
     def step(self, load: Load, predicted: float, measured: float) -> None:
+        """Record a completed step."""
         self.steps += 1
         self.tokens += load.tokens
         self.sizes[bisect_left(SIZES, load.tokens)] += 1
@@ -67,12 +69,13 @@ class Counters:
         self.measured_seconds += measured
 
     def stopped(self, seconds: float) -> None:
-        """A step that was asked to stop came back after `seconds`, stopped or done."""
+        """Record that a step stopped or ended `seconds` after it was asked to stop."""
         self.asked += 1
         self.blocking += seconds
         self.blocked[bisect_left(BLOCKING, seconds)] += 1
 
     def verified(self, drafted: int, right: int) -> None:
+        """Record a verified draft."""
         self.drafts += 1
         self.drafted += drafted
         self.accepted += right
@@ -81,7 +84,7 @@ class Counters:
 
     @classmethod
     def total(cls, several: Iterable[Counters]) -> Counters:
-        """Sum over instances."""
+        """Return the sum over instances."""
         result = cls()
         for one in several:
             for each in fields(cls):
@@ -90,10 +93,10 @@ class Counters:
 
 
 class Drift:
-    """How much longer steps take than predicted, lately. Writer: the Scheduler.
+    """The recent ratio of measured to predicted step time. Writer: the Scheduler.
 
-    Sums of seconds that fade with a memory of some 50 steps. Within 2 % predictions count as right: what a model's own
-    learning leaves is noise.
+    The sums decay with a memory of about 50 steps. Ratios within 2 % count as 1, because the
+    step-time model learns online and such differences are noise.
     """
 
     FADE, RIGHT = 0.98, 0.02
@@ -103,7 +106,7 @@ class Drift:
 
     @property
     def ratio(self) -> float:
-        """Measured by predicted seconds."""
+        """Measured divided by predicted seconds."""
         ratio = self._measured / self._predicted
         return ratio if abs(ratio - 1.0) > self.RIGHT else 1.0
 

@@ -1,4 +1,4 @@
-"""From a policy's Decision to spans: limits, admission, pages, and who gives pages back."""
+"""From a Decision to spans: limits, admission, page allocation and preemption."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from .request_queues import RequestQueues
 
 
 class BuiltStep(NamedTuple):
+    """A legal step, and the requests that were admitted or dropped for it."""
+
     spans: tuple[Span, ...]
     load: Load
     admitted: tuple[Request, ...]
-    dropped: tuple[Request, ...]  # their KV was taken for requests that rank before them
+    dropped: tuple[Request, ...]  # lost their KV to requests that rank before them
 
 
 class StepBuilder:
-    """Turn one Decision into a legal step. Writes the Requests, KVManager and RequestQueues of its Scheduler."""
+    """The builder of one step. Writes the Requests, KVManager and RequestQueues of its Scheduler."""
 
     def __init__(
         self,
@@ -38,15 +40,15 @@ class StepBuilder:
         self._kv = memory
         self._limits = limits
         self._start = start
-        self._busy = busy  # a step is running: nobody's pages can be taken now
-        self._yields = busy and kv_waiting  # best effort sits this step out: its pages are wanted when that has run
+        self._busy = busy  # a step is running, so no pages can be taken from running requests
+        self._yields = busy and kv_waiting  # skip best effort, so that its pages can be taken after the running step
         self._admitting = True
         self._admitted: list[Request] = []
         self._dropped: list[Request] = []
-        self._stepped: list[Request] = []  # rows of the decode table that have not been told of their step
+        self._stepped: list[Request] = []  # rows of the decode queue to update after the build
 
     def build(self, decision: Decision) -> BuiltStep:
-        """Raises AssertionError where a policy grants a request that is not in its view."""
+        """Build the step. Raises AssertionError if the policy grants a request that is not in its view."""
         budget, most = self._limits.tokens, self._limits.rows
         prompts = min(self._limits.prompts, decision.prompts)
         requests, runnable, size = self._queues.requests, self._queues.runnable, self._kv.blocks.page_size
@@ -60,12 +62,12 @@ class StepBuilder:
                 raise AssertionError(f"the policy granted request {id}, which is not in its view")
             request = requests[id]
             if request.failures and spans:
-                continue  # it was in a step that raised, so it runs alone
+                continue  # it was in a step that raised, so it must run alone
             if self._yields and request.tier == BEST_EFFORT:
                 continue
             start = request.computed
             if decision.separate and spans and (prefill > 0) == (request.generated > 0 and request.remaining == 1):
-                continue  # the step is of the other kind
+                continue  # the step already contains the other kind
             if request.on_device and start < request.sent_pages * size and wanted == 0 < tokens:
                 decode += 1
                 context += start
@@ -106,11 +108,15 @@ class StepBuilder:
         return BuiltStep(tuple(spans), load, tuple(self._admitted), tuple(self._dropped))
 
     def _best_effort_last(self, decision: Decision) -> tuple[Decision, int]:
-        """Whatever the policy says: who has a span in this step can no longer give way to those named after it. And how
-        many tokens prompts must leave to the rows among them that decode, which would starve behind long prompts."""
+        """Move grants of best effort to the end, whatever the order of the policy.
+
+        A request with a span in this step could no longer give its pages to requests named after
+        it. Also returns how many tokens prompts must leave to best-effort decodes, which would
+        otherwise starve behind long prompts.
+        """
         tables = (self._queues.prefill, self._queues.decode)
         if not any(len(table) and table[-1].tier == BEST_EFFORT for table in tables):
-            return decision, 0  # they are the last of each table
+            return decision, 0  # best effort is at the end of each queue
         filed, requests = self._queues.runnable, self._queues.requests
         last = [filed(grant.request) and requests[grant.request].tier == BEST_EFFORT for grant in decision.grants]
         order = sorted(range(len(last)), key=last.__getitem__)
@@ -119,7 +125,11 @@ class StepBuilder:
         return replace(decision, grants=tuple(decision.grants[index] for index in order)), kept
 
     def _draft(self, request: Request, wanted: int, budget: int) -> int:
-        """Tokens to draft: a guess, so it takes no page that a row may need, and never costs a row its own token."""
+        """Return how many tokens to draft.
+
+        A draft is a guess: it takes no page that a running decode may need, and leaves budget for
+        the token of the request itself.
+        """
         if not request.drafts:
             return 0
         draft = min(wanted, self._limits.draft, request.limit - request.generated - 1, budget - 1)
@@ -128,7 +138,11 @@ class StepBuilder:
         return draft if draft > 0 and (fresh <= 0 or fresh + len(self._queues.decode) <= blocks.available) else 0
 
     def _admit(self, request: Request) -> bool:
-        """The first that does not fit ends admission: smaller ones behind it would starve it."""
+        """Admit a waiting request if it fits. Returns whether it does.
+
+        The first request that does not fit ends admission, because smaller ones behind it would
+        starve it.
+        """
         queues = self._queues
         while self._admitting and not self._kv.admit(request, len(queues.decode)):
             self._admitting = request.tier != BEST_EFFORT and self._evict_best_effort()
@@ -140,13 +154,16 @@ class StepBuilder:
         return self._admitting
 
     def _room(self, request: Request, tokens: int, decision: Decision, position: int) -> bool:
-        """Pages for `tokens` tokens, taken back from the end of the decision's order where none is left."""
+        """Allocate pages for `tokens` tokens. Returns whether they fit.
+
+        If no page is left, takes pages from the requests at the end of the decision.
+        """
         while not self._kv.grow(request, tokens):
             if request.tier != BEST_EFFORT and self._evict_best_effort():
                 continue
             if self._busy:
                 self._yields |= request.tier != BEST_EFFORT
-                return False  # a victim may be in the running step: the next plan asks again
+                return False  # a victim may be in the running step; the next plan tries again
             victim = next(self._victims(decision, position), None)
             if victim is None:
                 return False
@@ -158,15 +175,17 @@ class StepBuilder:
         self._dropped.append(victim)
 
     def _evict_best_effort(self) -> bool:
-        """Take the KV of the best-effort request that came last; its tokens stay. False where none can give any."""
+        """Drop the KV of the last best-effort request. Returns False if there is none to drop."""
         victim = evict_best_effort(self._queues, self._kv)
         if victim is not None:
             self._dropped.append(victim)
         return victim is not None
 
     def _victims(self, decision: Decision, position: int) -> Iterator[Request]:
-        """Running requests that rank behind `position`, last first: those not granted, then the granted. Best effort
-        takes from best effort alone."""
+        """Yield running requests that rank behind `position`: first those without a grant, then the last grants.
+
+        Best effort takes pages from best effort only.
+        """
         tier = self._queues.requests[decision.grants[position].request].tier
         for request in self._behind(decision, position):
             if request.state is State.RUNNING and (tier != BEST_EFFORT or request.tier == BEST_EFFORT):
@@ -182,7 +201,7 @@ class StepBuilder:
             yield self._queues.requests[grant.request]
 
     def _again(self, request: Request, start: int) -> Span:
-        """`_span` for a row that decodes as in the step before, into a page that its slot has been told of."""
+        """Return the span of a request that decodes again, into a page its slot knows. Faster than `_span`."""
         request.computed = start + 1
         request.inflight += 1
         request.pending += 1
@@ -196,14 +215,14 @@ class StepBuilder:
         return decoding(request.id, slot, start)
 
     def _step(self, request: Request) -> None:
-        """It decodes on, or has all its tokens planned."""
+        """Update the queues for a request that decodes on, or has all its tokens planned."""
         if len(request.output) + request.pending < request.limit:
             self._stepped.append(request)
         else:
             self._queues.unfile(request)
 
     def _span(self, request: Request, length: int, draft: int) -> Span:
-        """Move the cursor, and say what the executor has to know."""
+        """Advance the cursor and return the span."""
         start, pages, sent = request.computed, request.pages, request.sent_pages
         samples = length - draft == request.remaining
         assert request.slot is not None
@@ -225,7 +244,7 @@ class StepBuilder:
             request.pending += 1 + draft
             request.drafting = draft
             request.budget += (1 + draft) * request.tpot
-            if request.on_device and not draft:  # as in the step before: it decodes
+            if request.on_device and not draft:  # it decodes, as in the step before
                 self._step(request)
                 return span
             request.on_device = True
@@ -236,7 +255,7 @@ class StepBuilder:
 
 
 def drop(victim: Request, queues: RequestQueues, memory: KVManager) -> None:
-    """Take a request's KV; its tokens stay."""
+    """Drop the KV of a request. Its tokens are kept."""
     memory.vacate(victim)
     victim.drops += 1
     victim.state = State.WAITING
@@ -244,12 +263,12 @@ def drop(victim: Request, queues: RequestQueues, memory: KVManager) -> None:
 
 
 def evict_best_effort(queues: RequestQueues, memory: KVManager) -> Request | None:
-    """Take the KV of the best-effort request that came last and is in no submitted step; None without one."""
+    """Drop the KV of the last best-effort request that is in no submitted step. Returns None if there is none."""
     for table in (queues.decode, queues.prefill):
         for row in range(len(table) - 1, -1, -1):
             request = table[row]
             if request.tier != BEST_EFFORT:
-                break  # they are the last of the table
+                break  # best effort is at the end of the queue
             if request.state is State.RUNNING and not request.inflight:
                 drop(request, queues, memory)
                 return request
@@ -257,7 +276,10 @@ def evict_best_effort(queues: RequestQueues, memory: KVManager) -> Request | Non
 
 
 def reserve(request: Request, queues: RequestQueues, memory: KVManager, coming: int) -> tuple[Reservation | None, int]:
-    """Pages and a slot for a request on its way, beside `coming` others; how many of best effort gave theirs for it."""
+    """Reserve pages and a slot for a request that arrives from elsewhere, beside `coming` others.
+
+    Also returns how many best-effort requests lost their KV for it.
+    """
     dropped = 0
     while (reservation := memory.reserve(request, len(queues.decode) + coming)) is None:
         if request.tier == BEST_EFFORT or evict_best_effort(queues, memory) is None:
@@ -267,8 +289,10 @@ def reserve(request: Request, queues: RequestQueues, memory: KVManager, coming: 
 
 
 def begin(request: Request, *, history: bool = False) -> Begin:
-    """What an executor must know before a request's first span; tokens only where penalties, scores or drafts need
-    them."""
+    """Return what the executor needs before the first span of a request.
+
+    It includes tokens only if penalties, scores or drafts need them.
+    """
     params = request.params
     penalised = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
     history = history or penalised or params.prompt_logprobs is not None

@@ -1,4 +1,4 @@
-"""Find the request at fault among those of a step that raised."""
+"""Identification of the faulty request in a step that raised."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from .request_queues import RequestQueues
 
 
 class Trials:
-    """The requests of a step that raised run before any other, each alone and up to where it was.
+    """The requests of failed steps, which run before all others, each alone and up to where it was.
 
-    Those that have generated the fewest tokens go first, of these the latest arrival: a request that is at fault mostly
-    is so in its first steps, and then no other has KV that a second failure would cost. Writer: the Scheduler.
+    Those with the fewest generated tokens go first, ties by latest arrival. A faulty request
+    usually fails in its first steps, so it is found before the others have recomputed KV that a
+    second failure would destroy. Writer: the Scheduler.
     """
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
 
     def add(self, request: Request, end: int) -> None:
-        """A step raised that would have computed a request up to `end`."""
+        """Record that a step raised that would have computed a request up to `end`."""
         request.failures += 1
         request.trial = max(request.trial, end)
         if request not in self._requests:
@@ -28,13 +29,16 @@ class Trials:
 
     @staticmethod
     def passed(request: Request, end: int) -> None:
-        """A step that computed a request up to `end` did not raise."""
+        """Record that a step that computed a request up to `end` did not raise."""
         if end >= request.trial:
             request.failures = request.trial = 0
 
     def decide(self, queues: RequestQueues, memory: KVManager, tokens: int) -> Decision | None:
-        """What runs next, in steps of at most so many tokens. None where the policy decides: all have passed, or the
-        next cannot get its pages and its slot before others give theirs back."""
+        """Return the next trial, in steps of at most `tokens` tokens.
+
+        None lets the policy decide: either all requests have passed, or the next one cannot get
+        pages and a slot until others release theirs.
+        """
         while self._requests and not self._stands(self._requests[0], queues):
             del self._requests[0]
         if not self._requests:

@@ -1,4 +1,4 @@
-"""Notice a step that does not end: a device that hangs raises nothing, so only the clock can tell."""
+"""Detection of hung steps. A hung device raises nothing, so only the clock can tell."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
-AGAIN = 1.0  # seconds: looked at twice, since a process that was stopped finds its clock advanced before its results
-SOONEST = 1e-3  # seconds: less may be nothing to a clock of floats
+AGAIN = 1.0  # seconds until a second look: if the process was stopped, the clock runs ahead of results
+SOONEST = 1e-3  # seconds: shortest timer; a shorter one may vanish in rounding
 
 
 class Patience(NamedTuple):
-    """How long a step or a transfer may take before it counts as hung."""
+    """The time after which a step or a transfer counts as hung."""
 
-    seconds: float = 30.0  # at least that long
-    factor: float = 20.0  # times the predicted duration
+    seconds: float = 30.0  # lower bound
+    factor: float = 20.0  # multiple of the predicted duration
 
     def of(self, predicted: float) -> float:
-        """Seconds that something may take whose predicted duration is `predicted`."""
+        """Return the seconds allowed for an operation predicted to take `predicted` seconds."""
         return max(self.seconds, self.factor * predicted)
 
 
@@ -25,29 +25,30 @@ PATIENT = Patience()
 
 
 class Watchdog:
-    """Calls `overdue(seconds)` once for a step that has run for longer than `patience` allows.
+    """A timer that calls `overdue(seconds)` once for a step that runs longer than `patience` allows.
 
-    At most one timer is set, and only while a step runs: setting one per step would cost more than it tells, and a
-    simulation would never run out of events. Writer: the Core that holds it.
+    At most one timer is set, and only while a step runs. A timer per step would be too expensive,
+    and a timer between steps would keep a simulation from running out of events. Writer: the Core
+    that holds it.
     """
 
     def __init__(self, patience: Patience, clock: Callable[[], float], overdue: Callable[[float], None]) -> None:
         self._patience = patience
         self._clock = clock
         self._overdue = overdue
-        self._since: float | None = None  # when the running step began; None between steps and once it is overdue
+        self._since: float | None = None  # start of the running step; None between steps and once overdue
         self._most = 0.0
         self._suspicious = False
         self._timer: asyncio.TimerHandle | None = None
 
     def began(self, predicted: float) -> None:
-        """The oldest submitted step begins now."""
+        """Start watching the oldest submitted step, which begins now."""
         self._since, self._most, self._suspicious = self._clock(), self._patience.of(predicted), False
         if self._timer is None:
             self._set(self._most)
 
     def ended(self) -> None:
-        """The step that began last is over."""
+        """Stop watching the step."""
         self._since = None
 
     def _set(self, seconds: float) -> None:

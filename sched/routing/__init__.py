@@ -1,4 +1,4 @@
-"""Routers by name, one file each."""
+"""The registry of routers, one file each."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ ROUTERS = {
 
 
 def make(name: str, admission: Admission | None = None) -> Router:
-    """A new router. Raises InvalidValue naming what is allowed. `admission` is what will be asked of the choice."""
+    """Create a router by name, with options after colons. Raises InvalidValue naming what is allowed.
+
+    `admission` is the control that will be asked about the chosen instance, for routers that ask it
+    ahead.
+    """
     router: Router = build(ROUTERS, name, "routing", __package__, admission=admission or AdmitAll())
     return router

@@ -1,4 +1,4 @@
-"""What a router is: it picks the instances on which a request prefills and decodes."""
+"""The interface of routers, which choose the instances for the prefill and the decode of a request."""
 
 from __future__ import annotations
 
@@ -11,63 +11,71 @@ from ..api.request import Request
 
 
 class Fleet(NamedTuple):
-    """All instances of a cluster, to be read, not written."""
+    """All instances of a cluster, read-only."""
 
     now: float
     instances: Sequence[InstanceView]
-    transfer: Callable[[int], float]  # predicted seconds to move the KV of so many tokens
+    transfer: Callable[[int], float]  # predicted seconds to move the KV of this many tokens
 
     @property
     def entries(self) -> list[int]:
-        """Indices of the instances that prompts come to; an instance whose step hangs takes none."""
+        """Indices of the instances that prefill new prompts, without those with a hung step."""
         return [index for index, one in enumerate(self.instances) if one.role is not Role.DECODE and not one.hung]
 
     @property
     def decoders(self) -> list[int]:
-        """Indices of the instances that prompts computed elsewhere decode on."""
+        """Indices of the decode instances, without those with a hung step."""
         return [index for index, one in enumerate(self.instances) if one.role is Role.DECODE and not one.hung]
 
 
 class Move(NamedTuple):
-    """A request that waits on one instance, none of it computed, and had better wait on another."""
+    """A waiting request, with no tokens computed, that should wait on another instance."""
 
     request: int
     source: int
     target: int
-    ends: float = float("inf")  # when its first token is predicted to come out there; inf where nobody says
+    ends: float = float("inf")  # predicted time of the first token there; inf if there is no prediction
 
 
 class Router(Protocol):
-    """Orders instances for a request, best first, as indices into `fleet.instances`."""
+    """A routing strategy. Instances are indices into `fleet.instances`, in order of preference."""
 
-    writes_back: bool = False  # what decoding added to a request's KV is copied to where its prompt was computed
+    writes_back: bool = False  # copy the KV of the answer back to the instance that computed the prompt
 
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
-        """Instances that may compute its prompt. Where that is a decode instance it decodes there too (deflection)."""
+        """Rank the instances for the prefill of a request.
+
+        If the first one is a decode instance, the request also decodes there (deflection).
+        """
 
     def decode(self, request: Request, fleet: Fleet) -> list[int]:
-        """Instances that may decode what a prefill instance computes: those with the least context first."""
+        """Rank the instances for the decode of a prompt from a prefill instance: least total context first."""
         instances = fleet.instances
         return sorted(fleet.decoders, key=lambda index: (instances[index].decode_context, index))
 
     def decode_in_place(self, request: Request, index: int, fleet: Fleet) -> bool:
-        """Asked where no instance has room to decode a request whose prompt instance `index` has computed: whether it
-        decodes there until one has."""
+        """Return whether a request decodes on instance `index`, which computed its prompt, for now.
+
+        Called if no decode instance has room. The request moves as soon as one has.
+        """
         return False
 
     def decode_priority(self, request: Request, fleet: Fleet) -> float:
-        """Among requests that wait for room to decode, best effort aside, the least goes first, and equals go first
-        come first: those last that can decode where they are."""
+        """Return the rank of a request among those that wait for room to decode: lowest first, ties by arrival.
+
+        Requests that can decode in place come last, as they need the room least. Best effort comes
+        after all others whatever the rank.
+        """
         return float(request.decodes_in_place)
 
     def predicted_first_token(self, request: Request) -> float | None:
-        """When the first token of the request placed last is predicted to come out; None where nobody says."""
+        """Return the predicted time of the first token of the last placed request, or None if unknown."""
         return None
 
     def redirect(self, fleet: Fleet) -> Sequence[Move]:
-        """Asked after every arrival and every step: who should wait elsewhere."""
+        """Return the waiting requests to move to another instance. Called after every arrival and step."""
         return ()
 
     def roles(self, fleet: Fleet) -> Mapping[int, Role]:
-        """Asked as often, before that: which instances should be for something else from now on, and for what."""
+        """Return role changes, by instance. Called after every arrival and step, before `redirect`."""
         return {}

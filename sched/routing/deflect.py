@@ -1,8 +1,10 @@
-"""Load-aware prefill deflection: a prompt goes to a decode instance where that path is better, and its KV stays there.
+"""Load-aware prefill deflection: prefill on a decode instance if that is better, and decode there too.
 
-The path through a prefill instance: what is left of its running step, the work of its queue, the prompt's own, the
-transfer. The path through a decode instance: the prompts already there, then its own chunks, each as large as a step
-of `share` of the tightest tpot (or tbt) leaves beside every resident; its KV must fit.
+The predicted first token on a prefill instance is the rest of its running step, plus the work in
+its queue, the prompt itself and the KV transfer. On a decode instance it is the time for the
+prompts already there and then for the chunks of this one. Each chunk is as large as a mixed step of
+`share` of the tightest tpot (or tbt) allows beside the running decodes, and the KV of the prompt
+must fit.
 """
 
 from __future__ import annotations
@@ -26,22 +28,22 @@ from ..feasibility import chunk_times, decode_load, mixed_bound, on_time_set, re
 from .base import Fleet, Move
 from .least_work import LeastWork
 
-PROBES = 256, 2048  # tokens: a mixed step's time is close to linear in the chunk, so two of them tell the rest
+PROBES = 256, 2048  # tokens: mixed step time is nearly linear in the chunk, so two points give the line
 
 
 class Host(NamedTuple):
-    """What a decode instance would be to any prompt."""
+    """The state of a decode instance that matters to a deflected prompt."""
 
     start: float
-    free: int  # tokens of KV
-    queue: float  # prompt tokens that are there already
-    bound: float  # seconds of a step with a chunk; inf where nobody decodes
-    load: Load  # of the rows that decode
+    free: int  # free KV, in tokens
+    queue: float  # prompt tokens already queued there
+    bound: float  # seconds of a step with a chunk; inf without running decodes
+    load: Load  # of the running decodes
     perf: PerfModel
-    most: int  # tokens of a step
+    most: int  # most tokens per step
 
     def ends(self, length: Array) -> Array:
-        """The predicted first tokens of prompts of these lengths, each as if it came alone."""
+        """Predict the first-token times of prompts of these lengths, each as if it came alone."""
         tokens, context = self.queue + length, length // 2
         if self.bound == inf:
             ends = self.start + self.perf.prefill_times(tokens, np.zeros(len(tokens)), self.most)
@@ -53,7 +55,7 @@ class Host(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Lost:
-    """Prompts that wait on a prefill instance, could be on time alone, and cannot with those that keep their place."""
+    """Waiting prompts outside the on-time set of a prefill instance that could be on time alone."""
 
     requests: list[RequestView]
     lengths: Array
@@ -61,9 +63,12 @@ class Lost:
 
 
 class Deflect(LeastWork):
-    """faster: deflect where the decode path is predicted to give the first token sooner. slo: only where the prefill
-    path would miss the SLO and the decode path would keep it. dropped: only what lost its place in a prefill
-    instance's on-time set, and would be done in 0.9 of its time left. Without an option: slo.
+    """A router that deflects prefills to decode instances.
+
+    `faster`: deflect if the first token is predicted to be earlier there. `slo` (default): deflect
+    only if the prefill instance would miss the TTFT and the decode instance would meet it.
+    `dropped`: deflect only prompts outside the on-time set of a prefill instance that would be done
+    in 0.9 of their remaining time.
     """
 
     def __init__(self, faster: bool = False, slo: bool = False, dropped: bool = False, share: float = 0.75) -> None:
@@ -77,7 +82,7 @@ class Deflect(LeastWork):
         self._hosts = InstanceMemo(self._host)
         self._lost = InstanceMemo(_lost)
         self._paths = Paths()
-        self._predicted: float | None = None  # of the request placed last
+        self._predicted: float | None = None  # for the last placed request
 
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         usual = super().prefill(request, fleet)
@@ -101,8 +106,11 @@ class Deflect(LeastWork):
         return self._predicted
 
     def redirect(self, fleet: Fleet) -> Sequence[Move]:
-        """Of each decode instance the first prompt that had better be there: its queue is longer then than this fleet
-        shows, so that the next has to wait for the next event."""
+        """Return at most one move per decode instance: the first prompt that should be there.
+
+        The move makes that queue longer than the fleet shows, so the next prompt has to wait for
+        the next event.
+        """
         decoders = fleet.decoders
         if not self._dropped or not decoders:
             return []
@@ -116,7 +124,7 @@ class Deflect(LeastWork):
         wanted = np.flatnonzero(ends - now <= 0.9 * (np.concatenate([one.deadlines for _, one in lost]) - now))
         if not len(wanted):
             return []
-        behind = list(accumulate(len(one.requests) for _, one in lost))  # the first not of each instance
+        behind = list(accumulate(len(one.requests) for _, one in lost))  # end of the prompts of each instance
         moves: list[tuple[int, Move]] = []
         for host in np.unique(best[wanted]).tolist():
             for at in wanted[best[wanted] == host].tolist():
@@ -153,7 +161,7 @@ def _lost(one: InstanceView, start: float) -> Lost:
 
 
 def ends_on(hosts: Sequence[Host], length: int) -> Array:
-    """The predicted first tokens of a prompt of this length, on each of these hosts."""
+    """Predict the first-token times of one prompt of this length, one per host."""
     ends = np.array([float(host.ends(np.array([float(length)]))[0]) if host.bound == inf else inf for host in hosts])
     busy = [host for host in hosts if host.bound < inf]
     if busy:
@@ -168,20 +176,22 @@ def ends_on(hosts: Sequence[Host], length: int) -> Array:
 
 
 class Paths:
-    """Predicted first tokens by host and by length of the prompt, worked out again for hosts that have changed alone,
-    and for lengths that are new. Writer: the router that holds it."""
+    """The predicted first-token times by host and prompt length. Writer: the router that holds it.
+
+    Recomputed only for hosts that changed, and computed for lengths that are new.
+    """
 
     def __init__(self) -> None:
         self._forget()
 
     def _forget(self) -> None:
         self._hosts: list[Host] = []
-        self._places: dict[float, int] = {}  # of lengths, in `_ends`
+        self._places: dict[float, int] = {}  # length -> column of `_ends`
         self._ends = np.zeros((0, 0))  # [hosts, lengths]
         self._columns: WeakKeyDictionary[Lost, Order] = WeakKeyDictionary()
 
     def best(self, hosts: list[Host], lost: Sequence[Lost]) -> tuple[Order, Array]:
-        """Of all the prompts of `lost`: the best host, as an index into `hosts`, and when it ends there."""
+        """Return, per prompt of `lost`, the best host (an index into `hosts`) and the first-token time there."""
         if len(hosts) != len(self._hosts) or len(self._places) > 256 + 4 * sum(len(one.requests) for one in lost):
             self._forget()
         columns = np.concatenate([self._columns_of(one) for one in lost])
@@ -215,8 +225,10 @@ class Paths:
 
 
 def _ends(start: Number, bound: Number, tokens: Array, first: Array, second: Array, most: Number) -> Array:
-    """When so many tokens are computed, in chunks as large as a step of `bound` seconds holds. first, second: seconds
-    of steps with as many tokens as PROBES says."""
+    """Return when this many tokens are computed, in chunks that fill a step of `bound` seconds.
+
+    `first` and `second` are the seconds of steps with as many tokens as PROBES says.
+    """
     slope = (second - first) / (PROBES[1] - PROBES[0])
     with np.errstate(divide="ignore", invalid="ignore"):
         chunk = np.minimum(np.where(slope > 0, PROBES[0] + (bound - first) / slope, most), most)

@@ -1,4 +1,4 @@
-"""Where the fewest requests are: vLLM's balancer between data-parallel engines, the baseline of FairBatching's."""
+"""Fewest requests first: vLLM's balancer of data-parallel engines, the baseline in the FairBatching paper."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from ..api.request import Request
 from .base import Fleet, Router
 from .sent import Sent
 
-WAITING = 4  # running ones that a waiting one counts for, as in vLLM
+WAITING = 4  # weight of a waiting request, relative to a running one, as in vLLM
 
 
 class FewestRequests(Router):
-    """Counts requests, those that wait four times, whatever their length (FairBatching, arXiv 2510.14392, section
-    3.4). What it has sent and no instance has told of yet counts as waiting."""
+    """A router that counts requests, waiting ones four times, whatever their length.
+
+    See FairBatching (arXiv 2510.14392), section 3.4. Requests that were sent but do not show on
+    their instance yet count as waiting.
+    """
 
     def __init__(self) -> None:
         self._sent = Sent()
@@ -19,7 +22,7 @@ class FewestRequests(Router):
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         score = {index: self._score(index, fleet) for index in fleet.entries}
         for index, _ in self._sent.unseen(fleet):
-            if index in score:  # its role may have changed since, or a step of it may hang
+            if index in score:  # otherwise its role has changed since, or its step hangs
                 score[index] += WAITING
         order = sorted(score, key=lambda index: (score[index], index))
         self._sent.add(order[0], request)

@@ -1,4 +1,4 @@
-"""Where the least work is left, after each instance's own prefix-cache hit."""
+"""Least prefill work first, after the prefix-cache hit on each instance."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from .base import Fleet, Router
 
 
 class LeastWork(Router):
-    """write_back: the KV of a finished request's answer is copied to the instance that computed its prompt, for the
-    next round of the conversation (see kv_transfer.py)."""
+    """A router that minimizes the prompt tokens to compute before the first token.
+
+    `write_back`: copy the KV of a finished answer to the instance that computed the prompt, for the
+    next round of the conversation (see cluster/kv_transfer.py).
+    """
 
     def __init__(self, write_back: bool = False) -> None:
         self.writes_back = write_back

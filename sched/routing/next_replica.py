@@ -1,4 +1,4 @@
-"""SLOs-Serve's routing (arXiv 2504.08784, section 4.2): to the next replica, until one can keep the request's SLO."""
+"""Routing of SLOs-Serve (arXiv 2504.08784, section 4.2): try replicas in turn until one can keep the SLO."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .base import Fleet, Router
 
 
 class NextReplica(Router):
-    """Requests come to the replicas in turn. Where the scheduler of one, asked ahead of time, cannot promise the SLO,
-    the next is asked, `limit` of them at most; then the first one keeps the request, as admission decides: demoted
-    (served there from what is left) or refused.
+    """A round-robin router that skips replicas that cannot promise the SLO. Writer of its turn.
 
-    admission: who is asked; where it lets everybody in, the dynamic program is. Writer of its turn.
+    Asks at most `limit` replicas. If none can promise the SLO, the first keeps the request, and the
+    admission control demotes it to best effort or refuses it. `admission` is the control to ask; if
+    it admits every request, the dynamic program (`dp`) is asked instead.
     """
 
     def __init__(self, limit: int = 8, admission: Admission | None = None) -> None:

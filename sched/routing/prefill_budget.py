@@ -1,4 +1,4 @@
-"""Where the most prompt tokens can still be taken in on time: FairBatching's load balancer (PAB-LB)."""
+"""Largest remaining prefill admission budget first: FairBatching's load balancer (PAB-LB)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from .sent import Sent
 
 
 class PrefillBudget(Router):
-    """Rank instances by the prefill admission budget that is left for the request's TTFT once its prompt, less the
-    instance's prefix-cache hit, is taken from it (arXiv 2510.14392, section 3.4). So are the
-    prompts that it has sent and no instance has told of yet. Where budgets are equal, as all are for a request without
-    a TTFT, the instance with the least prompt tokens to compute comes first."""
+    """A router that ranks instances by the prefill admission budget left after this prompt.
+
+    The budget is for the TTFT of the request, and the prompt counts without its prefix-cache hit on
+    the instance (arXiv 2510.14392, section 3.4). Prompts that were sent but do not show on their
+    instance yet are subtracted too. Equal budgets, as for all requests without a TTFT, rank by the
+    least prompt tokens to compute.
+    """
 
     def __init__(self) -> None:
         self._sent = Sent()
@@ -21,7 +24,7 @@ class PrefillBudget(Router):
 
     def prefill(self, request: Request, fleet: Fleet) -> list[int]:
         left: dict[int, float] = {}
-        behind: dict[int, int] = {}  # prompt tokens until it is computed
+        behind: dict[int, int] = {}  # prompt tokens to compute, including its own
         for index in fleet.entries:
             one = fleet.instances[index]
             new = request.prompt_length - one.cached_tokens(request)
@@ -29,7 +32,7 @@ class PrefillBudget(Router):
             behind[index] = one.prefill_backlog + new
         for index, other in self._sent.unseen(fleet):
             if index not in left:
-                continue  # its role has changed since, or a step of it hangs
+                continue  # its role has changed since, or its step hangs
             more = other.prompt_length - fleet.instances[index].cached_tokens(other)
             left[index], behind[index] = left[index] - more, behind[index] + more
         order = sorted(left, key=lambda index: (-left[index], behind[index], index))

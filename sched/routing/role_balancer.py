@@ -1,4 +1,4 @@
-"""What instances are for, changed where rows to decode on are what is lacking: `unified`'s."""
+"""Role changes when decode slots run short, for the `unified` router."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from ..api.policy import Role
 from ..feasibility import decode_load, tightest_tpot
 from .base import Fleet
 
-FULL = 0.95  # of the rows of the instances that decode: they are all taken, or nearly
-CALM = 0.6  # of them: there is room for all that decode
-QUIET = 0.25  # of the time of the instances that prompts come to: they have little to do
-BUSY = 0.5  # of it: they have much
+FULL = 0.95  # share of the decode slots in use: (nearly) all are taken
+CALM = 0.6  # share of the decode slots in use: there is room for all decodes
+QUIET = 0.25  # share of the prefill instances' time in use: they have little to do
+BUSY = 0.5  # share of the prefill instances' time in use: they have much to do
 
 
 class RoleBalancer:
-    """Where prompts that are done find no row on any instance that decodes, either one that prefills decodes from then
-    on, or all instances do both, until there are few enough rows again.
+    """Role changes for when computed prompts find no slot on any decode instance. Writer of its own changes.
 
-    One is lent where prompts take so little of the time that the others that prefill would still have little to do; it
-    is given back, too, when they have much to do. Otherwise, where d of n instances decode, steps n/d times as long on
-    all of them decode as many tokens per second, and leave prompts the time of n - d instances: where that is within
-    `share` of the tpot nothing is lost, and prompts find rows.
+    Either one prefill instance decodes for a while, or all instances become mixed, until fewer
+    slots are needed.
 
-    Writer of what it changed.
+    An instance is lent if the remaining prefill instances would still have little to do. It also
+    returns when they have much to do. Otherwise all become mixed: if d of n instances decode, steps
+    n/d times as long on all n instances decode as many tokens per second, and leave prompts the
+    time of n - d instances. If such steps are within `share` of the tpot, nothing is lost, and
+    prompts find slots.
     """
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._apart: dict[int, Role] = {}  # roles before all instances were made mixed; empty where they are not
-        self._lent: set[int] = set()  # instances that would prefill, and decode for the time being
+        self._apart: dict[int, Role] = {}  # roles before all became mixed; empty if they are not
+        self._lent: set[int] = set()  # prefill instances that decode for now
 
     def roles(self, fleet: Fleet, offered: float) -> Mapping[int, Role]:
-        """Roles that change now. offered: seconds of prompts that come per second."""
+        """Return the role changes to make now. `offered`: seconds of prefill that arrive per second."""
         decoders = [fleet.instances[index] for index in fleet.decoders]
         if self._apart and not decoders and len(fleet.entries) == len(self._apart):
             rows = sum(one.running for one in fleet.instances)
@@ -63,7 +64,7 @@ class RoleBalancer:
 
     def _given_back(self, fleet: Fleet, offered: float) -> Mapping[int, Role]:
         instances, decoders = fleet.instances, fleet.decoders
-        if not self._lent or len(decoders) < 2:  # somebody else may have turned all the others
+        if not self._lent or len(decoders) < 2:  # roles may also be changed by an administrator
             return {}
         back = min(self._lent, key=lambda index: instances[index].running)
         room = sum(instances[index].limits.rows for index in decoders if index != back)
@@ -79,6 +80,6 @@ def _lacks_rows(one: InstanceView) -> bool:
 
 
 def _quick(one: InstanceView, now: float, share: float) -> bool:
-    """Whether all rows together take no more than a share of the tightest tpot."""
+    """Return whether a step of all running decodes takes at most `share` of the tightest tpot."""
     rows = one.view(now, max(now, one.ends)).decode
     return one.perf.step_time(decode_load(rows)) <= share * tightest_tpot(rows)

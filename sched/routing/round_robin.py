@@ -1,4 +1,4 @@
-"""In turn, whatever is there already."""
+"""Instances in turn, whatever their load."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .base import Fleet, Router
 
 
 class RoundRobin(Router):
-    """Writer of its two turns: the Cluster that places."""
+    """A round-robin router. Writer of its two counters."""
 
     def __init__(self) -> None:
         self._prefill = self._decode = -1

@@ -1,4 +1,4 @@
-"""What a router has sent and its picture of the instances does not show yet."""
+"""Requests that a router sent and that the fleet does not show yet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .base import Fleet
 
 
 class Sent:
-    """Requests on their way, by the instance that they were sent to. Writer: the router that sends."""
+    """Requests on their way, with their instance. Writer: the router that sends them."""
 
     def __init__(self) -> None:
         self._sent: list[tuple[int, Request]] = []
@@ -18,8 +18,10 @@ class Sent:
         self._sent.append((index, request))
 
     def unseen(self, fleet: Fleet) -> Iterator[tuple[int, Request]]:
-        """Those that their instance is not known to have; who is known to, is over, or has its first token is
-        forgotten."""
+        """Yield (instance, request) for requests that do not show on their instance yet.
+
+        Forgets requests that do, that have finished, or that have their first token.
+        """
         seen = {index: {one.id for one in fleet.instances[index]} for index in {index for index, _ in self._sent}}
         self._sent = [
             (index, request)

@@ -1,4 +1,4 @@
-"""Requests wait where they can be on time: who loses a place in one instance's on-time set may have one elsewhere."""
+"""Place prompts where they finish first, and move waiting prompts that would miss their TTFT."""
 
 from __future__ import annotations
 
@@ -28,20 +28,24 @@ from ..policies.unified import GAP, SHARE, SLOWEST, SOON, STRETCH
 from .base import Fleet, Move, Router
 from .role_balancer import FULL, QUIET, RoleBalancer
 
-SURE = 0.9  # of the time left: what ends soon is as certain as that
-LATELY = 20.0  # seconds
+SURE = 0.9  # share of the time left that a move may take if it ends within SOON
+LATELY = 20.0  # seconds over which the offered load is averaged
 
 
 class Unified(Router):
-    """Prompts come to the instance that is predicted to have them done first. Where not all that wait there can be on
-    time, the longest prompt that another instance is predicted to finish in `margin` of its time left goes there
-    instead, until all can. On a decode instance it has what steps of `share` of the tightest tpot leave; none where
-    prompts already wait for pages, or nearly all rows are taken.
+    """A router that places each prompt where it is predicted to finish first, and moves prompts that would be late.
 
-    What is far off is uncertain (others will come there), so that a prompt moves only where `margin` of its time left
-    is enough; what takes less than `SOON` may take `SURE` of it. early: prompts are moved while there is still this
-    share of their time left, not when the last of it is about to go. Who cannot be on time where it waits goes wherever
-    it still can be. change_roles: see role_balancer.py. decode_in_place: see the method.
+    If an instance cannot finish all its waiting prompts on time, the longest prompt that another
+    instance is predicted to finish in `margin` of its remaining time moves there, until the others
+    are on time. Distant predictions are uncertain, because more prompts will arrive there; hence
+    `margin`. A move that takes less than `SOON` may take `SURE` of the remaining time. A prompt
+    that cannot be on time where it waits moves to an instance that can still meet its TTFT.
+
+    A decode instance computes prompts in what steps of `share` of the tightest tpot leave beside
+    its decodes, and takes none while prompts wait for its pages or nearly all its slots are taken.
+
+    `early`: move prompts while this share of their remaining time is left, not at the last moment.
+    `change_roles`: see role_balancer.py. `decode_in_place`: see the method.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class Unified(Router):
         self._stretch = stretch
         self._change_roles = change_roles
         self._decode_in_place = decode_in_place
-        self._seen: dict[int, tuple[int, int]] = {}  # instance -> how far it was when last looked at
+        self._seen: dict[int, tuple[int, int]] = {}  # instance -> its state when last examined
         self._offered = _Lately()
         self._role_balancer = RoleBalancer(share)
 
@@ -80,9 +84,11 @@ class Unified(Router):
         return order
 
     def decode_in_place(self, request: Request, index: int, fleet: Fleet) -> bool:
-        """A request decodes where its prompt was computed, until there is room elsewhere, where prompts take little of
-        the time, one like it finds a step of all rows there, itself among them, that it can wait for, and such a step
-        and a prompt after it keep the tpot."""
+        """Return whether the request decodes where its prompt was computed, until there is room elsewhere.
+
+        It does if prompts take little of the time, a step of all decodes there plus a prompt like
+        this one fits its TTFT, and the same sum fits `share` of the tightest tpot.
+        """
         if request.tier == BEST_EFFORT or not self._quiet(fleet):
             return False
         one = fleet.instances[index]
@@ -93,14 +99,17 @@ class Unified(Router):
         return step + prompt <= min(request.slo.ttft, self._share * tpot)
 
     def decode_priority(self, request: Request, fleet: Fleet) -> float:
-        """Where rows are kept the longest of them leaves before anybody who waits, who can be kept instead: a step of
-        short contexts has more rows."""
+        """Return the rank of a request that waits for room to decode.
+
+        While requests decode in place, the longest of them goes first, since waiting ones can
+        decode in place instead, and steps of short contexts have room for more requests.
+        """
         if request.decodes_in_place and self._quiet(fleet):
             return -float(request.computed)
         return float(request.decodes_in_place)
 
     def _quiet(self, fleet: Fleet) -> bool:
-        """Whether prompts took little of the time lately, so that rows may decode where prompts come to."""
+        """Return whether prefills took little of the time lately, so that decodes may stay on prefill instances."""
         return self._decode_in_place and self._offered.at(fleet.now) <= QUIET * len(fleet.entries)
 
     def redirect(self, fleet: Fleet) -> Sequence[Move]:
@@ -108,12 +117,13 @@ class Unified(Router):
         for index in fleet.entries:
             one = fleet.instances[index]
             seen = (len(one), one.steps)
-            if self._seen.get(index) != seen:  # nothing came, ended or moved on otherwise
+            if self._seen.get(index) != seen:  # skip instances without an arrival, an end or a step
                 self._seen[index] = seen
                 moves += self._relieve(index, one, fleet)
         return moves
 
     def _relieve(self, index: int, one: InstanceView, fleet: Fleet) -> list[Move]:
+        """Return moves of waiting prompts that free this instance of late first tokens."""
         view = one.view(fleet.now, max(fleet.now, one.ends))
         rows = view.prefill
         if not len(rows):
@@ -176,43 +186,45 @@ class Unified(Router):
 
 @dataclass(slots=True)
 class _Lately:
-    """Seconds of prompts that came, per second of the last LATELY. Writer: `Unified.prefill`."""
+    """Seconds of prefill offered per second, averaged over LATELY. Writer: `Unified.prefill`."""
 
     share: float = 0.0
     since: float = 0.0
 
     def at(self, now: float) -> float:
+        """Return the average at time `now`."""
         return self.share * exp((self.since - now) / LATELY)
 
     def add(self, seconds: float, now: float) -> None:
+        """Add a prompt that takes `seconds` alone."""
         self.share, self.since = self.at(now) + seconds / LATELY, now
 
 
 def _hit(request: Request, one: InstanceView) -> int:
-    """Tokens of a prompt that an instance need not compute."""
+    """Return how many prompt tokens an instance need not compute. The last one is always computed."""
     return min(one.cached_tokens(request), request.prompt_length - 1)
 
 
 def _prompt_time(request: Request, one: InstanceView, hit: int) -> float:
-    """Seconds that an instance takes for a prompt alone, after its prefix hit."""
+    """Return the seconds that an instance takes for a prompt alone, after its prefix hit."""
     left, before = np.array([float(request.prompt_length - hit)]), np.array([float(hit)])
     return float(one.perf.prefill_times(left, before, one.limits.tokens)[0])
 
 
 @dataclass(slots=True)
 class _Server:
-    """What an instance can do for a prompt that comes now. Writer: `_relieve`."""
+    """What an instance can do for a new prompt. Writer: `_relieve`."""
 
     index: int
     perf: PerfModel
-    start: float  # of its next step
-    free: float  # when those who wait there are done
-    speed: float  # of its own, where prompts need several steps
-    load: Load | None = None  # of its next step with all who wait; None where it cannot have them all
-    bound: float = 0.0  # seconds that this step may take
+    start: float  # when its next step starts
+    free: float  # when its waiting prompts are done
+    speed: float  # share of full speed for prompts that need several steps
+    load: Load | None = None  # next step with all waiting prompts; None if they do not fit
+    bound: float = 0.0  # longest allowed time of this step, in seconds
 
     def ends(self, request: RequestView, hit: int, work: float) -> float:
-        """When a prompt is done that takes so many seconds alone."""
+        """Predict when a prompt ends that takes `work` seconds alone."""
         if self.load is not None:
             seconds = self.perf.step_time(with_prompt(self.load, request, hit))
             if seconds <= self.bound:
@@ -220,7 +232,7 @@ class _Server:
         return self.free + work / self.speed if self.speed > SLOWEST else inf
 
     def join(self, request: RequestView, hit: int) -> bool:
-        """Whether a prompt that is there shares the next step with those before it."""
+        """Add a waiting prompt to the next step. Returns whether it fits."""
         if self.load is not None:
             load = with_prompt(self.load, request, hit)
             self.load = load if self.perf.step_time(load) <= self.bound else None

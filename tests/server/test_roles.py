@@ -71,12 +71,12 @@ def test_one_instance_is_changed_and_all_are_told(two):
     [
         ({}, "instance", "is missing"),
         ({"instance": 0}, "role", "is missing"),
-        ({"roles": ["prefill", "prefill"]}, "roles", "need each other"),
+        ({"roles": ["prefill", "prefill"]}, "roles", "incomplete"),
         ({"roles": ["prefill"]}, "roles", "must be a list of 2"),
         ({"roles": "mixed"}, "roles", "list"),
         ({"roles": ["mixed", "boss"]}, "role", "must be one of prefill, decode, mixed"),
         ({"instance": 5, "role": "mixed"}, "instance", "must be 0 to 1"),
-        ({"instance": 1, "role": "prefill"}, "roles", "need each other"),
+        ({"instance": 1, "role": "prefill"}, "roles", "incomplete"),
         ({"instance": 1, "role": "mixed", "roles": ["mixed", "mixed"]}, "roles", "either"),
     ],
 )
@@ -94,6 +94,6 @@ def test_roles_by_python(two, tokenizer):
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     assert llm.generate("def main(", greedy)[0].outputs[0].finish_reason == "length"
     assert llm.set_roles(["decode", "prefill"]) == ("decode", "prefill")
-    with pytest.raises(InvalidValue, match="need each other"):
+    with pytest.raises(InvalidValue, match="incomplete"):
         llm.set_roles({0: "prefill"})
     assert two.engine.roles == (Role.DECODE, Role.PREFILL)
