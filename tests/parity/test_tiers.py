@@ -35,7 +35,7 @@ class Trouble:
                 id = self._draw.choice([request.id for request in one])
                 self.demoted += one._queues.demote(id)
             if self._draw.random() < 0.3:
-                self.dropped += evict_best_effort(one._queues, one._memory) is not None
+                self.dropped += evict_best_effort(one._queues, one._kv) is not None
             core.wake()
         cluster.check()
 

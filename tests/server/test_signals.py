@@ -23,9 +23,9 @@ signals.GRACE = 0.5
 one = signals.Signals()
 with one.handled():
     one.serve(Loop(), lambda: print("drain", flush=True), lambda: print("now", flush=True))
-    print("ready", flush=True)
     if %r:
         one.served()
+    print("ready", flush=True)
     threading.Event().wait(60)
 """
 
