@@ -1,4 +1,4 @@
-"""Continuous batching: everything that can decode does, the decode half of DistServe."""
+"""Continuous batching: every request that can decode does. The decode half of DistServe."""
 
 from __future__ import annotations
 

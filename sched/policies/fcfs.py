@@ -1,4 +1,4 @@
-"""First come, first served, in chunks: the prefill half of DistServe."""
+"""First come, first served, in chunks. The prefill half of DistServe."""
 
 from __future__ import annotations
 
