@@ -41,7 +41,7 @@ class LearnedModel:
     profile: the machine is not the one that was measured. Writer: the Scheduler that observes steps.
 
     points: measured (load, seconds). p_moe: share of the experts that a token uses. coefficients: from an
-    earlier fit; `points`, if given, then only serve as the anchor. Raises InvalidValue without either.
+    earlier fit; `points`, if given, then serve as the anchor and for the factors. Raises InvalidValue without either.
     """
 
     def __init__(

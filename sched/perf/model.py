@@ -14,11 +14,13 @@ from .online import Ratio, running_rate
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """T = fixed + w_moe*(1 - (1 - p_moe)^tokens) + prefill*n + decode*d + quadratic*sum(k*c + k^2/2)
-    + longest*max(L) + context*(sum(L) - max(L)) + draft*drafts.
+    """The coefficients of the general form, in seconds, and its step times. A `Form`.
 
-    All in seconds. The step has n prompt tokens and d decode tokens, chunks of k new tokens after c, and
-    decode contexts L.
+    T = fixed + w_moe*(1 - (1 - p_moe)^tokens) + prefill*n + decode*d + quadratic*sum(k*c + k^2/2)
+        + longest*max(L) + context*(sum(L) - max(L)) + draft*drafts
+
+    for a step with n prompt tokens and d decode tokens, chunks of k new tokens after c, and decode
+    contexts L. p_moe is the share of the experts that a token uses.
     """
 
     fixed: float

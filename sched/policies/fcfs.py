@@ -8,5 +8,7 @@ from ..api.policy import Decision, View, in_order
 
 
 class Fcfs:
+    """The order by arrival."""
+
     def decide(self, view: View) -> Decision:
         return Decision(in_order(view.prefill, np.arange(len(view.prefill)), view.limits))

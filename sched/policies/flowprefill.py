@@ -98,7 +98,7 @@ class FlowPrefill:
         return late
 
     def _sorted(self, view: View, late: Mask, due: Array) -> Order:
-        """Order the rows without those in the running step, of which only the first is needed then."""
+        """Order the rows. While a step runs, return only the first row that is not in that step."""
         order = aged(view.prefill, sort(view.prefill, late, due), view.start, self._ageing)
         if view.running is not None and len(order):
             mine = {request.id for request in view.running.requests}

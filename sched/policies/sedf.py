@@ -8,7 +8,7 @@ from .ordered import Ordered, sort
 
 
 class Sedf(Ordered):
-    """The order of prompts that can still be on time by deadline, then of the others by deadline.
+    """The order with prompts that can still be on time first, by deadline within both groups.
 
     A prompt can be on time if its remaining work, started now and alone, ends before its deadline. The
     paper's sgn(slack)/deadline would put the latest deadline first among late prompts.

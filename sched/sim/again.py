@@ -98,7 +98,7 @@ def noise(replayed: Replay, truth: Form) -> float:
 
 
 def _busy(replayed: Replay, first: float, last: float) -> tuple[float, ...]:
-    """Return the share of the time from `first` to `last` that each instance computed. Profiling came before."""
+    """Return the share of the time from `first` to `last` that each instance computed. Rehearsals came before."""
     spent = dict.fromkeys(replayed.instances, 0.0)
     for step in replayed.steps:
         if first < step.ended <= last:

@@ -24,7 +24,7 @@ ARRIVAL, EVENT = 0, 1  # priorities of timers set for the same time
 
 
 class Deadlock(JaxserveError):
-    """Tasks wait, and nothing is scheduled that could wake them. The message names the tasks."""
+    """The error raised if tasks wait and nothing is scheduled that could wake them. Names the tasks."""
 
 
 class VirtualLoop(base_events.BaseEventLoop):

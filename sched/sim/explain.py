@@ -24,6 +24,8 @@ class Piece(NamedTuple):
 
 
 class Line(NamedTuple):
+    """One line of a description, and the time that it belongs to."""
+
     at: float
     text: str
 

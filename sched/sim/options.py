@@ -17,7 +17,11 @@ from .latency import Latency
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """R instances of T devices each. Of two or more, `prefill` prefill (default: half) and the others decode."""
+    """R instances of T devices each.
+
+    `prefill` instances prefill (default: half) and the others decode. A single instance, or all of them if
+    `colocated`, are mixed.
+    """
 
     instances: int
     tensor_parallel: int = 1

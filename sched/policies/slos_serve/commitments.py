@@ -169,7 +169,7 @@ def _to_compute(rows: QueueView, some: slice | Order) -> tuple[Array, Array]:
 
 
 def alone(view: View, new: Order) -> Mask:
-    """Return which rows of `view.prefill` this instance serves in time if it serves nothing else. [new]
+    """Return which rows of `view.prefill` this instance serves in time if it serves nothing else.
 
     The prompt must meet its deadline, and decode steps of that row alone must keep the tightest TPOT of
     its stages. The pool must hold the prompt and one token. There is no margin.

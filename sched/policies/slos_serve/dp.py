@@ -46,7 +46,7 @@ def largest_set(
     free: float,
     value: Array | None = None,
 ) -> Mask:
-    """Return the most valuable set of new prompts that fits beside all `forced` ones. [prompts]
+    """Return the most valuable set of new prompts that fits beside all `forced` ones.
 
     Of equally valuable sets it is the one that leaves the most prompt tokens. A taken prompt decodes from
     its deadline on. A forced prompt that is late in any case stays, and no new prompt may make it later.
@@ -173,7 +173,7 @@ def admitted(
     value: Array | None = None,
     alone: Callable[[], Mask] | None = None,
 ) -> Mask:
-    """Return which new prompts can be promised their SLOs beside everything promised so far. [new]
+    """Return which new prompts can be promised their SLOs beside everything promised so far.
 
     value: [new] of keeping each promise. None: all equal.
     alone: computes exactly which prompts an idle server could serve in time, each by itself. If nothing

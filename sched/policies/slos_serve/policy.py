@@ -9,7 +9,7 @@ best effort.
 Readings of the paper:
 
 - A decode must run now unless another step may end before its next token is due: line 8 with <=, and
-  counted from the row's last token, so that a row ahead of its deadline does not pause until it is not.
+  counted from the row's last token, so that a row does not pause for the whole time it is ahead.
 - A step that completes a prompt ends by the deadline of that prompt.
 - A step without decodes, which the paper does not bound, is no longer than a new request with the
   tightest promise on this instance can wait (`commitments.quantum`).
