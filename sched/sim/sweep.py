@@ -113,8 +113,8 @@ def goodput_search(
     """Find for each policy, by bisection, the rate up to which the mean of `value` over seeds reaches the goal.
 
     The rate is exact to `tolerance` (a share). If attainment is not monotone in the rate, the result is the
-    first crossing that the search finds. The searches advance together, so that `run` gets a case per policy and seed at a
-    time. Raises InvalidValue.
+    first crossing that the search finds. The searches advance together, so that `run` gets a case per policy
+    and seed at a time. Raises InvalidValue.
 
     start: rate to try first. progress: called with the simulations done and those known to be needed.
     """
