@@ -1,4 +1,4 @@
-"""Step-time models: how long a step will take, said before and corrected after."""
+"""Step-time models: predict how long a step takes, and learn from measured steps."""
 
 from .registry import KINDS, Perf, make
 

@@ -1,4 +1,4 @@
-"""Padding: an engine runs a step in the smallest compiled program that holds it, and pays for all of that program."""
+"""Padding: an engine runs a step in the smallest compiled program that holds it, at the cost of the whole program."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ Order = np.ndarray[Any, np.dtype[np.intp]]
 
 @dataclass(frozen=True)
 class Buckets:
-    """Sizes that step programs are compiled for, ascending.
+    """Sizes of compiled step programs, ascending.
 
-    decode: rows of programs that decode one token a row. mixed: tokens of programs that compute prompt tokens, with or
-    without decoding rows. Without sizes nothing is padded. A load above the largest size is taken as it is.
+    decode: rows of the programs that decode one token per row. mixed: tokens of the programs that compute
+    prompt tokens, with or without decodes. Without sizes nothing is padded. A load above the largest size
+    is not padded either.
 
-    Each load belongs to one program: the decode sizes, then the mixed sizes for steps of prompt tokens alone, then the
-    mixed sizes again for steps with decoding rows beside. Each group ends with a program for larger loads.
+    Each load belongs to one program, numbered in this order: decode sizes, mixed sizes for steps of prompt
+    tokens alone, mixed sizes for steps with decodes. Each group ends with a program for larger loads.
     """
 
     decode: tuple[int, ...] = ()
@@ -39,7 +40,7 @@ class Buckets:
 
     @classmethod
     def of(cls, fields: Mapping[str, Sequence[int]]) -> Buckets:
-        """From the dict that `asdict` makes, as a journal holds it."""
+        """Create buckets from the dict that `asdict` makes, as found in a journal."""
         return cls(tuple(fields["decode"]), tuple(fields["mixed"]))
 
     @property
@@ -47,7 +48,7 @@ class Buckets:
         return len(self.decode) + 1 + 2 * (len(self.mixed) + 1)
 
     def placed(self, load: Load) -> tuple[int, Load]:
-        """The program of a step, and the load with its padding."""
+        """Return the program of a step, and its load with padding."""
         prefill, decode, quadratic, longest, context, prefix, drafts = load
         if not prefill:
             at = bisect_left(self.decode, decode)
@@ -63,7 +64,7 @@ class Buckets:
         return program, tuple.__new__(Load, (prefill, decode, quadratic, longest, context, prefix, drafts))
 
     def decoding(self, rows: Array) -> tuple[Order, Array]:
-        """Programs and padded rows of steps that decode so many rows, elementwise."""
+        """Return the programs and padded rows of pure decode steps, elementwise."""
         axis = self._rows
         at = axis.searchsorted(rows)
         if not len(axis):
@@ -76,7 +77,7 @@ class Buckets:
 
     @cached_property
     def alone(self) -> Array:
-        """0 and the sizes of steps of prompt tokens."""
+        """0 and the sizes of steps of prompt tokens alone."""
         return np.array((0.0, *self.mixed))
 
 
@@ -85,9 +86,9 @@ NONE = Buckets()
 
 @dataclass(frozen=True)
 class Padded:
-    """The general form of padded loads, times a factor for each program. A Form.
+    """The general form on padded loads, times a factor per program. A `Form`.
 
-    factors: by program (see Buckets), measured time by that of the coefficients; None: 1 for all.
+    factors: by program (see `Buckets`), measured time over predicted time. None: 1 for all.
     """
 
     coefficients: Coefficients
@@ -105,7 +106,7 @@ class Padded:
         return times if self.factors is None else self._speeds[programs] * times
 
     def prefill_times(self, tokens: Array, context: Array, chunk: int) -> Array:
-        """As Form's: whole chunks run in one program, the shorter last one in another."""
+        """As `Form.prefill_times`: whole chunks run in one program, the shorter last one in another."""
         quadratic = self.coefficients.quadratic
         full, last = whole_steps(np.asarray(tokens, dtype=float), chunk)
         ends, speeds = self._alone(last, chunk)
@@ -121,8 +122,10 @@ class Padded:
         return speed * (full * each + before) + speeds * (ends + after)
 
     def _alone(self, tokens: Array, chunk: int) -> tuple[Array, Array]:
-        """Seconds by the coefficients, without attention, of steps of so many prompt tokens alone, fewer than `chunk`,
-        and their programs' factors; 0 seconds of none."""
+        """Price steps of prompt tokens alone, fewer than `chunk`: seconds without attention, and program factors.
+
+        No tokens take 0 seconds.
+        """
         sizes, seconds, factors = self._prices
         at = sizes.searchsorted(tokens)
         if chunk <= sizes[-1]:
@@ -133,11 +136,11 @@ class Padded:
 
     @cached_property
     def _prices(self) -> tuple[Array, Array, Array]:
-        """0 and the sizes of prompt tokens, what `_alone` says of each, and the factor of each and of larger ones."""
+        """Sizes from 0, their prices (see `_alone`), and the factors of their programs and the one for larger loads."""
         sizes, first = self.buckets.alone, len(self.buckets.decode)
         seconds = self._unpadded(sizes)
         seconds[0] = 0.0
-        return sizes, seconds, self._speeds[first : first + len(sizes) + 1]  # nothing is no program: any factor will do
+        return sizes, seconds, self._speeds[first : first + len(sizes) + 1]  # the factor of size 0 does not matter
 
     def _unpadded(self, tokens: Array) -> Array:
         one = self.coefficients

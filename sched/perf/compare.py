@@ -1,4 +1,4 @@
-"""How far off each step-time model is on measured steps: as it was fitted, and learning as it goes."""
+"""Errors of step-time models on measured steps: as fitted, and while learning online."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from .buckets import NONE, Buckets
 from .fit import kind
 from .registry import KINDS, Step, make
 
-KEPT = 5  # every fifth step is kept from the fit and judges it
+KEPT = 5  # every fifth step is held out from the fit for evaluation
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Shares of the measured time: mean absolute errors (MAPE), and others. problem: why there is no model."""
+    """Errors of a model as shares of the measured time. problem: why there is no model."""
 
     name: str
     mape: float | None = None
-    median: float | None = None  # of the errors: far below the mean where a few steps took next to no time
+    median: float | None = None  # of the errors; far below the mean if a few steps took almost no time
     worst: float | None = None
-    by_kind: Mapping[str, float] | None = None  # of prefill, decode and mixed steps, those that occur
-    online: float | None = None  # MAPE where each step is predicted, then observed, in the order measured
+    by_kind: Mapping[str, float] | None = None  # MAPE of prefill, decode and mixed steps, if they occur
+    online: float | None = None  # MAPE if each step is predicted, then observed, in the order measured
     problem: str = ""
 
 
 def compare(
     measured: Iterable[Step], names: Sequence[str] = KINDS, *, p_moe: float = 0.0, buckets: Buckets = NONE
 ) -> list[Score]:
-    """Each model fitted to four fifths of the steps and judged by the others; by all, where they are fewer than 20.
+    """Fit each model to four fifths of the steps and evaluate it on the others, or on all if there are fewer than 20.
 
-    measured: (load, seconds) in the order that they ran. p_moe: share of the experts that a token uses. buckets: what
-    the engine padded them to. A model that the steps cannot tell says so. Raises InvalidValue without steps, or for an
-    unknown name.
+    A model that cannot be fitted to the steps gets a `Score` with a problem. Raises InvalidValue without
+    steps, or for an unknown name.
+
+    measured: (load, seconds) in the order in which they ran. p_moe: share of the experts that a token uses.
+    buckets: sizes that the engine padded the steps to.
     """
     steps = [(load, seconds) for load, seconds in measured if seconds > 0]
     if not steps:

@@ -1,4 +1,4 @@
-"""Coefficients of a model that nobody published step times of, from its size and the device's data sheet."""
+"""Coefficients derived from a model's size and the device's data sheet, for models without published step times."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ SHARES = ("compute", "memory", "p_moe", "hidden")
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """What a step does, and how fast the devices that hold the model together do it.
+    """What a step computes and reads, and how fast the devices of the model together do it.
 
-    A step reads the weights once and the KV of its decode rows, and computes 2 FLOP a parameter for each new token,
-    of a prompt or not, beside the attention of chunks. Reading and arithmetic do not overlap, but for the share
-    `hidden` of what decode rows compute: all of it where they are fewer than the ridge of the roofline, at which
-    their arithmetic takes as long as reading the weights.
+    A step reads the weights once and the KV of its decodes. It computes 2 FLOP per parameter for each new
+    token, of a prompt or not, and the attention of chunks. Reading and arithmetic do not overlap, except
+    for the share `hidden` of the arithmetic of decodes: all if the decodes are fewer than the ridge
+    of the roofline, at which their arithmetic takes as long as reading the weights.
 
-    flops, bandwidth: FLOP/s and bytes/s of the data sheets, added up. compute, memory: shares of them that are
-    reached. parameters: those that a token uses, embeddings left out. weights: bytes that each step reads; experts:
-    bytes of the experts, of which a token uses the share p_moe. attention: FLOP for each pair of a new token and one
-    that it attends to: 4 x layers x heads x head size. kv: bytes that a decode row reads for each token of context.
-    overhead: seconds of a step beside all that; row: seconds of a decode row beside them (sampling); draft: seconds
-    of a step of the draft model.
+    flops, bandwidth: FLOP/s and bytes/s of the data sheets, summed over devices.
+    compute, memory: shares of these peaks that are reached.
+    parameters: parameters that a token uses, without embeddings.
+    weights: bytes that each step reads, without experts.
+    experts: bytes of all experts. p_moe: share of the experts that a token uses.
+    attention: FLOP per pair of a new token and a token it attends to: 4 x layers x heads x head size.
+    kv: bytes that a decode reads per token of context.
+    overhead: further seconds of a step. row: further seconds of a decode (sampling).
+    draft: seconds of a step of the draft model.
     """
 
     flops: float
@@ -53,10 +56,10 @@ class Derived:
             if getattr(self, name) == 0:
                 raise InvalidValue(f"{name}=0 must be more than 0", name)
         if self.experts and not self.p_moe:
-            raise InvalidValue("experts needs p_moe, the share of them that a token uses", "p_moe")
+            raise InvalidValue("experts > 0 requires p_moe > 0, the share of experts that a token uses", "p_moe")
 
     def coefficients(self) -> Coefficients:
-        """The general form: both slopes of decode are the time to read KV, as in FairBatching's line."""
+        """Convert to the general form. Both slopes of decode are the time to read KV, as in FairBatching's model."""
         flops, read = self.flops * self.compute, self.bandwidth * self.memory
         token = 2 * self.parameters / flops
         return Coefficients(

@@ -1,4 +1,4 @@
-"""A step-time model that knows what drafting and verifying take, by measuring it."""
+"""A step-time model that learns what drafting and verifying take."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from math import log2
 from ..api.perf import Array, Load, PerfModel
 
 WEIGHT = 0.1  # of a new measurement
-FIRST = 1.5  # times a step without drafts of as many tokens, where nothing like it was ever measured
+FIRST = 1.5  # ratio to a step of as many tokens without drafts, until a step with drafts was measured
 
 
 class Drafted:
-    """What `inner` says of the tokens, times what such steps took by how much longer they were: by drafted tokens, and
-    by tokens of the step in steps of the square root of two. A PerfModel. Writer: the Scheduler that observes steps.
+    """Another model, with measured ratios for steps that draft. A `PerfModel`.
 
-    inner: of everything else; it never sees a step that drafts.
+    A ratio is measured time over the time that `inner` predicts without drafts. There is one per number of
+    drafted tokens and per number of tokens in the step, in factors of the square root of two. `inner`
+    never observes a step that drafts. Writer: the Scheduler that observes steps.
     """
 
     def __init__(self, inner: PerfModel, points: Iterable[tuple[Load, float]] = ()) -> None:
@@ -57,7 +58,7 @@ class Drafted:
         self.version += 1
 
     def _ratio(self, load: Load) -> float:
-        """As measured, or of what is nearest: as many drafted tokens first, then as many tokens."""
+        """Return the ratio as measured, or the nearest one: by drafted tokens first, then by tokens."""
         cell = _cell(load)
         if cell in self._ratios or not self._ratios:
             return self._ratios.get(cell, FIRST)

@@ -1,4 +1,4 @@
-"""Coefficients from what is known: published points solved exactly, or measured steps fitted by least squares."""
+"""Fits of coefficients: published points solved exactly, or measured steps by least squares."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from .buckets import NONE, Buckets
 from .model import Coefficients
 
 LINEAR = ("fixed", "w_moe", "prefill", "decode", "quadratic", "longest", "context", "draft")  # all but p_moe
-ROUNDS = 30  # of a fit that converges in some five
+ROUNDS = 30  # limit of a fit that converges in about five
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A published time in seconds. prefill: a prompt of `tokens`, alone, in chunks. decode: one step of `batch`
-    requests with a context of `tokens` each."""
+    """A published time in seconds.
+
+    prefill: a prompt of `tokens`, alone, in chunks. decode: one step of `batch` requests with a context of
+    `tokens` each.
+    """
 
     kind: Literal["prefill", "decode"]
     tokens: int
@@ -33,7 +36,7 @@ class Point:
                 raise InvalidValue(f"point {name}={getattr(self, name)!r} must be positive", name)
 
     def loads(self, chunk: int) -> list[Load]:
-        """The steps that it is the sum of."""
+        """Return the steps that add up to this point."""
         if self.kind == "decode":
             return [Load(decode=self.batch, longest=self.tokens, context=self.tokens * self.batch)]
         starts = range(0, self.tokens, chunk)
@@ -41,14 +44,17 @@ class Point:
 
 
 def row(load: Load, p_moe: float) -> tuple[float, ...]:
-    """What each coefficient of LINEAR is multiplied by."""
+    """Return the factors of the LINEAR coefficients in the time of a step."""
     moe = 1.0 - (1.0 - p_moe) ** load.tokens
     return 1.0, moe, load.prefill, load.decode, load.quadratic, load.longest, load.context - load.longest, load.drafts
 
 
 def solve(points: Sequence[Point], assumed: Mapping[str, float], chunk: int = 8192) -> Coefficients:
-    """The coefficients not in `assumed` that reproduce the points: exactly where there are as many as unknowns, by
-    least squares of the relative error where there are more. Raises InvalidValue where the points do not tell."""
+    """Find the coefficients not in `assumed` that reproduce the points.
+
+    Exact if there are as many points as unknowns. With more points, least squares of the relative error.
+    Raises InvalidValue if the points do not determine the unknowns.
+    """
     known = {field.name for field in fields(Coefficients)}
     for name in assumed:
         if name not in known:
@@ -59,22 +65,22 @@ def solve(points: Sequence[Point], assumed: Mapping[str, float], chunk: int = 81
     table = np.array([np.sum([row(load, p_moe) for load in point.loads(chunk)], axis=0) for point in points])
     seconds = np.array([point.seconds for point in points])
     if len(points) < len(unknown):
-        raise InvalidValue(f"{len(points)} points cannot tell {', '.join(unknown)}: assume some of them", "points")
+        raise InvalidValue(f"{len(points)} points cannot determine {', '.join(unknown)}: assume some of them", "points")
     given = np.array([0.0 if name in unknown else assumed.get(name, 0.0) for name in LINEAR])
     columns = [LINEAR.index(name) for name in unknown]
     target = (seconds - table @ given) / seconds
     found, rank = _least_squares(table[:, columns] / seconds[:, None], target)
     if rank < len(unknown):
-        raise InvalidValue(f"the points do not tell {', '.join(unknown)} apart: assume some of them", "points")
+        raise InvalidValue(f"the points cannot tell {', '.join(unknown)} apart: assume some of them", "points")
     values = dict(zip(unknown, found.tolist(), strict=True))
     negative = [f"{name}={value:.3g}" for name, value in values.items() if value < 0]
     if negative:
-        raise InvalidValue(f"the points and what is assumed make {', '.join(negative)} negative", "points")
+        raise InvalidValue(f"the points and the assumed values make {', '.join(negative)} negative", "points")
     return Coefficients(**dict.fromkeys(LINEAR, 0.0) | dict(assumed) | values)
 
 
 def _least_squares(table: Array, target: Array) -> tuple[Array, int]:
-    """As numpy's, with columns brought to one size first: tokens squared stand beside ones."""
+    """As numpy's, after scaling the columns to one norm: their magnitudes range from 1 to tokens squared."""
     size = np.linalg.norm(table, axis=0)
     size[size == 0] = 1.0
     found, _, rank, _ = np.linalg.lstsq(table / size, target, rcond=1e-10)
@@ -83,20 +89,21 @@ def _least_squares(table: Array, target: Array) -> tuple[Array, int]:
 
 
 class Fit(NamedTuple):
-    """Fitted coefficients and how far off they are, as shares: mean and largest absolute relative error."""
+    """Fitted coefficients and their errors, as shares: mean and largest absolute relative error."""
 
     coefficients: Coefficients
     mape: float
     worst: float
-    by_kind: Mapping[str, float]  # mape of prefill, decode and mixed steps, those that occur
+    by_kind: Mapping[str, float]  # MAPE of prefill, decode and mixed steps, if they occur
     steps: int
 
 
 def fit(measured: Iterable[tuple[Load, float]], p_moe: float = 0.0, buckets: Buckets = NONE) -> Fit:
-    """Least squares of the logarithm of predicted/measured with coefficients >= 0, from (load, seconds) of single
-    steps, each as padded to one of `buckets`.
+    """Fit coefficients >= 0 to (load, seconds) of single steps, padded to `buckets` (see `proportional`).
 
-    p_moe is a fact of the model (experts per token / experts); 0 for dense ones. Raises InvalidValue without data.
+    Raises InvalidValue without steps.
+
+    p_moe: experts per token / experts, a fact of the model; 0 for dense models.
     """
     steps = [(buckets.placed(load)[1], seconds) for load, seconds in measured if seconds > 0]
     if not steps:
@@ -113,23 +120,25 @@ def fit(measured: Iterable[tuple[Load, float]], p_moe: float = 0.0, buckets: Buc
 
 
 def kind(load: Load) -> str:
-    """prefill, decode or mixed."""
+    """Classify a step as prefill, decode or mixed."""
     if load.prefill and load.decode:
         return "mixed"
     return "prefill" if load.prefill else "decode"
 
 
 def proportional(table: Array, seconds: Array) -> Array:
-    """Coefficients >= 0 for which table @ coefficients is as many times too long as too short: least squares of the
-    logarithm of predicted/measured, by Gauss and Newton from the least squares of the relative error.
+    """Find coefficients >= 0 with predictions that are too long and too short by equal factors on average.
 
-    The latter alone follows the fastest steps: where times vary by a factor of three, as on a machine that others
-    use too, it predicts a tenth of the usual one. seconds must be positive.
+    This is least squares of the logarithm of predicted/measured, by Gauss-Newton, starting from least
+    squares of the relative error. The latter alone follows the fastest steps: if times vary by a factor of
+    three, as on a shared machine, it predicts a tenth of the usual time.
+
+    seconds: all positive.
     """
     found = nonnegative(table / seconds[:, None], np.ones(len(seconds)))
     predicted = table @ found
     if not np.all(predicted > 0):
-        return found  # columns of zeros: nothing is said of these steps
+        return found  # rows of zeros: the coefficients cannot explain these steps
     found *= float(np.exp(np.mean(np.log(seconds / predicted))))
     error = log_error(table @ found, seconds)
     for _ in range(ROUNDS):
@@ -148,21 +157,26 @@ def proportional(table: Array, seconds: Array) -> Array:
 
 
 def log_error(predicted: Array, seconds: Array) -> float:
-    """Sum of the squared logarithms of predicted/measured; infinite where something is predicted to take no time."""
+    """Return the sum of squared logarithms of predicted/measured: inf if some prediction is not positive."""
     return float(np.sum(np.log(predicted / seconds) ** 2)) if np.all(predicted > 0) else float("inf")
 
 
 def to_total(found: Coefficients, measured: Iterable[tuple[Load, float]], buckets: Buckets = NONE) -> Coefficients:
-    """Scaled so that all steps together take as long as they did: a fit is of the usual step, and a machine's slow
-    moments are seldom and long."""
+    """Scale the coefficients so that all steps together take as long as measured.
+
+    A fit describes the usual step, but slow moments of a machine are rare and long.
+    """
     steps = [(buckets.placed(load)[1], seconds) for load, seconds in measured]
     ratio = sum(seconds for _, seconds in steps) / sum(found.step_time(load) for load, _ in steps)
     return replace(found, **{name: ratio * getattr(found, name) for name in LINEAR})
 
 
 def nonnegative(table: Array, target: Array) -> Array:
-    """Least squares with no negative coefficient (Lawson and Hanson): columns join while they lower the error, and
-    leave when they would turn negative. A column of zeros stays at zero."""
+    """Solve least squares with coefficients >= 0 (Lawson and Hanson).
+
+    Columns join while they lower the error, and leave when they would turn negative. The coefficient of a
+    column of zeros is zero.
+    """
     size = np.linalg.norm(table, axis=0)
     table = table / np.where(size > 0, size, 1.0)
     count = table.shape[1]

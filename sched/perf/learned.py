@@ -1,4 +1,4 @@
-"""The default step-time model: the general form of padded loads, fitted to a profile and learned from every step."""
+"""The default step-time model: the general form on padded loads, fitted to a profile and learned from every step."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from .model import Coefficients
 from .online import BOUND, STEP, running_rate
 from .recursive import Recursive
 
-FORGETTING = 0.99  # a step counts half after 69 others
-ANCHOR = 10.0  # steps that the whole profile counts as, for good
-EVERY = 4  # steps from one solution of the coefficients to the next: factors are corrected at each
-LEAST = 0.05  # weight of one step in the factor of its program, where many have been seen
-OUTLIER = 3.0  # times the usual error that a step's may be, to count in full
-SURE = 0.05  # errors up to that count in full
-USUAL = 0.05  # of one step in the usual error
-NEAR = 1.2  # times too fast or too slow until which that goes on
+FORGETTING = 0.99  # per step: the weight of a step halves after 69 others
+ANCHOR = 10.0  # steps that the whole profile permanently counts as
+EVERY = 4  # steps between two solutions of the coefficients; factors are corrected at each step
+LEAST = 0.05  # least weight of one step in the factor of its program
+OUTLIER = 3.0  # a step counts in full up to this multiple of the usual error
+SURE = 0.05  # errors up to this one always count in full
+USUAL = 0.05  # weight of one step in the usual error
+NEAR = 1.2  # a streak continues while steps are too fast or too slow by more than this factor
 TINY = 1e-12  # seconds
-STREAK = 4  # steps in a row, each more than STEP times too fast or each as much too slow, that are no accident
+STREAK = 4  # this many steps in a row, all more than STEP times too fast or all too slow, are no accident
 SCALE = np.array([1.0, 1.0, 1e3, 10.0, 1e6, 1e4, 1e5, 1.0])  # brings the terms of LINEAR near 1, for conditioning
 
 
 class LearnedModel:
-    """T = factor(program) * general form(padded load), see Buckets and Coefficients. A PerfModel.
+    """T = factor(program) * general form(padded load); see `Buckets` and `Coefficients`. A `PerfModel`.
 
-    The coefficients are fitted to `points` and corrected by recursive least squares with forgetting, from steps of
-    every kind; the points stay in with the weight of ANCHOR steps, so that what serving does not show is kept. The
-    factor of a program is a moving average of measured/fitted: programs of one form may differ in speed. In the profile
-    it counts as far as programs differ by more than their steps do (see `_shrunk`): a program that is taken for slower
-    than it is may never run again, and the error would stay.
+    The coefficients are fitted to `points` and corrected by recursive least squares with forgetting, from
+    steps of every kind. The points remain with the weight of ANCHOR steps, to keep what serving does not
+    show. The factor of a program is a moving average of measured/fitted time, since programs of one form
+    may differ in speed. A profile counts only as far as programs differ by more than their steps do (see
+    `_shrunk`), because a program that is wrongly believed to be slow may never run again.
 
-    A step that is far longer or shorter than predicted counts as less far off (see `_clipped`): a pause is no trend.
-    After STREAK such steps in a row all that is known, the profile too, is scaled by each further one: the machine is
-    another than it was when it was measured. Writer: the Scheduler that observes steps.
+    A step that is far longer or shorter than predicted counts as less far off (see `_clipped`): a pause is
+    no trend. After STREAK such steps in a row, each further one scales everything known, including the
+    profile: the machine is not the one that was measured. Writer: the Scheduler that observes steps.
 
-    points: measured (load, seconds). p_moe: share of the experts that a token uses. coefficients: fitted before;
-    where they are given and points are not, SAMPLED loads by them are the anchor. Raises InvalidValue without either.
+    points: measured (load, seconds). p_moe: share of the experts that a token uses. coefficients: from an
+    earlier fit; `points`, if given, then serve as the anchor and for the factors. Raises InvalidValue without either.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class LearnedModel:
             for (program, load), time in zip(placed, seconds.tolist(), strict=True)
         ]
         self._factors, self._seen = _shrunk(ratios, buckets.programs)
-        self._usual = STEP - 1.0  # error of a step, as a share: a moving average
-        self._streak = 0  # steps in a row that were far too slow; less than 0: too fast
-        self._before = self._learning.state(), list(self._factors)  # when the streak began
+        self._usual = STEP - 1.0  # usual error of a step, as a share: a moving average
+        self._streak = 0  # steps in a row that were far too slow; negative: far too fast
+        self._before = self._learning.state(), list(self._factors)  # state when the streak began
         self.version = 0
         self._form = self._formed()
         first = self.step_time(Load().add_chunk(chunk, 0))
@@ -81,7 +81,7 @@ class LearnedModel:
 
     @property
     def coefficients(self) -> Coefficients:
-        """As learned so far, without the factors of programs."""
+        """The coefficients as learned so far, without the factors of programs."""
         return self._form.coefficients
 
     @property
@@ -120,8 +120,10 @@ class LearnedModel:
         self._form = self._formed()
 
     def _another(self, ratio: float) -> bool:
-        """Whether steps have been far off, and on the same side, for so long that the machine must be another. What
-        the first of them taught is forgotten: it was of their own program alone."""
+        """Return whether steps have been far off, to the same side, for so long that the machine must have changed.
+
+        What the first steps of the streak taught is then undone, since it concerns only their programs.
+        """
         least = STEP if abs(self._streak) <= STREAK else NEAR
         far = (ratio > least) - (ratio < 1 / least)
         self._streak = far + (self._streak if far * self._streak > 0 else 0)
@@ -134,8 +136,10 @@ class LearnedModel:
         return abs(self._streak) > STREAK
 
     def _clipped(self, seconds: float, predicted: float) -> float:
-        """Within OUTLIER times the usual error, and never more than STEP times faster or slower. Where times change for
-        good the usual error grows, and lets them through."""
+        """Clip a measured time to OUTLIER times the usual error, and at most STEP times faster or slower.
+
+        If times change permanently, the usual error grows and lets them through.
+        """
         error = min(max(seconds / predicted, predicted / seconds) - 1.0, STEP - 1.0)
         most = 1.0 + min(max(OUTLIER * self._usual, SURE), STEP - 1.0)
         self._usual += USUAL * (error - self._usual)
@@ -146,7 +150,7 @@ class LearnedModel:
         return terms
 
     def _correct(self, program: int, ratio: float) -> None:
-        """The mean of all that was seen of a program, then a moving average."""
+        """Correct the factor of a program: the mean of all its steps at first, then a moving average."""
         seen = self._seen[program] = self._seen[program] + 1
         moved = self._factors[program] + max(LEAST, 1.0 / (1 + seen)) * (ratio - self._factors[program])
         self._factors[program] = min(max(moved, 1 / BOUND), BOUND)
@@ -158,9 +162,11 @@ class LearnedModel:
 
 
 def _shrunk(ratios: Sequence[tuple[int, float]], programs: int) -> tuple[list[float], list[int]]:
-    """Factors of programs from (program, measured/fitted), and how many steps each is of. A program's mean counts by
-    the share of its variance that is not explained by the steps' own (James and Stein): with few and noisy steps, and
-    programs much alike, all factors stay near 1."""
+    """Estimate the factors of programs from (program, measured/fitted), and count the steps of each.
+
+    The mean of a program is weighted by the share of its variance that its steps do not explain (James and
+    Stein). If steps are few and noisy and programs similar, all factors stay near 1.
+    """
     factors, seen = [1.0] * programs, [0] * programs
     if not ratios:
         return factors, seen

@@ -1,4 +1,4 @@
-"""FairBatching's step-time model T = a + b*new tokens + c*context, recalibrated while it serves (section 3.3)."""
+"""FairBatching's step-time model T = a + b*new tokens + c*context, recalibrated online (section 3.3)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .model import whole_steps
 from .online import STEP, running_rate
 from .recursive import Recursive
 
-SCALE = np.array([1.0, 1e3, 1e5])  # tokens and contexts brought near 1, so that the filter is well conditioned
-FORGETTING = 0.99  # a step counts half after 69 others
-KNOWN = 20  # steps from which on what is known outweighs one more; an offline fit counts as so many
+SCALE = np.array([1.0, 1e3, 1e5])  # brings tokens and contexts near 1, for conditioning
+FORGETTING = 0.99  # per step: the weight of a step halves after 69 others
+KNOWN = 20  # steps after which a single step is clipped; also the weight of an offline fit
 
 
 class LinearModel:
-    """T = a + b*(new tokens) + c*(tokens of context that new ones attend to). A PerfModel.
+    """T = a + b*(new tokens) + c*(tokens of context that new ones attend to). A `PerfModel`.
 
-    Least squares of the relative error with forgetting, a step at a time, corrects the three coefficients (see
-    Recursive). Once KNOWN steps are, one counts as at most twice as fast or slow as predicted. Writer: the Scheduler
-    that observes.
+    The three coefficients are corrected at each step by least squares of the relative error with
+    forgetting (see `Recursive`). After KNOWN steps, a step counts as at most twice as fast or slow as
+    predicted. Writer: the Scheduler that observes steps.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class LinearModel:
     def fitted(
         cls, measured: Iterable[tuple[Load, float]], *, forgetting: float = FORGETTING, learn: bool = True
     ) -> LinearModel:
-        """Fitted offline by least squares (fit.proportional). Raises InvalidValue without data."""
+        """Fit a model offline by least squares (`fit.proportional`). Raises InvalidValue without steps."""
         steps = [(load, seconds) for load, seconds in measured if seconds > 0]
         if not steps:
             raise InvalidValue("no measured steps to fit", "measured")
@@ -101,8 +101,11 @@ class LinearModel:
             self._learnt(load, seconds)
 
     def _learnt(self, load: Load, seconds: float) -> None:
-        """One more step. Errors are relative to what is predicted: relative to what is measured they would make
-        slow steps count less than fast ones, and predictions too short where times are noisy."""
+        """Learn from one more step.
+
+        Errors are relative to the prediction. Relative to the measurement, slow steps would count less than
+        fast ones, and predictions would be too short if times are noisy.
+        """
         scale, predicted = seconds, self.step_time(load)
         if self._known >= KNOWN and predicted > 0:
             scale, seconds = predicted, min(max(seconds, predicted / STEP), predicted * STEP)

@@ -1,4 +1,4 @@
-"""The general form of step-time models, which every published one is a case of."""
+"""The general form of step-time models. Every published model is a special case."""
 
 from __future__ import annotations
 
@@ -14,8 +14,14 @@ from .online import Ratio, running_rate
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """T = fixed + w_moe*(1 - (1 - p_moe)^tokens) + prefill*n + decode*d + quadratic*sum(kc + k^2/2)
-    + longest*max(L) + context*(sum(L) - max(L)) + draft*drafts, seconds (algorithms digest, section 0)."""
+    """The coefficients of the general form, in seconds, and its step times. A `Form`.
+
+    T = fixed + w_moe*(1 - (1 - p_moe)^tokens) + prefill*n + decode*d + quadratic*sum(k*c + k^2/2)
+        + longest*max(L) + context*(sum(L) - max(L)) + draft*drafts
+
+    for a step with n prompt tokens and d decode tokens, chunks of k new tokens after c, and decode
+    contexts L. p_moe is the share of the experts that a token uses.
+    """
 
     fixed: float
     prefill: float
@@ -55,30 +61,33 @@ class Coefficients:
         return result
 
     def prefill_times(self, tokens: Array, context: Array, chunk: int) -> Array:
-        """As Form's. Only the experts tell the last, shorter step from the others: the attention of chunks that
-        follow each other sums to that of one."""
+        """As `Form.prefill_times`.
+
+        The attention of consecutive chunks adds up to that of one long chunk. Only the expert term is
+        different for the shorter last step.
+        """
         full, last = whole_steps(tokens, chunk)
         times: Array = (full + (last > 0)) * self.fixed + tokens * (
             self.prefill + self.quadratic * (context + 0.5 * tokens)
         )
         if self.w_moe and self.p_moe:
-            missed = log1p(-self.p_moe) if self.p_moe < 1 else -1e3  # per token, of reading a given expert
+            missed = log1p(-self.p_moe) if self.p_moe < 1 else -1e3  # log probability that a token misses an expert
             times += self.w_moe * (full * (1.0 - exp(missed * chunk)) - np.expm1(missed * last))
         return times
 
 
 def whole_steps(tokens: Array, chunk: int) -> tuple[Array, Array]:
-    """How many steps of `chunk` tokens, and what is left for a shorter one."""
-    full: Array = np.floor(tokens * (1.0 / chunk) + 0.5 / chunk)  # half a token: the product may round down
+    """Return the number of full steps of `chunk` tokens, and the tokens left for a shorter one."""
+    full: Array = np.floor(tokens * (1.0 / chunk) + 0.5 / chunk)  # add half a token: the product may round down
     last: Array = tokens - full * chunk
     return full, last
 
 
 class Corrected:
-    """A form with fixed coefficients, corrected online by a bounded average of measured/predicted. A PerfModel.
+    """A form with fixed coefficients, corrected online by a bounded average of measured/predicted. A `PerfModel`.
 
-    `correct` False keeps it as it is (the ground truth of a simulation). chunk: tokens of the step that its first
-    prefill rate is that of.
+    correct: if False, never corrected (the ground truth of a simulation). chunk: tokens of the step that
+    the initial prefill rate is computed from.
     """
 
     def __init__(self, form: Form, *, correct: bool = True, chunk: int = 8192) -> None:
@@ -118,7 +127,7 @@ class Corrected:
 
 
 class GeneralModel(Corrected):
-    """The general form, corrected online."""
+    """The general form, corrected online by one ratio."""
 
     def __init__(self, coefficients: Coefficients, *, correct: bool = True, chunk: int = 8192) -> None:
         super().__init__(coefficients, correct=correct, chunk=chunk)

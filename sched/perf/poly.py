@@ -1,4 +1,4 @@
-"""FlowPrefill's polynomial of the time to compute a prompt by its tokens (section 6.4, TTFT prediction)."""
+"""FlowPrefill's polynomial that predicts prefill time from prompt tokens (section 6.4, TTFT prediction)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .model import whole_steps
 
 @dataclass(frozen=True, slots=True)
 class Polynomial:
-    """A prompt of n tokens takes start + linear*n + square*n^2, in one step. A Form.
+    """A prompt of n tokens takes start + linear*n + square*n^2, in one step. A `Form`.
 
-    The paper predicts whole prompts. Of a started one we take the difference of the polynomial at its ends, and
-    `start` again for each further step, so that what is left of a prompt is its remaining work. The paper says
-    nothing of decode steps (its decode instances are others): they take base + row*rows + context*(sum of
-    contexts), the line of FairBatching, and in a step with a chunk their rows and contexts are added to the chunk's.
+    The paper predicts whole prompts. The rest of a started prompt is the difference of the polynomial at
+    its two ends, with `start` added for each further step. The paper does not model decode steps, which run
+    on other instances. Here they take base + row*rows + context*(sum of contexts), FairBatching's linear
+    form; in a mixed step these row and context terms are added to the time of the chunk.
     """
 
     start: float
@@ -53,8 +53,10 @@ class Polynomial:
 
     @classmethod
     def fitted(cls, measured: Iterable[tuple[Load, float]]) -> Polynomial:
-        """Least squares (fit.proportional) from steps of prompt tokens alone and steps of
-        decode rows alone. Raises InvalidValue where the former are missing."""
+        """Fit to steps of prompt tokens alone and steps of decodes alone, by least squares (`fit.proportional`).
+
+        Raises InvalidValue without steps of the former kind.
+        """
         steps = [(load, seconds) for load, seconds in measured if seconds > 0]
         prompts = [(load, seconds) for load, seconds in steps if load.prefill and not load.decode]
         rows = [(load, seconds) for load, seconds in steps if load.decode and not load.prefill]

@@ -1,4 +1,4 @@
-"""Steps to measure before serving: decode by rows and context, prompt chunks by size and prefix, and both together."""
+"""Profiling before serving: decode by rows and context, prompt chunks by size and prefix, and mixtures."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ..api.policy import Limits
 from .buckets import Buckets
 from .fit import kind
 
-Point = tuple[Load, float]  # and its seconds
-Progress = Callable[[float], None]  # share that is done
-RUNS = 3  # most of each step, where time allows
-LONG = 1 / 500  # of the time there is: the first run of a step that takes longer counts, and it is not run twice
-TOO_LONG = 1 / 20  # likewise, where it is also the first run of its program, which finds everything cold
-SIZES = 5  # decode and mixed sizes that are measured where nothing is padded
-FIRST = 4  # probes that are measured however long they take: a step of each kind, the smallest of its kind
+Point = tuple[Load, float]  # a load and its seconds
+Progress = Callable[[float], None]  # called with the share that is done
+RUNS = 3  # most runs of each step
+LONG = 1 / 500  # of the time budget: if the first run of a step takes longer, it counts, and the step is not repeated
+TOO_LONG = 1 / 20  # likewise, for the first run of a program, which is slower because everything is cold
+SIZES = 5  # decode and mixed sizes that are measured without padding
+FIRST = 4  # probes that are measured even without time: the smallest step of each kind
 
 
 class Row(NamedTuple):
-    """A request's part of a probe: `length` new tokens after `start` computed ones."""
+    """The part of a request in a probe: `length` new tokens after `start` computed ones."""
 
     start: int
     length: int
@@ -37,7 +37,7 @@ class Probe(NamedTuple):
     """A step to measure."""
 
     rows: tuple[Row, ...]
-    decode: int  # how many of them decode: the first
+    decode: int  # number of decodes, which are the first rows
 
     @property
     def load(self) -> Load:
@@ -50,9 +50,9 @@ class Probe(NamedTuple):
 
 
 def probes(limits: Limits, max_model_len: int, buckets: Buckets) -> list[Probe]:
-    """Steps to measure, the most telling first: after any number of them each kind has its share.
+    """List the steps to measure, the most informative first, with kinds interleaved.
 
-    Each compiled size (or SIZES sizes where there are none) is measured, at short and at long contexts.
+    Each compiled size (or SIZES sizes if there are none) is measured at short and at long contexts.
     """
     room = limits.pages * limits.page_size
     longest = min(max_model_len, room) - 1
@@ -69,7 +69,7 @@ def probes(limits: Limits, max_model_len: int, buckets: Buckets) -> list[Probe]:
 
 
 def _sizes(compiled: Sequence[int], most: int) -> list[int]:
-    """The compiled sizes within the limit, or some from 1 (64 tokens) up to it, each a multiple of the one before."""
+    """Return the compiled sizes within the limit, or a geometric series up to it, from 1 or 64."""
     if compiled:
         return [size for size in compiled if size < most] + [most]
     first = 1 if most <= 256 else 64
@@ -78,21 +78,21 @@ def _sizes(compiled: Sequence[int], most: int) -> list[int]:
 
 
 def _spread(sizes: Sequence[int]) -> list[tuple[int, float]]:
-    """(size, share of the longest context): the ends of both first, then what lies between."""
+    """List (size, share of the longest context), the extremes first, then values between."""
     first = [(sizes[0], 0.0), (sizes[-1], 1.0), (sizes[-1], 0.0), *((size, 0.5) for size in reversed(sizes[1:-1]))]
     rest = [(size, share) for share in (1.0, 0.0, 0.5) for size in sizes]
     return list(dict.fromkeys(first + rest))
 
 
 def _decode(rows: int, share: float, longest: int, limits: Limits) -> Probe | None:
-    """Rows of one context, as long as the pool allows where the share is large."""
+    """Make a probe of decodes with equal contexts, as long as the pool allows for large shares."""
     own = (limits.pages // rows) * limits.page_size - 1
     context = min(64 + int(share * longest), longest, own)
     return None if context < 1 else Probe((Row(context, 1),) * rows, rows)
 
 
 def _chunk(rows: int, tokens: int, share: float, longest: int, limits: Limits) -> Probe | None:
-    """A chunk that fills a step of so many tokens beside decoding rows, after a prefix."""
+    """Make a probe of a chunk that fills a step of `tokens` beside decodes, after a prefix."""
     rows = min(rows, limits.rows - 1)
     size = tokens - rows
     prefix = int(share * max(0, longest - size)) // limits.page_size * limits.page_size
@@ -106,7 +106,7 @@ def _chunk(rows: int, tokens: int, share: float, longest: int, limits: Limits) -
 
 
 def _drafting(limits: Limits, max_model_len: int) -> Iterator[Probe]:
-    """Rows that draft as much as they may, and one token: what lies between is interpolated, and learned."""
+    """Make probes of rows that draft each length. Numbers of rows between are interpolated, and learned."""
     position = min(64, max_model_len - 1 - limits.draft)
     pages = (position + limits.draft) // limits.page_size + 1
     for draft in draft_lengths(limits.draft) if limits.draft and position > 0 else ():
@@ -116,7 +116,7 @@ def _drafting(limits: Limits, max_model_len: int) -> Iterator[Probe]:
 
 
 def spans(probe: Probe, limits: Limits) -> tuple[Span, ...]:
-    """The spans of a probe over an empty pool: what they write is garbage in pages that no request holds."""
+    """Return the spans of a probe over an empty pool. They write garbage into pages that no request holds."""
     made, page = [], 0
     for slot, (start, length, draft) in enumerate(probe.rows):
         prompt = start if slot < probe.decode else start + length
@@ -138,15 +138,16 @@ async def measure(
     runs: int = RUNS,
     progress: Progress | None = None,
 ) -> list[Point]:
-    """(load, median seconds) of as many probes as `seconds` allow: each once, then again, up to `runs` times.
+    """Measure as many probes as fit into `seconds`: each once, then again, up to `runs` times.
 
-    The first FIRST are measured even if that takes longer. A probe that is expected to take more than what is left is
-    passed over, so that no large chunk keeps decode and mixed steps from being measured.
+    The first FIRST probes are measured even if that takes longer. A probe that is expected to take more
+    than the rest of the time is skipped, so that large chunks do not prevent decode and mixed steps from
+    being measured. Returns (load, median seconds) per probe.
     """
     todo = probes(limits, max_model_len, buckets)
     times: dict[int, list[float]] = {}
     rates: dict[str, float] = {}  # largest seconds per padded token so far, by kind of step
-    warm: set[int] = set()  # programs that ran
+    warm: set[int] = set()  # programs that have run
     began, step = executor.now(), 0
     for turn in range(runs):
         for index, probe in enumerate(todo):
@@ -173,5 +174,5 @@ async def measure(
 
 
 def priced(loads: Iterable[Load], step_time: Callable[[Load], float]) -> list[Point]:
-    """Points as a profile of a device whose step times are known."""
+    """Return the points that profiling would give on a device with known step times."""
     return [(load, step_time(load)) for load in loads]

@@ -1,4 +1,4 @@
-"""How a scheduler's step-time model is made, as plain data: a server writes it to its journal, a replay reads it."""
+"""How to make a scheduler's step-time model, as plain data that a server writes to its journal for replay."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ DEFAULT: Perf = "learned"
 
 @dataclass(frozen=True)
 class Recipe:
-    """One of the forms of perf.make, fitted to points, or from coefficients that are known.
+    """A kind of `registry.make`, fitted to points or made from known coefficients.
 
-    points: measured (load, seconds); beside coefficients, what `learned` does not forget. buckets: what the engine
-    pads steps to. p_moe: share of the experts that a token uses. drafts: rows may draft and verify tokens. model,
-    device: what the points were measured of.
+    points: measured (load, seconds). If coefficients are given, `learned` uses the points as its anchor.
+    buckets: sizes that the engine pads steps to. p_moe: share of the experts that a token uses.
+    drafts: whether rows may draft. model, device: what the points were measured on.
     """
 
     kind: str = DEFAULT
@@ -36,7 +36,7 @@ class Recipe:
     device: str = ""
 
     def make(self) -> PerfModel:
-        """A new model. Raises InvalidValue where the points cannot tell."""
+        """Create the model. Raises InvalidValue if the points do not determine it."""
         plain = [step for step in self.points if not step[0].drafts]
         made: PerfModel
         if self.coefficients is not None and self.kind == "learned":
@@ -48,12 +48,12 @@ class Recipe:
         return Drafted(made, self.points) if self.drafts else made
 
     def record(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Return the recipe as JSON-compatible data."""
         return asdict(self) | {"points": self.points}
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Recipe:
-        """From `record`. Raises InvalidValue for one of another version."""
+        """Create a recipe from a `record`. Raises InvalidValue if the record is of another version."""
         try:
             fields = dict(record)
             known = fields.pop("coefficients")

@@ -1,4 +1,4 @@
-"""Recursive least squares of step times with forgetting, that neither diverges nor turns negative."""
+"""Recursive least squares of step times with forgetting that neither diverges nor turns negative."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import numpy as np
 
 from ..api.perf import Array
 
-DAMPING = 0.05  # of what loads leave unsaid, since they hardly vary in it, an update takes a twentieth
+DAMPING = 0.05  # relative to the diagonal: weights move slowly in directions in which loads hardly vary
 
 
 class Recursive:
-    """Weights w >= 0 of seconds = row @ w, corrected a step at a time by least squares of the relative error.
+    """Weights w >= 0 of seconds = row @ w, corrected step by step by least squares of the relative error.
 
-    It keeps the normal equations, which sums of steps cannot make indefinite, where the usual recursion of the
-    covariance loses that to rounding and diverges. Each update is a damped step towards their solution: loads that
-    never vary move the weights together, and no further than they must. Writer: the model that holds it.
+    Keeps the normal equations, since a sum over steps cannot become indefinite. The usual recursion of the
+    covariance can, by rounding, and then diverges. Each update is a damped step toward the solution: if
+    loads never vary, the weights move together, and no further than necessary. Writer: the model that
+    holds it.
 
-    anchor: rows that are never forgotten, such as a profile's, each divided by its seconds; they keep what serving does
-    not tell. Together they weigh as much as `held` steps. forgetting: weight of all that was seen, at each step. every:
-    the equations are solved once in so many steps.
+    anchor: rows that are never forgotten, such as those of a profile, each divided by its seconds. They keep
+        what serving does not show. Together they weigh as much as `held` steps.
+    forgetting: factor on the weight of all earlier steps, at each step.
+    every: steps between two solutions of the equations.
     """
 
     def __init__(
@@ -38,12 +40,12 @@ class Recursive:
             self._aim = anchor.sum(axis=0) * (held / len(anchor))
 
     def know(self, rows: Array) -> None:
-        """Count rows as seen whose seconds were just what the weights say; each is divided by those."""
+        """Count rows as seen, with seconds equal to the predicted ones, by which each row is divided."""
         self._normal = rows.T @ rows
         self._pulled = self._normal @ self.weights
 
     def update(self, row: Array, target: float) -> None:
-        """One more step: a row and its seconds, both divided by the scale of their error."""
+        """Add one step: a row and its seconds, both divided by the scale of the error."""
         self._normal = self._forgetting * self._normal + row[:, None] * row
         self._pulled = self._forgetting * self._pulled + row * target
         self._unsolved += 1
@@ -58,23 +60,26 @@ class Recursive:
         self.weights = _nonnegative(damped, pulled + damping * self.weights)
 
     def state(self) -> tuple[Array, ...]:
-        """What updates change, for `restore`."""
+        """Return what updates change, for `restore`."""
         return self.weights, self._normal, self._pulled
 
     def restore(self, state: tuple[Array, ...]) -> None:
-        """Forget the updates since `state`."""
+        """Undo the updates since `state`."""
         self.weights, self._normal, self._pulled = state
 
     def scale(self, by: float) -> None:
-        """All seconds, those of the anchor too, are `by` times what they were; errors stay relative to them."""
+        """Multiply all seconds by `by`, including those of the anchor. Errors stay relative."""
         self.weights = by * self.weights
         self._normal, self._anchor = self._normal / by**2, self._anchor / by**2
         self._pulled, self._aim = self._pulled / by, self._aim / by
 
 
 def _nonnegative(normal: Array, pulled: Array) -> Array:
-    """The solution of the normal equations without what would be negative. To cut negative weights off a solution
-    would leave the others as large as these had made them."""
+    """Solve the normal equations with weights >= 0.
+
+    The variables that would be negative are removed and the rest is solved again. Clipping them instead
+    would leave the others too large.
+    """
     found = np.linalg.solve(normal, pulled).astype(float, copy=False)
     if found.min() >= 0:
         return found

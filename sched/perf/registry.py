@@ -1,4 +1,4 @@
-"""Step-time models by name, made from a true one that is known or from measured steps."""
+"""Step-time models by name, made from true coefficients or from measured steps."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .table import BATCHES, LENGTHS, TableModel
 
 Perf = Literal["learned", "general", "exact", "table", "table:ewma", "linear", "roofline", "roofline:published", "poly"]
 KINDS: tuple[Perf, ...] = get_args(Perf)
-Step = tuple[Load, float]  # and its seconds
-EWMA = 0.05  # weight of a step in a table that forgets
+Step = tuple[Load, float]  # a load and its seconds
+EWMA = 0.05  # weight of a step in a table with a moving average
 
 
 def make(
@@ -34,20 +34,24 @@ def make(
     buckets: Buckets = NONE,
     loads: Iterable[Load] | None = None,
 ) -> PerfModel:
-    """The model named `kind`, of devices whose true one is known, or fitted to measured `points` (one of the two).
+    """Create the model named `kind`, from true coefficients or from measured `points` (exactly one of the two).
 
-    learned: the general form of padded loads, learned from every step; general: the general form, corrected online by
-    one ratio; exact: never corrected; table: Kairos's lookup table with its historical mean; table:ewma: with a moving
-    average; linear: FairBatching's line, recalibrated; roofline: SLOs-Serve's, with a term of context;
-    roofline:published: without; poly: FlowPrefill's. p_moe: share of the experts that a token uses, for points. seed:
-    of the steps that are profiled where the truth is known, or those of `loads`. buckets: what the devices pad steps
-    to; learned, general and exact know them, the papers' forms do not.
+    learned: the general form on padded loads, learned from every step.
+    general: the general form, corrected online by one ratio. exact: never corrected.
+    table: Kairos's lookup table with its historical mean. table:ewma: with a moving average.
+    linear: FairBatching's linear model, recalibrated online.
+    roofline: SLOs-Serve's, with a context term. roofline:published: without one.
+    poly: FlowPrefill's polynomial.
 
-    Raises InvalidValue for an unknown name, and where points cannot tell.
+    p_moe: share of the experts that a token uses, if made from points.
+    seed: of the synthetic steps that are profiled if `truth` is given without `loads`.
+    buckets: sizes that the devices pad steps to. Only learned, general and exact take them into account.
+
+    Raises InvalidValue for an unknown name, or if the points do not determine the model.
     """
     check(kind)
     if (truth is None) == (points is None):
-        raise InvalidValue("a step-time model is made from its true coefficients or from measured points", "points")
+        raise InvalidValue("a step-time model requires either true coefficients or measured points", "points")
     name, _, option = kind.partition(":")
     if name in ("general", "exact"):
         return _general(truth or fit(points or (), p_moe, buckets).coefficients, buckets, correct=name == "general")
@@ -90,7 +94,7 @@ _FITTED: dict[str, Callable[[Sequence[Step]], PerfModel]] = {
 
 
 def _table(points: list[Step], ewma: float | None) -> TableModel:
-    """With the measured sizes among its entries."""
+    """Create a table that has the measured sizes among its entries."""
     chunks = [(load.prefill, seconds) for load, seconds in points if load.prefill and not load.decode and seconds > 0]
     rows = [
         (load.decode, load.longest, seconds)
@@ -107,8 +111,10 @@ def _table(points: list[Step], ewma: float | None) -> TableModel:
 
 
 def samples(truth: Coefficients, seed: int = 0, count: int = 400) -> Iterator[Load]:
-    """Steps to profile: chunks, decode batches and mixtures, as serving meets them; drafted ones where drafting takes
-    time."""
+    """Generate steps to profile: chunks, decode batches and mixtures, as they occur in serving.
+
+    Some steps draft if drafting takes time.
+    """
     random = np.random.default_rng((seed, 7))
     for step in range(count):
         load = Load()

@@ -1,4 +1,4 @@
-"""SLOs-Serve's roofline T = max over l of k1_l*tokens + k2_l*drafts + b_l (section 3.1.1), with a term of context."""
+"""SLOs-Serve's roofline T = max over l of k1_l*tokens + k2_l*drafts + b_l (section 3.1.1), with a context term."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..api.perf import Array, Load
 from .fit import log_error, proportional
 from .model import whole_steps
 
-ROUNDS = 30  # of assigning steps to terms; it seldom takes ten
-SPLITS = (0.2, 0.35, 0.5, 0.65, 0.8)  # quantiles of tokens from which it starts: it only finds the nearest optimum
-Owner = np.ndarray[Any, np.dtype[np.intp]]  # of each step, the term that it is given to
+ROUNDS = 30  # limit of the alternation, which seldom takes ten
+SPLITS = (0.2, 0.35, 0.5, 0.65, 0.8)  # starting points, as quantiles of tokens: the fit only finds local optima
+Owner = np.ndarray[Any, np.dtype[np.intp]]  # the term that each step is assigned to
 
 
 class Term(NamedTuple):
-    """One source of time, such as arithmetic, or reading the weights."""
+    """One bottleneck of a step, such as arithmetic or reading the weights."""
 
     token: float  # seconds per new token (k1)
     draft: float  # seconds per step of the draft model (k2)
@@ -28,10 +28,10 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """The slowest of its terms, and `context` seconds per token of context that is read. A Form.
+    """The slowest of its terms, plus `context` seconds per token of context that is read. A `Form`.
 
-    `context` is 0 as published. The paper's scheduler must then leave time for it (algorithms digest, section 4:
-    subtract c*sum(L) from the time available); with it here, what is predicted is the same and no caller needs to.
+    As published, `context` is 0, and the paper's scheduler must subtract c*sum(L) from the time available.
+    With `context` in the model, the predictions are the same and callers do not have to.
     """
 
     terms: tuple[Term, ...]
@@ -39,7 +39,7 @@ class Roofline:
 
     def __post_init__(self) -> None:
         if not self.terms:
-            raise InvalidValue("terms of a roofline must be one or more", "terms")
+            raise InvalidValue("terms=() of a roofline must be one or more", "terms")
         for name, value in [("context", self.context), *((n, v) for t in self.terms for n, v in t._asdict().items())]:
             if not 0 <= value < float("inf"):
                 raise InvalidValue(f"{name}={value!r} must be 0 or more seconds", name)
@@ -67,8 +67,10 @@ class Roofline:
 
     @classmethod
     def fitted(cls, measured: Iterable[tuple[Load, float]], *, terms: int = 2, context: bool = True) -> Roofline:
-        """Least squares (fit.proportional): each step to the term that is slowest for it, the terms to their steps,
-        until none changes; the best of a few starts, at most `terms` of them. Raises InvalidValue without data."""
+        """Fit by alternation: assign each step to its slowest term, fit the terms (`fit.proportional`), repeat.
+
+        Takes the best of several starts, with at most `terms` terms. Raises InvalidValue without steps.
+        """
         if terms < 1:
             raise InvalidValue(f"{terms=} must be at least 1", "terms")
         steps = [(load, seconds) for load, seconds in measured if seconds > 0]
@@ -78,19 +80,22 @@ class Roofline:
         table = np.array([(load.tokens, load.drafts, 1.0) for load, _ in steps])
         read = np.array([[load.context + load.prefix] for load, _ in steps]) * float(context)
         tokens = np.array([load.tokens for load, _ in steps])
-        starts = [np.zeros(len(steps), dtype=np.intp)]  # one term for all: never worse than a line
+        starts = [np.zeros(len(steps), dtype=np.intp)]  # a single term: the result is never worse than linear
         starts += [np.digitize(tokens, np.quantile(tokens, _cuts(split, terms))) for split in SPLITS if terms > 1]
         best = min((_alternate(table, read, seconds, start) for start in starts), key=lambda found: found[0])
         return cls(tuple(Term(*row) for row in best[1].tolist()), best[2])
 
 
 def _cuts(split: float, terms: int) -> Sequence[float]:
-    """Where tokens are cut into `terms` groups: the first at `split`, the rest evenly above it."""
+    """Return the quantiles that cut tokens into `terms` groups: the first at `split`, the others evenly above it."""
     return [split + (1 - split) * k / (terms - 1) for k in range(terms - 1)] if terms > 1 else []
 
 
 def _alternate(table: Array, read: Array, seconds: Array, owner: Owner) -> tuple[float, Array, float]:
-    """(squared logarithmic error, terms by rows of (k1, k2, b), context) from a first term for each step."""
+    """Alternate from an initial assignment of steps to terms.
+
+    Returns the squared logarithmic error, the terms as rows of (k1, k2, b), and the context coefficient.
+    """
     terms = int(owner.max()) + 1
     best: tuple[float, Array, float] = (float("inf"), np.zeros((terms, 3)), 0.0)
     for _ in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""A model whose every prediction is another's times a factor: to be wrong on purpose, or to put right what is."""
+"""A model that multiplies the predictions of another: to add an error on purpose, or to correct one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..api.perf import Array, Load, PerfModel
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """Predictions of `model` times `factor`, whatever is measured."""
+    """Predictions of `model` times a constant `factor`."""
 
     model: PerfModel
     factor: float

@@ -19,13 +19,13 @@ PROFILING_RUNS = 100  # "the mean decode step time over 100 profiling runs per c
 
 
 class TableModel:
-    """LUT[batch size, longest context], kept up to date by what is measured. A PerfModel.
+    """LUT[batch size, longest context], updated by measured steps. A `PerfModel`.
 
-    An entry is the historical mean of its profiling runs and of every step nearest to it since (Algorithm 3 line
-    24), or with `ewma` a moving average that can forget. Between entries: bilinear, or the nearest one. Entries
-    never seen follow a + b*batch + c*length fitted to those that were. Prefill is what Kairos makes of it: prompt
-    tokens / mu, where mu counts the tokens that were processed (the paper's line 22 counts whole prompts).
-    Writer: the Scheduler that observes steps.
+    An entry is the historical mean of its profiling runs and of every later step nearest to it (Algorithm
+    3, line 24), or with `ewma` a moving average that forgets. Between entries it interpolates bilinearly,
+    or takes the nearest one. Entries never seen follow a + b*batch + c*length, fitted to those seen.
+    Prefill takes prompt tokens / mu as in Kairos, but mu counts processed tokens, where line 22 of the
+    paper counts whole prompts. Writer: the Scheduler that observes steps.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class TableModel:
         self._batches = np.array(batches, dtype=float)
         self._lengths = np.array(lengths, dtype=float)
         self._axes = self._batches.tolist(), self._lengths.tolist()
-        self._seconds = np.full((len(batches), len(lengths)), np.nan)  # measured; NaN where never seen
+        self._seconds = np.full((len(batches), len(lengths)), np.nan)  # measured; NaN if never seen
         self._runs = np.zeros(self._seconds.shape)
-        self._filled = np.zeros(self._seconds.shape)  # with the fit where never seen
+        self._filled = np.zeros(self._seconds.shape)  # measured, or fitted if never seen
         self._unseen = self._seconds.size
         self._prefill_rate = prefill_rate
         self._ewma = ewma
@@ -67,7 +67,7 @@ class TableModel:
         ewma: float | None = None,
         lookup: Literal["bilinear", "nearest"] = "bilinear",
     ) -> TableModel:
-        """Filled offline from a model: `runs` runs of each batch, all of its rows of the same length."""
+        """Fill a table from a model: `runs` runs per entry, with all rows of a batch equally long."""
         table = cls(batches, lengths, prefill_rate=model.prefill_rate, ewma=ewma, lookup=lookup)
         rows, longest = np.meshgrid(table._batches, table._lengths, indexing="ij")
         table._seconds = np.asarray(model.decode_times(rows, longest, rows * longest), dtype=float)
@@ -77,7 +77,7 @@ class TableModel:
         return table
 
     def add(self, points: Iterable[tuple[int, int, float]]) -> None:
-        """Measured (batch, longest context, seconds), for a table filled by measurement."""
+        """Add measured (batch, longest context, seconds) to a table that is filled by measurement."""
         self.version += 1
         for batch, longest, seconds in points:
             self._update(batch, longest, seconds, refill=False)
@@ -112,14 +112,14 @@ class TableModel:
             self._update(load.decode, load.longest, seconds, refill=True)
 
     def _look(self, rows: Array, longest: Array) -> Array:
-        """Inside the table interpolated, beyond its edges the edge's value."""
+        """Interpolate inside the table. Beyond its edges, return the value at the edge."""
         row, along = _place(self._batches, rows)
         column, across = _place(self._lengths, longest)
         between: Array = self._between(row, along, column, across)
         return between
 
     def _between(self, row: Any, along: Any, column: Any, across: Any) -> Any:
-        """Seconds so far `along` from a row to the next and `across` from a column to the next: arrays, or one each."""
+        """Interpolate `along` between a row and the next and `across` between a column and the next, elementwise."""
         filled = self._filled
         if self._lookup == "nearest":
             return filled[row + (along >= 0.5), column + (across >= 0.5)]
@@ -143,25 +143,25 @@ class TableModel:
             self._refill()
 
     def _refill(self) -> None:
-        """Entries never seen, from a fit to those that were."""
+        """Fill entries never seen from a fit to those that were."""
         seen = self._runs > 0
         if not seen.any():
             return
         rows, longest = np.meshgrid(self._batches, self._lengths, indexing="ij")
         table = np.stack([np.ones_like(rows), rows, longest], axis=-1)
         found = nonnegative(table[seen], self._seconds[seen])
-        least = np.min(self._seconds[seen])  # a fit may go below any step that was ever seen
+        least = np.min(self._seconds[seen])  # the fit must not fall below every measured step
         self._filled = np.where(seen, self._seconds, np.maximum(table @ found, least))
 
 
 def _place(axis: Array, values: Array) -> tuple[np.ndarray[tuple[int], np.dtype[np.intp]], Array]:
-    """The interval of `axis` that a value lies in, and how far into it, 0 to 1."""
+    """Return the interval of `axis` that holds each value, and the position in it, 0 to 1."""
     index = np.clip(np.searchsorted(axis, values, side="right") - 1, 0, len(axis) - 2)
     share: Array = np.clip((values - axis[index]) / (axis[index + 1] - axis[index]), 0.0, 1.0)
     return index, share
 
 
 def _place_one(axis: Sequence[float], value: float) -> tuple[int, float]:
-    """As `_place`, of one value: numpy takes ten times as long, and policies ask step by step."""
+    """As `_place`, for one value. Numpy takes ten times as long, and policies ask once per step."""
     index = min(max(bisect_right(axis, value) - 1, 0), len(axis) - 2)
     return index, min(max((value - axis[index]) / (axis[index + 1] - axis[index]), 0.0), 1.0)

@@ -1,8 +1,8 @@
 """Policies by name, imported on demand.
 
-A name is a whole policy (`kairos`), one with options (`kairos:literal`, `sarathi:tokens=512`), or two halves
-(`prefill=fcfs,decode=continuous`), each of which may have options too. With `/draft` behind it the
-rows of any of them draft.
+A name is a whole policy (`kairos`), a policy with options (`kairos:literal`, `sarathi:tokens=512`),
+or a prefill half and a decode half (`prefill=fcfs,decode=continuous`), each with options of its own.
+The suffix `/draft` adds speculative drafting to any policy.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ WHOLE = {
 }
 
 DRAFTING = {"draft": "drafting:Drafting"}
-ROUTER = {"unified": "unified"}  # where a policy is half of a whole with its own router
+ROUTER = {"unified": "unified"}  # policies that are designed together with a router of their own
 
 
 def names() -> list[str]:
-    """What `--policy` takes, options and halves aside."""
+    """List the policy names that `--policy` takes, without options and halves."""
     return sorted({*HALVES, *WHOLE})
 
 
 def routing(policy: str, given: str = "auto") -> str:
-    """The router that goes with a policy, unless another is given."""
+    """Return the router that goes with a policy, unless `given` names one."""
     if given != "auto":
         return given
     return ROUTER.get(policy.partition(":")[0], "least_work")
 
 
 def make(text: str) -> Policy:
-    """A new policy. Raises InvalidValue naming what is allowed."""
+    """Create a policy from its name. Raises InvalidValue, which names the allowed ones."""
     first, slash, drafts = text.strip().partition("/")
     if slash:
         drafting: Policy = build(DRAFTING, drafts, "drafting", __package__, policy=make(first))

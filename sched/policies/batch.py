@@ -1,4 +1,4 @@
-"""Filling one step with decoding rows and prompts up to a bound: what the policies for colocated instances share."""
+"""A step filled with decodes and prompt chunks up to a bound, shared by the policies for colocated instances."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from ..feasibility import Cost, fitting, held_by_best_effort, joined, largest_ch
 
 
 def admissible(view: View, order: Order) -> tuple[Order, Order]:
-    """Prompts of `order` that can be computed now, and those that wait for pages or a slot.
+    """Split `order` into prompts that can be computed now and prompts that wait for pages or a slot.
 
-    The first that does not fit keeps back all that wait behind it. Prefix hits are not known here, so a prompt of the
-    second kind may yet fit; it had better not be charged for before those of the first, which surely run.
+    The first waiting prompt that does not fit blocks all waiting prompts behind it. Prefix hits are not
+    counted, so a prompt of the second group may still fit. Batches charge the first group before it,
+    because those prompts are sure to run.
     """
     rows, limits = view.prefill, view.limits
     waits = (rows.running == 0)[order]
@@ -31,22 +32,28 @@ def admissible(view: View, order: Order) -> tuple[Order, Order]:
 
 
 def first_come(view: View) -> Order:
-    """Prompts by arrival, those begun first, best effort last."""
+    """Order prompts by arrival: best effort last, and prompts in progress first within each group."""
     rows = view.prefill
     return np.argsort(2.0 * rows.best_effort - rows.running, kind="stable")
 
 
 def stall_free_tokens(view: View, share: float = 1.0) -> int:
-    """The token budget that a profile of the model would set: the largest step of prompt tokens alone that takes no
-    longer than `share` of the tightest tpot of all requests here; limits.tokens where none has one, or where not even
-    one token is that fast, so that no budget keeps it."""
+    """Return the token budget that a profile of the model would set.
+
+    It is the largest step of prompt tokens alone that takes at most `share` of the tightest TPOT of all
+    requests on the instance. Returns `limits.tokens` if no request has a TPOT, or if even one token
+    takes longer than that.
+    """
     bound = share * min(tightest_tpot(view.decode), tightest_tpot(view.prefill))
     return largest_chunk(view.perf.step_time, Load(), 0, view.limits.tokens, bound, grid=1) or view.limits.tokens
 
 
 class Batch:
-    """Grants for one step, most important first, until `cost` would exceed `bound` or the step has no room for more
-    tokens. What comes after something that had to be cut is left out."""
+    """The grants of one step, most important first.
+
+    Grants are added until `cost` would exceed `bound` or the step has no room for more tokens. Once
+    something had to be cut, everything after it is left out.
+    """
 
     def __init__(self, view: View, cost: Cost, bound: float) -> None:
         self._view = view
@@ -55,7 +62,7 @@ class Batch:
         self._most = view.limits.tokens
         self._prompts = view.limits.prompts
         self._grants: list[Grant] = []
-        self._runs = False  # something is granted that needs nothing more to run
+        self._runs = False  # whether some grant can run without getting pages or a slot first
         self.load = Load()
         self.full = False
 
@@ -63,7 +70,7 @@ class Batch:
         return len(self._grants)
 
     def decode(self, order: Order, *, always: bool = False) -> None:
-        """One token each of these rows of view.decode, as many as fit, or all of them."""
+        """Grant one token to each of these rows of `view.decode`: as many as fit, or all if `always`."""
         if (self.full and not always) or not len(order):
             return
         rows, count = self._view.decode, len(order)
@@ -77,8 +84,10 @@ class Batch:
             self._runs = True
 
     def prompts(self, order: Order, *, whole: bool = False) -> None:
-        """Chunks of these rows of view.prefill; the last is cut to fit. `whole`: a prompt is only cut where it is the
-        first of the step."""
+        """Grant chunks of these rows of `view.prefill`, the last one cut to fit.
+
+        whole: only cut a prompt if it is the first grant of the step.
+        """
         rows = self._view.prefill
         for row in order.tolist():
             room = self._most - self.load.tokens
@@ -97,13 +106,15 @@ class Batch:
             self._runs = self._runs or request.state is not State.WAITING
 
     def _chunk(self, most: int, done: int) -> int:
-        """The most tokens of a prompt with `done` tokens computed that keep the step within its bound."""
         return largest_chunk(self._cost, self.load, done, most, self._bound, grid=1)
 
     def decision(self, urgent: Order) -> Decision:
-        """What was put in. Where all of it must first find pages and a slot, somebody who has them comes along, so that
-        the instance never idles: the first of the decoding rows `urgent`, or else a prompt that has begun, which has
-        the place of one that gets none."""
+        """Return the grants as a decision.
+
+        If every grant must first get pages and a slot, one request that already has them is added, so
+        that the instance never idles: the first row of `urgent` (rows of `view.decode`), or else a prompt
+        in progress, which takes the place of a prompt that gets no pages.
+        """
         grants, rows = tuple(self._grants), self._view.prefill
         if self._runs:
             return Decision(grants)

@@ -1,4 +1,4 @@
-"""Continuous batching: everything that can decode does, the decode half of DistServe."""
+"""Continuous batching: every request that can decode does. The decode half of DistServe."""
 
 from __future__ import annotations
 
@@ -6,5 +6,7 @@ from ..api.policy import Decision, View, one_each
 
 
 class Continuous:
+    """A decode policy that grants every row one token."""
+
     def decide(self, view: View) -> Decision:
         return Decision(one_each(view.decode))

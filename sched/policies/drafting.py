@@ -1,9 +1,9 @@
-"""Any policy whose rows decode one token each, made to draft: as `kairos/draft`.
+"""Speculative drafting added to any policy with one token per decode, as in `kairos/draft`.
 
-How much pays follows from what was accepted and what steps take: of the lengths that there are, the one by which the
-rows that decode gain the most tokens per second (Acc(sl) / T(sl) of SLOs-Serve, arXiv 2504.08784 appendix D, for any
-number of rows), each row by its own acceptance, and none where that is best. Steps with parts of prompts do not draft:
-the policy has sized them for rows of one token.
+The draft length follows from measured acceptance and predicted step time: of the available lengths,
+the one with the most tokens per second (Acc(sl) / T(sl) of SLOs-Serve, arXiv 2504.08784, appendix D,
+generalized to any number of rows with an acceptance each), or no drafting if that is fastest. Steps
+with prompt chunks do not draft, because the policy has sized them for one token per decode.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from ..api.policy import Decision, Grant, Policy, Role, View
 from ..api.request import RequestView
 from ..feasibility import Mask
 
-WORTH = 1.05  # of the rate without drafts: less is within the error of what is measured
-SHARE = 0.01  # of the time that may go into trying another length
-LEAST, MOST = 16, 512  # steps between two tries
-AGAIN = (
-    8  # steps of the same grants for which nobody drafts once that is best: to choose takes a tenth of a millisecond
-)
+WORTH = 1.05  # required speedup over no drafting: a smaller one is within measurement error
+SHARE = 0.01  # share of the time that may go into exploring another length
+LEAST, MOST = 16, 512  # steps between two explorations
+AGAIN = 8  # steps with equal grants that reuse the choice not to draft: choosing takes 0.1 ms
 
 
 class _Best(NamedTuple):
     rate: float  # tokens per second
     draft: int
-    rows: Mask  # which of the rows draft
+    rows: Mask  # the rows that draft
 
 
 class Drafting:
-    """What `policy` decides, with drafts for the rows that decode. adaptive: as above; otherwise always the most.
+    """A policy that adds drafts to the decodes that another policy grants.
 
-    Writer of the count of steps since something else was tried (what is never done is never measured), and of what was
-    chosen last.
+    Explores an alternative now and then, because what never runs is never measured. Writer of the
+    number of steps since the last exploration and of the last choice.
+
+    adaptive: choose lengths as described above; if False, always draft as much as fits.
     """
 
     def __init__(self, policy: Policy, adaptive: bool = True) -> None:
         self._policy = policy
         self._adaptive = adaptive
         self._since = 0
-        self._turn = False  # whose turn it is to be tried
-        self._asked: tuple[Grant, ...] = ()  # what `_lengths` was chosen for
+        self._turn = False  # alternates between the two alternatives of `_tried`
+        self._asked: tuple[Grant, ...] = ()  # the grants that `_lengths` was chosen for
         self._lengths: dict[int, int] = {}
-        self._left = 0  # steps for which it holds
+        self._left = 0  # steps for which `_lengths` remains valid
 
     def decide(self, view: View) -> Decision:
         decision = self._policy.decide(view)
@@ -64,7 +64,7 @@ class Drafting:
         return _with(decision, self._lengths)
 
     def _chosen(self, view: View, decision: Decision) -> dict[int, int]:
-        """Tokens to draft by request."""
+        """Choose the number of tokens to draft, by request."""
         decoding = {one.id: row for row, one in enumerate(view.decode)}
         rows = [decoding[grant.request] for grant in decision.grants if grant.request in decoding]
         mine = [view.decode[row] for row in rows]
@@ -83,8 +83,12 @@ class Drafting:
         return {one.id: best.draft for one, drafts in drafting if drafts} if best.draft else {}
 
     def _tried(self, batch: _Batch, best: _Best, idle: _Best) -> _Best:
-        """Now and then something else, as seldom as what it costs asks for: one token where none is best; where some
-        are, by turns none, and as many of all rows: one that was left out may have become better."""
+        """Return `best`, or from time to time an alternative to measure, less often the more it costs.
+
+        If not drafting is best, the alternative is one token for every row. Otherwise the alternatives
+        are, in turn, no drafting and the same length for all rows, since the acceptance of a row that
+        does not draft may have risen.
+        """
         if self._since < LEAST:
             return best
         able, drafting = int(np.count_nonzero(batch.able)), int(np.count_nonzero(best.rows))
@@ -103,10 +107,13 @@ class Drafting:
 
 @dataclass(frozen=True)
 class _Batch:
-    """The rows that decode in a step. able [rows]: which may draft. chance [rows]: that a token of one is right."""
+    """The decodes of one step.
+
+    able [rows]: whether the row may draft. chance [rows]: probability that a drafted token is accepted.
+    """
 
     perf: PerfModel
-    tokens: int  # most in a step
+    tokens: int  # limit of a step
     longest: int
     context: int
     able: Mask
@@ -114,7 +121,7 @@ class _Batch:
 
     @classmethod
     def of(cls, view: View, mine: Sequence[RequestView], rows: Sequence[int]) -> _Batch:
-        """mine: the requests at these rows of view.decode."""
+        """Build a batch from the requests `mine`, which are at `rows` of `view.decode`."""
         able = np.array([one.drafts for one in mine])
         chance = np.array([one.acceptance if one.drafts else 0.0 for one in mine])
         context = view.decode.context[np.array(rows)]
@@ -126,23 +133,25 @@ class _Batch:
 
     @cached_property
     def alone(self) -> float:
-        """Seconds of a step in which nobody drafts."""
+        """Seconds of a step without drafts."""
         return self.seconds(0, 0)
 
     def seconds(self, drafting: int, draft: int) -> float:
-        """Of a step in which all rows decode and so many of them draft."""
+        """Predict the seconds of a step in which all rows decode and `drafting` rows draft."""
         drafts = draft if drafting else 0
         load = Load(0, self.count + drafting * draft, 0.0, self.longest, self.context, 0, drafts)
         return max(self.perf.step_time(load), 1e-9)
 
     def best(self, draft: int, plain: float) -> _Best | None:
-        """The rows that had better draft that many tokens, where tokens come at rate `plain` without drafts, and what
-        all gain then; None where there is no room."""
-        gains = np.zeros_like(self.chance)  # tokens beyond the one that is certain
+        """Choose the rows that gain by drafting `draft` tokens, given the rate `plain` without drafts.
+
+        Returns None if no row gains, or if the step has no room for the drafts.
+        """
+        gains = np.zeros_like(self.chance)  # expected tokens besides the one that is always gained
         for _ in range(draft):
             gains = self.chance * (1.0 + gains)
         each = (self.seconds(self.count, draft) - self.alone) / self.count
-        worth = gains > max(0.0, each) * plain  # of what its own tokens take
+        worth = gains > max(0.0, each) * plain  # compared with the tokens that the added time costs
         drafting = int(np.count_nonzero(worth))
         if not drafting or self.count + drafting * draft > self.tokens:
             return None

@@ -1,4 +1,4 @@
-"""Earliest deadline first, blind to what can still be met, or to what cannot only once it is missed."""
+"""Earliest deadline first, without predicting whether a deadline can still be met."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from .ordered import Ordered, sort
 
 
 class Edf(Ordered):
-    """By arrival + TTFT. In overload everybody waits for those who are late already."""
+    """The order by arrival + TTFT. Under overload late prompts delay all others."""
 
     def order(self, view: View) -> Order:
         return sort(view.prefill, view.prefill.deadline)
 
 
 class DeadlineEdf(Ordered):
-    """D-EDF of the FlowPrefill paper (section 6.3): as EDF, with those whose deadline has passed
-    behind the others."""
+    """The order of `Edf`, except that prompts with a past deadline are last.
+
+    This is D-EDF of the FlowPrefill paper (section 6.3).
+    """
 
     def order(self, view: View) -> Order:
         deadline = view.prefill.deadline

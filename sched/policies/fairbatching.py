@@ -1,4 +1,4 @@
-"""FairBatching (arXiv 2510.14392): steps as long as those who decode can spare, prompts before those that can wait."""
+"""FairBatching (arXiv 2510.14392): steps sized by the slack of the decodes, prompts before decodes that can wait."""
 
 from __future__ import annotations
 
@@ -25,29 +25,33 @@ from ..feasibility import (
 )
 from .batch import Batch, admissible, stall_free_tokens
 
-EXPECTED = 1000  # tokens of context of a decoding row, to a budget that is counted in tokens
+EXPECTED = 1000  # tokens: the context assumed for each decode if the budget counts only tokens
 
 
 class Budget(NamedTuple):
-    """How much a step may hold, and what is compared with it."""
+    """The bound of a step, and the cost that is compared with it."""
 
     cost: Cost
     bound: float
-    seconds: float  # that such a step takes: decodes which cannot wait for its end go first
-    time: Cost  # seconds of a step, as far as the budget sees them
+    seconds: float  # expected duration of the step: decodes that cannot wait that long go first
+    time: Cost  # seconds of a step as the budget models it
 
 
 class FairBatching:
-    """Section 3.3 (Algorithm 1): first the decoding rows that cannot wait for a step more, always; then prompts; then
-    the other decoding rows; each by slack, until the step takes as long as its budget, which is the least slack of
-    any decoding row, but at least the tightest tpot (section 3.2). Without decoding rows only limits.tokens bounds it.
+    """A policy that fills each step in three groups, by slack, up to a time budget (section 3.3, Algorithm 1).
 
-    anchor: what a decode deadline is counted from: `first`, the first token itself, or `arrival`, arrival + TTFT, as
-    published, with which the worst mean time per token cannot hold. margin: share of the budget that is used: with
-    all of it any error of the prediction is a miss. budget: `slo` as above; `tokens` counts it in tokens instead,
-    blind to contexts (the paper's FB-TB); `fixed:N` is N tokens whatever the slack, `fixed` those that take `margin`
-    of the tightest tpot (FB-FB). on_time_set: prompts not by slack, with which late ones go first and make others
-    late, but the largest set that can be on time first.
+    The groups are decodes that cannot wait one more step, which are always in; prompts; other decodes.
+    The budget is the least slack of any decode, but at least the tightest TPOT (section 3.2). Without
+    decodes only `limits.tokens` bounds the step.
+
+    anchor: what decode deadlines count from. `first`: the actual first token. `arrival`: arrival + TTFT,
+        as published, which cannot hold the worst-case mean TPOT.
+    margin: share of the budget that is used. At 1, every prediction error is a miss.
+    budget: `slo`: as above. `tokens`: the same budget, filled by a model that sees tokens but not
+        contexts (FB-TB in the paper). `fixed:N`: N tokens regardless of slack. `fixed`: as many tokens
+        as take `margin` of the tightest TPOT (FB-FB).
+    on_time_set: put the largest set of prompts that can be on time first, instead of ordering by slack,
+        which puts late prompts first and so makes others late.
     """
 
     def __init__(
@@ -71,21 +75,21 @@ class FairBatching:
         by_slack = np.argsort(slack, kind="stable")
         prompts = admissible(view, self._order(view))
         urgent = int(np.count_nonzero(slack < budget.seconds + tpot))
-        least = load_of(view.decode.context[by_slack[:urgent]])  # no step is shorter
+        least = load_of(view.decode.context[by_slack[:urgent]])  # every step contains these decodes
         lost = len(slack) > 0 and self._lost(view, budget, least)
         if not lost:
             batch = self._batch(view, budget, by_slack, urgent, prompts)
             lost = self._lost(view, budget, batch.load)
-        if lost:  # too long for every row in any case
+        if lost:  # no decode can meet its objectives, so the budget would gain nothing
             batch = self._batch(view, Budget(_free, inf, inf, _free), by_slack, len(by_slack), prompts)
         return batch.decision(by_slack)
 
     def _lost(self, view: View, budget: Budget, load: Load) -> bool:
-        """Whether a step of `load` is too long for every row, so that nothing is gained by its budget."""
+        """Return whether a step of `load` is too long for every row, so that its budget gains nothing."""
         return self._anchored and isfinite(budget.bound) and not hopeful(view, budget.time(load))
 
     def _batch(self, view: View, budget: Budget, by_slack: Order, urgent: int, prompts: tuple[Order, Order]) -> Batch:
-        """The step: the first `urgent` rows that decode for sure, and those others that have waited too long."""
+        """Fill a step with the first `urgent` decodes and all others that have waited too long, then by group."""
         batch, served = Batch(view, budget.cost, budget.bound), view.decode.standard
         batch.decode(by_slack[:urgent], always=True)
         others = by_slack[urgent:]
@@ -104,7 +108,7 @@ class FairBatching:
         return batch
 
     def _slack(self, view: View) -> Array:
-        """Seconds that each decoding row can wait; best effort for ever."""
+        """Return the seconds that each decode can wait: inf for best effort."""
         rows = view.decode
         deadline = rows.deadline
         if rows.standard < len(rows):
@@ -115,14 +119,14 @@ class FairBatching:
         return deadline - view.start
 
     def _order(self, view: View) -> Order:
-        """Prompts by slack, or those that can be on time first; best effort last."""
+        """Order prompts by slack, or the on-time set first. Best effort is last."""
         rows = view.prefill
         if not self._on_time_set or not len(rows):
             return np.lexsort((rows.deadline, rows.best_effort))
         work = remaining_work(view, rows) / max(0.05, self._speed(view))
         deadline = deadlines(rows)
         chosen = on_time_set(view.start, deadline, work)
-        first, left = np.flatnonzero(chosen), np.flatnonzero(~chosen)  # best effort is among the others
+        first, left = np.flatnonzero(chosen), np.flatnonzero(~chosen)  # `left` includes best effort
         first = first[np.argsort(deadline[first], kind="stable")]
         return np.concatenate([first, left[np.lexsort((work[left], rows.best_effort[left]))]])
 
@@ -131,7 +135,7 @@ class FairBatching:
 
 
 def _budget(text: str, margin: float) -> Callable[[View, float], Budget]:
-    """What makes the budget of a view whose decodes leave so many seconds."""
+    """Parse `budget` into a function of a view and the seconds its decodes can wait."""
     name, colon, count = text.partition(":")
     if text == "slo":
         return lambda view, seconds: Budget(view.perf.step_time, margin * seconds, seconds, view.perf.step_time)
@@ -159,6 +163,6 @@ def _free(load: Load) -> float:
 
 
 def _blind(load: Load) -> Load:
-    """The step as its tokens alone tell of it."""
+    """Replace the contexts of a load with the assumed one."""
     longest = EXPECTED if load.decode else 0
     return Load(load.prefill, load.decode, longest=longest, context=longest * load.decode)

@@ -1,4 +1,4 @@
-"""FlowPrefill: steps of prompts stopped at a segment boundary for whoever is due earlier (Algorithms 1 and 2)."""
+"""FlowPrefill: prefill steps that stop at a segment boundary for a prompt of higher priority (Algorithms 1 and 2)."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ from ..feasibility import Mask, left_behind, remaining_work
 from .ordered import LONG, aged, checked_share, longs_turn, sort
 
 ORDERS = ("sedf", "deadline_edf", "edf")
-CANDIDATES = 64  # prompts that are tried for a batch
-NOBODY = (2.0,)  # rank of a step whose requests are all over: it only holds pages
+CANDIDATES = 64  # prompts considered for a batch
+NOBODY = (2.0,)  # rank of a step without live requests: it only holds pages
 
-Rank = tuple[float, ...]  # best effort, late, deadline; the least goes first
+Rank = tuple[float, ...]  # (best effort, late, deadline); the lowest rank runs first
 
 
 class FlowPrefill:
-    """The prompt of highest priority computes alone, or with a few short ones; what it interrupts resumes later.
+    """A prefill policy that runs the prompt of highest priority alone, or with a few short ones.
 
-    Priority is (can be on time, deadline), S-EDF as a tuple: the paper's sgn(slack)/deadline (Equation 3) puts the
-    latest deadline first among the late. The predicted time of a started step is what is left of it; else a nearly
-    finished one would look hopeless and be stopped. Nobody is stopped for one that will be late anyway, nor for one
-    that cannot get pages. Short prompts join the first one (Algorithm 1) while the batch stays below `batch` tokens,
-    everybody in it is on time, and nobody else who can be on time loses that; where no prompt can be on time, late ones
-    share a batch likewise. A prompt longer than limits.tokens is
-    several steps.
+    Preempted steps resume later. Priority is the tuple (can be on time, deadline), which is S-EDF. The
+    paper's sgn(slack)/deadline (Equation 3) puts the latest deadline first among late prompts. A started
+    step is predicted by its remaining work; by its total work, a nearly finished step would look hopeless
+    and be preempted. A prompt that will be late anyway, or that cannot get pages, preempts nothing.
 
-    batch: tokens of the batch (G in the paper), 0 for one prompt a step. order: `sedf`, or for comparison
-    `deadline_edf` and `edf` (section 6.3). preempt: off, steps are never stopped. ageing: see Ordered. literal:
-    Equation 3 and Algorithm 1 to the letter; a started prompt's predicted time is that of all of it, late ones stop
-    each other, and members of a batch are not asked whether they are on time.
+    Short prompts join the first one (Algorithm 1) while the batch stays below `batch` tokens, all its
+    members are on time, and the batch makes no other prompt late. If no prompt can be on time,
+    late prompts share a batch in the same way. A prompt longer than `limits.tokens` takes several steps.
+
+    batch: limit of a batch in tokens (G in the paper); 0 runs one prompt per step.
+    order: `sedf`, or for comparison `deadline_edf` or `edf` (section 6.3).
+    preempt: whether prefill steps may be preempted.
+    ageing: see `Ordered`.
+    literal: Equation 3 and Algorithm 1 as printed: a started prompt is predicted by its total work,
+        late prompts preempt each other, and batch members need not be on time.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class FlowPrefill:
 
     @property
     def stops(self) -> bool:
-        """Whether it stops steps of prompts."""
+        """Whether the policy preempts prefill steps."""
         return self._preempt
 
     def decide(self, view: View) -> Decision:
@@ -79,10 +82,10 @@ class FlowPrefill:
             return Decision()
         return self._start(view, order, work, late)
 
-    # who comes first
+    # priority
 
     def _work(self, view: View) -> Array:
-        """Predicted seconds of each row, alone."""
+        """Predict the seconds that each row takes alone."""
         rows = view.prefill
         if self._literal:
             return view.perf.prefill_times(rows.context + rows.remaining, np.zeros(len(rows)), view.limits.tokens)
@@ -95,7 +98,7 @@ class FlowPrefill:
         return late
 
     def _sorted(self, view: View, late: Mask, due: Array) -> Order:
-        """All rows but those of which the running step computes a part."""
+        """Order the rows. While a step runs, return only the first row that is not in that step."""
         order = aged(view.prefill, sort(view.prefill, late, due), view.start, self._ageing)
         if view.running is not None and len(order):
             mine = {request.id for request in view.running.requests}
@@ -104,13 +107,13 @@ class FlowPrefill:
         return order
 
     def _rank(self, view: View, task: Task) -> Rank:
-        """Of the best of its requests."""
+        """Return the rank of a step: the best rank of its requests."""
         return min((self._rank_in(view, task, request) for request in task.requests), default=NOBODY)
 
     def _rank_in(self, view: View, task: Task, request: RequestView) -> Rank:
         due = request.deadline
         if request.first_token_at is None:
-            due = request.arrival + request.slo.ttft  # `deadline` may be that of the token after this step's
+            due = request.arrival + request.slo.ttft  # `deadline` may already be that of the following token
         tokens, context = float(left_behind(request)), float(request.context)
         seconds = task.seconds
         if self._literal:
@@ -121,7 +124,10 @@ class FlowPrefill:
         return (float(request.tier == BEST_EFFORT), float(late), -due if late and self._literal else due)
 
     def _stops(self, view: View, running: Task, head: int | None, rank: Rank) -> bool:
-        """Whether somebody who is not late anyway, or a suspended step, comes before the running one."""
+        """Return whether a waiting prompt or a suspended step should preempt the running step.
+
+        Only work that can still be on time does, except with `literal`.
+        """
         if self._owed(view, running):
             return False
         mine = self._rank(view, running)
@@ -131,7 +137,7 @@ class FlowPrefill:
         return best < mine and (self._literal or best[1] == 0.0)
 
     def _owed(self, view: View, task: Task) -> bool:
-        """Whether this is the time of long prompts, and it computes one."""
+        """Return whether the current time is reserved for long prompts and the step computes one."""
         return longs_turn(view.start, self._ageing) and any(
             one.prompt_length >= LONG and one.tier != BEST_EFFORT for one in task.requests
         )
@@ -145,7 +151,10 @@ class FlowPrefill:
     # what runs
 
     def _start(self, view: View, order: Order, work: Array, late: Mask) -> Decision:
-        """The first in order with its batch; behind them those that hold pages already, should these get none."""
+        """Start the first prompt and its batch.
+
+        Prompts that already hold pages are named behind them, in case the batch gets no pages.
+        """
         rows = view.prefill
         chosen = self._together(view, order, work, late)
         holders = order[rows.running[order] > 0].tolist()
@@ -154,7 +163,7 @@ class FlowPrefill:
         return Decision(grants, prompts=len(chosen))
 
     def _together(self, view: View, order: Order, work: Array, late: Mask) -> list[int]:
-        """SLO-aware batching (Algorithm 1)."""
+        """Choose the batch of the first prompt: SLO-aware batching (Algorithm 1)."""
         rows, head = view.prefill, int(order[0])
         size, context = rows.remaining - rows.hit, rows.context + rows.hit
         tokens = int(size[head])
@@ -189,7 +198,7 @@ class FlowPrefill:
 
 
 class _Guard:
-    """Slack of those outside a batch, whom it must not make late. Writer: the decision that holds it."""
+    """Slack of the requests outside a batch, which the batch must not make late. Writer: the decision that holds it."""
 
     def __init__(self, view: View, work: Array, late: Mask, head: int) -> None:
         rows = view.prefill
@@ -201,10 +210,10 @@ class _Guard:
         self._outside: list[float] = np.sort(np.concatenate([slack, stopped])).tolist()
 
     def leave(self, row: int) -> None:
-        """It has joined the batch."""
+        """Remove a row that joined the batch."""
         del self._outside[bisect_left(self._outside, self._slack[row])]
 
     def allows(self, row: int, before: float, after: float) -> bool:
-        """Whether nobody but `row` can be on time behind a step of `before` seconds, and not behind one of `after`."""
+        """Return whether extending the step from `before` to `after` seconds makes only `row` late, if any."""
         lost = bisect_left(self._outside, after) - bisect_left(self._outside, before)
         return lost <= (before <= self._slack[row] < after)

@@ -1,4 +1,4 @@
-"""One policy for prompts and one for decoding, put together by the role of the instance."""
+"""A prefill policy and a decode policy, combined according to the role of the instance."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from ..api.policy import Decision, Grant, Policy, Role, View, one_each
 from ..feasibility import GRID, decode_load, keeps_objectives, largest_chunk, load_of, mixed_bound, tightest_tpot
 from . import turns
 
-SHARE = 0.75  # of the tightest tpot and tbt: a request that joins waits for the running mixed step
+SHARE = 0.75  # of the tightest TPOT and TBT: a request that joins waits for the running mixed step
 
 
 class Halves:
-    """Prompts first on a prefill instance; on a mixed one decoding first and prompts in what the budget leaves.
+    """A prefill half and a decode half, combined by role.
 
-    Beside running decodes prompts are cut to what the tightest tpot leaves. On a decode instance they are guests
-    (deflected, or computed again), or have the whole step where nothing decodes. Where the prompts' policy stops steps
-    and the instance can, prompts and running decodes take turns instead (turns.py).
+    A prefill instance serves prompts first. A mixed instance serves decodes first and cuts prompts to
+    what the tightest TPOT leaves. On a decode instance prompts (deflected, or recomputed after a drop)
+    are piggybacked on the decodes, or have the whole step if nothing decodes. If the prefill half
+    preempts steps and the instance can, prompts and decodes alternate instead (see `turns`).
     """
 
     def __init__(self, prefill: Policy, decode: Policy) -> None:
@@ -51,9 +52,11 @@ class Halves:
 
 
 def beside(view: View, grants: tuple[Grant, ...], decode: tuple[Grant, ...]) -> tuple[Grant, ...]:
-    """Prompt chunks cut to what a step with the chosen decodes leaves of the tightest tpot and tbt; a few tokens of the
-    first where decoding leaves nothing, so that prompts go on; as much as a step holds where that is too long for every
-    row that decodes, as nothing is gained by cutting."""
+    """Cut prompt chunks to what a step with the chosen decodes leaves of the tightest TPOT and TBT.
+
+    If the decodes leave nothing, the first prompt gets a few tokens so that it makes progress. If the
+    step is then too long for every decode, the chunks are not cut at all, since cutting gains nothing.
+    """
     chosen = {grant.request for grant in decode}
     context = view.decode.context
     if len(chosen) < len(view.decode):
@@ -70,7 +73,7 @@ def beside(view: View, grants: tuple[Grant, ...], decode: tuple[Grant, ...]) -> 
 
 
 def piggyback(view: View, grants: tuple[Grant, ...], load: Load, bound: float) -> tuple[tuple[Grant, ...], Load]:
-    """Prompt chunks cut so that a step of `load` with them takes at most `bound` seconds, and that step."""
+    """Cut prompt chunks so that a step of `load` with them takes at most `bound` seconds; return them and the step."""
     cut = []
     requests = {request.id: request for request in view.prefill}
     for grant in grants:
@@ -78,7 +81,7 @@ def piggyback(view: View, grants: tuple[Grant, ...], load: Load, bound: float) -
         left = min(grant.tokens, request.remaining)
         tokens = largest_chunk(view.perf.step_time, load, request.context, left, bound)
         if not tokens and request.generated:
-            tokens = min(left, GRID)  # it was a resident before its KV was dropped: it comes back, if slowly
+            tokens = min(left, GRID)  # a request that was decoding before its KV was dropped must make progress
         if not tokens:
             break
         cut.append(Grant(grant.request, tokens))

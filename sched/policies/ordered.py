@@ -1,4 +1,4 @@
-"""What the prompt orders have in common: best effort last, a share of the time for long prompts, packing."""
+"""Base of the prompt orders: best effort last, a share of the time for long prompts, packing."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import numpy as np
 from ..api.errors import InvalidValue
 from ..api.policy import Decision, Order, QueueView, View, in_order
 
-LONG = 65536  # tokens: prompts that every order by size or by feasibility starves under load
-PERIOD = 10.0  # seconds, of which `ageing` is the share of the oldest long prompt
+LONG = 65536  # tokens: prompts of this length starve under load in every order by size or feasibility
+PERIOD = 10.0  # seconds; the oldest long prompt goes first in a share `ageing` of each period
 
 
 class Ordered:
-    """Grants all that is left of each prompt, in an order; what a step holds is cut from its front.
+    """A policy that grants the rest of each prompt, in an order. The step is cut from the front of that order.
 
-    ageing: share of the time (0 to 1) in which the oldest prompt of 64K tokens and more goes first, so that it does
-    not starve; a step begun in that time may end after it. pack: whether a step may hold several prompts.
+    ageing: share of the time (0 to 1) in which the oldest prompt of 64K tokens or more goes first, so
+        that it does not starve. A step that starts in this time may end after it.
+    pack: whether a step may hold several prompts.
     """
 
     def __init__(self, ageing: float = 0.0, pack: bool = True) -> None:
@@ -23,7 +24,7 @@ class Ordered:
         self._pack = pack
 
     def order(self, view: View) -> Order:
-        """All rows of `view.prefill`, the first to be served first."""
+        """Order all rows of `view.prefill`, the one to serve first in front."""
         raise NotImplementedError
 
     def decide(self, view: View) -> Decision:
@@ -41,18 +42,18 @@ def checked_share(ageing: float) -> float:
 
 
 def sort(rows: QueueView, *keys: np.ndarray) -> Order:
-    """Rows by the keys, the first of which counts most; best effort last, ties by arrival and id."""
+    """Sort rows by keys, the most significant key first. Best effort is last; ties go by arrival and id."""
     order: Order = np.lexsort((*reversed(keys), rows.best_effort))
     return order
 
 
 def longs_turn(start: float, share: float) -> bool:
-    """Whether `start` lies in the time of long prompts."""
+    """Return whether `start` lies in the time reserved for long prompts."""
     return start % PERIOD < share * PERIOD
 
 
 def aged(rows: QueueView, order: Order, start: float, share: float) -> Order:
-    """The oldest long prompt to the front, in `share` of the time."""
+    """Move the oldest long prompt to the front in `share` of the time."""
     if not longs_turn(start, share):
         return order
     long = (rows.length >= LONG) & (rows.best_effort == 0)

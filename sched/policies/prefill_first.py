@@ -1,4 +1,4 @@
-"""Prompts first: vLLM's batching before it had chunks (its engine version 0), the papers' baseline `vllm`."""
+"""Prompts first: the batching of vLLM's V0 engine before chunked prefill, the baseline `vllm` of the papers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from .batch import Batch, admissible, first_come
 
 
 class PrefillFirst:
-    """Prefill-prioritised (FairBatching, arXiv 2510.14392, section 2.3): while prompts wait and there is room for one,
-    a step is of whole prompts alone, first come first served, and nobody decodes; otherwise everybody does.
+    """Prefill-prioritized batching (FairBatching, arXiv 2510.14392, section 2.3).
 
-    tokens: of a step of prompts; a longer prompt has a step, or several, of its own.
+    While a prompt waits that there is room for, a step holds whole prompts only, first come first served,
+    and no decodes. Otherwise all rows decode.
+
+    tokens: limit of a step of prompts. A longer prompt takes one or more steps of its own.
     """
 
     def __init__(self, tokens: int = 8192) -> None:
@@ -39,7 +41,7 @@ class PrefillFirst:
 
 
 def _unsure(view: View) -> bool:
-    """Whether there may be less room than it seems: reserved for others, or held by best effort together."""
+    """Return whether room may be overestimated: reserved for KV transfers, or held by best effort."""
     return view.role is Role.DECODE or bool(view.prefill.best_effort.any() or view.decode.best_effort.any())
 
 

@@ -1,4 +1,4 @@
-"""Sarathi-Serve's stall-free batching: everything that decodes, and prompts in what a token budget leaves."""
+"""Stall-free batching of Sarathi-Serve: all decodes, and prompts in the rest of a token budget."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from .batch import Batch, admissible, first_come, stall_free_tokens
 
 
 class Sarathi:
-    """Decode-prioritised (FairBatching, arXiv 2510.14392, section 2.3): every row decodes in every step, and prompts,
-    first come first served, get chunks of what is left of `tokens`.
+    """Decode-prioritized batching (FairBatching, arXiv 2510.14392, section 2.3).
 
-    Where the step of such a budget is too long for every row that decodes, it is that of the limits instead.
+    All rows decode in every step. Prompts get chunks of the rest of `tokens`, first come first served. If
+    the step of the default budget is too long for every decode, the budget is `limits.tokens` instead. On
+    a prefill instance it always is.
 
-    tokens: budget of a step; 0, the default, is what a profile of the model would set: the most prompt tokens whose
-    step alone takes `share` of the tightest tpot; the rest is for the contexts of those who decode, which a budget in
-    tokens does not see. A large one (8192) is how vLLM's present engine batches by default. On a prefill instance,
-    where nobody decodes, it is the limit of the step.
+    tokens: budget of a step. 0, the default, computes it from the step-time model: the most prompt tokens
+        that take, alone, `share` of the tightest TPOT. A large one (8192) is how vLLM batches today.
+    share: leaves time for the contexts of the decodes, which a budget in tokens does not see.
     """
 
     def __init__(self, tokens: int = 0, share: float = 0.9) -> None:
         if tokens < 0:
             raise InvalidValue(
-                f"sarathi {tokens=} must be at least 1, or 0 for what the step-time model says", "tokens"
+                f"sarathi {tokens=} must be at least 1, or 0 to compute it from the step-time model", "tokens"
             )
         if not 0 < share <= 1:
             raise InvalidValue(f"sarathi {share=} must be more than 0 and at most 1", "share")
@@ -39,7 +39,7 @@ class Sarathi:
         budget = self._budget(view)
         batch = self._batch(view, budget)
         if budget < view.limits.tokens and not self._tokens and not hopeful(view, view.perf.step_time(batch.load)):
-            batch = self._batch(view, view.limits.tokens)  # too long for every row in any case
+            batch = self._batch(view, view.limits.tokens)  # no decode can meet its objectives in any case
         return batch.decision(np.arange(len(view.decode)))
 
     def _batch(self, view: View, budget: int) -> Batch:

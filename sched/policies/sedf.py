@@ -1,4 +1,4 @@
-"""Slack-aware earliest deadline first, the order of the FlowPrefill paper (Equation 3), read as a tuple."""
+"""Slack-aware earliest deadline first: the order of the FlowPrefill paper (Equation 3), read as a tuple."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from .ordered import Ordered, sort
 
 
 class Sedf(Ordered):
-    """Those that can still be on time by deadline, then those that cannot, by deadline.
+    """The order with prompts that can still be on time first, by deadline within both groups.
 
-    A prompt can be where the predicted time of its own remaining work, alone and at once, ends before its deadline.
-    The paper's sgn(slack)/deadline would put the latest deadline first among the late.
+    A prompt can be on time if its remaining work, started now and alone, ends before its deadline. The
+    paper's sgn(slack)/deadline would put the latest deadline first among late prompts.
     """
 
     def order(self, view: View) -> Order:

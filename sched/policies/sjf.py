@@ -1,4 +1,4 @@
-"""Shortest job first: the prompt with the least own work left."""
+"""Shortest job first: the prompt with the least remaining work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .ordered import Ordered, sort
 
 
 class Sjf(Ordered):
-    """Starves long prompts under load, as the Kairos paper says of it (arXiv 2605.02329, section 3.1)."""
+    """The order by remaining work. Long prompts starve under load (Kairos, arXiv 2605.02329, section 3.1)."""
 
     def order(self, view: View) -> Order:
         return sort(view.prefill, remaining_work(view, view.prefill))

@@ -1,8 +1,9 @@
-"""Turns of prompts and running decodes on one instance, where steps of prompts can be stopped.
+"""Alternation of prefill and decode steps on one instance that can preempt prefill steps.
 
-FlowPrefill's colocated setting (section 6.5) runs a prefill and a decode instance side by side on the same devices. An
-engine here runs one step at a time, so they alternate: a step of prompts, stopped at a segment boundary when the next
-token of a running decode would be late otherwise; a step of all running decodes; the stopped step again.
+The colocated setting of FlowPrefill (section 6.5) runs a prefill and a decode instance side by side on
+the same devices. An engine here runs one step at a time, so the two alternate: a prefill step, stopped
+at a segment boundary before the next token of a running decode would be late; a step of all running
+decodes; the stopped step again.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ from ..api.perf import Load
 from ..api.policy import Decision, Grant, Task, View
 from ..feasibility import BEHIND, GRID, decode_load, keeps_objectives, largest_chunk, promised
 
-LEAST = 0.25  # of the tightest time between tokens: what prompts get in each turn, also where a decode is late
-CUSHION = 0.15  # of the decode step: by how much longer than predicted it may take
-SLIP = 0.05  # of the tightest time between tokens: for the host to stop one step and start another
-COARSE = 0.25  # of the tightest time between tokens: the most that stopping a step of prompts may take
-TICK = 1e-4  # seconds: a timer may fire that much early
+LEAST = 0.25  # of the tightest time between tokens: the least that prompts get per turn, even if a decode is late
+CUSHION = 0.15  # of the decode step: margin for a step that takes longer than predicted
+SLIP = 0.05  # of the tightest time between tokens: margin for the host to stop one step and start another
+COARSE = 0.25  # of the tightest time between tokens: the longest that stopping a prefill step may take
+TICK = 1e-4  # seconds by which a timer may fire early
 
 
 def pace(view: View) -> float:
-    """Seconds between tokens that the most demanding running decode was promised, by tpot or tbt; inf without one, or
-    where turns of the least length are too long for every decode: to stop prompts for them gains nothing."""
+    """Return the tightest time between tokens, in seconds, that a running decode was promised by TPOT or TBT.
+
+    Returns inf without such a promise, or if alternating with the shortest turns is still too slow for
+    every decode, since stopping prompts for them would gain nothing.
+    """
     rows = view.decode
     gaps = np.minimum(promised(rows, rows.tpot), promised(rows, rows.tbt))
     tightest = float(np.minimum.reduce(gaps, initial=inf))
@@ -36,9 +40,10 @@ def pace(view: View) -> float:
 
 
 def latest_start(view: View, seconds: float) -> float:
-    """When a step of prompts that takes `seconds` must be asked to stop so that every running decode is on time.
+    """Return when a prefill step of `seconds` must be asked to stop so that every running decode is on time.
 
-    A decode later than BEHIND tpot does not hurry the others: its next token is then due a tpot after its last.
+    A decode that is late by more than BEHIND TPOT does not hurry the others: its next token counts as
+    due one TPOT after its last.
     """
     rows, tightest = view.decode, pace(view)
     if not isfinite(tightest):
@@ -54,13 +59,15 @@ def latest_start(view: View, seconds: float) -> float:
 
 
 def stop_at(view: View, began: float, seconds: float) -> float:
-    """When to ask a step of prompts that began at `began` to stop: prompts get a least share of the time, or running
-    decodes that cannot be on time would keep them from ever going on."""
+    """Return when to ask a prefill step that began at `began` to stop.
+
+    Prompts get a least share of the time, because decodes that cannot be on time would block them forever.
+    """
     return max(latest_start(view, seconds), began + LEAST * pace(view))
 
 
 def asked(view: View, running: Task, prompts: Decision) -> Decision:
-    """Whether to stop the running step of prompts for the running decodes; `prompts`: what is said of it otherwise."""
+    """Decide whether to stop the running prefill step for the decodes, given the prefill half's decision."""
     if prompts.preempt:
         return prompts
     at = stop_at(view, running.since, running.total)
@@ -70,13 +77,15 @@ def asked(view: View, running: Task, prompts: Decision) -> Decision:
 
 
 def no_room(view: View, prompts: Decision) -> bool:
-    """Whether a step of these prompts could not be stopped, as too many are suspended."""
+    """Return whether a step of these prompts could not be stopped because too many steps are suspended."""
     return prompts.resume is None and len(view.suspended) >= view.limits.suspended
 
 
 def turn(view: View, prompts: Decision, decode: tuple[Grant, ...]) -> Decision:
-    """A step of prompts or of running decodes, as their promises allow. Decodes whose promises say nothing of time
-    take every other step."""
+    """Choose a prefill step or a decode step, as the promises to the decodes allow.
+
+    Decodes without a promise about time take every other step.
+    """
     grants = prompts.grants if prompts.resume is not None else coarse(view, prompts)
     seconds = _seconds(view, prompts.resume, grants, prompts.prompts)
     late = latest_start(view, seconds)
@@ -91,8 +100,10 @@ def turn(view: View, prompts: Decision, decode: tuple[Grant, ...]) -> Decision:
 
 
 def coarse(view: View, prompts: Decision) -> tuple[Grant, ...]:
-    """The grants of prompts, the first one cut so that its step can be stopped within COARSE of the running decodes'
-    time between tokens; to a few tokens where nothing can."""
+    """Cut the first prompt so that its step can be stopped within COARSE of the time between tokens.
+
+    If no chunk is short enough, it gets a few tokens.
+    """
     bound = COARSE * pace(view) / view.limits.stopping if view.limits.stopping else inf
     if not prompts.grants or not isfinite(bound):
         return prompts.grants
@@ -104,7 +115,7 @@ def coarse(view: View, prompts: Decision) -> tuple[Grant, ...]:
 
 
 def _seconds(view: View, resume: int | None, grants: tuple[Grant, ...], prompts: int) -> float:
-    """Predicted seconds of a suspended step as a whole, or of a new one of these prompts."""
+    """Predict the seconds of a suspended step as a whole, or of a new step of these prompts."""
     if resume is not None:
         return next(task.total for task in view.suspended if task.step == resume)
     load, left = Load(), view.limits.tokens

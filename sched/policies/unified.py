@@ -1,13 +1,15 @@
-"""The policy that takes from each paper what holds up: on-time sets, shedding, riders, preemption.
+"""The policy that combines what works of each paper: on-time sets, shedding, piggybacked prefill, preemption.
 
-Prompts: the largest set that can be on time (feasibility.on_time_set over own remaining work), by deadline; then
-those that lost their place in it, then the hopeless, each by remaining work; best effort last. Prompts that cannot be
-on time never share a step with those that can, and stop at the next segment boundary when one of these comes; a step
-that is on time makes way where more are on time for it, and has room for who would be late behind it (`_riders`).
-Predictions that are off for good are put right by what steps took (View.drift).
-Decoding: everything while the joint step keeps the tightest tpot; beyond that the longest wait (see `shed`). Where
-prompts come to steps are no longer than these can wait for. On decode and mixed instances prompts are riders of a step
-that keeps every row in time.
+Prefill: first the largest set of prompts that can be on time (`feasibility.on_time_set` over their
+remaining work), by deadline. Then prompts that lost their place in it, then hopeless prompts, each by
+remaining work; best effort is last. Prompts that cannot be on time never share a step with prompts that
+can, and are preempted at the next segment boundary when one of these arrives. A step that is on time is
+preempted if more prompts are on time that way. It also takes along prompts that would be late behind it
+(`_riders`). Steps that last longer or shorter than predicted correct the model (`View.drift`).
+
+Decode: all rows while the joint step keeps the tightest TPOT. Beyond that the longest rows wait (`_shed`).
+If prompts arrive at the instance, steps are no longer than a new prompt can wait for. On decode and mixed
+instances prompts are piggybacked on steps that keep every row on time.
 """
 
 from __future__ import annotations
@@ -46,22 +48,30 @@ from ..feasibility import (
 )
 from ..perf.scaled import Scaled
 
-CYCLE = 20.0  # seconds over which `ageing` is shared out
-SHARE, STRETCH = 0.95, 1.2  # of the tpot: see feasibility.mixed_bound
-WAIT = 0.95  # of the time that a newcomer can wait for a step
-PRESSED = 1.1  # of a step of all rows: prompts on mixed instances have that much where there is no time for them
-GAP = 0.45  # of the tbt: who joins waits for the running step and for its own
-SLOWEST = 0.05  # of an instance's speed: riders that have next to nothing may still be ordered
+CYCLE = 20.0  # seconds; `ageing` is a share of each cycle
+SHARE, STRETCH = 0.95, 1.2  # of the TPOT: see feasibility.mixed_bound
+WAIT = 0.95  # of the time that a new prompt can wait for a step
+PRESSED = 1.1  # of a step of all rows: the least bound on mixed instances, so that prompts progress
+GAP = 0.45  # of the TBT: a request that joins waits for the running step and for its own
+SLOWEST = 0.05  # of an instance's speed: least speed assumed for piggybacked prompts, so that they can be ordered
 SOON = 0.5  # seconds
 PACK_SOON = 0.7  # of the time left
-LONG = 65536  # tokens: prompts that an on-time set by count drops first
+LONG = 65536  # tokens: prompts that an on-time set, which maximizes the count, drops first
 
 
 class Unified:
-    """share, stretch, cushion: see feasibility.mixed_bound. keep: share of the prompts of 64K tokens and more that
-    never lose their place in the on-time set to shorter ones (0 to 1). ageing: share of the time in which prompts that
-    cannot be on time go first, oldest first, so that they do not starve. margin: of the tpot, for a joint decode
-    step. patience: a row left out decodes again after so many tpot. pack: see `_together`."""
+    """On-time sets for prompts, shedding for decodes, piggybacked prefill on shared instances.
+
+    share, stretch, cushion: see `feasibility.mixed_bound`.
+    keep: share (0 to 1) of the prompts of 64K tokens and more that never lose their place in the on-time
+        set to shorter ones.
+    ageing: share of the time in which prompts that cannot be on time go first, oldest first, so that they
+        do not starve.
+    margin: share of the TPOT that a joint decode step may take.
+    patience: a row left out decodes again after this many TPOT.
+    preempt: whether running prefill steps may be preempted.
+    pack: see `_together`.
+    """
 
     def __init__(
         self,
@@ -86,7 +96,7 @@ class Unified:
         self._pack = pack
 
     def decide(self, view: View) -> Decision:
-        if view.drift != 1.0:  # too hopeful a model would make every joint step late
+        if view.drift != 1.0:  # an optimistic model would make every joint step late
             view = replace(view, perf=Scaled(view.perf, view.drift))
         if view.running is not None:
             return Decision(preempt=self._preempt and self._stops(view, view.running))
@@ -127,16 +137,19 @@ class Unified:
         if first is on_time and 0 < len(named) == len(on_time) < len(rows) and queue.stopped is None:
             named = np.concatenate([named, self._riders(view, on_time, queue.others())])
         count = len(named)
-        # Those who hold pages go on where nobody of these gets any; best effort has some, but gives way to who waits.
+        # Prompts with pages go on if none of the named ones gets any. Best effort gives way to waiting prompts.
         if not (rows.running[named] * (1 - rows.best_effort[named])).any():
             others = np.concatenate([first[count:], behind()])
             named = np.concatenate([named, others[rows.running[others] > 0]])
         return Decision(whole(rows, named) + one_each(view.decode), prompts=max(1, count))
 
     def _together(self, view: View, order: Order) -> int:
-        """How many prompts, from the first by deadline on, share a step. All end with it: that may take the first
-        `pack` of its time left, so that a step is shared where that saves time and not where it costs a deadline; of
-        a step that ends soon `PACK_SOON` of it, for few can come before."""
+        """Return how many prompts, from the first by deadline on, share a step.
+
+        All complete when the step does, which may take `pack` of the time left to the first
+        deadline. Thus a step is shared if that saves time, not if it costs a deadline. A step that ends
+        soon may take PACK_SOON of that time, since few prompts can arrive before its end.
+        """
         rows, load, most = view.prefill, Load(), min(len(order), view.limits.rows)
         left = float(rows.deadline[order[0]]) - view.start
         end = view.start + max(self._pack * left, min(SOON, PACK_SOON * left))
@@ -147,8 +160,10 @@ class Unified:
         return most
 
     def _riders(self, view: View, on_time: Order, others: Order) -> Order:
-        """Of the prompts that lost their place in the on-time set, those that are on time in one short step with all of
-        it: they would be late behind it, and what a step takes in any case is not taken twice."""
+        """Choose prompts outside the on-time set that are on time in one short step with all of the set.
+
+        They would be late behind that step, and sharing it saves the fixed time of another.
+        """
         rows, load, riders = view.prefill, Load(), []
         for row in on_time.tolist():
             load = with_prompt(load, rows[row], int(rows.hit[row]))
@@ -157,7 +172,7 @@ class Unified:
             longer, due = with_prompt(load, rows[row], int(rows.hit[row])), float(rows.deadline[row]) - view.start
             seconds = view.perf.step_time(longer)
             if row >= rows.standard or seconds > left:
-                break  # by work, so that those behind it take longer
+                break  # prompts are sorted by work: those behind take longer
             if seconds <= due:
                 load, left = longer, min(left, due)
                 riders.append(row)
@@ -168,10 +183,10 @@ class Unified:
         if not len(rows) and not view.suspended:
             return _Queue(np.arange(0), (), lambda: np.arange(0))
         work, deadline = remaining_work(view, rows), deadlines(rows)
-        hopeless = view.start + work > deadline  # whatever else runs here
+        hopeless = view.start + work > deadline  # late even if nothing else runs
         if longest.mixed:
             slow = work / max(SLOWEST, piggyback_speed(view, longest.mixed))
-            brief = longest.brief < longest.mixed  # rows that can wait a step are not in that of a prompt
+            brief = longest.brief < longest.mixed  # decodes that can wait then skip the steps of a prompt
             work = np.where(work <= longest.mixed, work, slow) if brief else slow
         jobs = [_job(view, task) for task in view.suspended]
         kept = np.concatenate([self._kept(rows), np.zeros(len(jobs), bool)]) if self._keep else None
@@ -191,8 +206,10 @@ class Unified:
         return _Queue(on_time, tuple(rows[row].id for row in lost if not rows[row].generated), others, stopped)
 
     def _goes_on(self, view: View, queue: _Queue) -> int | None:
-        """The suspended step that goes on though rows decode here, which wait for it: as in `_prompts`, where they
-        have the time, and for `ageing` whether or not."""
+        """Return the suspended step that resumes although decodes wait for it, if any.
+
+        As in `_prompts`, if the decodes have the time for it; in the time of `ageing` regardless.
+        """
         if not view.suspended:
             return None
         first, due = view.suspended[0], view.prefill.deadline[queue.on_time[:1]]
@@ -210,7 +227,11 @@ class Unified:
         return kept
 
     def _stops(self, view: View, running: Task) -> bool:
-        """What runs cannot be on time and somebody else can, or more can if it makes way for a while."""
+        """Return whether the running step should stop.
+
+        It should if it cannot be on time and another prompt can, or if more prompts are on time when it
+        pauses for a while.
+        """
         if len(view.suspended) + 1 >= view.limits.suspended:
             return False
         job = _job(view, running)
@@ -227,9 +248,12 @@ class Unified:
     # decoding
 
     def _hope(self, view: View) -> bool:
-        """Whether any row that decodes can keep its objectives: be it in steps of the shortest row alone, of which one
-        in so many is of all rows, since none is left out for longer than `patience`. On a decode instance there are
-        rows to come as well."""
+        """Return whether any decode can keep its objectives.
+
+        Considered are steps of the shortest row alone, with a step of all rows as often as `patience`
+        requires. On a decode instance more rows may arrive, so a joint step that keeps the tightest TPOT
+        is enough.
+        """
         rows = view.decode
         tpot = tightest_tpot(rows)
         if not isfinite(tpot):
@@ -242,7 +266,7 @@ class Unified:
         return keeps_objectives(rows, view.start, (among * alone + every) / (among + 1.0))
 
     def _shed(self, view: View, brief: float) -> tuple[Grant, ...]:
-        """AdmitAll, or all but the longest where the joint step would not keep the tightest tpot."""
+        """Decode all rows, or all but the longest if the joint step would not keep the tightest TPOT."""
         rows = view.decode
         few = self._few(view, brief)
         if few is not None:
@@ -260,8 +284,10 @@ class Unified:
         return one_each(rows[row] for row in np.sort(order[:fits]).tolist())
 
     def _few(self, view: View, brief: float) -> Order | None:
-        """Where prompts come to: the rows due first, as many as a step has that a newcomer can wait for. None where
-        that is everybody, or where one of the others cannot skip it."""
+        """Return the rows due first, as many as fit into a step that a new prompt can wait for.
+
+        Returns None if that is all rows, or if one of the others cannot skip the step.
+        """
         rows = view.decode
         if not isfinite(brief) or view.perf.step_time(decode_load(rows)) <= brief:
             return None
@@ -275,7 +301,7 @@ class Unified:
         return np.sort(order[:count])
 
     def _mixed(self, view: View, order: Order, longest: _Longest) -> tuple[Grant, ...]:
-        """Prompts that can be on time are here: only rows that cannot skip the step decode for sure."""
+        """Make a step for prompts that can be on time: of the decodes, only those that cannot skip it are certain."""
         rows, bound = view.decode, longest.mixed
         if not isfinite(bound):
             return one_each(rows) + self._piggyback(view, decode_load(rows), order, bound).grants
@@ -293,13 +319,16 @@ class Unified:
             fits = fitting(view.perf.step_time, riders.load, rows.context[others], min(bound, longest.brief))
             chosen = np.concatenate([chosen, others[:fits]])
         if not len(chosen) and not riders.certain:
-            chosen = np.arange(1)  # they may get no pages
+            chosen = np.arange(1)  # the prompts may get no pages
         return one_each(rows[row] for row in chosen.tolist()) + riders.grants
 
     def _longest(self, view: View, hope: bool) -> _Longest:
-        """A step of prompts is shorter for rows that joined late, until they are on time. Where prompts are no riders
-        (mixed instances) decoding that is too slow by itself must not shut them out. Without `hope` for any row no step
-        is cut short for them."""
+        """Return the bounds of a step.
+
+        A step of prompts is shorter for rows that joined late, until they are on time. On mixed
+        instances, decodes that are too slow by themselves must not block prompts. Without `hope` for any
+        decode, no step is cut short for them.
+        """
         if not hope:
             return _Longest(inf if len(view.decode) and len(view.prefill) else 0.0, inf)
         spare = WAIT * spare_time(view) if view.role is Role.MIXED else inf
@@ -313,8 +342,10 @@ class Unified:
         return max(bound, PRESSED * alone) if view.role is Role.MIXED else bound
 
     def _piggyback(self, view: View, load: Load, order: Order, bound: float) -> _Piggyback:
-        """Chunks of prompts, in an order of rows, beside a step of `load`; the first that waits and finds no slot or
-        no pages ends it: time set aside for it would be lost."""
+        """Cut chunks of prompts, in order, that fit beside a step of `load`.
+
+        Stops at the first waiting prompt without a slot or pages, since time reserved for it would be lost.
+        """
         rows, cut, certain = view.prefill, [], False
         slots, pages = view.free_slots, view.free_pages
         for row in order.tolist():
@@ -322,7 +353,7 @@ class Unified:
             waits = request.state is State.WAITING
             if waits:
                 slots, pages = slots - 1, pages - -(-request.remaining // view.limits.page_size)
-                taken = row < rows.standard and view.decode.standard < len(view.decode)  # from best effort that decodes
+                taken = row < rows.standard and view.decode.standard < len(view.decode)  # pages of best-effort decodes
                 if view.kv_waiting or slots < -view.limits.rows or (min(slots, pages) < 0 and not taken):
                     break
             tokens = largest_chunk(view.perf.step_time, load, request.context, request.remaining, bound)
@@ -335,35 +366,33 @@ class Unified:
 
 
 class _Longest(NamedTuple):
-    """Seconds of a step."""
+    """Bounds of a step, in seconds."""
 
-    mixed: float  # of prompts beside rows that decode; 0 where there are none of either
-    brief: float  # of what need not be done now: who comes during it can wait for it; inf where that does not matter
+    mixed: float  # of prompts beside decodes; 0 without prompts or without decodes
+    brief: float  # of work that can be postponed, so that new prompts can wait for it; inf if that does not matter
 
 
 class _PromptWork(NamedTuple):
-    """A step that was started, with what is left of its prompts behind it."""
+    """A started step, and the remaining work of its prompts after it."""
 
-    due: float  # when the first of its requests is; -inf where none was promised anything
+    due: float  # earliest TTFT deadline of its requests; -inf if all are best effort
     seconds: float
     step: int
 
 
 class _Queue(NamedTuple):
-    """Prompts by what can become of them."""
+    """Prompts by prospect."""
 
     on_time: Order  # rows that can be on time together, by deadline
-    hopeless: tuple[int, ...]  # requests that cannot be on time any more, none of which has begun
-    others: Callable[[], Order]  # the other rows: those that lost their place, the hopeless, best effort; by work each
-    stopped: _PromptWork | None = (
-        None  # of the suspended steps that can be on time with them, the one that is due first
-    )
+    hopeless: tuple[int, ...]  # requests that can no longer be on time and have no first token
+    others: Callable[[], Order]  # the remaining rows: displaced, hopeless, best effort; each by work
+    stopped: _PromptWork | None = None  # the suspended step with the earliest deadline that can be on time with them
 
 
 class _Piggyback(NamedTuple):
     grants: tuple[Grant, ...]
     load: Load  # of the step with them
-    certain: bool  # somebody among them cannot fail to run
+    certain: bool  # whether some grant cannot fail to run
 
 
 def _job(view: View, task: Task) -> _PromptWork:
@@ -377,7 +406,7 @@ def _job(view: View, task: Task) -> _PromptWork:
 
 
 def _with(deadline: Array, work: Array, jobs: Sequence[_PromptWork]) -> tuple[Array, Array]:
-    """Deadlines and seconds of prompts, and of started steps behind them."""
+    """Append the deadlines and seconds of started steps to those of prompts."""
     if not jobs:
         return deadline, work
     due, seconds, _ = zip(*jobs, strict=True)
@@ -385,18 +414,17 @@ def _with(deadline: Array, work: Array, jobs: Sequence[_PromptWork]) -> tuple[Ar
 
 
 def _finite_tpot(rows: QueueView) -> Array:
-    """Seconds between tokens of each row; 50 ms of those that were promised nothing."""
+    """Return the TPOT of each row in seconds, 50 ms for rows without one."""
     return np.where(np.isfinite(rows.tpot), rows.tpot, 0.05)
 
 
 def _waited(view: View, which: Order, most: Array, seconds: float) -> Mask:
-    """Whether rows cannot skip a step of so many seconds: they have waited as long as they may, or else break their
-    tbt."""
+    """Return which rows cannot skip a step of `seconds`: they have waited `most`, or would break their TBT."""
     last = view.decode.last(which)
     waited: Mask = ~(view.start - last < most) | (view.start + 2.0 * seconds - last > view.decode.tbt[which])
     return waited
 
 
 def _draw(id: int) -> float:
-    """A number in [0, 1) that depends on the request alone."""
+    """Map a request id to a number in [0, 1)."""
     return (id * 0x9E3779B97F4A7C15 % (1 << 64)) / (1 << 64)

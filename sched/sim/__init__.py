@@ -1,4 +1,4 @@
-"""Simulation: the scheduler that serves, on a virtual clock and a model of the devices."""
+"""Simulation: the serving scheduler on a virtual clock, with modeled devices."""
 
 from .latency import Latency
 from .options import Mesh, Options

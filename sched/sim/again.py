@@ -1,7 +1,7 @@
-"""A served run, simulated again: the same requests and schedulers, with step times fitted to the measured ones.
+"""Simulation of a served run from its journal: the same requests and schedulers, with step times fitted to it.
 
-What the two have in common is the scheduler, what differs is everything that the step-time model leaves out: host
-time between steps, and instances that share cores.
+Both runs share the scheduler. They differ in everything that the step-time model leaves out: host time
+between steps, and instances that share cores.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from .workload import Arrival
 
 
 class Again(NamedTuple):
-    """The two runs side by side."""
+    """A served run and its simulation side by side."""
 
     served: Summary
     simulated: Report
     fit: Fit
     noise: float  # standard deviation of log(measured / fitted) over steps
-    busy: tuple[float, ...]  # share of the served run that each instance computed
+    busy: tuple[float, ...]  # share of the served run in which each instance computed
 
 
 def again(replayed: Replay, seed: int = 0) -> Again:
-    """Simulate what a journal tells of once more. Raises InvalidValue where no request in it has finished."""
+    """Simulate the run recorded in a journal. Raises InvalidValue if no request in it has finished."""
     requests = sorted(replayed.requests.values(), key=lambda request: (request.arrival, request.id))
     done = [one for one in requests if one.finish_reason in ("stop", "length") and one.key != REHEARSAL]
     if not done:
@@ -66,19 +66,21 @@ def again(replayed: Replay, seed: int = 0) -> Again:
 
 
 def measured_latency(replayed: Replay) -> tuple[Latency, Fit]:
-    """The instances of a served run, with step times and noise as they were measured, and how well these fit. Raises
-    InvalidValue without a step."""
+    """Derive the latency preset of a served run from its measured steps, and report the quality of the fit.
+
+    Raises InvalidValue if no step was measured.
+    """
     made = next(iter(replayed.instances.values()))
     recipe, limits = Recipe.of(made["perf"]), made["limits"]
     fitted = fit(replayed.timed, recipe.p_moe, recipe.buckets)
     truth = to_total(fitted.coefficients, replayed.timed, recipe.buckets)
     latency = Latency(
         name="measured",
-        kv_bytes_per_token=0,  # what a transfer takes is all in the latency
+        kv_bytes_per_token=0,  # the latency covers the whole transfer
         kv_tokens=limits["pages"] * limits["page_size"],
         page_size=limits["page_size"],
         coefficients=truth,
-        link_latency=min(replayed.moves, default=0.0),  # the others include waiting for the target's running step
+        link_latency=min(replayed.moves, default=0.0),  # longer ones include waiting for the target's running step
         noise=min(noise(replayed, Padded(truth, recipe.buckets)), 0.99),
         buckets=recipe.buckets,
     )
@@ -86,15 +88,17 @@ def measured_latency(replayed: Replay) -> tuple[Latency, Fit]:
 
 
 def noise(replayed: Replay, truth: Form) -> float:
-    """Standard deviation of log(measured / fitted). A fit to few steps may give some of them no time at all: they do
-    not count."""
+    """Return the standard deviation of log(measured / fitted).
+
+    Steps that the fit predicts to take no time, which happens with few steps, are not counted.
+    """
     pairs = [(seconds, truth.step_time(load)) for load, seconds in replayed.timed]
     errors = [np.log(measured / fitted) for measured, fitted in pairs if measured > 0 and fitted > 0]
     return float(np.std(errors)) if errors else 0.0
 
 
 def _busy(replayed: Replay, first: float, last: float) -> tuple[float, ...]:
-    """Share of the time from `first` to `last` that each instance computed; what it rehearsed was before."""
+    """Return the share of the time from `first` to `last` that each instance computed. Rehearsals came before."""
     spent = dict.fromkeys(replayed.instances, 0.0)
     for step in replayed.steps:
         if first < step.ended <= last:
@@ -103,7 +107,7 @@ def _busy(replayed: Replay, first: float, last: float) -> tuple[float, ...]:
 
 
 def _arrival(request: Request, first: float, page_size: int, thoughts: int) -> Arrival:
-    """Its pages keep their names, so that prefixes are shared as they were."""
+    """Convert a request. Its pages keep their digests, so that prefixes are shared as in the served run."""
     pages = request.digests[: request.prompt_length // page_size]
     return Arrival(
         request.arrival - first,
@@ -124,7 +128,7 @@ SHOWN = (
 
 
 def rows(outcome: Again) -> list[tuple[str, float, float]]:
-    """(what, served, simulated) for a table; shares, seconds, tokens per second."""
+    """Return the rows (name, served, simulated) of a table, in shares, seconds and tokens per second."""
     return [(name, _field(outcome.served, name), _field(outcome.simulated.summary, name)) for name in SHOWN]
 
 

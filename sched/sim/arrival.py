@@ -1,4 +1,4 @@
-"""One request to simulate, and what is done to lists of them."""
+"""Requests of a workload, and operations on lists of requests."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ DEFAULT_SLO = SLO()
 class Arrival:
     """One request of a workload. Times in seconds since the start of the workload, lengths in tokens.
 
-    hash_ids: names of the prompt's leading blocks of `block` tokens, in order; equal names are equal tokens.
-    tier: request.STANDARD or BEST_EFFORT. thinking_tokens: so many of the first output tokens are of the stage
-    THINKING, the last of them being the one that ends it; the others are the answer.
-    after: place in the list of the round that this one follows (always an earlier one), or None. It arrives `delay`
-    seconds after that round's last token, and never if that round was refused; its own `time` is then that of the
-    first round, before which it cannot come. A round's prompt holds all that was said before, and `hash_ids` say so.
+    hash_ids: names of the leading blocks of the prompt, of `block` tokens each. Equal names are equal tokens.
+    tier: request.STANDARD or BEST_EFFORT.
+    thinking_tokens: number of leading output tokens in the stage THINKING, including the token that ends it.
+        The others are the answer.
+    after: index of the previous round, which must be earlier in the list, or None. The request arrives
+        `delay` seconds after the last token of that round, and never if that round was refused. Its `time`
+        is then that of the first round, and a lower bound. The prompt of a round contains all earlier
+        rounds, as its `hash_ids` must say.
     """
 
     time: float
@@ -43,16 +45,16 @@ class Arrival:
     delay: float = 0.0
 
     def prompt(self, id: int) -> Sequence[int]:
-        """Token ids of the prompt, made when looked at. What no `hash_ids` name is shared with no other request."""
+        """Return the prompt's token ids, computed on access. Tokens without `hash_ids` are unique to the request."""
         if self.hash_ids:
             return BlockTokens(self.prompt_tokens, self.hash_ids, self.block, id)
         return range(_own(id), _own(id) + self.prompt_tokens)
 
 
 class BlockTokens(Sequence[int]):
-    """Prompt tokens that follow from the names of their blocks. Equal blocks at equal places are equal tokens.
+    """Prompt tokens derived from the names of their blocks. Equal blocks at equal positions have equal tokens.
 
-    Tokens past the last named block are this request's own.
+    Tokens after the last named block are unique to the request.
     """
 
     __slots__ = ("_block", "_hash_ids", "_id", "_length")
@@ -82,10 +84,10 @@ class BlockTokens(Sequence[int]):
         return next(self._pieces(index, index + 1))[0]
 
     def _pieces(self, start: int, stop: int) -> Iterator[range]:
-        """Tokens of [start, stop), block by block."""
+        """Yield the tokens of [start, stop), block by block."""
         while start < stop:
             number = int(start / self._block)
-            if ceil((number + 1) * self._block) <= start:  # rounding
+            if ceil((number + 1) * self._block) <= start:  # the division was rounded down
                 number += 1
             first, end = ceil(number * self._block), min(ceil((number + 1) * self._block), stop)
             named = number < len(self._hash_ids)
@@ -95,12 +97,12 @@ class BlockTokens(Sequence[int]):
 
 
 def _own(id: int) -> int:
-    """The first of a request's own token ids: below 0, where no block has its tokens."""
+    """Return the first of a request's own token ids, which are negative and so distinct from those of blocks."""
     return (-1 - id) * MAX_PROMPT
 
 
 def best_effort(arrivals: Sequence[Arrival], share: float, seed: int = 0) -> list[Arrival]:
-    """A share of the requests, drawn by the seed, without an SLO and in the best-effort tier; rounds stay together."""
+    """Move a random share of the requests to best effort, without an SLO. The rounds of a session stay together."""
     if not 0 <= share <= 1:
         raise InvalidValue(f"best_effort share={share!r} must be between 0 and 1", "share")
     chosen: list[bool] = []
@@ -113,7 +115,7 @@ def best_effort(arrivals: Sequence[Arrival], share: float, seed: int = 0) -> lis
 
 
 def validate(arrivals: Sequence[Arrival]) -> None:
-    """Refuse what cannot be served in order. Raises InvalidValue that names the request by its place."""
+    """Check arrivals for values and order that cannot be served. Raises InvalidValue, which names the index."""
     before = 0.0
     for place, arrival in enumerate(arrivals):
         for ok, what in (
@@ -135,9 +137,9 @@ def validate(arrivals: Sequence[Arrival]) -> None:
 
 
 def scale(arrivals: Sequence[Arrival], *, time: float = 1.0, prompt: float = 1.0, output: float = 1.0) -> list[Arrival]:
-    """Arrival times multiplied by `time`, lengths divided by `prompt` and `output` (at least 1 token is left).
+    """Multiply arrival times by `time`, and divide lengths by `prompt` and `output`, to at least 1 token.
 
-    What a tool takes between two rounds stays as it is.
+    The delay between two rounds does not change.
     """
     for name, value in (("time_scale", time), ("prompt_scale", prompt), ("output_scale", output)):
         if not 0 < value < inf:
@@ -156,8 +158,10 @@ def scale(arrivals: Sequence[Arrival], *, time: float = 1.0, prompt: float = 1.0
 
 
 def scale_slo(arrivals: Sequence[Arrival], *, ttft: float = 1.0, tpot: float = 1.0) -> list[Arrival]:
-    """The same requests with every TTFT multiplied by `ttft`, and every TPOT, TBT and stage by `tpot`: the SLO scale
-    of the papers' figures. Raises InvalidValue."""
+    """Multiply every TTFT by `ttft`, and every TPOT, TBT and stage TPOT by `tpot`.
+
+    This is the SLO scale of the papers' figures. Raises InvalidValue if a factor is not positive.
+    """
     for name, value in (("ttft", ttft), ("tpot", tpot)):
         if not 0 < value < inf:
             raise InvalidValue(f"slo scale {name}={value!r} must be positive", name)

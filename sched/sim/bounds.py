@@ -1,4 +1,4 @@
-"""The clairvoyant bound beside simulations: for the same requests, servers and limits."""
+"""Clairvoyant bounds for the requests, servers and limits of a simulation."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .oracle import Bound, Details, bound, goodput_bound
 from .simulate import Drawn, arrivals_of
 from .workload import Arrival
 
-# Routers that never deflect, and those that have all instances do both when that is better.
+# Routers that never deflect, and routers that may make all instances mixed.
 STAYING = ("fewest_requests", "least_work", "next_replica", "prefill_budget", "round_robin")
 TURNING = ("auto", "unified")
 
 
 class Bounded(NamedTuple):
-    """What no policy exceeds at one rate with one seed."""
+    """The bound for all policies at one rate with one seed."""
 
     rate: float
     seed: int
@@ -38,8 +38,11 @@ def bounds(
     num_requests: int | None = None,
     options: Options = DEFAULT,
 ) -> Iterator[Bounded]:
-    """Per rate and seed. Requests to whom nothing was promised are left out. Raises InvalidValue where requests come in
-    rounds: when the later ones arrive depends on the policy."""
+    """Compute the bound for each rate and seed.
+
+    Requests without an SLO are left out. Raises InvalidValue if requests come in rounds, since the arrival
+    of later rounds depends on the policy.
+    """
     for rate in rates:
         for seed in seeds:
             arrivals, actual = _promised(workload, rate, num_requests, seed)
@@ -56,14 +59,14 @@ def goodput_bounds(
     options: Options = DEFAULT,
     goal: float = GOAL,
 ) -> list[float]:
-    """Per seed a rate (requests per second) from which on no policy reaches the goal. Raises InvalidValue."""
+    """Return per seed the rate, in requests per second, from which on no policy reaches the goal."""
     found = []
     for seed in seeds:
         rate = None if isinstance(workload, Sequence) else 1.0
         arrivals, asked = _promised(workload, rate, num_requests, seed)
         highest = goodput_bound(arrivals, latency.solve(), **_servers(mesh, latency, options), goal=goal)
         counted = arrivals[options.skip : len(arrivals) - options.skip]
-        came = (len(counted) - 1) / (counted[-1].time - counted[0].time)  # what the bound takes for the rate
+        came = (len(counted) - 1) / (counted[-1].time - counted[0].time)  # the rate as the bound computes it
         found.append(highest * asked / came)
     return found
 
@@ -73,7 +76,7 @@ def _promised(
 ) -> tuple[list[Arrival], float]:
     arrivals, actual = arrivals_of(workload, rate, count, seed)
     if any(one.after is not None for one in arrivals):
-        raise InvalidValue("the bound is not known for requests that come in rounds", "bound")
+        raise InvalidValue("no bound exists for requests that come in rounds", "bound")
     return [one for one in arrivals if min(one.slo.ttft, one.slo.tpot) < inf], actual
 
 

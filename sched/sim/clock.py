@@ -1,7 +1,8 @@
-"""An asyncio event loop whose clock jumps to the next timer instead of waiting for it.
+"""An asyncio event loop with a clock that jumps to the next timer instead of waiting for it.
 
-The coroutines that serve run on it unchanged. It has no sockets and no threads, so nothing can come from outside:
-when no callback is ready and no timer is set, nothing will ever happen again, and that is an error, not a hang.
+The coroutines that serve run on it unchanged. It has no sockets and no threads, so no event can come from
+outside. If no callback is ready and no timer is set, nothing can ever happen again, and the loop raises an
+error instead of hanging.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ ARRIVAL, EVENT = 0, 1  # priorities of timers set for the same time
 
 
 class Deadlock(JaxserveError):
-    """Tasks wait, and nothing is scheduled that could ever wake them. The message names them."""
+    """The error raised if tasks wait and nothing is scheduled that could wake them. Names the tasks."""
 
 
 class VirtualLoop(base_events.BaseEventLoop):
-    """Virtual time, starting at 0. Timers run in the order of (time, priority, sequence of being set).
+    """An event loop in virtual time, starting at 0. Timers fire by (time, priority, order of creation).
 
-    All timers of one moment fire before anything that they wake up, so whoever decides at that moment sees them
-    all. One thread; `run_in_executor` and sockets are refused.
+    All timers of one moment fire before any task that they wake, so a decision at that moment sees all of
+    them. There is one thread; `run_in_executor` and sockets are refused.
     """
 
     _ready: deque[asyncio.Handle]  # BaseEventLoop's queue, filled by call_soon
@@ -46,7 +47,7 @@ class VirtualLoop(base_events.BaseEventLoop):
         return self.now
 
     def at(self, when: float, priority: int, callback: Callable[[*Ts], object], *args: *Ts) -> asyncio.TimerHandle:
-        """`call_at` with a priority: of the timers of one moment the lowest fires first."""
+        """As `call_at`, with a priority: of the timers of one moment, those with the lowest priority fire first."""
         return self._set(when, priority, asyncio.TimerHandle(when, callback, args, self))
 
     def call_at(
@@ -55,7 +56,7 @@ class VirtualLoop(base_events.BaseEventLoop):
         return self._set(when, EVENT, asyncio.TimerHandle(when, callback, args, self, context))
 
     def _set(self, when: float, priority: int, handle: asyncio.TimerHandle) -> asyncio.TimerHandle:
-        if not when >= self.now:  # also NaN: time never runs backwards
+        if not when >= self.now:  # also true for NaN: time must not run backwards
             when = self.now
         self._sequence += 1
         heappush(self._timers, (when, priority, self._sequence, handle))
@@ -75,7 +76,7 @@ class VirtualLoop(base_events.BaseEventLoop):
         while timers and timers[0][3]._cancelled:
             heappop(timers)
         if not timers:
-            raise Deadlock(f"nothing is scheduled at {self.now:.6f} s and these tasks wait: {self._waiting()}")
+            raise Deadlock(f"nothing is scheduled at {self.now:.6f} s, but these tasks wait: {self._waiting()}")
         self.now = timers[0][0]
         while timers and timers[0][0] == self.now:
             self._ready.append(heappop(timers)[3])
@@ -85,23 +86,23 @@ class VirtualLoop(base_events.BaseEventLoop):
         return "; ".join(map(_where, tasks)) or "none (the loop runs without a task)"
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Cancelled timers are thrown away when their time comes."""
+        """Do nothing: canceled timers are dropped when their time comes."""
 
     def _write_to_self(self) -> None:
-        """Nobody sleeps, so nobody must be woken."""
+        """Do nothing: this loop never sleeps."""
 
     def run_in_executor(self, executor: Any, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
-        raise JaxserveError(f"{func!r} wants a thread, and the virtual loop has none")
+        raise JaxserveError(f"{func!r} needs a thread, and the virtual loop has none")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end in virtual time; what still runs then is cancelled. Raises Deadlock."""
+    """Run a coroutine to its end in virtual time, then cancel what still runs. Raises Deadlock."""
     with asyncio.Runner(loop_factory=VirtualLoop, debug=False) as runner:
         return runner.run(main)
 
 
 def loop() -> VirtualLoop:
-    """The virtual loop that runs here. Raises JaxserveError on any other loop: its time is not virtual."""
+    """Return the running virtual loop. Raises JaxserveError on any other loop."""
     running = events.get_running_loop()
     if not isinstance(running, VirtualLoop):
         raise JaxserveError(f"a simulation must run on a VirtualLoop (sched.sim.clock.run), not on {running!r}")

@@ -1,4 +1,4 @@
-"""What is drawn at random to make a workload: lengths in tokens and times of arrival."""
+"""Random draws for workloads: lengths in tokens and arrival times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from ..api.errors import InvalidValue
 from ..api.perf import Array
 
-MAX_PROMPT = 1 << 24  # tokens; prompts of different requests are this far apart in token ids
+MAX_PROMPT = 1 << 24  # tokens; also the distance between the token ids of different requests
 
 Kind = Literal["lognormal", "gamma", "beta", "loguniform", "uniform", "fixed"]
 
@@ -20,9 +20,9 @@ Kind = Literal["lognormal", "gamma", "beta", "loguniform", "uniform", "fixed"]
 class Lengths:
     """A distribution of lengths in tokens, clipped to [low, high].
 
-    lognormal: `median` and `sigma`, or `mean` and `std` (before clipping). gamma: `mean` and `std` (before clipping).
-    beta: `mean` and `std` between low and high, for tables whose 99th percentile is nearer than a normal one.
-    loguniform, uniform: between low and high. fixed: `value`.
+    lognormal: `median` and `sigma`, or `mean` and `std` (before clipping). gamma: `mean` and `std` (before
+    clipping). beta: `mean` and `std` between low and high, for sources with a 99th percentile closer to
+    the mean than that of a normal distribution. loguniform, uniform: between low and high. fixed: `value`.
     """
 
     kind: Kind
@@ -58,7 +58,7 @@ class Lengths:
             )
 
     def draw(self, random: np.random.Generator, count: int) -> Array:
-        """`count` lengths, whole numbers."""
+        """Draw `count` lengths, which are whole numbers."""
         if self.kind == "fixed":
             drawn = np.full(count, float(self.value or 0))
         elif self.kind == "uniform":
@@ -81,7 +81,7 @@ class Lengths:
         return self.mean, self.std
 
     def _normal(self) -> tuple[float, float]:
-        """Mean and standard deviation of the logarithm."""
+        """Return mean and standard deviation of the logarithm."""
         if self.median is not None and self.sigma is not None:
             return log(self.median), self.sigma
         mean, std = self._moments()
@@ -89,18 +89,18 @@ class Lengths:
         return log(mean) - variance / 2, sqrt(variance)
 
     def _middle(self) -> float:
-        """The mean of a beta as a share of the way from low to high."""
+        """Return the mean of a beta distribution as a share of the way from low to high."""
         return (self._moments()[0] - self.low) / max(1, self.high - self.low)
 
     def _concentration(self) -> float:
-        """a + b of the beta distribution with this mean and standard deviation; not positive where there is none."""
+        """Return a + b of the beta distribution with this mean and deviation, not positive if none exists."""
         middle, spread = self._middle(), self._moments()[1] / max(1, self.high - self.low)
         return middle * (1 - middle) / spread**2 - 1 if 0 < middle < 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """A share of the lengths that comes from another distribution."""
+    """A share of the lengths that is drawn from another distribution."""
 
     share: float
     lengths: Lengths
@@ -110,7 +110,7 @@ class Tail:
             raise InvalidValue(f"tail share={self.share!r} must be between 0 and 1", "share")
 
     def replace(self, random: np.random.Generator, drawn: Array) -> Array:
-        """`drawn` lengths with the share of them that belongs to the tail drawn anew."""
+        """Redraw the share of the lengths that belongs to the tail."""
         long = random.random(len(drawn)) < self.share
         replaced: Array = np.where(long, self.lengths.draw(random, len(drawn)), drawn)
         return replaced
@@ -118,13 +118,15 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """When requests come, at a mean rate that is given elsewhere.
+    """A distribution of arrival times. The mean rate is an argument of `draw`.
 
-    poisson. gamma: gaps with coefficient of variation `cv` (burstiness of vLLM's benchmark is 1/cv²). on_off:
-    Poisson during `on` seconds at `contrast` times the rate of the following `off` seconds, again and again.
-    bursts: a `share` of the requests comes in bursts of `size` on average (geometric), each spread evenly over `duty`
-    of the mean time from one burst to the next; the bursts, and the other requests, are Poisson. Its times are
-    stretched to the exact mean rate: with few bursts in a run, the rate would otherwise differ by half between seeds.
+    poisson: exponential gaps. even: constant gaps.
+    gamma: gaps with coefficient of variation `cv` (the burstiness of vLLM's benchmark is 1/cv²).
+    on_off: Poisson, alternating between `on` seconds and `off` seconds at a `contrast` times lower rate.
+    bursts: a `share` of the requests comes in bursts of `size` on average (geometric), each spread evenly
+        over `duty` of the mean time between bursts. The bursts, and the other requests, are Poisson. Times
+        are stretched to the exact mean rate, which would otherwise differ by half between seeds if a run
+        has few bursts.
     """
 
     kind: Literal["poisson", "gamma", "on_off", "even", "bursts"] = "poisson"
@@ -146,7 +148,7 @@ class Arrivals:
             raise InvalidValue(f"arrivals share={self.share!r} must be above 0 and at most 1", "share")
 
     def draw(self, random: np.random.Generator, count: int, rate: float) -> Array:
-        """`count` times in seconds, ascending."""
+        """Draw `count` times in seconds, ascending. Raises InvalidValue if the rate is not positive."""
         if not 0 < rate < inf:
             raise InvalidValue(f"rate={rate!r} must be a positive number of requests per second", "qps")
         if self.kind == "even":
@@ -161,7 +163,7 @@ class Arrivals:
         return self._waves(times) if self.kind == "on_off" else times
 
     def _waves(self, times: Array) -> Array:
-        """Poisson times at the mean rate -> times at which the on-off rate has accumulated as much."""
+        """Map Poisson times at the mean rate to times at which the on-off rate has accumulated as much."""
         period, share = self.on + self.off, self.on * self.contrast / (self.on * self.contrast + self.off)
         cycle, rest = np.floor(times / period), np.mod(times, period) / period
         inside = np.where(rest < share, rest / share * self.on, self.on + (rest - share) / (1 - share) * self.off)
@@ -169,7 +171,7 @@ class Arrivals:
         return warped
 
     def _bursts(self, random: np.random.Generator, count: int) -> Array:
-        """Times at rate 1."""
+        """Draw times at rate 1."""
         inside = int(random.binomial(count, self.share))
         sizes = random.geometric(1 / self.size, count)
         between = self.size / self.share

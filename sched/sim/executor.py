@@ -1,4 +1,4 @@
-"""The seam's second implementation: devices as a step-time model, a link and a table of hidden output lengths."""
+"""The simulated `Executor`: a step-time model, a link, and a table of hidden output lengths."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..api.perf import Load
 from ..api.plan import KvParcel, StepPlan, StepResult, Suspended
 from .clock import EVENT, VirtualLoop
 
-FILLER, EOS, END_THINKING = 1, 2, 3  # the token ids that a simulation knows
+FILLER, EOS, END_THINKING = 1, 2, 3  # the only token ids that a simulation samples
 DRAWS = 4096  # noise factors drawn at a time
 
 
 class StepTime(Protocol):
-    """What really happens in a simulation; a scheduler's PerfModel only predicts it."""
+    """True step times of a simulation, which a scheduler's `PerfModel` only predicts."""
 
     def step_time(self, load: Load) -> float: ...
 
@@ -31,13 +31,14 @@ class StepTime(Protocol):
 class Device:
     """One simulated instance.
 
-    bandwidth (bytes/s) and latency (s) are those of the link by which KV arrives, one parcel at a time. behind: KV
-    leaves only after what the device has been given already, as it does where the copy shares the stream of the steps:
-    the whole running step, or the dispatched pieces of one that is cut; otherwise at once (a Cluster exports what
-    settled steps have written).
-    segments: equal pieces of a preemptible step, at whose ends it can stop; ahead: pieces dispatched behind the
-    running one when the host asks; short: a step of so many tokens runs as a whole. noise: standard deviation of
-    the step times' lognormal factor of mean 1. acceptance: chance that a drafted token is right.
+    bandwidth (bytes/s), latency (s): of the link by which KV arrives, one parcel at a time.
+    behind: KV leaves only after the work that the device has already been given, as if the copy shared the
+        stream of the steps: after the running step, or after the dispatched segments of a preemptible one.
+        If False, KV leaves at once. A Cluster exports only KV that completed steps have written.
+    segments: equal parts of a preemptible step, which can stop at the end of each.
+    ahead: segments dispatched behind the running one. short: steps of up to this many tokens run as a whole.
+    noise: standard deviation of the lognormal factor, of mean 1, on step times.
+    acceptance: probability that a drafted token is accepted.
     """
 
     pages: int
@@ -69,11 +70,11 @@ class Device:
 
 
 class Parcel(NamedTuple):
-    """KV on its way: how much, and the last step that writes it."""
+    """KV in transfer: its size, and the last step that writes it."""
 
     pages: int
     after: Step | None
-    at: float = 0.0  # when the pieces ahead of it are done
+    at: float = 0.0  # when the segments dispatched before it are done
 
 
 class _Running:
@@ -84,16 +85,16 @@ class _Running:
     def __init__(self, plan: StepPlan, future: Step, seconds: float, tokens: tuple[tuple[int, ...], ...]) -> None:
         self.plan = plan
         self.future = future
-        self.seconds = seconds  # of the whole step
+        self.seconds = seconds  # total
         self.tokens = tokens
-        self.done = 0.0  # seconds computed before `began`, where it was suspended
+        self.done = 0.0  # seconds computed before `began` if the step was suspended
         self.began = 0.0
         self.timer: asyncio.TimerHandle | None = None
-        self.stop = False  # asked to stop before it began
+        self.stop = False  # whether it was asked to stop before it began
 
 
 class SimExecutor:
-    """One instance in virtual time. Output lengths live here only, so nobody who decides can see them."""
+    """One instance in virtual time. Only the executor knows output lengths, so that no policy can see them."""
 
     lead = 0.0
 
@@ -109,9 +110,13 @@ class SimExecutor:
         watch: Callable[[StepPlan, StepResult], None] | None = None,
         fails: Callable[[StepPlan], bool] | None = None,
     ) -> None:
-        """`outputs` maps a request to the number of its output tokens, the EOS included; `thoughts` those that think
-        to the number of tokens until they have thought. `watch` sees every step that ends; a step for which `fails`
-        says so raises StepFailed instead."""
+        """Set up the instance.
+
+        outputs: number of output tokens by request, including EOS.
+        thoughts: number of thinking tokens by request, for requests that think.
+        watch: called with every completed step.
+        fails: a step for which it returns True raises StepFailed instead.
+        """
         self._model = model
         self._device = device
         self._outputs = outputs
@@ -121,7 +126,7 @@ class SimExecutor:
         self._factors: list[float] = []
         self._watch = watch
         self._fails = fails
-        self._queue: deque[_Running] = deque()  # behind the running one
+        self._queue: deque[_Running] = deque()  # steps submitted after the running one
         self._running: _Running | None = None
         self._suspended: dict[int, _Running] = {}
         self._last: Step | None = None
@@ -160,7 +165,7 @@ class SimExecutor:
         return future
 
     def rebuild(self) -> None:
-        self._suspended.clear()  # what they had computed is gone with the pool
+        self._suspended.clear()  # their KV and activations are lost with the pool
 
     def preempt(self, step: Step) -> None:
         job = self._running if self._running is not None and self._running.future is step else None
@@ -176,7 +181,7 @@ class SimExecutor:
             job.timer = self._loop.at(job.began + done - job.done, EVENT, self._suspend, job, done)
 
     def _dispatched(self, job: _Running) -> float | None:
-        """Seconds of the running step that are computed when the pieces dispatched by now are; None for all of it."""
+        """Return the seconds of the running step that complete if it is stopped now, or None for the whole step."""
         device = self._device
         if not job.plan.preemptible or sum(span.length for span in job.plan.spans) <= device.short:
             return None
@@ -221,7 +226,7 @@ class SimExecutor:
             self._begin(self._queue.popleft())
 
     def _look(self, plan: StepPlan) -> tuple[Load, tuple[tuple[int, ...], ...]]:
-        """What the step costs, and what it will sample."""
+        """Return the load of a step, and the tokens that it will sample."""
         prompts, outputs, thoughts = self._prompts, self._outputs, self._thoughts
         prefill = decode = longest = context = prefix = quadratic = drafts = 0
         tokens: list[tuple[int, ...]] = []
@@ -252,7 +257,7 @@ class SimExecutor:
         return Load(prefill, decode, quadratic / 2, longest, context, prefix, drafts), tuple(tokens)
 
     def _verified(self, draft: int, left: int) -> tuple[int, ...]:
-        """Drafted tokens up to the first wrong one, and the token that the target puts there."""
+        """Sample the accepted prefix of a draft, and the token that the target puts after it."""
         right = 0
         while right < draft and self._random.random() < self._device.acceptance:
             right += 1
@@ -282,7 +287,7 @@ class SimExecutor:
         return Parcel(len(pages), None, running.began + done - running.done)
 
     async def import_kv(self, parcel: KvParcel, pages: Sequence[int]) -> None:
-        """Wait for the parcel's KV to be written, for the link to be free, and for the transfer."""
+        """Wait until the KV is written and the link is free, then for the duration of the transfer."""
         if len(pages) != parcel.pages:
             raise InvalidValue(f"a parcel of {parcel.pages} pages does not fit {len(pages)} pages", "pages")
         if parcel.after is not None and not parcel.after.done():
@@ -300,7 +305,7 @@ class SimExecutor:
         return arrived
 
     async def close(self) -> None:
-        """Let submitted steps end."""
+        """Wait for submitted steps to complete."""
         if self._last is not None and not self._last.done():
             await asyncio.wait([self._last])
 

@@ -1,4 +1,4 @@
-"""The life of one simulated request in words: what it waited for, where its slack went, and why it missed its SLO."""
+"""The life of one simulated request in words: what it waited for, how it spent its slack, and why it missed its SLO."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from ..metrics import FINISHED, Measured, measure, stage_allowance
 from .record import Recorder, Stretch
 from .timeline import Transfer, decodes, prompt_lengths, transfers
 
-NAMED = 3  # others that a wait is blamed on
-SHOWN = 24  # chunks of a prompt and waits between them
+NAMED = 3  # requests that a wait is attributed to by name
+SHOWN = 24  # chunks of a prompt, and waits between them, that are listed
 
 
 class Piece(NamedTuple):
-    """The request's own work in one stretch."""
+    """The work of one request in one stretch."""
 
     stretch: Stretch
     span: Span
 
 
 class Line(NamedTuple):
+    """One line of a description, and the time that it belongs to."""
+
     at: float
     text: str
 
 
 def explain(recorder: Recorder, id: int) -> list[str]:
-    """Lines of text; times are counted from the request's arrival. Raises InvalidValue where there is no such one."""
+    """Describe a request in lines of text, with times since its arrival. Raises InvalidValue for an unknown id."""
     request = recorder.requests.get(id)
     if request is None:
         known = f"0 to {max(recorder.requests)}" if recorder.requests else "none"
@@ -43,7 +45,7 @@ def explain(recorder: Recorder, id: int) -> list[str]:
     chunks = _shortened(list(_computed(recorder, request, prompt)))
     lines = [*_placed(recorder, request), *chunks, *_moved(request, moves)]
     lines += [*_first(request), *_decoded(recorder, request, rows), *_ended(request, measured)]
-    lines.sort(key=lambda line: line.at)  # stable: what belongs to one moment stays in this order
+    lines.sort(key=lambda line: line.at)  # stable: keeps the order above for lines of one moment
     told = [f"{line.at - request.arrival:9.3f} s  {line.text}" for line in lines]
     return [_head(request, measured), *told, *_verdict(recorder, request, measured, prompt, rows)]
 
@@ -72,7 +74,7 @@ def _placed(recorder: Recorder, request: Request) -> Iterator[Line]:
 
 
 def _computed(recorder: Recorder, request: Request, pieces: Sequence[Piece]) -> Iterator[Line]:
-    """Chunks of the prompt, and waits between them."""
+    """Describe the chunks of the prompt, and the waits between them."""
     free = request.arrival
     reached = request.cached
     if request.cached:
@@ -96,7 +98,7 @@ def _computed(recorder: Recorder, request: Request, pieces: Sequence[Piece]) -> 
 
 
 def _shortened(lines: list[Line]) -> list[Line]:
-    """A long prompt that is stopped again and again would fill pages."""
+    """Leave out the middle of many lines, since a prompt that is stopped again and again would fill pages."""
     left_out = len(lines) - SHOWN
     if left_out < 2:
         return lines
@@ -119,7 +121,7 @@ def _first(request: Request) -> Iterator[Line]:
 
 
 def _decoded(recorder: Recorder, request: Request, rows: Sequence[Piece]) -> Iterator[Line]:
-    """Decode steps, instance by instance, and how often it was left out."""
+    """Describe the decode steps on each instance, and the steps that left the request out."""
     by_instance: dict[str, list[Piece]] = {}
     for piece in rows:
         by_instance.setdefault(piece.stretch.instance, []).append(piece)
@@ -138,11 +140,11 @@ def _decoded(recorder: Recorder, request: Request, rows: Sequence[Piece]) -> Ite
     gaps = [(late - early, early) for early, late in zip(request.token_times, request.token_times[1:], strict=False)]
     if gaps and max(gaps)[0] > 2 * request.slo.tpot:
         gap, at = max(gaps)
-        yield Line(at, f"the longest it waited for a token: {_time(gap)}")
+        yield Line(at, f"longest wait for a token: {_time(gap)}")
 
 
 def _ended(request: Request, measured: Measured) -> Iterator[Line]:
-    drops = f"; its KV was dropped {request.drops} times for want of pages" if request.drops else ""
+    drops = f"; its KV was dropped {request.drops} times because pages ran out" if request.drops else ""
     if not request.token_times:
         yield Line(request.arrival, f"no token came: {request.error or request.finish_reason or 'unfinished'}{drops}")
         return
@@ -187,14 +189,14 @@ def _verdict(
 
 
 def _between(recorder: Recorder, instance: str, begin: float, end: float) -> Iterator[Stretch]:
-    """What an instance computed in a time."""
+    """Yield the stretches of an instance in an interval."""
     for one in recorder.stretches:
         if one.instance == instance and one.end > begin and one.start < end:
             yield one
 
 
 def _blame(recorder: Recorder, id: int, instance: str, begin: float, end: float) -> str:
-    """Whom an instance worked for in a time; a step belongs to its requests by their tokens."""
+    """Name the requests that an instance worked on in an interval. A step's time is split by tokens."""
     seconds: dict[int, float] = {}
     busy = 0.0
     for one in _between(recorder, instance, begin, end):
@@ -210,7 +212,7 @@ def _blame(recorder: Recorder, id: int, instance: str, begin: float, end: float)
     more = len(seconds) - len(ranked)
     words += [f"{more} more"] if more else []
     if not words:
-        return f"{instance} was idle" if busy == 0 else f"{instance} worked for nobody else"
+        return f"{instance} was idle" if busy == 0 else f"{instance} worked for no other request"
     return f"{instance} worked " + ", ".join(words)
 
 
@@ -219,5 +221,5 @@ def _due(slack: float) -> str:
 
 
 def _time(seconds: float) -> str:
-    """As people say it."""
+    """Format seconds for people."""
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -1,7 +1,7 @@
-"""The throughput floor: saturated loads whose objectives cannot be kept, and what policies make of them.
+"""The throughput floor: saturated loads with unattainable objectives, and the throughput of policies on them.
 
-A policy may leave decoding rows out of a step, or cut a step short, only where that makes some other row keep its
-objective. Where it does not, a policy must serve as many tokens per second as plain batching does on the same load.
+A policy may leave decodes out of a step, or shorten a step, only if that lets some other row keep its
+objective. If not, it must serve as many tokens per second as plain batching does on the same load.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .options import Mesh, Options
 from .simulate import simulate
 from .workload import Arrival
 
-# About a Llama of 185 M parameters in float32 on a few CPU cores: a decode step of 36 ms and 3 ms a row, 0.6 s for a
-# chunk of 256 prompt tokens. Not a preset: it is there for steps that are long beside common objectives.
+# About a Llama of 185 M parameters in float32 on a few CPU cores: 36 ms per decode step plus 3 ms per row, 0.6 s for a
+# chunk of 256 prompt tokens. Not a preset: it provides steps that are long relative to common objectives.
 CPU = Latency(
     "cpu-185m",
     kv_bytes_per_token=49152,
@@ -36,22 +36,22 @@ CPU = Latency(
     buckets=Buckets((1, 2, 4, 8, 16, 32)),
 )
 
-LEAST = 0.95  # of plain batching's tokens per second
+LEAST = 0.95  # of the tokens per second of plain batching
 REGIMES = ("none", "below", "above", "between", "first", "both", "default", "classes")
 
 
 class Shape(NamedTuple):
-    """What is served: requests to saturate `rows` rows. Lengths in tokens."""
+    """A load that saturates `rows` rows. Lengths in tokens."""
 
     rows: int
-    tokens: int  # of a step, at most
+    tokens: int  # limit of a step
     requests: int
     prompts: tuple[int, int]
     outputs: tuple[int, int]
 
     @property
     def prompt(self) -> float:
-        """Of a typical request."""
+        """Length of a typical prompt."""
         return sqrt(self.prompts[0] * self.prompts[1])
 
     @property
@@ -64,12 +64,12 @@ SMALL = Shape(rows=16, tokens=256, requests=64, prompts=(16, 512), outputs=(24, 
 
 
 class Floor(NamedTuple):
-    """What came out of one run."""
+    """The outcome of one run."""
 
     tokens: float  # output tokens per second
-    attained: float  # requests per second that were promised something and got it
-    gap: float  # seconds: the longest that a row which could decode had waited since its last token
-    full: float  # seconds of a step of all rows and a whole chunk of prompts
+    attained: float  # requests per second that had objectives and attained them
+    gap: float  # seconds: the longest time since its last token that any running decode had waited
+    full: float  # seconds of a step of all rows and a whole chunk of prompt tokens
 
 
 def shape_of(latency: Latency) -> Shape:
@@ -77,24 +77,26 @@ def shape_of(latency: Latency) -> Shape:
 
 
 def decode_step(latency: Latency, shape: Shape, rows: int) -> float:
-    """Predicted seconds of a step that decodes so many typical rows."""
+    """Predict the seconds of a step that decodes `rows` typical rows."""
     context = int(shape.prompt + shape.output / 2)
     load = Load(0, rows, 0.0, context, rows * context)
     return float(latency.solve().step_time(latency.buckets.placed(load)[1]))
 
 
 def alone(latency: Latency, shape: Shape, tokens: float) -> float:
-    """Predicted seconds of a prompt on an idle instance."""
+    """Predict the seconds that a prompt takes on an idle instance."""
     return float(latency.solve().prefill_times(np.array([tokens]), np.zeros(1), shape.tokens)[0])
 
 
 def objectives(regime: str, latency: Latency, shape: Shape) -> tuple[SLO, ...]:
-    """The classes of objectives of a regime, as often as one another. TTFT beside a hopeless TPOT is ample, and the
-    other way round.
+    """Return the classes of objectives of a regime, all equally frequent.
 
-    none: no objectives. below: TPOT of half a step of one row. above: just above a step of one row. between: halfway
-    between steps of one row and of all. first: TTFT of half what the prompt takes alone. both: as below and first.
-    default: the SLO that a server promises by default. classes: as between, and none.
+    A TTFT combined with an unattainable TPOT is ample, and vice versa.
+
+    none: no objectives. below: TPOT of half a step of one row. above: TPOT just above a step of one row.
+    between: TPOT halfway between steps of one row and of all rows. first: TTFT of half the time of the
+    shortest prompt alone. both: below and first. default: the default SLO of a server. classes: between
+    and none.
     """
     one, every = decode_step(latency, shape, 1), decode_step(latency, shape, shape.rows)
     ample, late = 40.0 * shape.rows * alone(latency, shape, shape.prompt), 0.5 * alone(latency, shape, shape.prompts[0])
@@ -112,7 +114,7 @@ def objectives(regime: str, latency: Latency, shape: Shape) -> tuple[SLO, ...]:
 
 
 def arrivals(regime: str, latency: Latency, shape: Shape, instances: int = 1, seed: int = 0) -> list[Arrival]:
-    """Requests that come at one and a half times the rate at which plain batching serves them."""
+    """Draw requests at one and a half times the rate at which plain batching serves them."""
     random, slos = np.random.default_rng(seed), objectives(regime, latency, shape)
     count = shape.requests * instances
     prompts = np.exp(random.uniform(log(shape.prompts[0]), log(shape.prompts[1]), count)).astype(int).tolist()
@@ -125,7 +127,7 @@ def arrivals(regime: str, latency: Latency, shape: Shape, instances: int = 1, se
 
 
 class _Watched:
-    """A policy, and how long the rows that it sees decoding had waited at most. Writer of `waits`."""
+    """A policy that records how long the running decodes have waited. Writer of `waits`."""
 
     def __init__(self, policy: Policy, waits: list[float]) -> None:
         self._policy = policy
@@ -145,7 +147,7 @@ def serve(policy: str, latency: Latency, load: Sequence[Arrival], mesh: Mesh, op
     def watched() -> Policy:
         return _Watched(policies.make(policy), waits)
 
-    watched.__name__ = policy  # what its routing goes by
+    watched.__name__ = policy  # selects the router
     report = simulate(load, watched, mesh, latency, options=options)
     attained = sum(one.attained and one.promised for one in report.measured)
     context = int(np.mean([one.prompt for one in report.measured]))
@@ -156,21 +158,21 @@ def serve(policy: str, latency: Latency, load: Sequence[Arrival], mesh: Mesh, op
 
 
 def floor(policy: str, latency: Latency, regime: str, *, split: bool = False, seed: int = 0) -> Floor:
-    """One policy in one regime: on one mixed instance, or on two that prefill and two that decode."""
+    """Run one policy in one regime, on one mixed instance or on two prefill and two decode instances."""
     shape = shape_of(latency)
     mesh = Mesh(4 if split else 1, latency.tensor_parallel)
     load = arrivals(regime, latency, shape, 2 if split else 1, seed)
-    need = shape.rows * (shape.prompts[1] + shape.outputs[1])  # a pool for all rows: what KV costs is not asked here
+    need = shape.rows * (shape.prompts[1] + shape.outputs[1])  # room for all rows: the floor does not test KV pressure
     pages = max(latency.kv_tokens, need) // latency.page_size + shape.rows
     options = Options(rows=shape.rows, tokens=shape.tokens, noise=0.0, pages=pages)
     return serve(policy, latency, load, mesh, options)
 
 
 def plain(split: bool) -> str:
-    """The policy that leaves nothing out. Where prefill and decode are split `vllm` would do the same."""
+    """Return the policy that leaves nothing out. With prefill and decode split, `vllm` would do the same."""
     return "distserve" if split else "vllm"
 
 
 def kept(found: Floor, base: Floor) -> bool:
-    """The law: as many tokens as plain batching, or fewer for the sake of requests that attain their objectives."""
+    """Return whether the law holds: as many tokens as plain batching, or more attained requests."""
     return found.tokens >= LEAST * base.tokens or found.attained > base.attained

@@ -1,4 +1,4 @@
-"""A latency preset: what is known of a model on a device, and the simulated instance that follows from it."""
+"""Latency presets: what is known of a model on a device, and the simulated instance that follows from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .executor import Device
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """Coefficients that no published point tells, see perf.model.Coefficients; what is None is solved for."""
+    """Coefficients that no published point determines (see perf.model.Coefficients). None: to be solved for."""
 
     fixed: float | None = None
     prefill: float | None = None
@@ -35,7 +35,7 @@ class Assumed:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredOn:
-    """What step times were measured of, as a server names it; empty where nothing says."""
+    """The model and device of measured step times, as a server names them. Empty if unknown."""
 
     model: str = ""
     device: str = ""
@@ -46,12 +46,14 @@ class MeasuredOn:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """One instance: `tensor_parallel` devices that hold the model together.
+    """One instance: `tensor_parallel` devices that hold one copy of the model.
 
-    Step times come from `points` and `assumed`, from `coefficients`, or are `derived` from data sheets. Times in
-    seconds, bandwidth in bytes/s. kv_tokens: what the KV pool holds. chunk: tokens in the chunks of the published
-    prefill points. noise: standard deviation of a step's lognormal factor. buckets: what the engine pads its steps to.
-    measured_on: a server takes the preset for its step-time model where it has the same.
+    Step times come from `points` and `assumed`, from `coefficients`, or are `derived` from data sheets.
+    Times are in seconds, bandwidths in bytes/s.
+
+    kv_tokens: capacity of the KV pool. chunk: tokens per chunk of the published prefill points.
+    noise: standard deviation of the lognormal factor on step times. buckets: sizes that steps are padded to.
+    measured_on: a server with this model and device uses the preset as its step-time model.
     """
 
     name: str
@@ -67,7 +69,7 @@ class Latency:
     link_bandwidth: float = 450e9
     link_latency: float = 1e-3
     layers: int = 1
-    operators: int = 5  # of a layer, as FlowPrefill counts them; the engine cuts a layer less often (boundary.py)
+    operators: int = 5  # per layer, as FlowPrefill counts; the engine cuts a layer less often (boundary.py)
     noise: float = 0.0
     buckets: Buckets = NONE
     measured_on: MeasuredOn = field(default_factory=MeasuredOn)
@@ -79,24 +81,25 @@ class Latency:
         given = [bool(self.points), self.coefficients is not None, self.derived is not None]
         if sum(given) != 1:
             raise InvalidValue(
-                "a latency preset has one of points (with what is assumed), coefficients and derived", "points"
+                "a latency preset has exactly one of points (and assumed), coefficients and derived", "points"
             )
         if not self.points and self.assumed.given():
-            raise InvalidValue("what is assumed has no meaning without points to solve for the rest", "assumed")
+            raise InvalidValue("assumed must be empty without points to solve for the other coefficients", "assumed")
         self.device()
 
     def solve(self) -> Coefficients:
-        """The step-time model. Raises InvalidValue where the points do not determine it."""
+        """Return the step-time model. Raises InvalidValue if the points do not determine it."""
         if self.derived is not None:
             return self.derived.coefficients()
         return self.coefficients or solve(self.points, self.assumed.given(), self.chunk)
 
     def with_coefficients(self, values: Mapping[str, float]) -> Latency:
-        """The same with other coefficients, by name, in seconds (p_moe is a share); for sensitivity studies.
+        """Replace coefficients by name, in seconds (p_moe is a share), for sensitivity studies.
 
-        What the preset assumes is assumed otherwise and the published points still hold: the rest is solved again.
-        What was solved for, derived or given is replaced, and the points then no longer hold. Raises InvalidValue
-        for an unknown name, or where no other coefficients can make the points hold.
+        If the preset assumes a coefficient, the new value is assumed instead and the others are solved for
+        again, so that the published points still hold. If a coefficient was solved for, derived or given,
+        it is replaced, and the points no longer hold. Raises InvalidValue for an unknown name, or if no
+        coefficients reproduce the points.
         """
         allowed = [one.name for one in fields(Coefficients)]
         for name in values:
@@ -118,8 +121,11 @@ class Latency:
         pages: int | None = None,
         page_size: int | None = None,
     ) -> Device:
-        """The simulated instance: steps are cut at `boundary` and dispatched `depth` segments deep, as the engine does.
-        `pages` and `page_size` instead of the preset's for experiments."""
+        """Return the simulated instance.
+
+        Steps are cut at `boundary` and dispatched `depth` segments deep, as in the engine. `pages` and
+        `page_size` override the preset for experiments.
+        """
         size = page_size or self.page_size
         return Device(
             pages=pages or self.kv_tokens // size,
@@ -134,5 +140,5 @@ class Latency:
         )
 
     def segments(self, boundary: str) -> int:
-        """Equal pieces of a step at whose ends it may stop: `op`, `layer`, `layers:k` or `chunk`."""
+        """Return the number of segments of a step for a boundary: `op`, `layer`, `layers:k` or `chunk`."""
         return Boundary.parse(boundary).segments(self.layers)

@@ -1,4 +1,4 @@
-"""What a simulation is set up with: instances, and what stays while policies, rates and seeds vary."""
+"""The setup of a simulation: instances, and options that stay fixed while policies, rates and seeds vary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from .latency import Latency
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """R instances of T devices each. From two on, `prefill` of them prefill (default half) and the others decode."""
+    """R instances of T devices each.
+
+    `prefill` instances prefill (default: half) and the others decode. A single instance, or all of them if
+    `colocated`, are mixed.
+    """
 
     instances: int
     tensor_parallel: int = 1
@@ -29,7 +33,7 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str, prefill: int | None = None, *, colocated: bool = False) -> Mesh:
-        """From `RxT`, as in 2x4."""
+        """Create a mesh from `RxT`, as in 2x4. Raises InvalidValue for other text."""
         match = re.fullmatch(r"([1-9]\d*)[xX]([1-9]\d*)", text.strip())
         if match is None:
             raise InvalidValue(f"mesh={text!r} must be RxT, instances by devices per instance, as in 2x4", "mesh")
@@ -39,9 +43,7 @@ class Mesh:
     def roles(self) -> tuple[Role, ...]:
         if self.colocated or self.instances == 1:
             if self.prefill is not None:
-                raise InvalidValue(
-                    f"prefill={self.prefill} has no meaning where all instances are colocated", "prefill"
-                )
+                raise InvalidValue(f"prefill={self.prefill} cannot be set if all instances are colocated", "prefill")
             return (Role.MIXED,) * self.instances
         prefill = self.instances // 2 if self.prefill is None else self.prefill
         if not 1 <= prefill < self.instances:
@@ -54,21 +56,26 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a simulation leaves as it is while policies, rates and seeds vary. Seconds, tokens, shares.
+    """Options that stay fixed while policies, rates and seeds vary. In seconds, tokens and shares.
 
-    perf: the schedulers' step-time model, by name (perf.make): `general` is the true one, corrected by what is
-    measured; `exact` never corrects; the others are the papers', profiled from the true one. prediction_error: all
-    that it predicts is off by this share (0.2: a fifth too long), for good. noise: instead of the latency preset's.
-    routing, admission: by name; the router `auto` is what goes with the policy. tokens, rows, prompts,
-    suspended, draft: see policy.Limits; prompts None is no limit. boundary: where a step of prompt chunks can be
-    stopped; at `chunk`, its end, nothing is. depth: segments dispatched at a time. segments: equal pieces of a step
-    instead of those of the boundary, which are what the engine cuts. behind: see Device; the engine copies KV in
-    the stream of the steps, other systems beside it. acceptance: chance that a drafted token is right.
-    routing_delay: from arrival to the instance. stale: age of what the router knows of the instances.
-    prefix_caching None: on where the workload says which prefixes are shared. pages, page_size: instead of the
-    preset's; kv_scale: times as many pages. skip: requests at either end that are not counted. horizon: stop after
-    so many seconds, unfinished requests count as violated. turns: when roles change, and the roles of all instances
-    from then on. timer: a clock of the processor, read around each decision; what it says is only reported.
+    perf: step-time model of the schedulers, see perf.registry.make. `general` is the true model, corrected
+        online; `exact` is never corrected; the others are profiled from the true model.
+    prediction_error: constant relative error of all predictions (0.2: a fifth too long).
+    noise: overrides the latency preset.
+    routing, admission: by name. The router `auto` is the one that goes with the policy.
+    tokens, rows, prompts, suspended, draft: see policy.Limits. prompts None: no limit.
+    boundary: where prefill steps can be preempted; with `chunk` they cannot. depth: segments dispatched at
+        a time. segments: equal parts of a step, overrides `boundary`.
+    behind: see Device. The engine copies KV in the stream of the steps, other systems beside it.
+    acceptance: probability that a drafted token is accepted.
+    routing_delay: time from arrival until the instance has the request.
+    stale: age of what the router knows of the instances.
+    prefix_caching: None enables it if the workload has shared prefixes.
+    pages, page_size: override the preset. kv_scale: factor on the number of pages.
+    skip: requests at each end that are not counted.
+    horizon: time after which the simulation stops. Unfinished requests count as violated.
+    turns: role changes, each a time and the roles of all instances from then on.
+    timer: a real clock, read before and after each decision. The times are only reported.
     """
 
     perf: Perf = "general"
@@ -119,7 +126,7 @@ class Options:
                 raise InvalidValue(f"{name}={getattr(self, name)!r} must be {allowed}", name)
 
     def device(self, latency: Latency) -> Device:
-        """A simulated instance of a latency preset."""
+        """Create a simulated instance from a latency preset."""
         device = latency.device(self.boundary, depth=self.depth, pages=self.pages, page_size=self.page_size)
         return replace(
             device,

@@ -1,4 +1,4 @@
-"""What a simulation's schedulers predict step times with."""
+"""The step-time models that the schedulers of a simulation predict with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..perf.model import Coefficients
 from ..perf.profile import probes
 from ..perf.scaled import Scaled
 
-LONGEST = 131_072  # tokens of context, at most, that a profile looks at
+LONGEST = 131_072  # tokens: longest context in a profile
 
 
 def perf_model(
@@ -23,10 +23,12 @@ def perf_model(
     limits: Limits | None = None,
     buckets: Buckets = NONE,
 ) -> PerfModel:
-    """The model `kind` (see perf.make) of devices whose true one is known; off by `error`, a share, for good.
+    """Create the model `kind` (see perf.registry.make) for devices with known step times.
 
-    `learned` is what a server has: fitted to the steps that a server of these limits measures when it starts (see
-    perf.profile), and learned from every step.
+    `learned` is created as a server does: fitted to the steps that a server with these limits profiles at
+    startup (see perf.profile), then learned from every step.
+
+    error: constant relative error of all predictions.
     """
     loads = None
     if kind == "learned" and limits is not None:

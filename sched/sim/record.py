@@ -1,4 +1,4 @@
-"""What happened in a simulation, for a timeline or a request's life: what schedulers log, with times."""
+"""A record of a simulation, from which timelines and the lives of requests are made."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .clock import VirtualLoop
 
 
 class Stretch(NamedTuple):
-    """A step, or what was computed of it until it was stopped at a segment boundary."""
+    """A step, or the part of it that ran until it was stopped at a segment boundary."""
 
     instance: str
     plan: StepPlan
     start: float  # seconds
     end: float
-    stopped: bool  # at a boundary: its spans are not done
+    stopped: bool  # at a segment boundary: its spans are not complete
 
 
 class Placed(NamedTuple):
-    """A request was given to an instance, where others were before it."""
+    """The assignment of a request to an instance, with the queue it found there."""
 
     at: float
     instance: str
@@ -33,17 +33,17 @@ class Placed(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """A request followed its KV to another instance, where pages had been set aside."""
+    """The migration of a request with its KV to another instance that had reserved pages."""
 
     at: float
     request: int
     source: str
     target: str
-    reserved: float  # when
+    reserved: float  # when the pages were reserved
 
 
 class Level(NamedTuple):
-    """State of an instance when it planned."""
+    """The state of an instance when it planned a step."""
 
     at: float
     instance: str
@@ -54,11 +54,11 @@ class Level(NamedTuple):
 
 
 class Recorder:
-    """Give one to `simulate`. Writer: the schedulers' logs, in the virtual loop."""
+    """The record of a simulation that it is passed to. Writer: the schedulers' logs, in the virtual loop."""
 
     def __init__(self) -> None:
         self.limits: dict[str, Limits] = {}
-        self.requests: dict[int, Request] = {}  # all that arrived, as they are now
+        self.requests: dict[int, Request] = {}  # all that arrived, in their current state
         self.stretches: list[Stretch] = []
         self.placed: list[Placed] = []
         self.moves: list[Moved] = []
@@ -68,7 +68,7 @@ class Recorder:
         self._sources: dict[int, str] = {}
 
     def instance(self, name: str, limits: Limits, loop: VirtualLoop, then: Log) -> Log:
-        """The log of one instance, which hands everything on to `then`."""
+        """Return the log of one instance. It passes all entries on to `then`."""
         self.limits[name] = limits
         plans: dict[int, StepPlan] = {}
 
@@ -85,7 +85,7 @@ class Recorder:
             elif kind == "add":
                 self._place(name, loop.now, fields["request"])
             elif kind == "reserve":
-                self._reserved[fields["id"]] = loop.now  # asked again until there is room: the last one counts
+                self._reserved[fields["id"]] = loop.now  # repeated until there is room: the last one counts
             elif kind == "release":
                 self._sources[fields["id"]] = name
             elif kind == "accept":
@@ -95,7 +95,7 @@ class Recorder:
         return log
 
     def attach(self, name: str, scheduler: Scheduler) -> None:
-        """Whose pages and queues to look at."""
+        """Set the scheduler of an instance, to record its pages and queues."""
         self._schedulers[name] = scheduler
 
     def _level(self, name: str, now: float) -> None:

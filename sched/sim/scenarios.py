@@ -1,9 +1,9 @@
-"""The papers' workloads by name. Each says what its paper publishes and what is assumed here.
+"""The papers' workloads by name, with what each paper publishes and what is assumed here.
 
-Published are tables of lengths (mean, standard deviation, 99th or 90th percentile) and SLOs; no paper publishes the
-shape between these figures. Assumed: a lognormal, a gamma, or, where the 99th percentile is nearer than a normal one,
-a beta distribution: the one with the published moments whose percentile is nearest. tests/sched/sim/test_scenarios.py
-holds the draws against the tables.
+The papers publish tables of lengths (mean, standard deviation, 99th or 90th percentile) and SLOs, but not
+the shapes of the distributions. The shape assumed is lognormal, gamma, or, if the 99th percentile is closer
+to the mean than a normal distribution's, beta: with the published moments, the one with the
+nearest percentile. tests/sched/sim/test_scenarios.py checks the draws against the tables.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ..api.request import BEST_EFFORT
 from .workload import K32, K100, K128, POISSON, Arrivals, Lengths, Mix, Rounds, Share, Slowdown, Tail, Workload
 
 # ---- FlowPrefill: four tasks, each with its own TTFT --------------------------------------------------------------
-# Published: prompt mean, 99th percentile, std and share (Table 1); TTFT per model (Table 2); TBT where prefill and
-# decode share a device, and TTFT three times as long there (§6.5). Assumed: Poisson arrivals (the paper replays
-# QwenTrace, which is public, but whose repository stores that file as a pointer that could not be resolved); outputs as
-# FairBatching's Table 2 gives them for QwenTrace, for every task; as TPOT what the paper asks of TBT when colocated,
-# since it counts TTFT alone and a decode side must be asked something.
+# Published: prompt mean, 99th percentile, std and share (Table 1); TTFT per model (Table 2); for colocated prefill and
+# decode, a TBT and three times the TTFT (§6.5). Assumed: Poisson arrivals (the paper replays QwenTrace, which is
+# public, but only as a pointer that could not be resolved); outputs as in FairBatching's Table 2 for QwenTrace, for
+# every task; TPOT equal to the paper's TBT for colocation, since the paper counts only TTFT and decode instances need
+# some objective.
 QWEN_OUTPUT = Lengths("lognormal", mean=377, std=324, high=8192)
 FLOWPREFILL_TTFT = {
     "llama3-8b": (0.25, 0.5, 4.0, 6.0),
@@ -29,9 +29,9 @@ FLOWPREFILL_TTFT = {
 
 
 def flowprefill(model: str, slo_scale: float = 1.0, *, colocated: bool = False) -> Mix:
-    """QwenTrace's task mix with the TTFTs of Table 2 for `model`, times `slo_scale`.
+    """Return QwenTrace's mix of tasks with the TTFTs of Table 2 for `model`, times `slo_scale`.
 
-    colocated: TTFT three times as long, and a TBT (§6.5).
+    colocated: triple the TTFT, and set a TBT (§6.5).
     """
     ttfts = FLOWPREFILL_TTFT[model]
     tasks = (
@@ -64,13 +64,12 @@ def flowprefill(model: str, slo_scale: float = 1.0, *, colocated: bool = False) 
 
 # ---- SLOs-Serve: six scenarios --------------------------------------------------------------------------------------
 # Published: lengths (Table 4), which stages are tight or loose (Table 1), tight = 3x the TTFT of an idle server and
-# 50 ms, loose = 5x and 100 ms (Table 3), 2.7 ± 1.1 rounds of prefill and decode in ToolLLM, and that arrivals follow
-# the Azure 2023 traces, of conversation (stable) or of code (bursty). Assumed: an idle server's TTFT of 12 ms and
-# 72 µs a token, which is what our preset of OPT-7B on an A100 says, and 16 µs for the 1.5B model (`for_server` takes
-# those of the server that is simulated); the lengths of ToolLLM are those of one round, whose prompt comes on top of
-# all that was said before; a tool takes 0.5 s; Mixed has equal thirds; all of a thinking stage comes before the
-# answer. Arrivals: gamma gaps of the trace's CV for conversation; for code, bursts fitted to its counts: index of
-# dispersion 13, 71 and 159 over 1, 10 and 60 s in the trace.
+# 50 ms, loose = 5x and 100 ms (Table 3), 2.7 ± 1.1 rounds of prefill and decode in ToolLLM, and arrivals that follow
+# the Azure 2023 traces, of conversation (stable) or of code (bursty). Assumed: a TTFT on an idle server of 12 ms and
+# 72 µs per token, from our preset of OPT-7B on an A100, and 16 µs for the 1.5B model (`for_server` substitutes those of
+# the simulated server); ToolLLM's lengths are those of one round, appended to all earlier rounds; a tool takes 0.5 s;
+# Mixed has equal thirds; the thinking stage precedes the answer. Arrivals: gamma gaps with the CV of the trace for
+# conversation; for code, bursts fitted to its counts: index of dispersion 13, 71 and 159 over 1, 10 and 60 s.
 AZURE_CONVERSATION = Arrivals("gamma", cv=1.08)
 AZURE_CODE = Arrivals("bursts", size=95, duty=0.6)
 TIGHT, LOOSE = Slowdown(3, 0.012, 72e-6), Slowdown(5, 0.012, 72e-6)
@@ -98,7 +97,7 @@ SUMMARIZER = Workload(
     "slos-serve-summarizer",
     Lengths("beta", mean=1333, std=444, high=1955),
     Lengths("lognormal", mean=185.6, std=181.7, high=2048),
-    # No one-humped distribution with a std of 234 around 202 has a 99th percentile of 1508: a few answers never stop.
+    # No unimodal distribution with a std of 234 around 202 has a 99th percentile of 1508: a few answers run on.
     output_tail=Tail(0.012, Lengths("uniform", low=1400, high=1700)),
     arrivals=AZURE_CONVERSATION,
     ttft=TIGHT,
@@ -131,23 +130,23 @@ MIXED_BEST_EFFORT = Mix(
     "slos-serve-mixed-best-effort",
     (
         *MIXED.parts,
-        # Assumed: a quarter of the load has no SLO at all, chat by its lengths.
+        # Assumed: a quarter of the load has no SLO, with the lengths of chat.
         Share(1, replace(CHATBOT, name="batch", ttft=inf, tpot=inf, request_class="batch", tier=BEST_EFFORT)),
     ),
 )
 
 # ---- Load-aware prefill deflection ----------------------------------------------------------------------------------
-# Published (only a summary of the paper is to be had): bursty, heavy-tailed, production-style traces, DeepSeek-V2-Lite
+# Published (only a summary of the paper is available): bursty, heavy-tailed, production-style traces, DeepSeek-V2-Lite
 # on A100s, two prefill and two decode nodes, prefill itself 2-23 % of the P95 TTFT. Assumed: everything else. Seven of
-# ten requests come in bursts of 20, each within a tenth of the time between two; K32's body and tail; TTFT 2 s, TBT
-# and TPOT 100 ms.
+# ten requests come in bursts of 20, each within a tenth of the time between two bursts; body and tail of K32; TTFT 2 s,
+# TBT and TPOT 100 ms.
 DEFLECTION = replace(
     K32, name="deflection", arrivals=Arrivals("bursts", size=20, duty=0.1, share=0.7), ttft=2.0, tpot=0.1, tbt=0.1
 )
 
 # ---- FairBatching: three traces -------------------------------------------------------------------------------------
 # Published: mean and 90th percentile of prompts and outputs, TTFT and TPOT (Table 2). Assumed: Poisson arrivals; the
-# paper replays the heads of the traces. Azure's short answers with a hump at 400 take two parts.
+# paper replays the beginnings of the traces. Azure's short answers with a second mode at 400 are modeled in two parts.
 FAIRBATCHING = (
     Workload(
         "fairbatching-burstgpt",
@@ -170,7 +169,7 @@ FAIRBATCHING = (
     ),
 )
 
-# ---- K128 in other rhythms, for robustness --------------------------------------------------------------------------
+# ---- K128 with other arrivals, for robustness -----------------------------------------------------------------------
 K128_BURSTY = replace(K128, name="K128-bursty", arrivals=Arrivals("gamma", cv=3.0))
 K128_WAVES = replace(K128, name="K128-waves", arrivals=Arrivals("on_off", on=20, off=60, contrast=5))
 

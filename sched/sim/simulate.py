@@ -1,4 +1,4 @@
-"""One simulation: the Cluster that serves, on simulated devices in virtual time."""
+"""One simulation: the serving Cluster on simulated devices in virtual time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Progress = Callable[[int, int], None]  # done, total
 
 
 class Drawn(Protocol):
-    """A distribution of requests: workload.Workload, workload.Mix."""
+    """A distribution of requests, such as workload.Workload and workload.Mix."""
 
     @property
     def name(self) -> str: ...
@@ -43,13 +43,13 @@ class Drawn(Protocol):
 
 
 class Logs(Protocol):
-    """Gives each instance the log that its scheduler writes to (journal.py)."""
+    """A factory of the logs that schedulers write to (journal.py)."""
 
     def __call__(self, name: str, policy: str, limits: Limits, role: Role, prefix_caching: bool) -> Log: ...
 
 
 class Timed:
-    """A policy with a stopwatch around each decision. Writer of `seconds`."""
+    """A policy with timed decisions. Writer of `seconds`."""
 
     def __init__(self, policy: Policy, timer: Callable[[], float], seconds: list[float]) -> None:
         self._policy = policy
@@ -64,27 +64,27 @@ class Timed:
 
 
 class Report(NamedTuple):
-    """What came out of one simulation."""
+    """The results of one simulation."""
 
     policy: str
-    rate: float  # requests per second, as asked for or as in the trace
+    rate: float  # requests per second, as requested or as in the trace
     seed: int
     summary: Summary
     measured: tuple[Measured, ...]
     counters: Counters
-    busy: tuple[float, ...]  # share of the time that each instance computed
+    busy: tuple[float, ...]  # share of the time in which each instance computed
     ended: float  # virtual seconds
-    instances: tuple[str, ...] = ()  # their names, as in `busy`
-    deflections: int = 0  # prompts given to instances that decode
-    ttft_predictions: Mapping[str, Accuracy] = {}  # of first tokens, by path, where the router makes any
-    decisions: Spread | None = None  # processor seconds of a decision, where Options gave a timer
+    instances: tuple[str, ...] = ()  # names, in the order of `busy`
+    deflections: int = 0  # prompts assigned to decode instances
+    ttft_predictions: Mapping[str, Accuracy] = {}  # of first tokens, by path, if the router makes any
+    decisions: Spread | None = None  # real seconds per decision, if Options has a timer
 
 
-PolicyLike = str | Callable[[], Policy]  # a name, or what makes a new one for each instance
+PolicyLike = str | Callable[[], Policy]  # a name, or a factory called once per instance
 
 
 def policy_name(policy: PolicyLike) -> str:
-    """What reports call it."""
+    """Return the name of a policy in reports."""
     return policy if isinstance(policy, str) else getattr(policy, "__name__", type(policy).__name__)
 
 
@@ -102,12 +102,14 @@ def simulate(
     logs: Logs | None = None,
     recorder: Recorder | None = None,
 ) -> Report:
-    """Serve a workload from its first arrival to its last token. Equal arguments give equal histories.
+    """Simulate a workload from its first arrival to its last token. Equal arguments give equal histories.
 
-    workload: a distribution, of which `num_requests` (default 1000) are drawn at `qps`; or arrivals, the first
-    `num_requests` of them, with times stretched to `qps` where given. policy: a name, or a factory that is called
-    once for each instance. `recorder` keeps what happened, for a timeline (timeline.py) or a request's life
-    (explain.py). Raises InvalidValue for what a person got wrong, Deadlock where nothing can go on.
+    workload: a distribution, from which `num_requests` (default 1000) are drawn at `qps`; or arrivals, of
+        which the first `num_requests` are taken, with times stretched to `qps` if given.
+    policy: a name, or a factory that is called once per instance.
+    recorder: records the run, for a timeline (timeline.py) or the life of a request (explain.py).
+
+    Raises InvalidValue for invalid arguments, and Deadlock if nothing can proceed.
     """
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     arrivals, rate = arrivals_of(workload, qps, num_requests, seed)
@@ -138,14 +140,14 @@ def simulate(
 def arrivals_of(
     workload: Drawn | Sequence[Arrival], qps: float | None, count: int | None, seed: int
 ) -> tuple[Sequence[Arrival], float]:
-    """What `simulate` serves, and the rate of it in requests per second. Raises InvalidValue."""
+    """Return the arrivals that `simulate` serves, and their rate in requests per second. Raises InvalidValue."""
     if not isinstance(workload, Sequence):
         if qps is None:
             raise InvalidValue(f"workload {workload.name} needs a rate: give qps", "qps")
         return workload.draw(1000 if count is None else count, qps, seed), qps
     arrivals = workload[:count]
     if not arrivals:
-        raise InvalidValue("a workload without requests", "workload")
+        raise InvalidValue("workload has no requests; it must have at least one", "workload")
     span = arrivals[-1].time - arrivals[0].time
     rate = (len(arrivals) - 1) / span if span > 0 else 0.0
     if qps is None:
@@ -156,7 +158,7 @@ def arrivals_of(
 
 
 class _Simulation:
-    """One run. Its state is written by callbacks in the virtual loop."""
+    """One run. Its state is written only by callbacks in the virtual loop."""
 
     def __init__(
         self,
@@ -172,8 +174,8 @@ class _Simulation:
     ) -> None:
         if mesh.tensor_parallel != latency.tensor_parallel:
             raise InvalidValue(
-                f"mesh {mesh} has {mesh.tensor_parallel} devices an instance, and latency preset {latency.name} is "
-                f"of {latency.tensor_parallel}",
+                f"mesh {mesh} has {mesh.tensor_parallel} devices per instance, but latency preset {latency.name} is "
+                f"for {latency.tensor_parallel}",
                 "mesh",
             )
         self._arrivals = arrivals
@@ -193,7 +195,7 @@ class _Simulation:
         self._recorder = recorder
         self._outputs = {id: one.output_tokens for id, one in enumerate(arrivals)}
         self._thoughts = {id: one.thinking_tokens for id, one in enumerate(arrivals) if one.thinking_tokens}
-        self._rounds: dict[int, list[int]] = {}  # those that follow a request
+        self._rounds: dict[int, list[int]] = {}  # next rounds by request
         for id, one in enumerate(arrivals):
             if one.after is not None:
                 self._rounds.setdefault(one.after, []).append(id)
@@ -223,10 +225,10 @@ class _Simulation:
         waited = self._options.horizon
         await asyncio.wait([machine, self._done], timeout=waited, return_when=asyncio.FIRST_COMPLETED)
         if machine.done():
-            machine.result()  # the machinery itself failed: say why
+            machine.result()  # the cluster itself failed: raise its error
         ended = loop.now
         if self._done.done():
-            await asyncio.sleep(1.0)  # what is on its way arrives
+            await asyncio.sleep(1.0)  # let KV transfers complete
             self._check(cluster)
         machine.cancel()
         await asyncio.wait([machine])
@@ -283,7 +285,7 @@ class _Simulation:
         return made if timer is None else Timed(made, timer, self.decisions)
 
     def _arrive(self, left: Iterator[tuple[int, Arrival]]) -> None:
-        """Set the timer of the next arrival: one at a time, in order."""
+        """Set the timer of the next arrival. Only one is set at a time, which keeps them in order."""
         coming = next(left, None)
         if coming is None:
             return
@@ -299,7 +301,7 @@ class _Simulation:
         request = self._request(id, time)
         try:
             self._cluster.submit(request, _ignore)
-        except InvalidValue as error:  # it could never fit
+        except InvalidValue as error:  # the request can never fit
             self._reject(request, str(error))
 
     def _request(self, id: int, time: float) -> Request:
@@ -336,16 +338,16 @@ class _Simulation:
             self._done.set_result(None)
 
     def _next_round(self, id: int, before: Request) -> None:
-        """What follows a request comes after its last token, or never."""
+        """Schedule the next round after the last token of a request, or reject it if the request failed."""
         arrival = self._arrivals[id]
         time = self._loop.now + arrival.delay
         if before.finish_reason in FINISHED:
             self._loop.at(time + self._options.routing_delay, clock.ARRIVAL, self._submit, id, time)
         else:
-            self._reject(self._request(id, self._loop.now), "the round before it did not end well")
+            self._reject(self._request(id, self._loop.now), "the round before it did not finish")
 
     def _check(self, cluster: Cluster) -> None:
-        """Conservation: everybody was told why it ended, and every page came back."""
+        """Check conservation: every request has a finish reason, and every page was released."""
         cluster.check()
         lost = [request.id for request in self.requests if request.finish_reason is None]
         held = [core.scheduler.blocks.held for core in cluster.cores]
@@ -357,4 +359,4 @@ _EOS = frozenset([EOS])
 
 
 def _ignore(delta: object) -> None:
-    """Nobody listens to a simulated request; what it got stands in the Request."""
+    """Ignore token deltas: the Request records what the simulation needs."""

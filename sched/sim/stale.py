@@ -1,4 +1,4 @@
-"""A router that knows its instances as they were a while ago, as a router does that hears of them by messages."""
+"""A router with outdated views of its instances, as if it received their state in messages."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from ..routing.base import Fleet, Move, Router
 
 NAMES = "arrival ttft tbt tpot tightest deadline remaining context length running hit best_effort"
 COLUMNS = tuple(NAMES.split())
-OFTEN = 4  # pictures taken in the age that they will have
+OFTEN = 4  # snapshots taken per `age`
 
 
 class Seen:
-    """An InstanceView of a while ago: its queues, contexts, pages and predictions. Role, limits, step-time model and
-    prefix-cache hits are those of now."""
+    """An outdated InstanceView: queues, contexts, pages and predictions are from the past.
+
+    Role, limits, step-time model and prefix-cache hits are current.
+    """
 
     def __init__(self, live: InstanceView, now: float) -> None:
         self._live = live
@@ -78,7 +80,7 @@ class Seen:
 
 
 class PastQueue:
-    """A QueueView of a while ago: columns copied then."""
+    """An outdated QueueView, with copied columns."""
 
     arrival: Array
     ttft: Array
@@ -116,15 +118,18 @@ class PastQueue:
 
 
 class Picture(NamedTuple):
-    """All instances at one time."""
+    """Views of all instances at one time."""
 
     at: float
     instances: tuple[InstanceView, ...]
 
 
 class Stale:
-    """A router that decides by what it heard `age` seconds ago or up to a quarter longer; before that has passed,
-    by the first it heard. Who would be moved and has begun meanwhile stays. Writer of its pictures."""
+    """A router that decides by state that is between `age` and 1.25 `age` seconds old.
+
+    Until `age` has passed it uses the first snapshot. A request that it would move stays if its prompt has
+    begun by now. Writer of its snapshots.
+    """
 
     def __init__(self, router: Router, age: float) -> None:
         self._router = router
@@ -164,5 +169,5 @@ class Stale:
 
 
 def _waits(instance: InstanceView, id: int) -> bool:
-    """Whether a request is still there, and none of it computed."""
+    """Return whether a request is still on the instance with no token computed."""
     return any(one.id == id and one.state is State.WAITING and not one.drops for one in instance)

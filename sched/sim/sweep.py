@@ -1,4 +1,4 @@
-"""Many simulations: policies, rates and seeds; and the search for the highest rate that a policy sustains."""
+"""Sweeps over policies, rates and seeds, and the search for the highest rate that a policy sustains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .options import DEFAULT, Mesh, Options
 from .simulate import Drawn, PolicyLike, Progress, Report, policy_name, simulate
 from .workload import Arrival
 
-FARTHEST = 2.0**16  # times the rate that a search starts from, and it gives up
+FARTHEST = 2.0**16  # factor from the initial rate at which a search gives up
 
 
 class Case(NamedTuple):
@@ -28,7 +28,7 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Runs one case; a plain value, so that another process can."""
+    """A callable that runs one case. A plain value, so that it can be sent to another process."""
 
     workload: Drawn | Sequence[Arrival]
     mesh: Mesh
@@ -65,8 +65,10 @@ def sweep(
     progress: Progress | None = None,
     run: Run = map,
 ) -> list[Report]:
-    """Every policy at every rate with every seed, in this order. `run` maps a function over cases and keeps their
-    order; one that spreads them over processes makes it faster."""
+    """Run every policy at every rate with every seed, and return the reports in this order.
+
+    run: maps a function over cases and keeps their order, for example over several processes.
+    """
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     cases = [Case(policy, rate, seed) for policy in policies for rate in rates for seed in seeds]
     reports: list[Report] = []
@@ -78,15 +80,17 @@ def sweep(
 
 
 class Goodput(NamedTuple):
-    """The highest rate found (requests per second) at which a policy reaches the goal, 0 where none does, and all
-    that was simulated on the way, by rate and seed."""
+    """The highest rate found, in requests per second, at which a policy reaches the goal, or 0.
+
+    reports: all simulations of the search, by rate and seed.
+    """
 
     rate: float
     reports: tuple[Report, ...]
 
 
 def attained(summary: Summary) -> float:
-    """What a goodput usually asks a share of: both objectives, by count."""
+    """Return the usual criterion of goodput: the share of requests that attain both objectives."""
     return summary.attained
 
 
@@ -106,11 +110,13 @@ def goodput_search(
     progress: Progress | None = None,
     run: Run = map,
 ) -> dict[str, Goodput]:
-    """Per policy, by bisection, a rate at which `value`, as a mean over seeds, reaches the goal, and `tolerance` (a
-    share) above which it does not. Where attainment is not monotone in the rate, the crossing that is met first.
+    """Find for each policy, by bisection, the rate up to which the mean of `value` over seeds reaches the goal.
 
-    The searches go in step, so that `run` has a case per policy and seed at a time. `start`: rate to try first.
-    `progress` hears of simulations done, and of those known to be wanted. Raises InvalidValue.
+    The rate is exact to `tolerance` (a share). If attainment is not monotone in the rate, the result is the
+    first crossing that the search finds. The searches advance together, so that `run` gets a case per policy
+    and seed at a time. Raises InvalidValue.
+
+    start: rate to try first. progress: called with the simulations done and those known to be needed.
     """
     if not 0 < goal <= 1:
         raise InvalidValue(f"{goal=} must be above 0 and at most 1", "goal")
@@ -152,7 +158,7 @@ def _order(report: Report) -> tuple[float, int]:
 
 
 def _search(start: float, tolerance: float) -> Generator[float, bool, None]:
-    """Rates to try, each answered by whether it was sustained: doubled or halved up to a bracket, then bisected."""
+    """Yield rates to try and receive whether each was sustained: double or halve to a bracket, then bisect."""
     low = high = start
     if (yield start):
         high = 2 * start

@@ -1,9 +1,10 @@
-"""A simulation as a trace in Chrome's format, which ui.perfetto.dev and chrome://tracing show.
+"""A simulation as a trace in Chrome's format, for ui.perfetto.dev and chrome://tracing.
 
-A process per instance. Its first track has a slice per step, named after what the step computed, with its spans;
-further tracks have the KV that was on its way to it, from the end of the prompt (or from when there was room) to its
-arrival. Arrows lead from a request's last chunk over its transfer to its first decode step. Counters: pages held,
-requests without pages, and requests elsewhere that wait for pages here.
+There is one process per instance. Its first track has a slice per step, named after what the step computed,
+with its spans. Further tracks show KV transfers to the instance, from the end of the prompt (or from the
+reservation of pages, if later) until arrival. Arrows lead from a request's last chunk over its transfer to its
+first decode step. Counters show pages held, requests without pages, and requests elsewhere that wait for KV
+pages here.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from .record import Recorder, Stretch
 
 Event = dict[str, Any]
 
-STEPS, LANES = 1, 2  # track of the steps, and the first of those of arriving KV
+STEPS, LANES = 1, 2  # track of the steps, and first track of arriving KV
 
 
 class Transfer(NamedTuple):
-    """KV of one request that moved to another instance. Seconds."""
+    """The KV transfer of one request to another instance. Times in seconds."""
 
     request: int
     source: str
     target: str
-    reserved: float  # pages were set aside at the target
+    reserved: float  # when pages were reserved at the target
     start: float
     end: float
 
 
 def transfers(recorder: Recorder) -> list[Transfer]:
-    """All that arrived, in this order."""
+    """List the completed transfers, in order of arrival."""
     lengths = prompt_lengths(recorder)
-    prompts: dict[int, list[float]] = {}  # when each was done
+    prompts: dict[int, list[float]] = {}  # completion times by request
     for stretch in recorder.stretches:
         for span in stretch.plan.spans:
             if span.samples and not stretch.stopped and not decodes(span, lengths):
@@ -46,7 +47,7 @@ def transfers(recorder: Recorder) -> list[Transfer]:
 
 
 def trace(recorder: Recorder) -> dict[str, Any]:
-    """The trace as JSON values: `{"traceEvents": [...]}`, times in microseconds."""
+    """Return the trace as JSON values, `{"traceEvents": [...]}`, with times in microseconds."""
     pids = {name: number for number, name in enumerate(recorder.limits, 1)}
     events: list[Event] = []
     for name, pid in pids.items():
@@ -67,7 +68,7 @@ def trace(recorder: Recorder) -> dict[str, Any]:
 
 
 def decodes(span: Span, lengths: Mapping[int, int]) -> bool:
-    """Whether a span makes one more token, rather than computing a prompt (again)."""
+    """Return whether a span decodes, as opposed to computing or recomputing a prompt."""
     return span.length == 1 + span.draft and span.start >= lengths[span.request]
 
 
@@ -76,7 +77,7 @@ def _us(seconds: float) -> float:
 
 
 def prompt_lengths(recorder: Recorder) -> dict[int, int]:
-    """Of every request. Tokens."""
+    """Return the prompt length of every request, in tokens."""
     return {id: request.prompt_length for id, request in recorder.requests.items()}
 
 
@@ -133,7 +134,7 @@ def _transfer(move: Transfer, pid: int, lane: int) -> Event:
 
 
 def _lanes(moves: Sequence[Transfer]) -> Iterator[tuple[Transfer, int]]:
-    """Each transfer with a track of its target on which none overlaps another."""
+    """Yield each transfer with a track of its target on which no transfers overlap."""
     free: dict[str, list[float]] = {}
     for move in sorted(moves, key=lambda move: (move.start, move.end, move.request)):
         lanes = free.setdefault(move.target, [])
@@ -145,11 +146,11 @@ def _lanes(moves: Sequence[Transfer]) -> Iterator[tuple[Transfer, int]]:
 def _flows(
     recorder: Recorder, moves: Sequence[tuple[Transfer, int]], pids: Mapping[str, int], lengths: Mapping[int, int]
 ) -> Iterator[Event]:
-    """Arrows. Each end lies in the middle of the slice that it belongs to, so that no neighbour claims it."""
+    """Yield arrows. Their ends are in the middle of slices, which makes the slice unambiguous."""
     moved: dict[int, list[tuple[Transfer, int]]] = {}
     for move, lane in moves:
         moved.setdefault(move.request, []).append((move, lane))
-    done: dict[int, Stretch] = {}  # requests whose prompt ended, and no decode step since
+    done: dict[int, Stretch] = {}  # step that completed the prompt, until the first decode step
     number = 0
     for stretch in recorder.stretches:
         for span in stretch.plan.spans:

@@ -1,6 +1,6 @@
-"""Distributions of requests to simulate: when they arrive, how long they are, what they were promised.
+"""Distributions of requests: arrival times, lengths and SLOs.
 
-The published ones are in scenarios.py.
+The published workloads are in scenarios.py.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ __all__ = [
 ]
 
 POISSON = Arrivals()
-CHAIN = 1 << 32  # names of the prefixes that the rounds of a request share start here: no trace names that many blocks
+CHAIN = 1 << 32  # first hash of prefixes shared by rounds; larger than any hash in a trace
 
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """A TTFT that is `times` what the prompt takes on an idle instance: `fixed + per_token · tokens` seconds."""
+    """A TTFT of `times` what a prompt takes on an idle instance, which is `fixed + per_token · tokens` seconds."""
 
     times: float
     fixed: float
@@ -60,24 +60,26 @@ class Slowdown:
                 raise InvalidValue(f"slowdown {name}={getattr(self, name)!r} must be positive", name)
 
     def ttft(self, tokens: int) -> float:
-        """Seconds for a prompt of `tokens` that are not cached."""
+        """Return the TTFT in seconds of a prompt with `tokens` uncached tokens."""
         return self.times * (self.fixed + self.per_token * tokens)
 
     def measured(self, alone: Callable[[int], float], short: int = 256, long: int = 2048) -> Slowdown:
-        """The same promise on other devices; `alone` tells how many seconds a prompt takes there by itself."""
+        """Fit the slowdown to other devices, on which a prompt alone takes `alone(tokens)` seconds."""
         slope = (alone(long) - alone(short)) / (long - short)
         fixed = alone(short) - slope * short
-        if fixed <= 0:  # attention outweighs all else even in short prompts: a line from next to nothing
+        if fixed <= 0:  # attention dominates even short prompts: use a line through almost 0
             fixed, slope = 1e-6, (alone(long) - 1e-6) / long
         return replace(self, fixed=fixed, per_token=slope)
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """A request of several prefills and decodes, as of a model that calls tools.
+    """A request of several prefills and decodes, such as that of a model that calls tools.
 
-    How many is a normal number of `mean` and `std`, rounded, at least 1. `delay`: mean seconds that a tool takes,
-    exponential. tpot: of all rounds but the last, which is the answer and has the workload's.
+    The number of rounds is normal with `mean` and `std`, rounded, and at least 1.
+
+    delay: mean seconds that a tool takes, exponentially distributed.
+    tpot: of all rounds but the last one, which is the answer and has the TPOT of the workload.
     """
 
     mean: float
@@ -98,8 +100,10 @@ Chain = tuple[Arrival, ...]  # the rounds of one request
 class Workload:
     """A distribution of requests of one kind.
 
-    thinking: lengths of a stage before the answer, which is `output`; thinking_tpot is that stage's. ttft, tpot, tbt:
-    seconds; a ttft may be a slowdown. request_class: what reports call these requests. tier: as Request's.
+    tail, output_tail: replace a share of the prompts or outputs.
+    ttft, tpot, tbt: in seconds. A TTFT may be a slowdown.
+    thinking: lengths of a stage before the answer, which is `output`. thinking_tpot: TPOT of that stage.
+    request_class: name of these requests in reports. tier: as for Request.
     """
 
     name: str
@@ -120,19 +124,19 @@ class Workload:
     def __post_init__(self) -> None:
         if self.tier not in (STANDARD, BEST_EFFORT):
             raise InvalidValue(f"tier={self.tier!r} must be {STANDARD!r} or {BEST_EFFORT!r}", "tier")
-        self._slo(1, last=True)  # an SLO of 0 is refused here, by name
+        self._slo(1, last=True)  # raises if an SLO is not positive
 
     def draw(self, count: int, rate: float, seed: int) -> list[Arrival]:
-        """`count` requests at `rate` per second. Lengths depend on the seed alone: every rate serves the same ones.
+        """Draw `count` requests at `rate` per second. Lengths depend only on the seed, not on the rate.
 
-        With rounds, `count` and `rate` are of whole requests: the list is longer.
+        With rounds, `count` and `rate` refer to whole requests, and the list is longer.
         """
         _check(count)
         lengths, times = (np.random.default_rng((seed, stream)) for stream in (0, 1))
         return _in_order(zip(self.arrivals.draw(times, count, rate).tolist(), self.chains(lengths, count), strict=True))
 
     def chains(self, random: np.random.Generator, count: int) -> list[Chain]:
-        """The rounds of `count` requests, without their times."""
+        """Draw the rounds of `count` requests, without their times."""
         lasting = [1] * count
         if self.rounds is not None:
             drawn = random.normal(self.rounds.mean, self.rounds.std, count)
@@ -183,7 +187,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How much of a mixture's requests are of one kind: any positive number, relative to the others'."""
+    """The share of one kind of requests in a mix: any positive number, relative to the other shares."""
 
     share: float
     workload: Workload
@@ -195,10 +199,10 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Requests of several kinds.
+    """A mix of several kinds of requests.
 
-    arrivals: when requests of any kind come; None leaves each kind its own arrivals, at its share of the rate. ttft,
-    tpot: instead of what each kind that is not best effort promises.
+    arrivals: common arrival times of all kinds. None: each kind has its own, at its share of the rate.
+    ttft, tpot: override the SLO of every kind that is not best effort.
     """
 
     name: str
@@ -212,16 +216,14 @@ class Mix:
             raise InvalidValue(f"mixture {self.name} must have at least one part", "parts")
 
     def draw(self, count: int, rate: float, seed: int) -> list[Arrival]:
-        """`count` requests at `rate` per second, as Workload.draw. Equal seeds draw equal kinds and lengths."""
+        """Draw `count` requests at `rate` per second, as Workload.draw. Equal seeds give equal kinds and lengths."""
         _check(count)
         total = sum(part.share for part in self.parts)
         shares = [part.share / total for part in self.parts]
         timed: list[tuple[float, Chain]] = []
         if self.arrivals is None:
             for index, share in enumerate(shares):
-                enough = (
-                    ceil(count * share + 6 * (count * share) ** 0.5) + 6
-                )  # the list is cut where `count` is reached
+                enough = ceil(count * share + 6 * (count * share) ** 0.5) + 6  # the list is cut to `count` below
                 times = self.parts[index].workload.arrivals.draw(_stream(seed, 1, index), enough, share * rate)
                 timed += zip(times.tolist(), self._kind(index, seed, enough), strict=True)
             timed.sort(key=lambda pair: pair[0])
@@ -244,8 +246,10 @@ def for_server(source: Workload, alone: Callable[[int], float]) -> Workload: ...
 @overload
 def for_server(source: Mix, alone: Callable[[int], float]) -> Mix: ...
 def for_server(source: Workload | Mix, alone: Callable[[int], float]) -> Workload | Mix:
-    """The same workload with every slowdown measured against a server that takes `alone(tokens)` seconds for a prompt
-    by itself; promises in seconds stay."""
+    """Fit every slowdown of a workload to a server that takes `alone(tokens)` seconds for a prompt by itself.
+
+    SLOs in seconds do not change.
+    """
     if isinstance(source, Mix):
         return replace(
             source, parts=tuple(replace(part, workload=for_server(part.workload, alone)) for part in source.parts)
@@ -263,7 +267,7 @@ def _check(count: int) -> None:
 
 
 def _in_order(timed: Iterable[tuple[float, Chain]]) -> list[Arrival]:
-    """One list of requests that come in order of time, each followed by its further rounds."""
+    """Merge requests in order of time into one list, each followed by its further rounds."""
     arrivals: list[Arrival] = []
     for number, (time, chain) in enumerate(timed):
         names = (CHAIN + number,) if len(chain) > 1 else ()

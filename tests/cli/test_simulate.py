@@ -212,7 +212,7 @@ def test_the_mesh_is_of_as_many_devices_as_the_latency_preset_says(
         (["--workload", "K128"], "needs a rate"),
         (["--qps", "3", "--workload", "trace:nowhere.csv"], "nowhere.csv does not exist"),
         (["--qps", "3", "--latency", "none"], "minimax-m2.5-h200-tp4"),
-        (["--qps", "3", "--mesh", "2x2"], "2 devices an instance"),
+        (["--qps", "3", "--mesh", "2x2"], "2 devices per instance"),
         (["--qps", "3", "--seeds", "0"], "seeds=0"),
         (["--qps", "3", "--jobs", "0"], "jobs=0"),
         (["--qps", "3", "--policy", "kairoz"], "unknown policy 'kairoz'"),

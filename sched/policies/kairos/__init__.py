@@ -1,1 +1,1 @@
-"""Kairos: its prefill order and its slack-guided decoding."""
+"""Kairos: urgency-based prefill and slack-guided decoding."""

@@ -1,4 +1,4 @@
-"""Kairos, slack-guided adaptive decoding (arXiv 2605.02329, Algorithm 3): repaired, or as written."""
+"""Kairos slack-guided adaptive decoding (arXiv 2605.02329, Algorithm 3), repaired or as written."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from ...feasibility import keeps_objectives, starved
 
 
 class KairosDecode:
-    """Decodes the shortest rows alone while the slack of those left out allows it.
+    """A decode policy that runs only the shortest rows while the slack of the others allows it.
 
-    Repairs: the slack of a row counts the step that would serve everybody, not a step of its own (line 5); only
-    rows that such a step still serves in time can forbid it (line 7), but a late row waits at most `patience` of
-    its tpot; of all prefixes that fit, the one with the most tokens per second is taken, not the first local maximum
-    (line 13), which noise in a measured table makes of any batch; nobody is left out while requests wait for KV or a
-    slot, since that delays the release of both. Best effort comes behind everybody, and forbids nothing. Where no row
-    has an objective none is left out, and none for longer than feasibility.starved says.
+    Repairs of the algorithm as written:
 
-    patience: in tpot. pressure: share of pages in use above which everything is decoded. margin: share by which every
-    predicted step is taken to be longer. greedy: the first local maximum. literal: Algorithm 3 as written; verbatim
-    is the same here.
+    - Line 5: slack is computed with the step that would decode all rows, not with a step per row.
+    - Line 7: only rows that the joint step still serves in time can veto leaving rows out. A late row
+      waits at most `patience` TPOT.
+    - Line 13: takes the prefix with the most tokens per second, not the first local maximum, since noise
+      in a measured table makes almost any batch one.
+    - No row is left out while requests wait for KV or a slot, since that delays the release of both.
+
+    Best effort is last and vetoes nothing. No row is left out if no row can keep its objectives, or for
+    longer than `feasibility.starved` allows.
+
+    literal: Algorithm 3 as written. verbatim: the same here.
+    patience: in TPOT. pressure: share of pages in use above which all rows decode.
+    margin: share by which predicted steps are lengthened. greedy: take the first local maximum.
     """
 
     def __init__(
@@ -51,7 +56,7 @@ class KairosDecode:
         return Decision(tuple(Grant(rows[row].id, 1) for row in chosen.tolist()))
 
     def _short_of_room(self, view: View) -> bool:
-        """Whether rows left out, which give up their KV and their slots later, keep others waiting."""
+        """Return whether leaving rows out, which delays the release of their KV and slots, would block requests."""
         if self._literal:
             return False
         if view.free_slots <= 0 and (view.prefill.running == 0).any():
@@ -59,7 +64,7 @@ class KairosDecode:
         return view.kv_waiting > 0 or view.free_pages < (1.0 - self._pressure) * view.limits.pages
 
     def _prefix(self, view: View, order: Order) -> int:
-        """How many of the shortest rows to decode: all where there is no slack to use."""
+        """Return how many of the shortest rows to decode: all if there is no slack to use."""
         context: Array = view.decode.context[order]
         size = np.arange(1.0, len(order) + 1.0)
         longest = np.maximum.accumulate(context)
@@ -70,14 +75,14 @@ class KairosDecode:
         rate = np.divide(size, seconds, out=np.full(len(order), np.inf), where=seconds > 0)  # a table may predict 0 s
         rate[seconds > allowed] = 0.0
         best = int(np.argmax(rate))
-        if self._greedy:  # lines 11 to 18: the rows are by length, so who comes after one left out is left out too
+        if self._greedy:  # lines 11 to 18: rows are sorted by length, so all rows behind the first one left out are out
             falls = np.flatnonzero(rate[1:] <= rate[:-1])
             best = int(falls[0]) if len(falls) else len(rate) - 1
         gains = self._literal or keeps_objectives(view.decode, view.start, float(seconds[best]))
         return best + 1 if rate[best] > 0 and gains else len(order)
 
     def _allowed(self, view: View, everybody: float) -> float | None:
-        """Seconds that a step may take which leaves rows out; None where no row may be left out."""
+        """Return the longest duration of a step that leaves rows out, or None if none may be left out."""
         rows = view.decode
         slack: Array = rows.deadline - view.start
         if self._literal:

@@ -1,4 +1,4 @@
-"""Kairos, urgency-based prefill (arXiv 2605.02329, Algorithms 1 and 2): repaired, or as written."""
+"""Kairos urgency-based prefill (arXiv 2605.02329, Algorithms 1 and 2), repaired or as written."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from ..ordered import Ordered, sort
 
 
 class KairosPrefill(Ordered):
-    """Orders prompts by normalised urgency: feasible and short first.
+    """The order by normalized urgency: feasible and short prompts first.
 
-    Finish times are predicted under FCFS (Algorithm 2) with the measured prefill throughput. Line 8 divides the
-    relative slack by the prompt's length; for a negative slack that would put the longest late prompt first, so
-    there it multiplies. A chunk is cut from the front of the order, [done : done + C - used] of the last prompt that
-    has room, where lines 13 to 18 compare whole prompts and shrink C for good. Prompts of 64K and more starve
-    under load, whatever the paper's section 3.1 says: see `ageing`.
+    Finish times are predicted under FCFS (Algorithm 2) with the measured prefill throughput. Line 8
+    divides relative slack by prompt length. For negative slack that would put the longest late prompt
+    first, so there it multiplies. A chunk is cut from the front of the order, and the last prompt gets
+    [done : done + C - used]; as written, lines 13 to 18 compare whole prompts and shrink C for good.
+    Prompts of 64K tokens and more starve under load, contrary to section 3.1 of the paper: see `ageing`.
 
-    ageing, pack: see Ordered. quadratic: finish times from the step-time model, not from n/mu. literal: line 8 as
-    written. verbatim: line 22 too: mu counts the whole prompt for every chunk of it, which keeps slack positive.
+    literal: line 8 as written. verbatim: line 22 as written, too: mu counts the whole prompt for each of
+        its chunks, which keeps slack positive.
+    pack, ageing: see `Ordered`.
+    quadratic: predict finish times with the step-time model instead of n/mu.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class KairosPrefill(Ordered):
         normalised = urgency / rows.length
         if not self._literal:
             normalised = np.where(urgency >= 0, normalised, urgency * rows.length)
-        normalised[~np.isfinite(rows.ttft)] = -np.inf  # no objective: after everybody
+        normalised[~np.isfinite(rows.ttft)] = -np.inf  # prompts without an objective are last
         order = sort(rows, -normalised)
         if self._mu is not None:
             self._mu.note(view, order)
@@ -61,9 +63,9 @@ class KairosPrefill(Ordered):
 
 
 class _WholePrompts:
-    """The throughput of line 22: lengths of the prompts in a chunk, though it holds a part of them, over its time.
+    """The throughput of line 22 as written: whole prompt lengths over the time of a chunk that holds parts of them.
 
-    Its time is the predicted one, which is corrected by what is measured. Writer: the policy that holds it.
+    The time is the predicted one, which is corrected by measurements. Writer: the policy that holds it.
     """
 
     def __init__(self) -> None:
@@ -73,7 +75,7 @@ class _WholePrompts:
         return view.perf.prefill_rate if self._rate is None else self._rate
 
     def note(self, view: View, order: Order) -> None:
-        """Of the chunk that is cut from the front of this order."""
+        """Update the throughput with the chunk that is cut from the front of this order."""
         load, whole = Load(), 0
         for row in order.tolist():
             request = view.prefill[row]

@@ -1,1 +1,1 @@
-"""SLOs-Serve (arXiv 2504.08784): the policy and the dynamic program behind it."""
+"""SLOs-Serve (arXiv 2504.08784): the policy and its dynamic program."""

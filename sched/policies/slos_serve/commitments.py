@@ -1,4 +1,4 @@
-"""What an instance has promised and what has come, as the dynamic program of SLOs-Serve (dp.py) takes it."""
+"""What an instance has promised and what new prompts demand: the inputs of the SLOs-Serve dynamic program (dp.py)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from ...api.policy import Order, QueueView, Role, View
 from ...feasibility import Mask, held_by_best_effort, load_of
 from .speculation import NEVER, StepCosts
 
-STAIR = 0.5  # of the price of a token from the first to the last: what the second half costs at least without stairs
-ROUNDING = 1e-9  # seconds: sums of floats may not decide
+STAIR = 0.5  # of the mean price of a token: if the second half costs less, steps are padded to buckets
+ROUNDING = 1e-9  # seconds: rounding of sums must not decide
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts to be computed, as columns. tokens: what they take of a step's budget. pages: what they will hold."""
+    """Prompts to be computed, as columns.
+
+    tokens: demand on a step's budget (see `demand`). pages: pages they will take.
+    """
 
     deadline: Array
     tokens: Array
@@ -31,7 +34,7 @@ class Prompts:
         return len(self.deadline)
 
     def and_(self, others: Prompts) -> Prompts:
-        """These, then `others`."""
+        """Append `others`."""
         join = np.concatenate
         return Prompts(
             join((self.deadline, others.deadline)),
@@ -41,19 +44,19 @@ class Prompts:
         )
 
     def at(self, rows: Order | Mask) -> Prompts:
-        """Some of them, in that order."""
+        """Select rows, in that order."""
         return Prompts(self.deadline[rows], self.tokens[rows], self.tpot[rows], self.pages[rows])
 
 
 @dataclass(frozen=True)
 class Commitments:
-    """What an instance has promised: rows that decode, and prompts that are not done. start: when it is free."""
+    """What an instance has promised: running decodes and unfinished prompts."""
 
-    start: float
-    tpot: Array  # of each decoding row
-    context: Array  # likewise
+    start: float  # when the instance is free
+    tpot: Array  # [decodes]
+    context: Array  # [decodes]
     prompts: Prompts
-    free: float  # pages
+    free: float  # pages that remain
 
     @cached_property
     def load(self) -> Load:
@@ -62,21 +65,24 @@ class Commitments:
 
     @cached_property
     def due(self) -> tuple[Array, Array]:
-        """Deadlines of the prompts, ascending, and the tokens due by each of them, after 0 for before the first."""
+        """Prompt deadlines, ascending, and the cumulative tokens due by each of them, with a leading 0."""
         order = self.prompts.deadline.argsort(kind="stable")
         tokens = np.concatenate(([0.0], self.prompts.tokens[order]))
         return self.prompts.deadline[order], np.add.accumulate(tokens)
 
 
 def demand(perf: PerfModel, tokens: Array, context: Array, chunk: int) -> Array:
-    """Prompt tokens in a step's currency: those to compute, and as many as their attention to what comes before and
-    to each other takes in time."""
+    """Convert prompt tokens to units of a step's token budget.
+
+    The result is the tokens to compute, plus the tokens that take as long as the attention to the
+    context and among the new tokens.
+    """
     size = min(chunk, 2048)
     probes = np.concatenate(([1.0, size / 2, size], tokens)), np.concatenate(([0.0, 0.0, 0.0], context))
     seconds = perf.prefill_times(*probes, chunk)
     one, half, whole = seconds[:3].tolist()
     each, overall = (whole - half) / (size / 2), (whole - one) / size
-    if each < STAIR * overall:  # steps are padded, and both sizes to the same: the stairs all in all tell the price
+    if each < STAIR * overall:  # both sizes are padded to the same bucket: only the overall price is meaningful
         each = overall
     if not each > 0:
         return tokens
@@ -90,9 +96,10 @@ def demand(perf: PerfModel, tokens: Array, context: Array, chunk: int) -> Array:
 
 
 def idle_of(view: View, block: float) -> float:
-    """The most seconds of a step without running decodes: so long may a new request have to wait.
+    """Return the longest duration, in seconds, of a step without decodes, since a new request may wait for it.
 
-    block 0: the least `quantum` of what was promised here. Otherwise that share of the median ttft, as given by hand.
+    block: 0 takes the `quantum` of all promises on this instance. Otherwise the duration is this share
+        of the median TTFT.
     """
     both = view.prefill, view.decode
     if block:
@@ -106,18 +113,20 @@ def idle_of(view: View, block: float) -> float:
 
 
 def check_block(block: float) -> float:
-    """The option `block`, see idle_of. Raises InvalidValue."""
+    """Check the option `block` (see `idle_of`). Raises InvalidValue if it is negative or infinite."""
     if not 0 <= block < inf:
-        raise InvalidValue(f"{block=} must be 0 or more: a share of the median ttft, 0 for the quantum", "block")
+        raise InvalidValue(f"{block=} must be 0 (follow the tightest promise) or a share of the median ttft", "block")
     return block
 
 
 def quantum(perf: PerfModel, ttft: Array, length: Array, chunk: int) -> float:
-    """The longest step that keeps the tightest of some promises: of prompts of `length` tokens in chunks of `chunk`.
+    """Return the longest step, in seconds, that keeps the tightest of some promises.
 
-    A newcomer can wait for the step under way as long as its ttft exceeds the time of its prompt alone. A step is
-    never shorter than that time: cut in pieces the prompt itself would be late, each of which takes the fixed time
-    of a step. A promise that cannot be kept alone does not count.
+    A new request can wait for the running step as long as its TTFT exceeds the time of its prompt alone.
+    A step is never shorter than the time of that prompt: each step has a fixed time, so the prompt would
+    be late if it were cut into several. Promises that cannot be kept even alone do not count.
+
+    ttft, length: [prompts], computed in chunks of `chunk` tokens.
     """
     own = perf.prefill_times(length, np.zeros(len(length)), chunk)
     longest = np.maximum(ttft - own, own + ROUNDING)[own <= ttft + ROUNDING]
@@ -131,7 +140,7 @@ def terms_of(
 
 
 def _median(values: Array) -> float:
-    """np.median at a third of its time."""
+    """Compute np.median in a third of its time."""
     middle = len(values) // 2
     if len(values) % 2:
         return float(np.partition(values, middle)[middle])
@@ -140,35 +149,38 @@ def _median(values: Array) -> float:
 
 
 def prompts_of(view: View, count: int, output: int) -> Prompts:
-    """The first `count` rows of view.prefill. Each is taken to hold `output` tokens beyond its prompt. On a prefill
-    instance nobody decodes here."""
+    """Describe the first `count` rows of `view.prefill`, each with `output` tokens beyond its prompt.
+
+    On a prefill instance nothing decodes, so there the prompts have no TPOT.
+    """
     rows = view.prefill
     remaining = rows.remaining[:count]
     tokens = demand(view.perf, *_to_compute(rows, slice(count)), view.limits.tokens)
     tpot: Array = np.full(count, NEVER) if view.role is Role.PREFILL else rows.tightest[:count]
-    more = remaining * (1.0 - rows.running[:count]) + output  # a running one holds the pages of its prompt
+    more = remaining * (1.0 - rows.running[:count]) + output  # a running prompt already holds its pages
     return Prompts(rows.deadline[:count], tokens, tpot, blocks(more, view))
 
 
 def _to_compute(rows: QueueView, some: slice | Order) -> tuple[Array, Array]:
-    """Tokens that each of some rows has to compute, and those before them: what a waiting one is expected to find in
-    the prefix cache is there."""
+    """Return the tokens to compute and the tokens before them, with expected prefix hits counted as computed."""
     remaining = rows.remaining[some]
     hit = np.minimum(rows.hit[some], remaining - 1)  # the last known token is always computed
     return remaining - hit, rows.context[some] + hit
 
 
 def alone(view: View, new: Order) -> Mask:
-    """Which rows of view.prefill are in time on this server if it serves nothing else: the prompt by its deadline, and
-    decode steps of that row alone within the tightest tpot of its stages. The pool must hold the prompt and a token. No
-    margin is kept."""
+    """Return which rows of `view.prefill` this instance serves in time if it serves nothing else.
+
+    The prompt must meet its deadline, and decode steps of that row alone must keep the tightest TPOT of
+    its stages. The pool must hold the prompt and one token. There is no margin.
+    """
     rows = view.prefill
     tpot = np.full(len(new), NEVER) if view.role is Role.PREFILL else rows.tightest[new]
     return in_time(view, rows.deadline[new], *_to_compute(rows, new), rows.length[new], tpot)
 
 
 def in_time(view: View, deadline: Array, tokens: Array, context: Array, length: Array, tpot: Array) -> Mask:
-    """As `alone`, of prompts with so many tokens to compute after `context`, of `length` in all."""
+    """As `alone`, for prompts of `length` tokens with `tokens` to compute after `context`."""
     ends = view.start + view.perf.prefill_times(tokens, context, view.limits.tokens)
     each = view.perf.decode_times(np.ones(len(length)), length, length)
     fits = blocks(length + 1, view) <= view.limits.pages
@@ -177,15 +189,15 @@ def in_time(view: View, deadline: Array, tokens: Array, context: Array, length: 
 
 
 def blocks(tokens: Array, view: View) -> Array:
-    """Pages that so many tokens fill or begin."""
+    """Return the pages that hold `tokens` tokens, the last one partly filled."""
     result: Array = np.ceil(tokens / view.limits.page_size)
     return result
 
 
 def standing_of(view: View, prompts: Prompts, output: int) -> Commitments:
-    """What an instance has promised: every row of view.decode that is not best effort, and these prompts.
+    """Collect what an instance has promised: all decodes that are not best effort, and these prompts.
 
-    Pages that best effort holds count as free. Each row is taken to generate `output` tokens in all.
+    Pages held by best effort count as free. Each decode is assumed to generate `output` tokens in total.
     """
     rows = view.decode
     count = rows.standard

@@ -1,13 +1,14 @@
-"""The dynamic program of SLOs-Serve (arXiv 2504.08784, section 3.2.1 and appendix C): who can be promised its SLO.
+"""The dynamic program of SLOs-Serve (arXiv 2504.08784, section 3.2.1 and appendix C): which SLOs can be promised.
 
     pb[i, n] = max_j { pb[j, n - 1] - p_i + PB*(pDDL_i - pDDL_j, n - 1) },  pDDL_j <= pDDL_i in index order
 
-pb is the prompt tokens that are left at the deadline of prompt i when n prompts up to it are taken, i the last of
-them; it may never be negative. PB* grows evenly with time while the number of decoding rows stays, so the state
-needs no last prompt: what is left at each deadline is carried forward whether or not the prompt there is taken. All
-prompts count, also those promised before (forced in). n is one number per tier of tpot; where memory could run out,
-the pages used are part of the state too. Where new prompts differ in value (v_i), n is one number per tier and value:
-the set whose values sum to the most is found exactly, and with equal values it is the largest set.
+pb is the budget of prompt tokens left at the deadline of prompt i if n prompts up to it are taken, i
+being the last. It must never be negative. PB* is linear in time while the number of decodes is constant,
+so the state does not need the last prompt: what is left is carried from deadline to deadline, whether or
+not the prompt there is taken. All prompts count, including those promised before, which are forced in.
+n is a vector with one count per TPOT tier. If memory could run out, the pages used are part of the state,
+too. If new prompts differ in value (v_i), n has one count per tier and value. The set with the largest
+sum of values is found exactly; with equal values it is the largest set.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from ...feasibility import Mask
 from .commitments import Commitments, Prompts
 from .speculation import NEVER, PrefillSupply, StepCosts
 
-UNITS = 16  # of memory, where it is part of the state
-TIERS = 4  # distinct tpots; more are taken as the next tighter one of so many
-SPAN = 20  # priorities either side of 0 that differ in value
-MOST = 16  # new prompts that are decided on at a time
-CELLS = 640  # numbers of new prompts by tier and value, at a time: MOST of equal value in TIERS tiers have 625
-FEW = 4  # of which every set is tried, where that can be done at once
-EASE = 1e-6  # tokens: sums of floats may not decide
+UNITS = 16  # units of memory in the state
+TIERS = 4  # distinct TPOTs; if there are more, each is taken as the next tighter of this many
+SPAN = 20  # priorities beyond +-SPAN have the value of +-SPAN
+MOST = 16  # new prompts decided on at a time
+CELLS = 640  # bound of the state at a time: MOST prompts of equal value in TIERS tiers have 625 cells
+FEW = 4  # up to this many new prompts, all sets are evaluated at once if possible
+EASE = 1e-6  # tokens: rounding of sums must not decide
 
 
 def largest_set(
@@ -45,13 +46,15 @@ def largest_set(
     free: float,
     value: Array | None = None,
 ) -> Mask:
-    """The new prompts of the most value that can be taken beside all `forced` ones, of equal sets the one that leaves
-    the most.
+    """Return the most valuable set of new prompts that fits beside all `forced` ones.
 
-    tier: [prompts] index into `counts`, the rows that decode at `start` by tier. rate(counts [..., tiers]): prompt
-    tokens per second beside so many rows. free: pages for what is new. value: [prompts] of keeping each promise, more
-    than 0; all alike where none is given, so that the largest set is found. A taken prompt decodes from its deadline
-    on. A forced prompt that is late in any case stays, and no new one may make it later.
+    Of equally valuable sets it is the one that leaves the most prompt tokens. A taken prompt decodes from
+    its deadline on. A forced prompt that is late in any case stays, and no new prompt may make it later.
+
+    tier: [prompts] index into `counts`, the running decodes at `start` by tier.
+    rate(counts [..., tiers]): prompt tokens per second beside that many decodes.
+    free: pages for new prompts.
+    value: [prompts] of keeping each promise, more than 0. None: all equal, which gives the largest set.
     """
     deadline = np.minimum(prompts.deadline, start + NEVER)
     order = np.lexsort((~forced, deadline))
@@ -62,19 +65,19 @@ def largest_set(
         return chosen
     kind, kinds = _kinds(tier[new], None if value is None else value[new])
     taken, strides = _cells(tuple(np.bincount(kind, minlength=len(kinds)).tolist()))
-    decoding = np.zeros((len(taken), len(counts)))  # of the taken ones, by tier
+    decoding = np.zeros((len(taken), len(counts)))  # [cells, tiers] decodes from the taken prompts
     for at, (of, _) in enumerate(kinds):
         decoding[:, of] += taken[:, at]
     worth = taken @ np.array([each for _, each in kinds])
     need, room = _units(prompts.pages, new, free)
-    base = np.zeros((1 + len(order), len(counts)))  # rows that decode before each, and after the last
+    base = np.zeros((1 + len(order), len(counts)))  # decodes before each prompt, and after the last
     base[0] = counts
     base[1:][stays, tier[order[stays]]] = 1.0
     base = np.add.accumulate(base, axis=0)
     speed = rate(base[:-1, None, :] + decoding[None, :, :])  # [prompts, cells]
-    due = np.maximum(deadline[order], start)  # no time is left before a deadline that has passed
+    due = np.maximum(deadline[order], start)  # no time is left before a deadline in the past
     gaps = due - np.concatenate(([start], due[:-1]))
-    speed[:, 1:][speed[:, 1:] < 0] = -np.inf  # these rows alone are too many
+    speed[:, 1:][speed[:, 1:] < 0] = -np.inf  # the decodes of this cell alone are too many
     left = np.full((len(taken), room + 1), -np.inf)
     left[0, 0] = 0.0
     with np.errstate(invalid="ignore"):
@@ -110,7 +113,7 @@ def largest_set(
 
 
 def _kinds(tier: Order, value: Array | None) -> tuple[Order, list[tuple[int, float]]]:
-    """Of each new prompt its kind, and the kinds, each a tier and a value, in ascending order."""
+    """Return the kind of each new prompt, and the kinds in ascending order: pairs of tier and value."""
     values = [1.0] * len(tier) if value is None else value.tolist()
     pairs = list(zip(tier.tolist(), values, strict=True))
     kinds = sorted(set(pairs))
@@ -120,8 +123,10 @@ def _kinds(tier: Order, value: Array | None) -> tuple[Order, list[tuple[int, flo
 
 @lru_cache(maxsize=256)
 def _cells(most: tuple[int, ...]) -> tuple[np.ndarray, list[int]]:
-    """All numbers of prompts that can be taken of tiers that have so many, [cells, tiers], and how many cells one more
-    of a tier is away."""
+    """List all counts of prompts taken per kind, given the most of each.
+
+    Returns the counts [cells, kinds], and for each kind the distance in cells to one more prompt.
+    """
     sizes = [1 + one for one in most]
     cells = np.indices(sizes).reshape(len(sizes), -1).T
     cells.flags.writeable = False
@@ -129,11 +134,13 @@ def _cells(most: tuple[int, ...]) -> tuple[np.ndarray, list[int]]:
 
 
 def _past(left: Array, gained: Array, cost: Array) -> Array:
-    """What is left [cells, room] behind prompts that are forced in, in a row, all of which gain and cost. Added up one
-    after the other, so that sums are those of a loop over them."""
+    """Return what is left [cells, room] after a run of forced prompts, each of which gains and costs.
+
+    Terms are added one by one, so that the sums equal those of a loop to the last bit.
+    """
     if not len(cost):
         return left
-    steps = np.empty((*left.shape, 1 + 2 * len(cost)))  # the prompts last: numpy adds up along others 20 times slower
+    steps = np.empty((*left.shape, 1 + 2 * len(cost)))  # prompts on the last axis: numpy is 20 times slower on others
     steps[..., 0], steps[..., 1::2], steps[..., 2::2] = left, gained.T[:, None, :], -cost
     after = np.add.accumulate(steps, axis=-1)[..., 2::2]
     late = after < np.minimum(0.0, after[:1, :1]) - EASE
@@ -142,7 +149,7 @@ def _past(left: Array, gained: Array, cost: Array) -> Array:
 
 
 def _units(pages: Array, new: Order, free: float) -> tuple[Order, int]:
-    """Memory that each prompt takes and that there is, in units; 0 where all that is new fits."""
+    """Convert the pages of each prompt and the free ones to units. 0 units if all new prompts fit."""
     if pages[new].sum() <= free:
         return np.zeros(len(pages), dtype=np.intp), 0
     unit = max(1, ceil(max(0.0, free) / UNITS))
@@ -150,9 +157,11 @@ def _units(pages: Array, new: Order, free: float) -> tuple[Order, int]:
 
 
 def values(priorities: Sequence[int]) -> Array:
-    """What keeping each promise is worth (v_i of section 3.2.1): 2 to the power of -priority, so that one request is
-    worth two of the next priority (lower numbers are served first, as in vLLM). Beyond SPAN either way all are alike,
-    and sums of values are exact."""
+    """Return the value of keeping each promise (v_i of section 3.2.1): 2 to the power of -priority.
+
+    One request is worth two of the next priority; lower numbers are more important, as in vLLM.
+    Priorities are clipped to +-SPAN, so that sums of values are exact.
+    """
     result: Array = np.exp2(-np.clip(np.array(priorities, dtype=float), -SPAN, SPAN))
     return result
 
@@ -164,12 +173,13 @@ def admitted(
     value: Array | None = None,
     alone: Callable[[], Mask] | None = None,
 ) -> Mask:
-    """Which of some new prompts can be promised their SLOs, beside all that was promised. [new]
+    """Return which new prompts can be promised their SLOs beside everything promised so far.
 
-    value: [new] of keeping each promise; all alike where none is given. alone: which of them an idle server could
-    serve in time, one by itself, exactly. Where nothing was promised so far and the program, which adds up rates
-    and keeps a margin, takes none of them, the one of those that is worth the most and has the least to compute is
-    taken: an idle server declines no request that it can serve.
+    value: [new] of keeping each promise. None: all equal.
+    alone: computes exactly which prompts an idle server could serve in time, each by itself. If nothing
+        is promised yet and the program, which adds up rates and keeps a margin, takes no prompt, the most
+        valuable of these with the least to compute is taken, so that an idle server never declines a
+        request that it can serve.
     """
     if value is not None and (value == value[:1]).all():
         value = None
@@ -183,8 +193,11 @@ def admitted(
 
 
 def _in_lots(standing: Commitments, new: Prompts, terms: StepCosts, value: Array | None) -> Mask:
-    """As `admitted`, by the program alone. MOST are decided on at a time, fewer where their kinds are too many for
-    CELLS: those of more value first, of equal ones by deadline, each lot beside those before it."""
+    """As `admitted`, without `alone`.
+
+    Decides on up to MOST prompts at a time, or fewer if their kinds exceed CELLS: by value, then by
+    deadline, each lot beside those before it.
+    """
     if 0 < len(new) <= MOST and value is None:
         return _decide(standing, new, terms, None)
     result: Mask = np.zeros(len(new), dtype=bool)
@@ -201,7 +214,7 @@ def _in_lots(standing: Commitments, new: Prompts, terms: StepCosts, value: Array
 
 
 def _lot(new: Prompts, order: Order, value: Array | None) -> int:
-    """How many of the first prompts of `order` are decided on at a time."""
+    """Return how many of the first prompts of `order` to decide on at a time."""
     if value is None:
         return MOST
     kinds: dict[tuple[float, float], int] = {}
@@ -247,8 +260,11 @@ def _decide(standing: Commitments, new: Prompts, terms: StepCosts, value: Array 
 
 
 def _hopeless(standing: Commitments, new: Prompts, rate: float) -> bool:
-    """Whether every new prompt would be late, by more than a token, behind those due before it alone, if steps left
-    `rate` prompt tokens per second for ever, which is the most they do."""
+    """Return whether every new prompt would be late by more than a token.
+
+    This is a bound: only prompts that are due before it count, at `rate`, the most prompt tokens per
+    second that steps ever leave.
+    """
     own, (due, owed) = np.minimum(new.deadline, standing.start + NEVER), standing.due
     since = min(standing.start, float(np.minimum.reduce(own)), *due[:1].tolist())
     before = owed[due.searchsorted(own, side="right")]
@@ -257,8 +273,11 @@ def _hopeless(standing: Commitments, new: Prompts, rate: float) -> bool:
 
 @lru_cache(maxsize=MOST)
 def _sets(new: int) -> Mask:
-    """[sets, new] Nobody first, all last; where they are few every set between, the smaller ones and the first in
-    order before the others."""
+    """List sets of new prompts [sets, new], from the empty set to all of them.
+
+    Up to FEW prompts, these are all sets, smaller ones first and then those with the first prompts.
+    Beyond, only the empty and the full set.
+    """
     every = product((True, False), repeat=new) if new <= FEW else ((False,) * new, (True,) * new)
     sets: Mask = np.array(sorted(every, key=sum))
     sets.flags.writeable = False
@@ -268,15 +287,17 @@ def _sets(new: int) -> Mask:
 def _followed(
     start: float, prompts: Prompts, tier: Order, forced: int, counts: Array, supply: PrefillSupply, sets: Mask
 ) -> tuple[Mask, Array]:
-    """Which sets of the prompts behind the first `forced` largest_set may take, where memory does not matter and steps
-    are made in one way, and what each leaves. Of its cells those of these sets alone are followed."""
+    """Return which sets of the prompts behind the first `forced` ones are possible, and what each leaves.
+
+    Equal to `largest_set` restricted to these sets, if memory does not matter and steps are uniform.
+    """
     deadline = np.minimum(prompts.deadline, start + NEVER)
     order = deadline.argsort(kind="stable")
     due, stays, weight = np.maximum(deadline[order], start), order < forced, supply.weights[tier[order]]
     taken = np.ones((len(sets), len(order)), dtype=bool)
     taken[:, forced:] = sets
     taken = taken[:, order]
-    tokens = np.empty((len(sets), 1 + len(order)))  # a step's, of the rows before each prompt, and behind all
+    tokens = np.empty((len(sets), 1 + len(order)))  # decoded per step before each prompt, and after the last
     tokens[:, 0], tokens[:, 1:] = counts @ supply.weights, weight * taken
     tokens = np.add.accumulate(tokens, axis=1)
     last, rows = bool(stays[-1]), float(np.add.reduce(counts)) + len(order)
@@ -287,7 +308,7 @@ def _followed(
     gaps[1:] -= due[:-1]
     left = np.add.accumulate(np.maximum(gaps, 0.0) * speed - prompts.tokens[order] * taken, axis=1)
     late = (left < np.minimum(0.0, left[0]) * stays - EASE) & taken
-    if speed[-1, -1] < 0:  # the least: behind the first of a set its rows alone may be too many
+    if speed[-1, -1] < 0:  # the least speed: after the first prompt of a set, the decodes alone may be too many
         late[:, 1:] |= (speed[:, 1:] < 0) & np.logical_or.accumulate(taken & ~stays, axis=1)[:, :-1]
     possible: Mask = ~late.any(axis=1)
     if not supply.lasts(*most):
@@ -298,7 +319,7 @@ def _followed(
 
 
 def tiers(tpot: Array) -> Array:
-    """Ascending distinct tpots, at most TIERS of them."""
+    """Return the distinct TPOTs in ascending order, at most TIERS of them."""
     values = np.sort(np.minimum(tpot, NEVER))
     first = np.ones(len(values), dtype=bool)
     np.not_equal(values[1:], values[:-1], out=first[1:])
@@ -307,6 +328,6 @@ def tiers(tpot: Array) -> Array:
 
 
 def tier_of(tpot: Array, among: Array) -> Order:
-    """The loosest tier that keeps each tpot: an index into `among`, which `tiers` made of these and others."""
+    """Return the loosest tier that keeps each TPOT, as an index into `among` (from `tiers`, over these and others)."""
     result: Order = np.searchsorted(among, np.minimum(tpot, NEVER), side="right") - 1
     return result

@@ -1,16 +1,21 @@
-"""SLOs-Serve (arXiv 2504.08784): promise requests their SLOs where possible, serve the others from what is left.
+"""SLOs-Serve (arXiv 2504.08784): promise SLOs if possible, and serve other requests from what is left.
 
-New requests are promised by the dynamic program in dp.py, for the most value by priority; those declined become best
-effort (section 4.1). A step lasts as long as the tightest tpot of the rows that decode allows (Algorithm 2), longer
-where drafts gain several tokens (3.2.3). In it, by deadline: rows that must decode now, promised prompts, the other
-rows; then best effort.
+The dynamic program in dp.py decides which new requests are promised their SLOs, for the largest sum of
+values by priority. Declined requests become best effort (section 4.1). A step lasts as long as the
+tightest TPOT of the running decodes allows (Algorithm 2), or longer if drafts gain several tokens
+(section 3.2.3). It holds, each by deadline: decodes that must run now, promised prompts, other decodes,
+best effort.
 
-Readings: a row must decode now unless another step may end before its next token is due (line 8 with <=, and
-counted from the row's last token, so that a row that is ahead is not stopped for all it is ahead). A step that ends a
-prompt ends by that prompt's deadline; one in which nothing decodes, which the paper bounds by nothing, lasts no longer
-than a newcomer with the tightest promise here can wait (standing.quantum). Once its first token is late a promise is
-void, and the request best effort. A server that has promised nothing promises every request that it can serve in time
-alone, whatever the sums of the program say.
+Readings of the paper:
+
+- A decode must run now unless another step may end before its next token is due: line 8 with <=, and
+  counted from the row's last token, so that a row does not pause for the whole time it is ahead.
+- A step that completes a prompt ends by the deadline of that prompt.
+- A step without decodes, which the paper does not bound, is no longer than a new request with the
+  tightest promise on this instance can wait (`commitments.quantum`).
+- A promise is void once its first token is late; the request becomes best effort.
+- An instance that has promised nothing promises any request that it can serve in time alone, even if
+  the sums of the program do not admit it.
 """
 
 from __future__ import annotations
@@ -44,15 +49,19 @@ from .speculation import NEVER, WINDOW, Pace, PrefillSupply, StepCosts
 
 
 class SlosServe:
-    """admit: promise by the dynamic program, and demote; otherwise all are served by deadline. spec: draft where
-    limits.draft allows. dynamic: steps as long as the rows that decode now allow; otherwise never longer than the
-    tightest tpot seen allows. margin: share of every tpot kept back. block: the longest step without decoding rows, as
-    a share of the median ttft, where it is not to follow from the tightest promise (0). output: tokens that a request
-    is taken to generate, for its memory alone. caution: see speculation.counted_on; 0 is as published. Raises
-    InvalidValue where block is negative.
+    """A policy that promises SLOs by dynamic programming and fills steps by deadline.
 
-    Writer of what it promised, of the tightest tpot seen, and of what follows from the set of requests alone, kept
-    until one comes or goes: all follow from the views, in order.
+    admit: promise and demote; if False, all requests are served by deadline.
+    spec: draft if `limits.draft` allows it.
+    dynamic: steps as long as the running decodes allow; if False, as the tightest TPOT ever seen allows.
+    margin: share of every TPOT kept in reserve.
+    block: longest step without decodes, as a share of the median TTFT. 0 derives it from the tightest
+        promise.
+    output: tokens that a request is assumed to generate, for its memory only.
+    caution: see `speculation.counted_on`; 0 is as published.
+
+    Raises InvalidValue if `block` is negative. Writer of its promises, of the tightest TPOT seen, and of
+    values cached until a request comes or goes. All follow from the sequence of views.
     """
 
     def __init__(
@@ -73,8 +82,8 @@ class SlosServe:
         self._output = output
         self._caution = caution
         self._promised: set[int] = set()
-        self._decided: tuple[QueueView, int] | None = None  # the prompts among which nobody is new
-        self._there: tuple[QueueView, int, QueueView, int] | None = None  # those of whom is `_idle`
+        self._decided: tuple[QueueView, int] | None = None  # the version of the prompts that has no new ones
+        self._there: tuple[QueueView, int, QueueView, int] | None = None  # the requests that `_idle` was computed for
         self._idle = NEVER
         self._tightest = inf
         self._paces: dict[tuple[float, ...], Pace] = {}
@@ -104,7 +113,7 @@ class SlosServe:
     # promises
 
     def _promise(self, view: View, terms: StepCosts) -> tuple[Order, Order]:
-        """Rows of view.prefill that are promised, by deadline, and those that are declined now."""
+        """Return the promised rows of `view.prefill` by deadline, and the rows that are declined now."""
         rows = view.prefill
         count = rows.standard
         declined = self._declined(view, terms, count) if self._admit and count else NOBODY
@@ -116,7 +125,7 @@ class SlosServe:
         return order, declined
 
     def _declined(self, view: View, terms: StepCosts, count: int) -> Order:
-        """Of the first `count` rows of view.prefill, which are not best effort, those that are from now on."""
+        """Return which of the first `count` rows of `view.prefill`, none yet best effort, become best effort now."""
         rows = view.prefill
         new = self._undecided(rows, count)
         declined = late = self._late(view, count, new)
@@ -133,7 +142,7 @@ class SlosServe:
         return declined
 
     def _undecided(self, rows: QueueView, count: int) -> Order:
-        """New requests among the first `count`. Who runs, or has run, is promised already, whoever did it."""
+        """Return the new requests among the first `count`. Those that run or have run count as promised."""
         if self._decided == (rows, rows.members):
             return NOBODY
         promised = self._promised
@@ -150,8 +159,10 @@ class SlosServe:
 
     @staticmethod
     def _late(view: View, count: int, new: Order) -> Order:
-        """Of the first `count` rows of view.prefill, new ones aside, those whose first token can no longer be in time,
-        even alone."""
+        """Return which of the first `count` rows of `view.prefill`, except `new`, can no longer be on time, even alone.
+
+        Only rows without a first token count.
+        """
         rows = view.prefill
         late = np.flatnonzero(view.start + remaining_work(view, rows, count) > rows.deadline[:count] + ROUNDING)
         if not len(late):
@@ -162,7 +173,7 @@ class SlosServe:
     # steps
 
     def _pace(self, view: View, terms: StepCosts) -> Pace:
-        """How long a step may be, and how much its rows draft: kept while the rows are about the same."""
+        """Choose the step duration and the draft lengths, cached while the decodes are about the same."""
         rows = view.decode
         count = rows.standard
         if view.role is Role.PREFILL or not count:
@@ -185,12 +196,12 @@ class SlosServe:
 
 
 def _about(amount: float) -> float:
-    """The same for amounts that differ by less than some 6 %."""
+    """Map amounts that differ by less than about 6 % to the same number."""
     return float(round(12.0 * log2(1.0 + amount)))
 
 
 class _Step:
-    """One step in the making. Writer of its load and its grants."""
+    """One step under construction. Writer of its load and its grants."""
 
     def __init__(self, view: View, pace: Pace, terms: StepCosts) -> None:
         self._view = view
@@ -198,18 +209,18 @@ class _Step:
         self._grants: list[Grant] = []
         self.load = Load()
         self._cautious = terms.caution > 0
-        self._certain = False  # somebody is granted who cannot fail to run
+        self._certain = False  # whether some grant cannot fail to run
         rows = view.decode
         self._count = rows.standard
         self._lengths = self._drafts(rows)
         self._gain = np.array([0.0, *terms.gains()])[self._lengths] - 1.0 if len(self._lengths) else self._lengths
         self._bound = pace.seconds if pace.seconds == inf else self._hurry(rows, terms.margin)
-        self._room: float = view.free_pages - len(rows)  # pages: one a row stays for its growth
+        self._room: float = view.free_pages - len(rows)  # pages; each decode may need one to grow
         self._slots = view.free_slots
-        self._full = False  # somebody waits for pages
+        self._full = False  # whether a granted prompt has to wait for pages or a slot
 
     def decision(self, mine: Order, declined: Order) -> Decision:
-        """mine: promised prompts in order. declined: those that are best effort from now on."""
+        """Fill the step. mine: promised prompts in order. declined: prompts that become best effort now."""
         view, rows = self._view, self._view.decode
         now = self._now(rows)
         others = np.flatnonzero(~now)
@@ -233,13 +244,13 @@ class _Step:
         return Decision(tuple(self._grants), tuple(view.prefill[row].id for row in declined.tolist()))
 
     def keeps_objectives(self) -> bool:
-        """Whether some row keeps its objective with such steps, by what it gains in each."""
+        """Return whether some row keeps its objectives with steps like this one, given its expected gain per step."""
         seconds = self._view.perf.step_time(self.load)
         gain = 1.0 + float(self._gain.max()) if len(self._gain) else 1.0
         return keeps_objectives(self._view.decode, self._view.start, seconds / gain)
 
     def _drafts(self, rows: QueueView) -> Order:
-        """Tokens that each row verifies; nothing where none drafts."""
+        """Return the tokens that each row verifies, or an empty array if no row drafts."""
         if max(self._pace.lengths) == 1:
             return NOBODY
         lengths, tpot = np.ones(len(rows), dtype=np.intp), rows.tpot[: self._count]
@@ -247,8 +258,11 @@ class _Step:
         return lengths
 
     def _hurry(self, rows: QueueView, margin: float) -> float:
-        """The pace's step, shorter where a row has fallen behind (the paper strengthens its SLO; here to half the
-        step at most), or is too young to count on a mean over several drafts."""
+        """Return the step duration of the pace, shortened for rows that need it.
+
+        These are rows that have fallen behind (the paper tightens their SLO; here the step is at most
+        halved), and rows too young to rely on a mean over several drafts.
+        """
         seconds, count = self._pace.seconds, self._count
         if not count or self._view.role is Role.PREFILL:
             return seconds
@@ -262,7 +276,7 @@ class _Step:
         return min(seconds, max(0.5 * seconds, (1.0 - margin) * float(np.minimum.reduce(allowed))))
 
     def _now(self, rows: QueueView) -> Mask:
-        """QueueView, those of best effort aside, whose next token would be late if they sat this step out."""
+        """Return which decodes, without best effort, would be late with their next token if they skipped this step."""
         count, soon = self._count, self._view.start + 2.0 * self._bound
         if not count or min(float(np.maximum.reduce(rows.tpot)), NEVER) <= 2.0 * self._bound:
             return np.ones(count, dtype=bool)
@@ -292,7 +306,7 @@ class _Step:
         self._certain = True
 
     def _decode_some(self, order: Order) -> None:
-        """As many, in their order, as still fit; all of them where nobody else is sure to run."""
+        """Grant decodes in order as long as they fit, or all of them if nothing else is sure to run."""
         if len(order) and self._certain:
             tokens = np.add.accumulate(self._lengths[order]).tolist() if len(self._lengths) else None
             context = self._view.decode.context[order]
@@ -300,7 +314,7 @@ class _Step:
         self._decode(order)
 
     def _fall_back(self, order: Order) -> None:
-        """Those named may find no page or slot; whoever of these prompts holds both then goes on."""
+        """Add prompts that hold pages and a slot, in case the granted ones find none."""
         rows, named = self._view.prefill, {grant.request for grant in self._grants}
         for row in order[rows.running[order] > 0].tolist():
             request = rows[row]
@@ -308,11 +322,14 @@ class _Step:
                 self._grants.append(Grant(request.id, min(request.remaining, GRID)))
 
     def _prompts(self, order: Order) -> None:
-        """Chunks by their order, as long as the step has room. Who waits behind somebody who waits for pages waits."""
+        """Grant chunks in order while the step has room.
+
+        Once a prompt has to wait for pages or a slot, the waiting prompts behind it wait, too.
+        """
         rows, view = self._view.prefill, self._view
         if self._full:
             order = order[rows.running[order] > 0]
-        for at, row in enumerate(map(int, order), 1):  # the first few of maybe thousands
+        for at, row in enumerate(map(int, order), 1):  # lazily: the loop ends after a few of possibly thousands
             request = rows[row]
             waits = request.state is State.WAITING
             left = min(request.remaining, view.limits.tokens - self.load.tokens)

@@ -1,7 +1,8 @@
-"""What steps leave for prompts beside rows that decode (PB* of SLOs-Serve, arXiv 2504.08784), and how much to draft.
+"""Prompt tokens that steps leave beside decodes (PB* of SLOs-Serve, arXiv 2504.08784), and draft lengths.
 
-Sections 3.2.2 (dynamic batch size), 3.2.3 and appendix D (speculation lengths), as the digest corrects them. Times in
-seconds, lengths in tokens. A tier is a tpot that rows were promised; tiers are in ascending order.
+Sections 3.2.2 (dynamic batch size), 3.2.3 and appendix D (speculation lengths), with corrections. Times
+are in seconds, lengths in tokens. A tier is a TPOT that requests were promised. Tiers are in ascending
+order.
 """
 
 from __future__ import annotations
@@ -18,21 +19,26 @@ import numpy as np
 from ...api.perf import Array, Load, PerfModel
 from ...feasibility import Mask, largest_chunk
 
-NEVER = 1e6  # seconds: the tpot of rows that were promised none
-WINDOW = 10  # tokens over which the paper takes a mean (section 6, SLOs)
+NEVER = 1e6  # seconds: the TPOT of rows without one
+WINDOW = 10  # tokens over which the paper averages TPOT (section 6, SLOs)
 
 
 def accepted(acceptance: float, length: int) -> float:
-    """Tokens that a row gains in a step that verifies `length` of them, the target's own one included (1 is plain
-    decoding): Acc(sl) = (1 - α^sl) / (1 - α) (appendix D)."""
+    """Return the expected tokens of a step that verifies `length` of them: Acc(sl) = (1 - α^sl) / (1 - α).
+
+    The length includes the target's own token, so that 1 is plain decoding (appendix D).
+    """
     if acceptance >= 1.0:
         return float(length)
     return (1.0 - acceptance**length) / (1.0 - acceptance)
 
 
 def counted_on(acceptance: float, length: int, caution: float) -> float:
-    """Tokens a step to count on: the mean less `caution` standard deviations of the mean over as many steps as WINDOW
-    tokens take. With 0, the paper's, every second short answer that depends on drafts is late."""
+    """Return the tokens per step to rely on.
+
+    This is the mean, less `caution` standard deviations of the mean over as many steps as WINDOW tokens
+    take. With a caution of 0, as in the paper, half of the short answers that rely on drafts are late.
+    """
     if length == 1:
         return 1.0
     mean = accepted(acceptance, length)
@@ -41,8 +47,11 @@ def counted_on(acceptance: float, length: int, caution: float) -> float:
 
 
 def prompt_room(perf: PerfModel, load: Load, most: int, bound: float) -> int:
-    """How many prompt tokens can join a step of `load` that ends within `bound` seconds (the paper's time2bs), at
-    most `most`. Negative where the step is too long without any: so many fewer tokens would do."""
+    """Return how many prompt tokens, up to `most`, can join a step of `load` that ends within `bound` seconds.
+
+    This is time2bs of the paper. If the step is too long without any, the result is negative: the number
+    of tokens it would have to lose.
+    """
     if most < 1:
         return min(0, most)
     idle = perf.step_time(load)
@@ -53,30 +62,31 @@ def prompt_room(perf: PerfModel, load: Load, most: int, bound: float) -> int:
 
 
 class Pace(NamedTuple):
-    """How steps are made while it holds."""
+    """How steps are made while the pace holds."""
 
-    seconds: float  # of one step, at most
-    lengths: tuple[int, ...]  # tokens that a row verifies in it, by tier; 1 is plain decoding
+    seconds: float  # longest step
+    lengths: tuple[int, ...]  # tokens that a row verifies per step, by tier; 1 is plain decoding
     rate: float  # prompt tokens per second that are left
 
 
 class _Choice(NamedTuple):
-    """One way to make steps: the tier `binds` that ends them, at speculation length `lengths[binds]`."""
+    """One way to make steps: tier `binds` bounds their duration, at speculation length `lengths[binds]`."""
 
     binds: int
     seconds: float
-    lengths: tuple[int, ...]  # by tier; 0 where no length is enough
-    weights: Array  # [tiers] tokens per row and step; less than the length where a row joins only some of the steps
+    lengths: tuple[int, ...]  # by tier; 0 if no length is enough
+    weights: Array  # [tiers] tokens per row and step; below the length if a row joins only some of the steps
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """What steps are made of.
+    """What the duration and the yield of a step depend on.
 
-    perf: step times. tokens: most in a step. idle: the most seconds of a step in which no row with a tpot decodes.
-    acceptance, draft: chance that a drafted token is right, and most that a row may draft. margin: share of every tpot
-    that is kept back. caution: see counted_on. fixed: seconds of a step whatever the rows, instead of the best (the
-    paper's ablation of dynamic batch sizes).
+    perf: step-time model. tokens: limit of a step. idle: longest step in which no row with a TPOT decodes.
+    acceptance: probability that a drafted token is accepted. draft: most tokens that a row may draft.
+    margin: share of every TPOT kept in reserve. caution: see `counted_on`.
+    fixed: seconds of every step, instead of the best duration (the paper's ablation of dynamic batch
+        sizes).
     """
 
     perf: PerfModel
@@ -89,15 +99,15 @@ class StepCosts:
     caution: float = 1.0
 
     def gains(self) -> list[float]:
-        """Tokens to count on in a step, by how many are verified: 1, 2 and so on."""
+        """Return the tokens to rely on per step that verifies 1, 2, ... tokens."""
         return [counted_on(self.acceptance, length, self.caution) for length in range(1, self.draft + 2)]
 
 
 class PrefillSupply:
-    """PB*(t, n) / t: prompt tokens per second, for any numbers of rows by tier. A pure function of what it is given.
+    """PB*(t, n) / t: prompt tokens per second beside any numbers of decodes by tier. A pure function.
 
-    tpot: [tiers] ascending. load: the rows that decode now, `rows` of them; each further one adds `each` tokens of
-    context.
+    tpot: [tiers] ascending. load: the running decodes, `rows` of them. Each further decode adds `each`
+    tokens of context.
     """
 
     def __init__(self, terms: StepCosts, tpot: Sequence[float], load: Load, rows: int, each: float) -> None:
@@ -107,11 +117,11 @@ class PrefillSupply:
         self._rows = rows
         self._each = each
         self._gains = terms.gains()
-        self._known: dict[tuple[float, int, float, float], float] = {}  # what `_left` has found
+        self._known: dict[tuple[float, int, float, float], float] = {}  # cache of `_left`
 
     @cached_property
     def _plain(self) -> _Choice:
-        """Steps that the tightest tier ends, without drafts."""
+        """Steps without drafts, bounded by the tightest tier."""
         return self._choice(0, 1)
 
     @cached_property
@@ -121,7 +131,7 @@ class PrefillSupply:
 
     @cached_property
     def _empty(self) -> Pace:
-        """Steps in which nobody decodes."""
+        """Steps without decodes."""
         perf, bound = self._terms.perf, self._idle
         tokens = prompt_room(perf, Load(), self._terms.tokens, bound)
         seconds = perf.step_time(Load().add_chunk(max(1, tokens), 0))
@@ -132,8 +142,10 @@ class PrefillSupply:
         return self._terms.idle if self._terms.fixed is None else self._terms.fixed
 
     def _choice(self, binds: int, length: int) -> _Choice:
-        """Tier `binds` verifies `length` tokens and ends the step; the others take the smallest length that lasts as
-        long (appendix D)."""
+        """Make the choice in which tier `binds` verifies `length` tokens and bounds the step.
+
+        The other tiers take the smallest length that lasts as long (appendix D).
+        """
         tpot, gains, terms = self._tpot, self._gains, self._terms
         keep = 1.0 - terms.margin
         whole = tpot[binds] * gains[length - 1]
@@ -150,20 +162,24 @@ class PrefillSupply:
         return _Choice(binds, seconds, tuple(lengths), np.array(weights))
 
     def uniform(self, counts: Array) -> bool:
-        """Whether steps are made in one way beside `counts` rows [tiers] and any more: nobody drafts, and the tightest
-        tier ends them from the first on."""
+        """Return whether steps are uniform beside `counts` [tiers] decodes and any more.
+
+        Uniform means that no row drafts, and that the tightest tier bounds every step.
+        """
         if self._terms.draft:
             return False
         return counts[0] > 0 or (len(self._tpot) == 1 and self._plain.seconds == self._idle)
 
     @property
     def weights(self) -> Array:
-        """Tokens of a row and step by tier, where steps are made in one way."""
+        """Tokens per row and step by tier, for uniform steps."""
         return self._plain.weights
 
     def speed(self, tokens: Array, counts: Array, most: tuple[float, float]) -> Array:
-        """As `rate`, where steps are made in one way, beside rows that decode so many `tokens` in a step: from those
-        of `counts` rows on, up to `most`, which are tokens and rows."""
+        """Return `rate` for uniform steps with `tokens` decoded tokens each.
+
+        The rate is interpolated between `counts` decodes and `most` (tokens, rows).
+        """
         count = float(np.add.reduce(counts))
         least = (float(counts @ self.weights), count) if count else (float(self.weights[0]), 1.0)
         first, slope = self._through(self._plain.seconds, 0, least, most)
@@ -171,33 +187,35 @@ class PrefillSupply:
         return speed if count else np.where(tokens > 0, speed, self._empty.rate)
 
     def most(self, counts: Array) -> float:
-        """The most that `speed` is, from those of `counts` rows on."""
+        """Return the maximum of `speed`, which is at `counts` decodes."""
         count = float(np.add.reduce(counts))
         plain = self._plain
         return self._left(plain.seconds, 0, float(counts @ plain.weights), count) if count else self._empty.rate
 
     def lasts(self, tokens: float, rows: float) -> bool:
-        """Whether so many rows alone leave any time, where steps are made in one way."""
+        """Return whether that many decodes alone leave any time, for uniform steps."""
         load, left = self._rows_of(0, tokens, rows)
         return left >= 0 and (left < 1 or self._terms.perf.step_time(load) <= self._plain.seconds)
 
     def rate(self, counts: Array) -> Array:
-        """Prompt tokens per second beside `counts` [..., tiers] rows, at the best choice; negative where the rows
-        alone take longer than they may."""
-        flat = counts.reshape(-1, len(self._tpot))  # numpy multiplies it several times as fast
+        """Return the prompt tokens per second beside `counts` [..., tiers] decodes, with the best choice.
+
+        Negative if the decodes alone take too long.
+        """
+        flat = counts.reshape(-1, len(self._tpot))  # numpy multiplies two dimensions several times faster
         present, rows = flat > 0, flat @ np.ones(len(self._tpot))
         always: list[bool] = np.all(present, axis=0).tolist()
         best = np.full(len(flat), -np.inf)
         for choice in self._choices:
             if any(here and not length for here, length in zip(always, choice.lengths, strict=True)):
-                continue  # too long for a tier that is there in any case
+                continue  # too slow for a tier that is always present
             for here, found in self._rates(choice, flat, present, rows):
                 np.maximum(best, found, out=best, where=here)
         result: Array = np.where(rows > 0, best, self._empty.rate).reshape(counts.shape[:-1])
         return result
 
     def _rates(self, choice: _Choice, counts: Array, present: Mask, rows: Array) -> Iterator[tuple[Mask, Array]]:
-        """Where a choice is possible, and the rates, which hold there."""
+        """Yield masks of the rows for which a choice is possible, with rates that hold there."""
         possible = present[..., choice.binds]
         for tier, length in enumerate(choice.lengths):
             if not length:
@@ -214,8 +232,10 @@ class PrefillSupply:
             yield here, self._line(choice.seconds, int(draft), tokens, rows, here)
 
     def _line(self, seconds: float, drafts: int, tokens: Array, rows: Array, here: Mask) -> Array:
-        """As `rate`, for steps of `seconds` that decode `tokens` tokens of `rows` rows: exact at both ends of what
-        there is `here`, a line between."""
+        """As `rate`, for steps of `seconds` that decode `tokens` tokens of `rows` rows.
+
+        Exact at the smallest and largest number of tokens that `here` selects, linear between.
+        """
         low = int(np.where(here, tokens, np.inf).argmin())
         high = int(np.where(here, tokens, -np.inf).argmax())
         least, most = ((float(tokens.flat[end]), float(rows.flat[end])) for end in (low, high))
@@ -226,14 +246,14 @@ class PrefillSupply:
     def _through(
         self, seconds: float, drafts: int, least: tuple[float, float], most: tuple[float, float]
     ) -> tuple[float, float]:
-        """Prompt tokens per second beside the `least` tokens and rows, and how that grows by token up to the `most`."""
+        """Return the prompt tokens per second at the `least` (tokens, rows), and the slope per token to the `most`."""
         first = self._left(seconds, drafts, *least)
         if most[0] <= least[0]:
             return first, 0.0
         return first, (self._left(seconds, drafts, *most) - first) / (most[0] - least[0])
 
     def _left(self, seconds: float, drafts: int, tokens: float, rows: float) -> float:
-        """Prompt tokens per second. A step that has all the tokens it may have ends early."""
+        """Return the prompt tokens per second. A step that reaches its token limit ends early."""
         asked = seconds, drafts, tokens, rows
         if asked not in self._known:
             load, most = self._rows_of(drafts, tokens, rows)
@@ -244,14 +264,14 @@ class PrefillSupply:
         return self._known[asked]
 
     def _rows_of(self, drafts: int, tokens: float, rows: float) -> tuple[Load, int]:
-        """The step of so many rows, and how many tokens more it may have."""
+        """Return the step of that many decodes, and the tokens it has room for."""
         context = self._load.context + self._each * max(0.0, rows - self._rows)
         decode = round(tokens)
         load = Load(0, decode, 0.0, self._load.longest, int(context), 0, drafts)  # _replace takes three times as long
         return load, self._terms.tokens - decode
 
     def pace(self, counts: Sequence[int]) -> Pace:
-        """The best way to make steps for so many rows by tier."""
+        """Choose the best way to make steps for the given number of decodes by tier."""
         array = np.array([counts], dtype=float)
         if not array.any():
             return self._empty

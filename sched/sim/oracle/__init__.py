@@ -1,11 +1,11 @@
-"""The clairvoyant bound: how many requests could attain their SLO at most, whatever the policy.
+"""The clairvoyant bound: the most requests that can attain their SLO under any policy.
 
-A policy that knew all arrivals and output lengths could still not do more work in a window than its servers have
-time. What follows counts, for the step-time model of a simulation without noise, only work that no policy can do
-without (work.py, price.py), and treats m servers as one of m times the speed. So it holds for every policy, routing,
-admission, preemption and migration. What it leaves out (KV space, transfers, whole steps, one server each) makes it
-larger than the optimum, never smaller. One thing is taken for granted: a token that is had by dropping a request's
-KV and computing it again costs no less than a decode step.
+Even a policy that knows all arrivals and output lengths cannot do more work in a window than its servers
+have time. For the step-time model of a simulation without noise, the bound counts only work that no policy
+can avoid (work.py, price.py), and treats m servers as one that is m times as fast. So it holds for every
+policy, router, admission, preemption and migration. Ignoring KV space, transfers, whole steps and single
+servers makes it larger than the optimum, never smaller. One assumption is made: a token gained by dropping
+the KV of a request and recomputing it costs no less than a decode step.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ __all__ = ["Bound", "Details", "bound", "goodput_bound", "most_on_time", "most_v
 
 DETAILS = Details()
 ROUNDING = 1e-6  # requests
-NEVER = 1e-6  # times the rate of the arrivals as given: low enough to stop looking
+NEVER = 1e-6  # share of the given arrival rate below which the search stops
 
 
 class Bound(NamedTuple):
-    """At most `attained` of `requests` attain their SLO. which: what says so.
+    """At most `attained` of `requests` attain their SLO.
 
-    `first tokens`: the prompts, exactly (Kise-Ibaraki-Mine); `prompts`: the prompts, by the linear relaxation;
-    `decodes`: the outputs; `all work`: both on the same servers. impossible: those that would miss their SLO alone.
+    which: the bound that is tightest. `first tokens`: the prompts, exactly (Kise-Ibaraki-Mine). `prompts`:
+        the prompts, by linear relaxation. `decodes`: the outputs. `all work`: both on the same servers.
+        `alone`: the requests that attain their SLO if served alone.
+    impossible: requests that would miss their SLO even alone.
     """
 
     attained: int
@@ -61,10 +63,10 @@ def bound(
     chunk: int,
     details: Details = DETAILS,
 ) -> Bound:
-    """The most requests that any policy can serve as promised.
+    """Bound the number of requests that any policy can serve within their SLO.
 
-    deflection: decode servers may compute prompts too; colocated servers are decode servers that do. chunk: most
-    tokens in a step. Raises InvalidValue.
+    deflection: decode servers may compute prompts, too. Colocated servers are decode servers that do.
+    chunk: limit of a step in tokens. Raises InvalidValue for impossible arguments.
     """
     return _Case(arrivals, coefficients, (prefill_servers, decode_servers), deflection, chunk, details).bound()
 
@@ -81,12 +83,14 @@ def goodput_bound(
     goal: float = GOAL,
     tolerance: float = 0.005,
 ) -> float:
-    """A rate in requests per second from which on no policy reaches the goal, when the arrivals are stretched to it.
+    """Return a rate, in requests per second, from which on no policy reaches the goal.
 
-    At most `tolerance` (a share) above the lowest such rate that the bound tells; 0 where no rate reaches the goal,
-    inf where every one does. Bisection: at closer arrivals a set of jobs has no more time in any interval, as long as
-    work has the same price. Prices fall with the number of requests that are there at once, so those of a rate hold
-    for all lower ones too, and are taken anew from each rate that is found. Raises InvalidValue.
+    The arrivals are stretched to each rate. The result is at most `tolerance` (a share) above the lowest
+    such rate by this bound; 0 if no rate reaches the goal, inf if every rate does.
+
+    The search is a bisection: with closer arrivals, a set of jobs has no more time in any interval, as long
+    as prices of work do not change. Prices fall with the number of requests present at once, so the prices
+    at a rate are valid for all lower rates, and they are updated at each rate found. Raises InvalidValue.
     """
     check_goal(goal)
     if not 0 < tolerance < inf:
@@ -96,7 +100,7 @@ def goodput_bound(
 
 
 class _Case:
-    """Requests and servers; the times between arrivals are still to be stretched."""
+    """Requests and servers, before the times between arrivals are stretched."""
 
     def __init__(
         self,
@@ -114,7 +118,7 @@ class _Case:
         self._both = deflection and self._decode > 0
         self._prefill = prefill + self._decode if deflection else prefill
         if self._prefill < 1:
-            raise InvalidValue(f"prefill_servers={prefill} must be 1 or more where nobody else computes prompts")
+            raise InvalidValue(f"prefill_servers={prefill} must be 1 or more if no other server computes prompts")
         skip = details.skip
         if skip < 0 or 2 * skip >= len(arrivals):
             raise InvalidValue(f"{skip=} must be 0 or more, and leave some of {len(arrivals)} requests", "skip")
@@ -127,7 +131,7 @@ class _Case:
         self._rate = (self._requests - 1) / span if span > 0 else 0.0
 
     def bound(self, stretch: float = 1.0, priced_at: float | None = None) -> Bound:
-        """With arrivals so many times as far apart; work costs what it does at `priced_at` times, here if None."""
+        """Bound with arrivals stretched by a factor, and work priced as if by `priced_at` (None: the same)."""
         found = [(len(self._jobs), "alone"), *self._bounds(stretch, stretch if priced_at is None else priced_at)]
         attained, which = min(found, key=lambda one: one[0])
         return Bound(attained, self._requests, which, self._requests - len(self._jobs))
@@ -149,13 +153,13 @@ class _Case:
             work = np.concatenate(costs) / self._prefill
             both = costs.prompt + costs.decode
             share = np.divide(costs.prompt, both, out=np.ones(len(one)), where=both > 0)
-            # Two jobs a request, each worth its share of the work: whoever attains its SLO gets both.
+            # Two jobs per request, each worth its share of the work: a request that attains its SLO gets both.
             starts, ends = np.concatenate((arrival, ready)), np.concatenate((due, end))
             yield _most(starts, ends, work, np.concatenate((share, 1.0 - share))), "all work"
 
     def goodput(self, goal: float, tolerance: float) -> float:
         if not self._rate:
-            raise InvalidValue("arrivals that are all at one time have no rate", "arrivals")
+            raise InvalidValue("arrivals must not all be at one time: they have no rate", "arrivals")
         if len(self._jobs) < goal * self._requests:
             return 0.0
         if self.bound(0.0).share >= goal:
@@ -170,7 +174,7 @@ class _Case:
             priced_at = self._rate / high
 
     def _bisect(self, high: float, priced_at: float, goal: float, tolerance: float) -> float:
-        """The lowest rate found, down from one that does not reach the goal, that does not either."""
+        """Return the lowest rate found that misses the goal, given one that does."""
         low = 0.0
         while high > low * (1 + tolerance) and high > self._rate * NEVER:
             middle = (low * high) ** 0.5 if low else high / 2

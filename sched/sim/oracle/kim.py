@@ -1,7 +1,7 @@
-"""The most jobs that one server can end in time, exactly, where release times and deadlines are ordered alike.
+"""The largest number of jobs that one server can finish in time, exactly, if releases and deadlines agree in order.
 
 H. Kise, T. Ibaraki, H. Mine, "A solvable case of the one-machine scheduling problem with ready and due times",
-Operations Research 26 (1978). One TTFT for all makes deadline = arrival + constant, which is such a case.
+Operations Research 26 (1978). A single TTFT makes deadline = arrival + constant, which is a case of this.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from ...api.perf import Array
 
 
 def in_agreement(release: Array, deadline: Array) -> bool:
-    """Whether an order by release time is one by deadline too."""
+    """Return whether sorting by release time also sorts by deadline."""
     return bool(np.all(np.diff(deadline[np.lexsort((deadline, release))]) >= 0))
 
 
 def most_on_time(release: Sequence[float] | Array, deadline: Sequence[float] | Array, seconds: Sequence[float]) -> int:
-    """The largest number of jobs with job i inside [release[i], deadline[i]] for seconds[i]. O(n²), in numpy.
+    """Count the most jobs that fit, with job i inside [release[i], deadline[i]] for seconds[i]. O(n²), in numpy.
 
-    Jobs that are all on time can run in the common order of releases and deadlines: take the earliest pair out of
-    order, both are released and due when exchanged. So among the first j jobs the earliest end C[k] of k on-time
-    ones decides, and C'[k] = min(C[k], max(C[k - 1], release[j]) + seconds[j]), the latter where it is in time.
-    Nor can interruptions gain anything: of jobs that can be on time with them, earliest deadline first makes all of
-    them, and never interrupts, as whoever comes later is due later. Raises InvalidValue where orders differ.
+    Jobs that are all on time can run in the common order of releases and deadlines: of a pair out of order,
+    both are released and neither is late when exchanged. So among the first j jobs, the earliest end C[k] of
+    k on-time jobs decides: C'[k] = min(C[k], max(C[k - 1], release[j]) + seconds[j]), the latter if in time.
+    Preemption gains nothing: earliest deadline first completes every feasible set, and never preempts, since
+    a job released later is due later. Raises InvalidValue if the orders differ.
     """
     releases, deadlines, work = (np.asarray(one, dtype=float) for one in (release, deadline, seconds))
     if not len(releases) == len(deadlines) == len(work):
@@ -34,7 +34,7 @@ def most_on_time(release: Sequence[float] | Array, deadline: Sequence[float] | A
     if not np.all(work >= 0):
         raise InvalidValue(f"seconds={float(work.min())!r} must be 0 or more", "seconds")
     if not in_agreement(releases, deadlines):
-        raise InvalidValue("deadline must be ordered as release is", "deadline")
+        raise InvalidValue("deadlines must be ordered as releases are", "deadline")
     ends = np.full(len(work) + 1, np.inf)
     ends[0] = -np.inf
     most = 0

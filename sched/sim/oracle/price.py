@@ -1,4 +1,4 @@
-"""What a request costs at least where steps are shared: its part of the overhead, and of the longest context."""
+"""The least cost of a request in shared steps: its part of the overhead, and of the longest context."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ import numpy as np
 from ...api.perf import Array
 from .work import Jobs, Server
 
-LEVELS = 48  # context lengths at which the crowd is counted
+LEVELS = 48  # context lengths at which concurrent requests are counted
 
 
 class Costs(NamedTuple):
-    """Seconds of each request's prompt and of its outputs: over any set of requests, no more than their steps take."""
+    """Seconds of each request's prompt and outputs. Summed over any set, at most the time of their steps."""
 
     prompt: Array
     decode: Array
 
 
 def prompts_alone(jobs: Jobs, server: Server) -> Array:
-    """Seconds of prompts on servers that do nothing else: the overhead is concave, so full steps have the least."""
+    """Price prompts on servers that do nothing else. The overhead is concave, so full steps have the least."""
     return jobs.prompt + server.overhead(server.tokens) / server.tokens * jobs.fresh
 
 
 def decodes_alone(jobs: Jobs, server: Server, arrival: Array) -> Array:
-    """Seconds of outputs where prompts may have the rest of the step for nothing."""
+    """Price outputs if prompts may use the rest of each step for free."""
     return _marginal(jobs, server, arrival) + _batched(jobs, server, arrival) * jobs.outputs
 
 
 def shared(jobs: Jobs, server: Server, arrival: Array) -> Costs:
-    """Seconds of both where steps may hold both: the dearer price for all requests together."""
+    """Price prompts and outputs that may share steps: the higher price of all requests together."""
     return max(shared_prices(jobs, server, arrival), key=lambda costs: float(costs.prompt.sum() + costs.decode.sum()))
 
 
 def shared_prices(jobs: Jobs, server: Server, arrival: Array) -> tuple[Costs, Costs]:
-    """Two prices, of which each holds for any set of requests.
+    """Return two prices, each valid for any set of requests.
 
-    A step of n prompt tokens and d decoded ones has overhead(n + d) >= x·n + y·d if that is so at the corners of
-    n + d <= tokens, d <= rows. Of two such prices, full chunks, x = y = overhead(tokens) / tokens, and full batches
-    of rows, y = overhead(rows) / rows with what a full step leaves for x.
+    A step of n prompt tokens and d decoded tokens has overhead(n + d) >= x·n + y·d if this holds at the
+    corners of n + d <= tokens, d <= rows. The two prices are full chunks, x = y = overhead(tokens) / tokens,
+    and full batches of rows, y = overhead(rows) / rows, with the x that a full step leaves.
     """
     tokens, whole = server.tokens, server.overhead(server.tokens)
     batched = _batched(jobs, server, arrival)
@@ -52,7 +52,7 @@ def shared_prices(jobs: Jobs, server: Server, arrival: Array) -> tuple[Costs, Co
 
 
 def _batched(jobs: Jobs, server: Server, arrival: Array) -> Array:
-    """Overhead per decoded token when all that can be decoding beside a request is in each of its steps."""
+    """Return the overhead per decoded token if every step of a request holds all that can decode beside it."""
     rows = _rows(server, _crowds(jobs, server, arrival))
     each = np.array([server.overhead(count) / count for count in range(1, int(rows.max(initial=1)) + 1)])
     result: Array = each[rows.astype(int) - 1]
@@ -60,13 +60,15 @@ def _batched(jobs: Jobs, server: Server, arrival: Array) -> Array:
 
 
 def _rows(server: Server, crowd: Array) -> Array:
-    """Tokens that so many decoding requests can have in a step."""
+    """Return the tokens that `crowd` decoding requests can have in a step."""
     return np.minimum(crowd * (1 + server.draft), server.tokens)
 
 
 def _crowds(jobs: Jobs, server: Server, arrival: Array) -> Array:
-    """For each request, the most that can be decoding at once at some time when it can be. At closer arrivals no
-    fewer."""
+    """Return for each request the most requests that can decode at once, itself included, while it can.
+
+    Closer arrivals never make this smaller.
+    """
     ready, end = arrival + jobs.alone, arrival + jobs.span
     starts = np.sort(ready)
     present = np.arange(1, len(starts) + 1) - np.searchsorted(np.sort(end), starts, side="left")
@@ -78,7 +80,7 @@ def _crowds(jobs: Jobs, server: Server, arrival: Array) -> Array:
 
 
 def _marginal(jobs: Jobs, server: Server, arrival: Array) -> Array:
-    """Seconds of decode steps without overhead.
+    """Price decode steps without overhead.
 
     Contexts L cost context·ΣL + (longest - context)·max L. If no more than A(θ) requests with a prompt of θ or more
     can be decoding at once, then max L >= ∫ 1[max L >= θ] dθ >= Σ φ(prompt) with φ(p) = ∫ dθ / A(θ) over [0, p].

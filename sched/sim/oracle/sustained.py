@@ -1,8 +1,8 @@
-"""What no policy sustains on a load without end: the finite bound without the queue that is left at its end.
+"""The rate that no policy sustains on an endless load: the finite bound without the queue left at its end.
 
-In a run of n requests the last prompts and outputs are served after the last arrival, which flatters policies and
-bounds alike. In the long run the work of those on time is no more than the servers' time, and at best they are those
-with the least work each.
+In a run of n requests the last ones are served after the last arrival, which flatters policies and bounds
+alike. In the long run, the work of the requests on time cannot exceed the servers' time. At best these are
+the requests with the least work.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ def sustained_bound(
     details: Details | None = None,
     goal: float = GOAL,
 ) -> float:
-    """A rate in requests per second above which no policy attains the goal for ever, where requests like these come
-    again and again; 0 where too few of them can attain their SLO alone. Arguments as of oracle.goodput_bound.
+    """Return a rate, in requests per second, above which no policy sustains the goal on repeated arrivals like these.
 
-    Steps are taken to be full always, and prompts to find in caches what they find in these. Raises InvalidValue.
+    Returns 0 if too few of the requests can attain their SLO alone. Arguments as for oracle.goodput_bound.
+    Steps are assumed to be always full, and prompts to have the prefix hits they have in these arrivals.
+    Raises InvalidValue.
     """
     check_goal(goal)
     if min(prefill_servers, decode_servers) < 0 or prefill_servers + deflection * decode_servers < 1:
-        raise InvalidValue(f"{prefill_servers=} and {decode_servers=} leave nobody to compute prompts")
+        raise InvalidValue(f"{prefill_servers=} and {decode_servers=} leave no server to compute prompts")
     details = Details() if details is None else details
     server = Server(coefficients, chunk, details.rows, details.draft, details.kv_tokens)
     every = jobs(arrivals, server, prefix_caching=details.prefix_caching)
@@ -47,7 +48,7 @@ def sustained_bound(
     count = ceil(goal * len(every) - 1e-9)
     if len(able) < count:
         return 0.0
-    together = np.zeros(len(able))  # as many at once as can be: the least price
+    together = np.zeros(len(able))  # all requests at once: the lowest price
     found = [(prompts_alone(able, server), prefill_servers + deflection * decode_servers)]
     if decode_servers:
         found.append((decodes_alone(able, server, together), decode_servers))

@@ -1,10 +1,10 @@
-"""An upper bound on what one server can end in time, whatever the windows: the linear relaxation, exactly.
+"""An upper bound on what one server can finish in time, for any windows: the linear relaxation, exactly.
 
-The largest set of jobs with any release times and deadlines takes O(n^4) and more (Baptiste 1999, after Lawler 1990).
-Let instead a job that gets z of its w seconds inside its window count z/w: what a schedule attains can only grow.
-The vectors z that a server can do, sum of z over [a, b] <= b - a for all intervals, are the flows from jobs into time:
-a polymatroid (Federgruen and Groenevelt 1986). So greedy is optimal (Edmonds 1970): jobs by value per second, each
-getting as much as those before it leave possible.
+The largest set of jobs with arbitrary release times and deadlines takes O(n^4) and more (Baptiste 1999,
+after Lawler 1990). The relaxation counts a job that gets z of its w seconds inside its window as z/w, which
+can only increase what a schedule attains. The feasible vectors z, with the sum of z over [a, b] at most
+b - a for all intervals, are the flows from jobs into time: a polymatroid (Federgruen and Groenevelt 1986).
+So greedy is optimal (Edmonds 1970): jobs by value per second, each getting as much as the earlier ones leave.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy as np
 from ...api.perf import Array
 
 Ranks = np.ndarray[Any, np.dtype[np.intp]]
-NONE = 1e-9  # seconds that are not worth a piece
+NONE = 1e-9  # seconds: shorter pieces are ignored
 
 
 class Windows:
-    """Jobs accepted so far, and their schedule by earliest deadline. `rank` is a place among the distinct deadlines."""
+    """Accepted jobs and their schedule by earliest deadline. `rank` is an index into the distinct deadlines."""
 
     def __init__(self, release: Array, deadline: Array) -> None:
         self._release = release
@@ -30,10 +30,10 @@ class Windows:
         self._rank = rank.astype(np.intp)
         self._start: Array = np.zeros(0)
         self._end: Array = np.zeros(0)
-        self._who: Ranks = np.zeros(0, dtype=np.intp)  # rank of what runs
+        self._who: Ranks = np.zeros(0, dtype=np.intp)  # rank of the job that runs
 
     def fits(self, jobs: Sequence[int], work: Sequence[float]) -> bool:
-        """Whether these jobs can all be done; if so they are what is accepted now."""
+        """Return whether all these jobs fit. If they do, they become the accepted jobs."""
         order = sorted(range(len(jobs)), key=lambda i: self._release[jobs[i]])
         releases = [*self._release[[jobs[i] for i in order]].tolist(), np.inf]
         ranks, due = self._rank[[jobs[i] for i in order]].tolist(), self.due.tolist()
@@ -61,11 +61,11 @@ class Windows:
         return True
 
     def room(self, job: int) -> float:
-        """The most seconds of one more job that can be done beside those accepted.
+        """Return the most seconds of one more job that fit beside the accepted jobs.
 
-        That is the least slack (b - a) - W(a, b) over intervals around its window, W the work of accepted jobs inside.
-        For one b the least over a is the time that jobs due by b leave idle between the release and b, when they do
-        not wait for each other; and by earliest deadline first nobody waits for whom is due later.
+        This is the least slack (b - a) - W(a, b) over intervals around its window, where W is the work of
+        accepted jobs inside. For a given b, the least over a is the time that jobs due by b leave idle
+        between the release and b; by earliest deadline first, jobs never wait for jobs due later.
         """
         release, rank = self._release[job], self._rank[job]
         first = int(np.searchsorted(self._end, release, side="right"))
@@ -74,12 +74,12 @@ class Windows:
         return float(np.min(self.due[rank:] - release - used[rank:]))
 
     def accept(self, job: int, seconds: float) -> None:
-        """Take seconds of a job that `room` has found possible: it displaces what is due later, and that in turn."""
+        """Accept seconds of a job that `room` found possible, displacing jobs that are due later, in turn."""
         release, rank = float(self._release[job]), int(self._rank[job])
         first = int(np.searchsorted(self._end, release, side="right"))
         columns = (self._start[first:], self._end[first:], self._who[first:])
         old = zip(*(column.tolist() for column in columns), strict=True)
-        extra = [[rank, seconds]]  # what waits in addition to the old schedule's own; a heap
+        extra = [[rank, seconds]]  # a heap of work to place in addition to the old schedule
         pieces: list[tuple[float, float, int]] = []
         now, seen = release, 0
         for start, end, who in old:
@@ -113,7 +113,7 @@ class Windows:
 
 
 def _add(pieces: list[tuple[float, float, int]], start: float, end: float, who: int) -> None:
-    """Add a piece, in one with the last where that goes on: an earliest-deadline schedule has few pieces then."""
+    """Add a piece, merged with the last one if it continues it: this keeps the schedule short."""
     if pieces and pieces[-1][1] == start and pieces[-1][2] == who:
         start = pieces.pop()[0]
     pieces.append((start, end, who))
@@ -122,7 +122,7 @@ def _add(pieces: list[tuple[float, float, int]], start: float, end: float, who: 
 def _run(
     extra: list[list[Any]], now: float, until: float, pieces: list[tuple[float, float, int]], below: float = np.inf
 ) -> float:
-    """Run what waits and is due before rank `below` until then at most; returns when that ended."""
+    """Run waiting jobs with rank below `below` until `until` at most, and return when that ended."""
     while extra and now < until and extra[0][0] < below:
         rank, seconds = extra[0]
         end = min(now + seconds, until)
@@ -135,14 +135,17 @@ def _run(
 
 
 def most_value(release: Array, deadline: Array, work: Array, value: Array) -> float:
-    """The most value of jobs on one server when a share of a job's seconds within its window brings that share of its
-    value. Work in seconds, 0 or more; jobs without any bring all of theirs."""
+    """Return the largest total value of jobs on one server under the linear relaxation.
+
+    A job that gets a share of its seconds within its window brings that share of its value. Work is in
+    seconds, 0 or more; jobs without work bring all of their value.
+    """
     free = work <= 0
     total = float(value[free].sum())
     order = [job for job in np.argsort(-value / np.where(free, 1.0, work), kind="stable").tolist() if not free[job]]
     windows = Windows(release, deadline)
     seconds = work.tolist()
-    low, high = 0, len(order)  # the first `low` fit whole
+    low, high = 0, len(order)  # the first `low` jobs fit completely
     while low < high:
         middle = (low + high + 1) // 2
         if windows.fits(order[:middle], [seconds[job] for job in order[:middle]]):

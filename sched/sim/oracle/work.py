@@ -1,4 +1,4 @@
-"""The least work that a request can be: seconds that no policy can do without, from lengths and a step-time model."""
+"""The least work of a request: seconds that no policy can avoid, from lengths and a step-time model."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ...api.policy import Order
 from ...perf.model import Coefficients
 from ..workload import Arrival
 
-GRACE = 1e-7  # seconds: what metrics forgives, and sums of floats
+GRACE = 1e-7  # seconds: covers the tolerance of metrics, and rounding of sums
 
 
 class Details(NamedTuple):
-    """What else limits a policy.
+    """Further limits of a policy.
 
-    rows, draft: as in policy.Limits. kv_tokens: what an instance's pool holds; outputs that do not fit are cut.
-    prefix_caching False: no prompt shares what another has computed. skip: requests at either end that are not counted
-    (nor have to be served).
+    rows, draft: as in policy.Limits. kv_tokens: capacity of an instance's pool; outputs that do not fit are
+    cut. prefix_caching: if False, prompts share no computed prefixes. skip: requests at each end that are
+    neither counted nor have to be served.
     """
 
     rows: int = 256
@@ -34,7 +34,7 @@ class Details(NamedTuple):
 
 
 def check_goal(goal: float) -> None:
-    """Raises InvalidValue where it is no share to ask for."""
+    """Check that a goal is a share of requests. Raises InvalidValue."""
     if not 0 < goal <= 1:
         raise InvalidValue(f"{goal=} must be more than 0 and at most 1", "goal")
 
@@ -56,19 +56,20 @@ class Server:
                 raise InvalidValue(f"{name}={value!r} must be {least} or more", name)
 
     def overhead(self, tokens: float) -> float:
-        """Seconds of a step that are the same whoever its tokens belong to; concave in their number."""
+        """Return the seconds of a step that do not depend on which requests its tokens belong to. Concave."""
         one = self.coefficients
         return float(one.fixed + one.w_moe * (1.0 - (1.0 - one.p_moe) ** tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class Jobs:
-    """Columns, one row per request. Seconds, tokens.
+    """Columns with one row per request, in seconds and tokens.
 
-    The first token is due `ttft` after the arrival, the last `span` after it. A prompt has `length` tokens, `fresh`
-    of them not in a prefix cache at best; after the first come `outputs` more tokens, in `steps` steps or more that
-    attend to `attended` tokens. `prompt` and `decode` are marginal seconds, overhead and contexts apart; `alone` and
-    `alone_decoding` is the least time that each takes when nothing else runs.
+    The first token is due `ttft` after the arrival, the last one `span` after it. A prompt has `length`
+    tokens, of which at least `fresh` are not in a prefix cache. After the first token come `outputs` more, in
+    at least `steps` steps, which attend to `attended` tokens. `prompt` and `decode` are marginal seconds,
+    without overhead and contexts. `alone` and `alone_decoding` are the least times of prompt and outputs if
+    nothing else runs.
     """
 
     arrival: Array
@@ -92,13 +93,16 @@ class Jobs:
 
     @property
     def possible(self) -> Order:
-        """Those that could attain their SLO with a server to themselves."""
+        """The requests that would attain their SLO on a server of their own."""
         return np.flatnonzero((self.alone <= self.ttft) & (self.alone_decoding <= self.span - self.ttft))
 
 
 def jobs(arrivals: Sequence[Arrival], server: Server, *, prefix_caching: bool = True) -> Jobs:
-    """The least work of requests, in order of arrival. A request's own steps follow one another, so their prompts
-    alone take at least full chunks and a rest, their outputs at least a step per 1 + draft tokens."""
+    """Compute the least work of requests, in order of arrival.
+
+    The steps of one request are sequential. So a prompt alone takes at least its full chunks and a rest,
+    and the outputs take at least one step per 1 + draft tokens.
+    """
     ordered = sorted(arrivals, key=lambda one: one.time)
     cached = np.array(list(_cached(ordered)) if prefix_caching else [0] * len(ordered), dtype=float)
     lengths = np.array([one.prompt_tokens for one in ordered], dtype=float)
@@ -132,16 +136,17 @@ def jobs(arrivals: Sequence[Arrival], server: Server, *, prefix_caching: bool = 
 
 
 def _outputs(arrival: Arrival, server: Server) -> int:
-    """Tokens after the first."""
+    """Return the tokens after the first."""
     limit = inf if server.kv_tokens is None else max(1, server.kv_tokens - arrival.prompt_tokens)
     return int(min(arrival.output_tokens, limit)) - 1
 
 
 def _cached(arrivals: Sequence[Arrival]) -> Iterator[int]:
-    """Prompt tokens that some request before could have left in a cache, at best.
+    """Yield the prompt tokens that earlier requests could have left in a cache, at best.
 
-    A later arrival may be computed first and serve an earlier one. Then those blocks were computed after the later
-    arrival and before the earlier one's first token: inside the window of the one they are charged to.
+    A later arrival may be computed first and serve an earlier one. Then the shared blocks were computed
+    after the later arrival and before the first token of the earlier one, which is inside the window of the
+    request they are charged to.
     """
     seen: set[int] = set()
     for arrival in arrivals:

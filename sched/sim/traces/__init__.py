@@ -1,10 +1,9 @@
-"""Workloads from files: public production traces in upstream's own formats, and a plain CSV.
+"""Workloads from files: public production traces in their original formats, and a plain CSV.
 
-Read: Azure LLM inference 2023 and 2024, BurstGPT and plain CSV; Mooncake and Qwen-Bailian JSON lines; each plain or
-gzipped. The format is told by the first line, columns by their names. A folder of ServeGen's client files is drawn
-from. Times are counted from the first request. Rows may be in any order: logs are not always sorted; they are sorted
-by time, and what came at the same time stays in the order of the file. What is malformed is named by file, line and
-column.
+Supported are CSV files (Azure LLM inference 2023 and 2024, BurstGPT, plain CSV) and JSON lines (Mooncake,
+Qwen-Bailian), optionally gzipped. The format is detected from the first line, and columns by name. A folder
+of ServeGen's client files is drawn from. Times count from the first request. Rows may be in any order and are
+sorted by time; the sort is stable. Errors name file, line and column.
 """
 
 from __future__ import annotations
@@ -45,15 +44,20 @@ def load_trace(
     progress: Progress | None = None,
     tell: Tell | None = None,
 ) -> list[Arrival]:
-    """Read a trace, ordered by arrival; the first arrives at 0.
+    """Read a trace, ordered by arrival. The first request arrives at 0.
 
-    slo: for requests to which the file gives none. start, duration: only requests of so many seconds of the trace,
-    from its first request (ServeGen: from its first window). num_prompts: the first so many of these. Arrival times
-    are multiplied by time_scale, lengths divided by prompt_scale and output_scale. spread: requests of one timestamp
-    are spread evenly over so many seconds, or up to the next timestamp where that is sooner (Mooncake gives requests
-    of about 3 s one timestamp, BurstGPT those of 1 s); 0 leaves them together, as in the file. keep_failed: BurstGPT's
-    failed requests too. seed: of what is drawn (ServeGen alone). tell: takes sentences about rows left out, ties and
-    what was drawn. Raises InvalidValue.
+    slo: for requests without one in their row.
+    start, duration: only take requests in this interval of the trace, in seconds from its first request
+        (ServeGen: from its first window).
+    num_prompts: only take the first of these.
+    time_scale multiplies arrival times; prompt_scale and output_scale divide lengths.
+    spread: distribute requests with equal timestamps evenly over this many seconds, or up to the next
+        timestamp if that is sooner (Mooncake's timestamps cover about 3 s, BurstGPT's 1 s). 0 keeps them.
+    keep_failed: include BurstGPT's failed requests.
+    seed: for random draws (only ServeGen).
+    tell: called with sentences about rows left out, equal timestamps and draws.
+
+    Raises InvalidValue.
     """
     if num_prompts is not None and num_prompts < 1:
         raise InvalidValue(f"{num_prompts=} must be at least 1", "num_prompts")
@@ -73,7 +77,7 @@ def load_trace(
             arrivals = [arrival for arrival in arrivals if start <= arrival.time - origin < end]
     if not arrivals:
         raise InvalidValue(
-            f"{path}: no requests in it{'' if end == inf and not start else ' at that time'}", "workload"
+            f"{path}: the trace has no requests{'' if end == inf and not start else ' in that interval'}", "workload"
         )
     arrivals = _spread(arrivals, spread) if spread else arrivals
     first = arrivals[0].time
@@ -86,7 +90,7 @@ def _ignore(sentence: str) -> None:
 
 
 def _from_file(path: Path, slo: SLO, keep_failed: bool, progress: Progress | None, tell: Tell) -> list[Arrival]:
-    """All of it, sorted."""
+    """Read a whole file, sorted by time."""
     try:
         with _open(path) as file:
             arrivals = list(_count(_read(path, file, slo, keep_failed, tell), progress))
@@ -97,7 +101,7 @@ def _from_file(path: Path, slo: SLO, keep_failed: bool, progress: Progress | Non
     arrivals.sort(key=lambda arrival: arrival.time)
     distinct = len({arrival.time for arrival in arrivals})
     if 2 * distinct < len(arrivals):
-        tell(f"{path}: {len(arrivals)} requests share {distinct} timestamps; `spread` would part them")
+        tell(f"{path}: {len(arrivals)} requests share {distinct} timestamps; `spread` would separate them")
     return arrivals
 
 
@@ -125,7 +129,7 @@ def _read(path: Path, file: TextIO, slo: SLO, keep_failed: bool, tell: Tell) -> 
         if set(columns) <= set(header):
             return read(source)
     raise InvalidValue(
-        f"{path}:1: columns {header!r} are of no known format: Azure has {', '.join(azure.COLUMNS)}; BurstGPT has "
+        f"{path}:1: columns {header!r} match no known format: Azure has {', '.join(azure.COLUMNS)}; BurstGPT has "
         f"{', '.join(burstgpt.COLUMNS)}; plain CSV has {', '.join(plain.NEEDED)} and may have "
         f"{', '.join(plain.COLUMNS[4:])}; Mooncake and Qwen-Bailian have JSON lines; ServeGen is a folder",
         "workload",
@@ -136,11 +140,11 @@ def _has(line: str, key: str) -> bool:
     try:
         return key in json.loads(line)
     except json.JSONDecodeError:
-        return False  # the reader says where
+        return False  # the reader reports the position
 
 
 def _spread(arrivals: list[Arrival], seconds: float) -> list[Arrival]:
-    """Sorted arrivals, with those of one time spread evenly."""
+    """Spread sorted arrivals with equal times evenly."""
     spread: list[Arrival] = []
     start = 0
     while start < len(arrivals):

@@ -1,5 +1,7 @@
-"""BurstGPT: whole seconds since midnight of the first day, so that ties are real; columns by name, since later
-releases put `Session ID` and `Elapsed time` between the others."""
+"""BurstGPT: times in whole seconds since midnight of the first day, so that equal timestamps are common.
+
+Columns are found by name, since later releases insert `Session ID` and `Elapsed time`.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 
 
 def read(source: Source) -> Iterator[Arrival]:
-    """A class is model and kind of log, as `ChatGPT/Conversation log`.
+    """Read requests. Their class is model and kind of log, as `ChatGPT/Conversation log`.
 
-    `Response tokens` 0 marks a request that failed (then `Request tokens` may be 0 too): left out, and their number
-    told; or kept, as at least one token each, where asked for.
+    `Response tokens` of 0 marks a failed request, with `Request tokens` of 0 or more. Failed requests are left
+    out and reported, or kept with at least one token each if `keep_failed` is set.
     """
     failed = total = 0
     for row in csv_rows(source):

@@ -1,8 +1,8 @@
-"""Mooncake: JSON lines with milliseconds and the names of the prompt's blocks of 512 tokens.
+"""Mooncake: JSON lines with times in milliseconds and hashes of the prompt's blocks of 512 tokens.
 
-Nearly all requests of some 3 s share one timestamp: the variation of the gaps measures that batching, not the users.
-They are left together unless `spread` is given. The older `arxiv_mooncake_trace` and `conversation_trace` overlap:
-adding them up counts requests twice.
+Nearly all requests within about 3 s share one timestamp, so the variation of the gaps reflects that batching,
+not the users. They stay together unless `spread` is given. The older `arxiv_mooncake_trace` and
+`conversation_trace` overlap: combining them counts requests twice.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from ..arrival import Arrival
 from .rows import Source, json_rows
 
-BLOCK = 512  # tokens that one of `hash_ids` names
+BLOCK = 512  # tokens per entry of `hash_ids`
 
 
 def read(source: Source) -> Iterator[Arrival]:
-    """Requests whose prompts share what their block names say."""
+    """Read requests. Equal block hashes are shared prefixes."""
     for row in json_rows(source):
         length, output = row.tokens("input_length"), row.tokens("output_length")
         names = row.names("hash_ids", -(-length // BLOCK), length)

@@ -1,4 +1,4 @@
-"""Our own CSV: `id, arrival_s, input_tokens, output_tokens`, and if wanted `ttft_slo_s, tpot_slo_s, class`."""
+"""Plain CSV: `id, arrival_s, input_tokens, output_tokens`, optionally `ttft_slo_s, tpot_slo_s, class`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NEEDED = COLUMNS[:4]
 
 
 def read(source: Source) -> Iterator[Arrival]:
-    """An empty SLO is that of the whole trace."""
+    """Read requests. Empty SLO cells take the default of the trace."""
     for row in csv_rows(source):
         promised = replace(
             source.slo,

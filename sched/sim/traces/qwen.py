@@ -1,8 +1,8 @@
-"""Qwen-Bailian: JSON lines with seconds, a type (text, search, image, file), turns, and blocks of 16 tokens.
+"""Qwen-Bailian: JSON lines with times in seconds, a type (text, search, image, file), turns, and blocks of 16 tokens.
 
-Turns come at the times that were recorded, not after the one before them here. The last, partly filled block is named
-as upstream recorded it, with the first output token in it, so it never matches another's; a name for the tokens after
-the prompt may follow it and is dropped.
+Turns arrive at the recorded times, not relative to the previous turn. The last, partly filled block has the
+recorded hash, which covers the first output token, so it never matches another request's. A hash of the
+tokens after the prompt may follow and is dropped.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from ..arrival import Arrival
 from .rows import Source, json_rows
 
 BLOCK = 16
-MARK = "chat_id"  # the key that tells these lines from Mooncake's
+MARK = "chat_id"  # the key that distinguishes these lines from Mooncake's
 
 
 def read(source: Source) -> Iterator[Arrival]:
-    """Requests of class `type`, with `chat_id` as their key."""
+    """Read requests of class `type`, with `chat_id` as their key."""
     for row in json_rows(source):
         length, output = row.tokens("input_length"), row.tokens("output_length")
         names = row.names("hash_ids", -(-(length + output) // BLOCK), length)[: -(-length // BLOCK)]

@@ -1,4 +1,4 @@
-"""Lines of a trace, and how to read their cells with errors that say where they are."""
+"""Rows of a trace, and readers for their cells with errors that name the position."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Tell = Callable[[str], None]
 
 
 class Source(NamedTuple):
-    """An open trace: its first line is read already."""
+    """An open trace, after its first line was read."""
 
     path: Path
     first: str
-    header: Sequence[str]  # of a CSV
+    header: Sequence[str]  # column names if it is a CSV
     file: TextIO
-    slo: SLO  # for requests to which the file gives none
+    slo: SLO  # for requests without one in their row
     keep_failed: bool
-    tell: Tell  # takes a sentence about what the reader did with the file
+    tell: Tell  # called with sentences about what the reader did with the file
 
 
 class Row(NamedTuple):
-    """One line."""
+    """One line of a trace."""
 
     where: str
     cells: Mapping[str, Any]
@@ -42,7 +42,7 @@ class Row(NamedTuple):
         raise InvalidValue(f"{self.where}: column {column!r}: {self.cells.get(column)!r} must be {allowed}", "workload")
 
     def tokens(self, column: str, least: int = 1) -> int:
-        """A length: a whole number of at least `least`."""
+        """Read a length: a whole number of at least `least`."""
         value = self.cells.get(column)
         try:
             count = int(value) if isinstance(value, str | int) and not isinstance(value, bool) else -1
@@ -53,7 +53,7 @@ class Row(NamedTuple):
         return count
 
     def number(self, column: str, default: float | None = None, *, positive: bool = False) -> float:
-        """Seconds (or what the format counts in): 0 or more, above 0 where `positive`."""
+        """Read seconds, or another unit of the format: 0 or more, or more than 0 if `positive`."""
         value = self.cells.get(column)
         if default is not None and value in (None, ""):
             return default
@@ -66,7 +66,7 @@ class Row(NamedTuple):
         return number
 
     def timestamp(self, column: str, epoch: datetime) -> float:
-        """Seconds from `epoch` to a time with any number of fractional digits; without a zone it is UTC."""
+        """Read a time in seconds since `epoch`, with any number of fractional digits. Without a zone it is UTC."""
         value = self.cells.get(column)
         match = _TIMESTAMP.fullmatch(value.strip()) if isinstance(value, str) else None
         if match is None:
@@ -83,7 +83,7 @@ class Row(NamedTuple):
         return (whole - epoch).total_seconds() + float(fraction or 0)
 
     def names(self, column: str, most: int, length: int) -> tuple[int, ...]:
-        """Names of the blocks of a prompt of `length` tokens: whole numbers, at most so many of them."""
+        """Read the block hashes of a prompt of `length` tokens: at most `most` whole numbers."""
         names = self.cells.get(column, [])
         if not isinstance(names, list) or not all(type(name) is int and name >= 0 for name in names):
             self.fail(column, "a list of whole numbers")
@@ -93,7 +93,7 @@ class Row(NamedTuple):
 
 
 def csv_rows(source: Source) -> Iterator[Row]:
-    """The lines after the header."""
+    """Yield the rows after the header."""
     reader = csv.reader(source.file)
     try:
         for cells in reader:
@@ -110,7 +110,7 @@ def csv_rows(source: Source) -> Iterator[Row]:
 
 
 def json_rows(source: Source) -> Iterator[Row]:
-    """All lines, the first included: each a JSON object."""
+    """Yield all lines, the first one included. Each must be a JSON object."""
     for number, line in enumerate((source.first, *source.file), 1):
         if not line.strip():
             continue

@@ -1,15 +1,16 @@
-"""ServeGen: what clients do, measured, from which requests are drawn.
+"""ServeGen: requests drawn from measured statistics of clients.
 
-A folder holds, for each client, `chunk-N-trace.csv` without a header (start of a window of 600 s, requests per second,
-coefficient of variation of the gaps, the name of the distribution that fits them, its two parameters) and
-`chunk-N-dataset.json` (windows of 21,600 s, each with tables of lengths: texts that hold `{tokens: probability}`).
-Either may be gzipped. Language models have `input_tokens` and `output_tokens`; reasoning ones also `reason_ratio`, the
-share of the output that is thinking; multimodal ones `text_tokens` and, for images, audio and video, a count and the
-tokens of one.
+A folder holds two files per client, optionally gzipped. `chunk-N-trace.csv` has no header and a row per window
+of 600 s: start, requests per second, coefficient of variation of the gaps, name of the fitted distribution and
+its two parameters. `chunk-N-dataset.json` has tables of lengths per window of 21,600 s, as strings that hold
+`{tokens: probability}`. Language models have `input_tokens` and `output_tokens`. Reasoning models also have
+`reason_ratio`, the share of the output that is thinking. Multimodal models have `text_tokens` and, for images,
+audio and video, a count and the tokens per item.
 
-Drawn: the measured number of requests in each window (a fraction by chance), with gaps of the named family and the
-measured variation, stretched to fill the window; lengths independently of each other, as they are published. The
-family's own parameters are not used: those of Weibull imply another rate and variation than the columns beside them.
+Each window gets the measured number of requests, a fraction being rounded at random. Gaps have the named
+distribution and the measured variation, and are stretched to fill the window. Lengths are drawn independently
+of each other, as published. The parameters of the distribution are not used: those of Weibull imply another
+rate and variation than the other columns.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from ..arrival import Arrival
 from ..draws import MAX_PROMPT
 from .rows import Tell
 
-WINDOW = 600  # seconds of one row of a client's trace
-EPOCH = 21_600  # seconds of one entry of a client's tables
+WINDOW = 600  # seconds per row of a client's trace
+EPOCH = 21_600  # seconds per entry of a client's tables
 MEDIA = ("image", "audio", "video")
 _CLIENT = re.compile(r"chunk-(\d+)-trace\.csv(\.gz)?")
 
 
 class _Activity(NamedTuple):
-    """What a client did in one window."""
+    """The activity of a client in one window."""
 
     rate: float
     cv: float
@@ -48,7 +49,7 @@ class _Activity(NamedTuple):
 
 
 class _Drawn(NamedTuple):
-    """Requests of one client in one window."""
+    """Requests drawn for one client in one window."""
 
     times: Array
     prompts: Array
@@ -59,14 +60,15 @@ class _Drawn(NamedTuple):
 def draw(
     folder: Path, slo: SLO, seed: int, start: float, end: float, count: int | None, tell: Tell
 ) -> Iterator[Arrival]:
-    """Requests of [start, end) seconds of the folder's windows, in order of time, the first `count` of them.
+    """Draw the requests in [start, end) seconds of the folder's windows, in order of time, at most `count`.
 
-    Raises InvalidValue; neither an end nor a count would mean millions of requests, and is refused.
+    Raises InvalidValue for malformed files, and if neither an end nor a count is given, since that would
+    draw millions of requests.
     """
     clients = [_Client(int(match[1]), path) for path in folder.iterdir() if (match := _CLIENT.fullmatch(path.name))]
     if not clients:
         raise InvalidValue(
-            f"{folder} has no chunk-N-trace.csv: a ServeGen folder is one model's, as data/reason/deepseek-r1",
+            f"{folder} has no chunk-N-trace.csv; it must be the folder of one model, such as data/reason/deepseek-r1",
             "workload",
         )
     clients.sort(key=lambda client: client.number)
@@ -74,8 +76,8 @@ def draw(
     if count is None and end == inf:
         described = WINDOW * sum(row.rate for client in clients for row in client.activity.values())
         raise InvalidValue(
-            f"{folder} describes {described:,.0f} requests of {len(clients)} clients: say how many to draw, or of "
-            "which duration",
+            f"{folder} describes {described:,.0f} requests of {len(clients)} clients: give the number to draw, or a "
+            "duration",
             "num_prompts",
         )
     made = 0
@@ -86,7 +88,7 @@ def draw(
             if start <= arrival.time < end and made != count:
                 made += 1
                 yield arrival
-    tell(f"{folder}: {made} requests drawn with seed {seed} from what {len(clients)} clients did, not recorded ones")
+    tell(f"{folder}: {made} requests drawn with seed {seed} from the statistics of {len(clients)} clients")
 
 
 def _window(clients: list[_Client], window: int, seed: int, slo: SLO) -> Iterator[Arrival]:
@@ -112,7 +114,7 @@ _IDLE = _Activity(0.0, 0.0, "")
 
 
 class _Client:
-    """The files of one client; tables are parsed when first drawn from."""
+    """The files of one client. Tables are parsed when first needed."""
 
     def __init__(self, number: int, trace: Path) -> None:
         self.number = number
@@ -139,7 +141,7 @@ class _Client:
         return _Drawn(times, prompts.clip(1, MAX_PROMPT - 1), outputs, thoughts.clip(0, outputs))
 
     def _media(self, epoch: int, medium: str, random: np.random.Generator, count: int) -> Array:
-        """Tokens of all images (or sounds, or films) of each request: their number, and the tokens of each."""
+        """Draw the tokens of all items of a medium per request: their number, then the tokens of each."""
         if f"{medium}_count" not in self._fields(epoch):
             return np.zeros(count)
         each = self._values(epoch, f"{medium}_count", random, count).astype(int)
@@ -149,7 +151,7 @@ class _Client:
         return summed
 
     def _values(self, epoch: int, field: str, random: np.random.Generator, count: int, least: float = 0) -> Array:
-        """`count` values of a table, those below `least` never."""
+        """Draw `count` values of a table that are at least `least`."""
         if (epoch, field) not in self._tables:
             self._tables[epoch, field] = self._table(epoch, field, least)
         values, cumulative = self._tables[epoch, field]
@@ -168,7 +170,7 @@ class _Client:
             isinstance(x, numbers) and isfinite(x) and x >= 0 for pair in table.items() for x in pair
         ):
             raise InvalidValue(
-                f"{where}: must be a text with a table {{tokens: probability}}, none negative", "workload"
+                f"{where}: must be a string with a table {{tokens: probability}}, none negative", "workload"
             )
         pairs = sorted((value, share) for value, share in table.items() if value >= least)
         total = sum(share for _, share in pairs)
@@ -187,20 +189,20 @@ class _Client:
 
 
 def _times(row: _Activity, random: np.random.Generator, count: int) -> Array:
-    """`count` times in a window, ascending."""
+    """Draw `count` times in a window, ascending."""
     if row.pattern == "Weibull":
         gaps = random.weibull(_weibull_shape(row.cv), count + 1)
     else:
         gaps = random.gamma(row.cv**-2, 1.0, count + 1)
     total = float(gaps.sum())
-    if not total > 0:  # gaps so uneven that all but none are 0 to the last digit
+    if not total > 0:  # gaps so uneven that all round to 0
         gaps, total = np.ones(count + 1), count + 1.0
     times: Array = np.cumsum(gaps[:-1]) * (WINDOW / total)
     return times.clip(max=np.nextafter(WINDOW, 0))
 
 
 def _weibull_shape(cv: float) -> float:
-    """Shape of the Weibull distribution with this coefficient of variation, by bisection."""
+    """Find the shape of the Weibull distribution with this coefficient of variation, by bisection."""
     low, high = log(0.05), log(100.0)
     for _ in range(60):
         middle = (low + high) / 2
@@ -235,7 +237,7 @@ def _read_json(path: Path) -> Mapping[str, object]:
 
 
 def _read_activity(path: Path) -> dict[int, _Activity]:
-    """By start of the window."""
+    """Read a client's trace by start of the window."""
     rows: dict[int, _Activity] = {}
     try:
         with _open(path) as file:
@@ -268,7 +270,7 @@ def _activity(where: str, cells: list[str]) -> tuple[int, _Activity]:
     pattern = cells[3]
     for column, ok, allowed in (
         (1, start % WINDOW == 0, f"a multiple of {WINDOW} s"),
-        (3, cv > 0 or rate == 0, "more than 0 where there are requests"),
+        (3, cv > 0 or rate == 0, "more than 0 if there are requests"),
         (4, pattern in ("Gamma", "Weibull") or (rate == 0 and not pattern), "Gamma or Weibull"),
     ):
         if not ok:

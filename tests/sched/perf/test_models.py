@@ -88,9 +88,9 @@ def test_boundaries(boundary: str, segments: int) -> None:
 
 def test_points_that_do_not_tell_are_refused() -> None:
     one = Point("decode", 1000, 0.01)
-    with pytest.raises(InvalidValue, match="1 points cannot tell"):
+    with pytest.raises(InvalidValue, match="1 points cannot determine"):
         solve([one], {})
-    with pytest.raises(InvalidValue, match="do not tell"):
+    with pytest.raises(InvalidValue, match="cannot tell"):
         solve([one] * 6, {})
     with pytest.raises(InvalidValue, match="negative"):
         solve([one, Point("decode", 2000, 0.005)], dict.fromkeys(("prefill", "decode", "quadratic", "context"), 0.0))

@@ -72,7 +72,7 @@ def test_experts_are_read_as_tokens_need_them() -> None:
         ("flops", 0.0, "more than 0"),
         ("weights", -1.0, "0 or more"),
         ("kv", float("nan"), "0 or more"),
-        ("experts", 1e9, "needs p_moe"),
+        ("experts", 1e9, "requires p_moe"),
     ],
 )
 def test_data_sheets_that_make_no_sense_are_refused(name: str, value: float, message: str) -> None:
@@ -149,7 +149,7 @@ ALL = "coefficients: {fixed: 1, prefill: 0, decode: 0, quadratic: 0, longest: 0,
         ("coefficients: {fixed: 1ms, prefill: 1us, decode: 1us, quadratic: 0, longest: 0}", "missing 'context'"),
         ("coefficients: {fixed: 1ms, prefil: 1us}", "unknown key 'prefil' in coefficients.*prefill"),
         ("derived: {flops: 312e12, bandwidth: 2e12, compute: 0.5}", "missing 'memory', 'parameters'"),
-        ("points: [{kind: decode, tokens: 1000, seconds: 10ms}]", "1 points cannot tell fixed, prefill, decode"),
+        ("points: [{kind: decode, tokens: 1000, seconds: 10ms}]", "1 points cannot determine fixed, prefill, decode"),
         ("points: [{kind: decode, tokens: 1000, seconds: 0}]", "seconds=0.0 must be positive"),
         ("", "one of points .*, coefficients and derived"),
         ("points: [{kind: decode, tokens: 9, seconds: 1}]\nderived: &d {flops: 1}", "missing 'bandwidth'"),

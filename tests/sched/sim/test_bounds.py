@@ -81,7 +81,7 @@ def test_nobody_sustains_more_than_the_servers_have_time_for() -> None:
     assert sustained_bound(mixed, SECONDS, 1, 1, deflection=True, chunk=8) == pytest.approx(2 / 0.9)
     late = [replace(one, slo=SLO(0.5)) for one in mixed]
     assert sustained_bound(late, SECONDS, 1, 0, deflection=False, chunk=8) == 0.0
-    with pytest.raises(InvalidValue, match="nobody to compute"):
+    with pytest.raises(InvalidValue, match="no server to compute"):
         sustained_bound(mixed, SECONDS, 0, 2, deflection=False, chunk=8)
 
 

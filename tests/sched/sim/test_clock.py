@@ -75,7 +75,7 @@ def test_no_threads_and_no_other_loop() -> None:
     async def main() -> None:
         await asyncio.to_thread(print)
 
-    with pytest.raises(JaxserveError, match="wants a thread"):
+    with pytest.raises(JaxserveError, match="needs a thread"):
         clock.run(main())
 
     async def elsewhere() -> None:

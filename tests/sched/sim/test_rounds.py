@@ -41,7 +41,7 @@ def test_what_follows_a_refused_round_never_comes() -> None:
     report = simulate(chain, "distserve", "1x1", QUIET, recorder=recorder)
     assert report.summary.reasons == {"rejected": 3, "stop": 1}
     assert [one.attained for one in sorted(report.measured)] == [False, False, False, True]
-    assert recorder.requests[2].error == "the round before it did not end well"
+    assert recorder.requests[2].error == "the round before it did not finish"
 
 
 class Drafts:

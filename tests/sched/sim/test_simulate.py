@@ -197,12 +197,12 @@ def test_bursts_hurt() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mesh": "2x2", "qps": 1.0}, "2 devices an instance.*tiny is of 1"),
+        ({"mesh": "2x2", "qps": 1.0}, "2 devices per instance.*tiny is for 1"),
         ({"mesh": "two"}, "mesh='two' must be RxT"),
         ({"mesh": Mesh(2)}, "give qps"),
         ({"policy": "nice", "qps": 1.0}, "unknown policy 'nice'"),
         ({"qps": 0.0}, "rate=0.0"),
-        ({"workload": []}, "without requests"),
+        ({"workload": []}, "workload has no requests"),
         ({"qps": 1.0, "options": Options(perf="magic")}, "perf='magic'"),  # type: ignore[arg-type]
         ({"qps": 1.0, "options": Options(boundary="half")}, "boundary='half'"),
     ],

@@ -84,7 +84,7 @@ def test_windows_clients_and_tables_each_have_their_time(tmp_path: Path) -> None
         (21_600, {"client-1": 1200}),
     ):
         if not expected:
-            with pytest.raises(InvalidValue, match="no requests in it at that time"):
+            with pytest.raises(InvalidValue, match="the trace has no requests in that interval"):
                 load_trace(tmp_path, start=start, duration=600)
             continue
         arrivals = load_trace(tmp_path, start=start, duration=600)
@@ -99,7 +99,7 @@ def test_the_seed_decides_and_fewer_are_the_first_of_more(tmp_path: Path) -> Non
     many = load_trace(folder, num_prompts=1500, tell=told.append)
     assert many == load_trace(folder, num_prompts=1500) and many[:700] == load_trace(folder, num_prompts=700)
     assert many != load_trace(folder, num_prompts=1500, seed=1)
-    assert len(told) == 1 and "1500 requests drawn with seed 0 from what 1 clients did" in told[0]
+    assert len(told) == 1 and "1500 requests drawn with seed 0 from the statistics of 1 clients" in told[0]
     assert {a.slo for a in load_trace(folder, num_prompts=5, slo=SLO(1, 2))} == {SLO(1, 2)}
 
 
@@ -134,10 +134,10 @@ GOOD = "0,1,1,Gamma,1,1\n"
         (
             GOOD,
             {"0": {"input_tokens": "{1: -1}", "output_tokens": "{}"}},
-            r"'input_tokens': must be a text .* negative",
+            r"'input_tokens': must be a string .* negative",
         ),
-        (GOOD, {"0": {"input_tokens": "{1: 1}"}}, r"window 0: 'output_tokens': must be a text with a table"),
-        (GOOD, {"0": {"input_tokens": {"1": 1}, "output_tokens": "{1: 1}"}}, r"'input_tokens': must be a text"),
+        (GOOD, {"0": {"input_tokens": "{1: 1}"}}, r"window 0: 'output_tokens': must be a string with a table"),
+        (GOOD, {"0": {"input_tokens": {"1": 1}, "output_tokens": "{1: 1}"}}, r"'input_tokens': must be a string"),
         (GOOD, {"0": {"input_tokens": "{1: exit()}", "output_tokens": "{1: 1}"}}, r"'input_tokens': not a table"),
         (GOOD, '{"0": \n oops}', r"dataset\.json:2: column 2: not JSON"),
         (GOOD, "[]", r"dataset\.json: must be a JSON object"),
@@ -151,7 +151,7 @@ def test_errors_say_where(tmp_path: Path, rows: str, tables: Any, message: str) 
 def test_a_folder_without_end_or_without_files(tmp_path: Path) -> None:
     with pytest.raises(InvalidValue, match=r"has no chunk-N-trace\.csv"):
         load_trace(tmp_path, num_prompts=1)
-    with pytest.raises(InvalidValue, match="describes 600 requests of 1 clients: say how many"):
+    with pytest.raises(InvalidValue, match="describes 600 requests of 1 clients: give the number"):
         load_trace(client(tmp_path, 1, GOOD, {"0": LANGUAGE}))
     (tmp_path / "chunk-1-dataset.json").unlink()
     with pytest.raises(InvalidValue, match=r"has no chunk-1-dataset\.json beside it"):
