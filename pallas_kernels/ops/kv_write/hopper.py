@@ -112,7 +112,7 @@ def _body(
     k: Any,  # [T, K, D]
     v: Any,  # [T, K, D]
     write: Any,  # [T] int32
-    *rest: Any,  # cos and sin of queries, then of keys, [T, 1, D / 2] float32; scales of keys and of values, [K] float32
+    *rest: Any,  # cos, sin of queries, then of keys, [T, 1, D / 2] float32; scales of keys, values, [K] float32
     several: int,
     end: int,
     turned: bool,
