@@ -1,4 +1,4 @@
-"""The worklist of decode: all that must be read is, once, in equal shares."""
+"""The work list of decode: every key tile is read exactly once, in equal shares."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ steps = st.lists(st.tuples(lengths, pasts), min_size=1, max_size=ROWS)
 
 
 class Cut(NamedTuple):
-    """How the line is cut: few of them, since each is a program to compile."""
+    """How the line is cut; only a few, because each one compiles a program."""
 
     workers: int
     tile: int = 16
@@ -43,7 +43,7 @@ def program(cut: Cut) -> Callable[[Ragged], DecodeWork]:
 
 
 def plan(rows: list[tuple[int, int]], cut: Cut) -> DecodeWork:
-    """Of rows (length, context)."""
+    """Plan rows of (length, context)."""
     ragged = make(rows, deal(rows, page=PAGE, pool=512), page=PAGE, pool=512, padded_rows=ROWS, tokens=400, width=48)
     return DecodeWork(*map(np.asarray, program(cut)(ragged)))
 
@@ -53,7 +53,7 @@ def contexts(steps: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def read(work: DecodeWork) -> list[list[tuple[int, int]]]:
-    """(row, tile) in the order in which each worker reads them."""
+    """Return the (row, tile) pairs in the order in which each worker reads them."""
     return [
         [
             (int(work.row[item]), tile)
@@ -65,7 +65,7 @@ def read(work: DecodeWork) -> list[list[tuple[int, int]]]:
 
 
 def seen(rows: list[tuple[int, int]], cut: Cut) -> set[tuple[int, int]]:
-    """(row, tile) that decode must read."""
+    """Return the (row, tile) pairs that decode must read."""
     return {
         (row, key // cut.tile)
         for row, (length, context) in enumerate(rows)

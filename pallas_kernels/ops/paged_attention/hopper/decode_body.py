@@ -140,8 +140,8 @@ def _consume(shape: Shape, refs: Refs, me: Any) -> None:
         begin, count = mine(shape, me, tiles, done)
         start = (
             [full(0.0, (shape.rows, shape.width), acc_layout)] * (shape.values // shape.width),
-            # Not MASKED: if a row sees nothing of a tile, the peak would be MASKED * unit, and a multiply-add that rounds
-            # once where that product rounded twice would give a weight of 2 to the power of 1e22.
+            # Not MASKED: if a row sees nothing of a tile, the peak would be MASKED * unit, and a multiply-add
+            # that rounds once where that product rounded twice would give a weight of 2 to the power of 1e22.
             full(LEAST, (shape.rows,), acc_layout.reduce(1)),
             full(0.0, (shape.rows, shape.tile), acc_layout)
             if shape.warps

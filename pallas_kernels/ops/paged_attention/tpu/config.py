@@ -100,7 +100,9 @@ def supports(spec: Spec) -> str | None:
     if spec.stored not in (spec.dtype, "float8_e4m3fn", "int8"):
         return f"pools of {spec.stored}; {spec.dtype}, as the activations, float8_e4m3fn and int8 are supported"
     if spec.heads % spec.kv_heads or spec.kv_heads & (spec.kv_heads - 1):
-        return f"{spec.kv_heads} kv heads of {spec.heads} heads per shard; kv heads must be a power of two that divides heads"
+        return (
+            f"{spec.kv_heads} kv heads of {spec.heads} heads per shard; they must be a power of two that divides heads"
+        )
     return None if spec.interpret else free_view(shape_of(spec, spec.stored))
 
 
@@ -115,7 +117,7 @@ def free_view(shape: Shape) -> str | None:
     if shape.dim % LANES or (shape.dim > LANES and shape.kv_heads % 8):
         return (
             f"head dim {shape.dim} with {shape.kv_heads} kv heads per shard and {8 * shape.pool_bytes}-bit pools; it "
-            "must be 128, a multiple of 128 with a multiple of 8 kv heads, or 64 to 127 with pools of the activations' dtype"
+            "must be 128, a multiple of 128 with a multiple of 8 kv heads, or 64 to 127 with unquantized pools"
         )
     if shape.kv_heads * shape.pool_bytes < 4:  # tokens would share 32-bit words, which XLA's layout does not allow
         return (
