@@ -44,14 +44,14 @@ def dense(q: Floats, k_pool: Floats, v_pool: Floats, ragged: Ragged, **options: 
 
 @partial(jax.jit, static_argnames=("decode", "queries", "window", "softcap", "return_lse", "heads_first"))
 def attend(q: Any, k_pool: Any, v_pool: Any, ragged: Ragged, **options: Any) -> Any:
-    """Return the random arguments from pools [N, B, K, D]; transpose the pools if heads are first."""
+    """Run XLA's attention on pools [N, B, K, D], transposed first if `heads_first`."""
     if options.get("heads_first"):
         k_pool, v_pool = (jnp.swapaxes(pool, 1, 2) for pool in (k_pool, v_pool))
     with jax.default_matmul_precision("highest"):
         return attention_xla.paged_attention(q, k_pool, v_pool, ragged, scale=SCALE, **options)
 
 
-# The options to combine. Decode has one more row than is computed together, and some rows share pages.
+# The options to combine. Decode has one row more than are computed together, and some rows share pages.
 GROUPS = [(2, 1), (1, 4), (2, 5), (3, 8), (1, 16)]  # K, G
 WINDOWS = [None, PAGE + 1, 20, 1]
 CAPS = [None, 1.5]
@@ -65,7 +65,7 @@ EVERYTHING = list(product(WINDOWS, CAPS, STORED, [False, True], KINDS))  # heads
 
 
 def pairwise(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Return a few of the rows that still cover every pair of values found in any row."""
+    """Choose a few of the rows that together contain every pair of values that any row contains."""
 
     def pairs(row: tuple[Any, ...]) -> set[Any]:
         return set(combinations(enumerate(map(str, row)), 2))
@@ -86,7 +86,7 @@ FULL = [(group, *rest) for group, rest in product(GROUPS, EVERYTHING)]
 def check(
     heads: tuple[int, int], window: int | None, softcap: float | None, stored: Any, first: bool, kind: str
 ) -> None:
-    """Run one step of a kind; return values and lse."""
+    """Compare the values and lse of one step of a kind with the reference."""
     (kv_heads, group), rows = heads, KINDS[kind]
     dealt = deal(rows[: len(CONTEXTS)] if kind == "decode" else rows, page=PAGE, pool=POOL)
     tables = [*dealt, *dealt, []] if kind == "decode" else dealt
@@ -106,7 +106,7 @@ def check(
     want, want_lse = reference.attention(q, k, v, ragged, scale=SCALE, **rule)
     np.testing.assert_allclose(out, want, atol=1e-5, rtol=0)
     np.testing.assert_allclose(lse, want_lse, atol=1e-5, rtol=1e-6)
-    assert np.all(np.asarray(lse)[np.asarray(ragged.rows) == 19] == np.float32(MASKED)), "padding has seen nothing"
+    assert np.all(np.asarray(lse)[np.asarray(ragged.rows) == 19] == np.float32(MASKED)), "padding sees no key"
 
 
 @pytest.mark.parametrize(("heads", "window", "softcap", "stored", "first", "kind"), BARE, ids=str)
@@ -132,7 +132,7 @@ def test_every_step_equals_the_reference(
 )
 @settings(max_examples=examples(40))
 def test_any_step_equals_the_dense_twin(rows: list[tuple[int, int]], seed: int) -> None:
-    """Make rows of `length` new tokens after `past` old ones, in one program of 45 tokens and 12 rows."""
+    """Rows have `length` new tokens after `past` cached ones; one program of 45 tokens and 12 rows runs all."""
     steps = [(length, past + length if length else 0) for length, past in rows]
     ragged = make(
         steps, deal(steps, page=PAGE, pool=POOL, seed=seed), page=PAGE, pool=POOL, tokens=45, padded_rows=12, width=8

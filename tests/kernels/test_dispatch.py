@@ -93,8 +93,8 @@ def test_a_named_backend_never_falls_back() -> None:
     ("changes", "reason"),
     [
         ({"platform": "cpu"}, "it needs a GPU; this is cpu"),
-        ({"capability": "8.9", "device": "NVIDIA L4"}, r"Hopper \(compute capability 9.0\); that of NVIDIA L4 is 8.9"),
-        ({"capability": ""}, "that of NVIDIA H200 is unknown"),
+        ({"capability": "8.9", "device": "NVIDIA L4"}, r"Hopper \(compute capability 9.0\); NVIDIA L4 has 8.9"),
+        ({"capability": ""}, "NVIDIA H200 has unknown"),
         ({"page": 8}, "pages of 8 tokens; it reads pages of 16, 32, 64, 128, 256"),
         ({"dtype": "float32"}, "must be bfloat16 or float16"),
         ({"head_dim": 80}, "must be 64, 128"),
@@ -123,7 +123,7 @@ def test_hopper_has_configs_for_what_is_served(page: int, dim: int, heads: tuple
         ({"platform": "cpu"}, "it needs a TPU; this is cpu"),
         ({"dtype": "float16"}, "float16 activations are not supported"),
         ({"kv_heads": 3, "heads": 6}, "a power of two"),
-        ({"kv_heads": 1, "head_dim": 576, "latent": 512}, r"none yet for a latent KV cache \(MLA\)"),
+        ({"kv_heads": 1, "head_dim": 576, "latent": 512}, r"no TPU kernel for a latent KV cache \(MLA\)"),
     ],
 )
 def test_tpu_says_why_not(changes: dict[str, Any], reason: str) -> None:
@@ -146,7 +146,7 @@ def test_measured_configs_win_over_heuristics(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_files_of_measured_configs_are_whole() -> None:
-    """Also checks that files name their origin; one without an origin has no entries."""
+    """Check also that every file with entries says where they were measured."""
     for path in Path(tuned.__file__).parent.glob("*.json"):
         read = json.loads(path.read_text())
         assert tuned.name_of(read["device"]) == path.stem and (read["measured"] or not read["entries"])

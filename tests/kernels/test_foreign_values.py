@@ -89,7 +89,7 @@ def check(
     for value in values:
         worse, worst = k.copy(), v.copy()
         worse[foreign], worst[foreign] = value, value
-        np.testing.assert_array_equal(run(q, worse, worst), plain, f"{value} in places of no row")
+        np.testing.assert_array_equal(run(q, worse, worst), plain, f"{value} in unused places")
     for row, (length, _) in enumerate(rows if hurting else ()):
         hurt, spoilt, spoiled = q.copy(), k.copy(), v.copy()
         mine = slice(int(ragged.starts[row]), int(ragged.starts[row]) + length)
@@ -127,7 +127,7 @@ def test_xla(rows: Sequence[tuple[int, int]], heads_first: bool) -> None:
 
 
 def quick_or_full(cases: Sequence[tuple[Any, ...]], quick: Sequence[int]) -> list[Any]:
-    """Make parameters that run always if at `quick`, otherwise with `-m full`."""
+    """Make parameters: those at the indices `quick` always run, the others with `-m full`."""
     return [
         pytest.param(*case, id=str(at), marks=() if at in quick else pytest.mark.full) for at, case in enumerate(cases)
     ]
@@ -176,7 +176,7 @@ def decode(config: DecodeConfig, stored: Any = None, rows: Sequence[tuple[int, i
 def interpreted(
     attend: Callable[..., jax.Array], rows: Sequence[tuple[int, int]], dim: int, stored: Any, **more: Any
 ) -> None:
-    """Run `check` of a Hopper kernel, which `attend` calls with the interpreter's settings as its first argument."""
+    """Check a Hopper kernel; `attend` takes the interpreter's settings as its first argument."""
     with without_races() as interpret:
         run = compiled(partial(attend, interpret))
         values = FOREIGN if stored is None else BYTES[stored]

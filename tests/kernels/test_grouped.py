@@ -32,7 +32,7 @@ ROUTES = {
     "none to the middle": [0] * 9 + [2] * 8,
     "a tile and one more": [0] * 17 + [1] * 16 + [2] * 15,
     "elsewhere": [-1, 0, 3, 1, 7, 1],
-    "nobody": [3] * 5,
+    "all elsewhere": [3] * 5,
     "one": [2],
 }
 
@@ -181,7 +181,7 @@ def test_the_kernel_in_every_form_of_8_bits(config: str, route: str, stored: Any
         ({"consumers": 3}, "self.consumers=3 must be 1 or 2"),
         ({"stages": 0}, "self.stages=0"),
         ({"stages": 20}, "bytes of shared memory; the limit is"),
-        ({"rows": 256, "columns": 256, "swapped": False, "stages": 1}, "sums a warpgroup"),
+        ({"rows": 256, "columns": 256, "swapped": False, "stages": 1}, "sums per warpgroup"),
         ({"depth": 128}, "self.depth=128 must be 64"),
     ],
 )

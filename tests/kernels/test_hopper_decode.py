@@ -255,7 +255,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
     problem = Problem(((1, 3),))
     ragged, (q, k, v, _) = problem.ragged(), problem.arrays()
     work = SMALL.plan(ragged, page=problem.page)
-    with pytest.raises(ValueError, match="8-bit pools have scales"):
+    with pytest.raises(ValueError, match="8-bit pools need scales"):
         paged_decode(q, k, v, ragged, work, scale=1.0, scales=Scales(jnp.ones(1), jnp.ones(1)), config=SMALL)
     with pytest.raises(ValueError, match="plan with this config"):
         paged_decode(q, k, v, ragged, work, scale=1.0, config=replace(SMALL, workers=3))

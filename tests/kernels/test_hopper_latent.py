@@ -137,7 +137,7 @@ def test_pages(page: int, config: Config) -> None:
 @pytest.mark.parametrize(("heads", "queries"), [(1, 1), (5, 3), (16, 1), (16, 4), (32, 1), (128, 1), (96, 1)])
 def test_heads(heads: int, queries: int, config: Config) -> None:
     if config.warps and heads * queries > latent.FEW:
-        pytest.skip("products of warps have 16 rows")
+        pytest.skip("warp-level products have 16 rows")
     check(Problem(((queries, 20), (1, 130)), heads=heads), replace(config, queries=queries))
 
 
@@ -183,18 +183,18 @@ LITE = Spec(rows=8, heads=16, kv_heads=1, dim=576, page=64, values=512)
     [
         (Config(), {"kv_heads": 2}, "spec.kv_heads=2 must be 1"),
         (Config(), {"heads": 97}, "spec.heads=97 must split evenly into the fewest blocks of at most 64"),
-        (Config(), {"dim": 640}, "spec.dim=640 be 64 more"),
+        (Config(), {"dim": 640}, "spec.dim=640 must be 64 more"),
         (Config(), {"values": 500}, "spec.values=500 must be a multiple of 128"),
         (Config(), {"page": 12}, "spec.page=12"),
-        (Config(tile=64), {}, "self.tile=64 must be of"),
+        (Config(tile=64), {}, "self.tile=64 must be one of"),
         (Config(stages=3), {}, "self.stages=3 must be a multiple of 2"),
-        (Config(queries=5), {}, "self.queries=5 of 16 heads must be 1 to 64 rows"),
+        (Config(queries=5), {}, "self.queries=5 times 16 heads must be 1 to 64 rows"),
         (Config(), {"dtype": jnp.float32}, "must be bfloat16 or float16"),
         (Config(), {"kv_dtype": jnp.float32}, "spec.kv_dtype=.* must be float8_e4m3fn, int8 or"),
         (Config(), {"kv_dtype": jnp.int8}, "self.warps=False must be True for .*int8"),
         (Config(warps=True), {"kv_dtype": jnp.int8, "heads": 17}, "spec.heads=17 must split evenly"),
-        (Config(warps=True, tile=32), {"kv_dtype": jnp.int8}, "self.tile=32 must be of"),
-        (Config(warps=True, queries=2), {"kv_dtype": jnp.int8}, "self.queries=2 of 16 heads must be 1 to 16 rows"),
+        (Config(warps=True, tile=32), {"kv_dtype": jnp.int8}, "self.tile=32 must be one of"),
+        (Config(warps=True, queries=2), {"kv_dtype": jnp.int8}, "self.queries=2 times 16 heads must be 1 to 16 rows"),
         (Config(stages=8), {}, "bytes of shared memory"),
     ],
 )

@@ -66,7 +66,7 @@ class Problem:
 
     @property
     def scales(self) -> Scales | None:
-        """Return scales with which values of about one use most of the 8-bit range."""
+        """The scales with which values of about one use most of the 8-bit range."""
         if self.kv_dtype is None:
             return None
         k = jnp.linspace(0.02, 0.03, self.kv_heads)
@@ -192,7 +192,7 @@ def test_heuristic_and_candidates_fit_the_block(heads: int, kv_heads: int, dim: 
 def test_what_is_not_supported_is_named() -> None:
     spec = Spec(64, 32, 8, 128, 64)
     for change, reason in (
-        ({"kv_dtype": jnp.int8, "dim": 256}, "there is room for one tile of keys"),
+        ({"kv_dtype": jnp.int8, "dim": 256}, "only one tile of keys fits"),
         ({"kv_dtype": jnp.float16}, "must be float8_e4m3fn, int8 or"),
         ({"page": 48}, "must be 64 or 128, and a multiple or a divisor of spec.page=48"),
         ({"page": 12}, "spec.page=12 must be a multiple of 8"),
@@ -215,7 +215,7 @@ def test_scales_go_with_pools_of_8_bits(kv_dtype: Any) -> None:
     scales = Scales(one, one) if kv_dtype is None else None
     ragged = problem.ragged()
     work = jax.eval_shape(partial(SMALL.plan, page=16), ragged)
-    with pytest.raises(ValueError, match="8-bit pools have scales, others none"):
+    with pytest.raises(ValueError, match="8-bit pools need scales, others take none"):
         paged_prefill(*problem.arrays(), ragged, work, scale=SCALE, scales=scales, config=SMALL)
 
 

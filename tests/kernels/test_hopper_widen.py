@@ -49,7 +49,7 @@ def executed(text: str, word: Any) -> tuple[Any, Any]:
                 halves = np.ascontiguousarray(of[0]).view(ml_dtypes.float8_e4m3fn).astype(np.float16)
                 held[into] = halves.view(np.uint8)
             case _:
-                raise AssertionError(f"an instruction that is not known here: {line}")
+                raise AssertionError(f"unknown instruction: {line}")
     return held["$0"].view(np.float16), held["$1"].view(np.float16)
 
 

@@ -111,7 +111,7 @@ def test_a_missing_fence_is_caught_also_if_a_clean_kernel_follows(tiles: jax.Arr
 
 @needs_interpreter
 def test_a_kernel_that_has_not_run_is_not_taken_for_clean() -> None:
-    with watch_races() as races, pytest.raises(RuntimeError, match="no kernel has been run"):
+    with watch_races() as races, pytest.raises(RuntimeError, match="no kernel has finished"):
         races.found()
 
 

@@ -88,7 +88,7 @@ def test_the_twin_quantises_what_it_writes(stored: Any) -> None:
     for got, before, new, scale in pairs:
         want = reference.written(before, reference.quantised(new, scale, stored), case.ragged.write)
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
-    assert np.all(np.isfinite(np.asarray(k_pool, np.float32))), "a value that does not fit is cut off"
+    assert np.all(np.isfinite(np.asarray(k_pool, np.float32))), "values out of range are clipped"
 
 
 def test_the_twin_writes_in_place() -> None:

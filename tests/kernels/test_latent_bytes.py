@@ -24,7 +24,7 @@ from tests.support.kernels.ragged import deal, make
 PAGE, POOL, HEADS, RANK, TURNED, SCALE = 4, 48, 5, 24, 8, 0.1
 DIM = RANK + TURNED
 EDGES = (1, PAGE - 1, PAGE, PAGE + 1, 0)  # an empty row last: token i is all of row i
-# Each row ends its context at an edge, with one token or with as many as there are.
+# Contexts end at an edge, and rows have one token or all of their context.
 STEPS = {
     "decode": [(min(1, context), context) for context in EDGES],
     "prompts": [(context, context) for context in (*EDGES, 19)],

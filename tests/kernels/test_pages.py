@@ -83,4 +83,4 @@ def test_heads_split_over_devices_stay_where_they_are() -> None:
     assert "all-gather" not in compiled.as_text()
     memory = compiled.memory_analysis()
     assert memory is not None
-    assert memory.temp_size_in_bytes < got.nbytes, "a whole parcel lies on each device"
+    assert memory.temp_size_in_bytes < got.nbytes, "each device allocates a whole buffer"

@@ -93,7 +93,7 @@ def test_no_worker_has_more_than_an_equal_share(steps: list[tuple[int, int]], cu
     assert max(map(len, shares)) <= -(-units // cut.workers)
     if not cut.extra:
         busy = [len(share) for share in shares if share]
-        assert len(set(busy[:-1])) <= 1, "all but the last that has work have the same"
+        assert len(set(busy[:-1])) <= 1, "all busy workers but the last have equal shares"
 
 
 @given(steps, cuts)
@@ -105,7 +105,7 @@ def test_items_are_few_dense_and_found_from_their_rows(steps: list[tuple[int, in
     assert work.cuts[0] == 0 and used == work.splits.sum()
     assert np.all(np.diff(work.cuts) >= 0)
     assert np.all(work.tiles[:used] > 0), "no item is empty"
-    assert not np.any(work.tiles[used:]), "and none lies beyond the last"
+    assert not np.any(work.tiles[used:]), "items after the last are empty"
     for row in range(ROWS):
         mine = np.flatnonzero((work.row == row) & (work.tiles > 0))
         np.testing.assert_array_equal(mine, work.begins[row] + np.arange(work.splits[row]))

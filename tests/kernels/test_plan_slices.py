@@ -15,7 +15,7 @@ from tests.support.kernels.ragged import deal, make
 PAGE = 4
 
 
-cut_into = jax.jit(sliced, static_argnames="queries")  # few shapes: five programs
+cut_into = jax.jit(sliced, static_argnames="queries")  # all steps have one shape, so five programs
 
 
 @settings(deadline=None, max_examples=examples(30))

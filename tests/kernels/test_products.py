@@ -50,9 +50,9 @@ def test_scales_of_blocks_are_the_kernels_and_others_are_left_to_xla() -> None:
     assert resolve_quantized_matmul(H200).backend == "mosaic_gpu"
     assert resolve_quantized_matmul(replace(H200, weights="int8")).backend == "mosaic_gpu"
     for changes, reason in (
-        ({"blocks": False}, "reads as few bytes"),
+        ({"blocks": False}, "reads no more bytes"),
         ({"shards": 4}, "split over 4 devices"),
-        ({"dtype": "float32"}, "activations of float32"),
+        ({"dtype": "float32"}, "activations are float32"),
         ({"capability": "8.0"}, "it needs Hopper"),
     ):
         choice = resolve_quantized_matmul(replace(H200, **changes))  # type: ignore[arg-type]

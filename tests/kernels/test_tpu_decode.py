@@ -117,7 +117,9 @@ def test_the_plan_places_every_token_of_its_rows_once() -> None:
     count = int(work.items[0])
     assert count == 3 and list(work.rows[:count]) == [0, 1, 4]
     assert list(work.firsts[:count]) == [6, 0, 10] and list(work.ends[:count]) == [9, 1, 12]
-    assert list(work.slots) == [0, 1, 2, 3, *[21] * 5, 6, 7, *[21] * 3], "the row of 5 is prefill's, 3 are padding"
+    assert list(work.slots) == [0, 1, 2, 3, *[21] * 5, 6, 7, *[21] * 3], (
+        "the row of 5 is left to prefill, 3 are padding"
+    )
 
 
 def test_a_config_that_does_not_fit_says_so() -> None:
@@ -143,14 +145,14 @@ def test_the_gate_is_offered_what_is_served() -> None:
         ({"kv_heads": 2, "heads": 8}, None),
         ({"platform": "gpu"}, "it needs a TPU; this is gpu"),
         ({"platform": "cpu", "interpret": True}, None),
-        ({"dtype": "float16"}, "float16 is not computed"),
+        ({"dtype": "float16"}, "float16 activations"),
         ({"kv_heads": 5, "heads": 40}, "a power of two"),
         ({"head_dim": 64}, None),
         ({"head_dim": 64, "kv_dtype": "int8"}, "head dim 64 with 8 kv heads per shard and 8-bit pools; it must be"),
         ({"head_dim": 192}, "head dim 192 with 8 kv heads per shard"),
         ({"head_dim": 256, "kv_heads": 2}, "a multiple of 128 with a multiple of 8 kv heads"),
         ({"kv_heads": 1}, "1 kv heads per shard in 16-bit pools"),
-        ({"kv_heads": 2, "kv_dtype": "int8"}, "words of 32 bits, 4 heads are needed"),
+        ({"kv_heads": 2, "kv_dtype": "int8"}, "32-bit words, so at least 4 are needed"),
         ({"kv_heads": 1, "dtype": "float32"}, None),
         ({"page": 8}, "a multiple of 16"),
     ],

@@ -1,7 +1,7 @@
 """Export pages of all layers as one contiguous buffer, and import it into pools in place, for KV transfers.
 
-    export_pages(pools, pages)[l, p] = pools[l][p][pages]        buffer [L, parts, M, B, K, D]
-    import_pages(pools, pages, buffer)                      the pools with the buffer at `pages`, in place if donated
+    export_pages(pools, pages)[l, p] = pools[l][p][pages]        the buffer, [L, parts, M, B, K, D]
+    import_pages(pools, pages, parcel)                           the pools with the buffer `parcel` at `pages`
 
 This is plain XLA, because the PTX compiled for Hopper is what a kernel would do: 16-byte loads and
 stores, no temporary, no copy of a pool. Three things are needed for that, seen in the PTX of jax
@@ -63,7 +63,10 @@ def _packed(pools: list[Pool], pages: jax.Array) -> jax.Array:
 
 
 def import_pages(pools: Sequence[Pool], pages: jax.Array, parcel: jax.Array) -> list[Pool]:
-    """Write a buffer [L, parts, M, B, K, D] to distinct pages [M] of the pools; drop those out of range."""
+    """Write `parcel` [L, parts, M, B, K, D] to distinct pages [M] of the pools; drop pages out of range.
+
+    The write is in place if the pools are donated.
+    """
     wide = words.wide(parcel)
 
     def put(held: jax.Array, layer: int, part: int) -> jax.Array:
