@@ -11,7 +11,7 @@ ORDER: Mapping[str, tuple[str, ...]] = {"gpu": ("mosaic_gpu", "xla"), "tpu": ("t
 
 
 class Unsupported(ValueError):
-    """A backend requested by name that cannot run here, or no backend that can."""
+    """Raised if the requested backend cannot run here, or if no backend can."""
 
 
 @dataclass(frozen=True, kw_only=True)

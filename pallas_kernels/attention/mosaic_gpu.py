@@ -41,16 +41,17 @@ def supports(spec: Spec) -> str | None:
 
 
 def make(spec: Spec | None, decode: bool, few: bool = False) -> Attention:
-    """Build the attention of a bucket. `decode`: every program row is one token. `few`: no row exceeds QUERIES tokens.
+    """Build the attention of a bucket.
 
-    Either flag leaves out the prefill kernel.
+    `decode`: every program row is one token. `few`: no row has more than QUERIES tokens. Either
+    flag leaves out the prefill kernel.
     """
-    assert spec is not None, "the kernels are made for shapes"
+    assert spec is not None, "the kernels need a spec"
     return mla.MlaAttention(spec, decode) if spec.latent else MosaicAttention(spec, decode, few)
 
 
 def _refused(spec: Spec) -> str | None:
-    """Return why some step shape has no valid config, apart from those left to XLA."""
+    """Return None, or the reason why a step shape that is not left to XLA has no valid config."""
     if spec.page not in PAGES:
         return f"pages of {spec.page} tokens; it reads pages of {', '.join(map(str, PAGES))}"
     if spec.latent:
@@ -111,6 +112,8 @@ def _prefill(spec: Spec) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class MosaicAttention:
+    """Attention of one bucket by the Hopper kernels."""
+
     spec: Spec
     decode: bool
     few: bool = False
@@ -162,7 +165,7 @@ class MosaicAttention:
     ) -> tuple[jax.Array, Pool]:
         from pallas_kernels.ops.paged_attention.hopper.decode import paged_decode
 
-        assert v is not None, "latents have an attention of their own"
+        assert v is not None, "MlaAttention handles latents"
         q, k_pool, v_pool = self._write(q, k, v, turn, pool, work.ragged, scales)
         rest: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "scales": scales}
         rest["interpret"] = self._interpret

@@ -46,16 +46,18 @@ def row(spec: Spec) -> tuple[int, int]:
 
 
 def make(spec: Spec | None, decode: bool, few: bool = False) -> TpuAttention:
-    """Build the attention of a bucket. `decode`: every program row is one token, so no prefill plan is made.
+    """Build the attention of a bucket.
 
-    `few` is ignored.
+    `decode`: every program row is one token, so no prefill plan is made. `few` is ignored.
     """
-    assert spec is not None, "the kernels are made for shapes"
+    assert spec is not None, "the kernels need a spec"
     return TpuAttention(spec, decode)
 
 
 @dataclass(frozen=True)
 class TpuAttention:
+    """Attention of one bucket by the TPU kernels."""
+
     spec: Spec
     decode: bool
 

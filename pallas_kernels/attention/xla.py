@@ -36,6 +36,8 @@ def make(spec: Spec | None, decode: bool, few: bool = False) -> XlaAttention:
 
 @dataclass(frozen=True)
 class XlaAttention:
+    """Attention of one bucket in plain XLA."""
+
     decode: bool
     heads_first: bool = False
 

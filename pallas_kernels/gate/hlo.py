@@ -29,6 +29,8 @@ Array = tuple[str, tuple[int, ...]]  # dtype and dimensions
 
 @dataclass(frozen=True)
 class Instruction:
+    """One instruction of a module's text."""
+
     name: str
     shape: str
     opcode: str

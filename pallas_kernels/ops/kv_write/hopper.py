@@ -42,7 +42,7 @@ FEW = 2048  # up to this many tokens, one token per block keeps the device busy
 
 @dataclass(frozen=True)
 class Config:
-    """How many `tokens` of a step one block rotates and stores, one after the other."""
+    """The number of tokens that one block rotates and stores, one after the other."""
 
     tokens: int = 1
 

@@ -57,6 +57,8 @@ def _config(spec: Spec, decode: bool) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class MlaAttention:
+    """Attention of one bucket to a latent KV cache, by the Hopper kernel."""
+
     spec: Spec
     decode: bool
 

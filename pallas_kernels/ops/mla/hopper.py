@@ -227,6 +227,7 @@ State = tuple[jax.Array, jax.Array, jax.Array]  # mixed [M, R / 2], row maximum 
 
 
 def consume(shape: Shape, refs: Refs, me: Any) -> None:
+    """Attend to every item of a block, sharing each tile with the other consumer."""
     s, block, head = refs.s, lax.axis_index("block"), lax.axis_index("head")
 
     def one(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:

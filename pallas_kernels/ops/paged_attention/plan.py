@@ -3,10 +3,10 @@
 Decode: a worker is one block of the kernel (for each kv head; all heads follow the same plan). Rows
 are laid on a line one after another; a row is as long as the number of its key tiles, plus `extra`
 units for its fixed cost. The line is cut into equal shares, one per worker. This balances the
-workers for any mix of contexts: there is no partial last wave of blocks, a short row is not split
-more than it must be, and a row longer than a share is split over neighboring workers, which each
-write a partial result. The part of a row that one worker computes is an *item*; there are at most
-workers + S items.
+workers for any mix of contexts: there is no partial last wave of blocks, short rows are not split
+needlessly, and a row longer than a share is split over neighboring workers, which each write a
+partial result. The part of a row that one worker computes is an *item*; there are at most workers +
+S items.
 
 Prefill: a tile is a run of consecutive tokens of one row, and its cost is the number of keys it
 sees. Tiles are sorted by descending cost, so that blocks that take them in turn, or as they become

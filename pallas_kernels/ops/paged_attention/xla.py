@@ -59,6 +59,7 @@ class Running(NamedTuple):
 
 
 def begin(shape: tuple[int, ...], dim: int) -> Running:
+    """Return the state before any key was seen."""
     zeros = jnp.zeros(shape, jnp.float32)
     return Running(zeros + MASKED, zeros, jnp.zeros((*shape, dim), jnp.float32))
 
@@ -102,12 +103,12 @@ class Pages:
 
     @property
     def size(self) -> int:
-        """B."""
+        """B, the page size."""
         return int(self.k.shape[2 if self.heads_first else 1])
 
     @property
     def heads(self) -> int:
-        """K."""
+        """K, the number of kv heads."""
         return int(self.k.shape[1 if self.heads_first else 2])
 
     def read(self, ids: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:

@@ -1,7 +1,7 @@
 """Choose the backend of top-k, top-p and min-p thresholds once, when an engine starts.
 
-A row's threshold is the lowest logit that is kept, so on any backend the tokens to draw from are `x
->= threshold`. `search.py` describes the search.
+A row's threshold is the lowest logit that is kept, so on any backend the tokens to draw from are
+those with `x >= threshold`. `search.py` describes the search.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find top-k, top-p and min-p thresholds on Hopper; see `search.py`. One block per row, mostly one sweep.
+"""Find top-k, top-p and min-p thresholds on Hopper, one block per row; see `search.py`.
 
 Floor: the bytes of the logits over the bandwidth, once. Logits are float32. TMA requires a row to
 start at a multiple of 16 bytes, so V is a multiple of 4.
@@ -128,7 +128,7 @@ class Refs(NamedTuple):
 
 
 def body(shape: Shape) -> Callable[..., None]:
-    """Return the kernel over the grid ROW. Rows that ask for no threshold are not read."""
+    """Return the kernel over the grid ROW; rows that ask for no threshold are not read."""
 
     def run(*arrays: Any) -> None:
         refs = Refs(*arrays)

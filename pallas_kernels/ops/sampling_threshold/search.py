@@ -62,6 +62,8 @@ class Seen(NamedTuple):
 
 
 class Found(NamedTuple):
+    """The threshold of each row and how often the row was swept: [G], or [] in the kernel."""
+
     threshold: jax.Array  # float32
     sweeps: jax.Array  # int32, the first one included
 
@@ -107,7 +109,7 @@ class _Row(NamedTuple):
         return jnp.where(state.phase == COUNT, self.options.top_k, self.options.top_p * state.mass)
 
     def finite(self) -> jax.Array:
-        """Return false for rows with NaN or infinity."""
+        """Return whether the top logit is finite; false for NaN."""
         return jnp.abs(self.top) < -NOTHING
 
 

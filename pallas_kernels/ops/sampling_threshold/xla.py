@@ -1,7 +1,7 @@
 """Find sampling thresholds in plain XLA, for all rows of a step at once: by search, or bit by bit.
 
 On a CPU every sum is costly, so there the bits of the threshold are found one after the other: that
-takes fewer sums than the search of `search.py` has marks, and half as long to compile. The results
+takes fewer sums than the search of `search.py` has marks, and half as much to compile. The results
 are the same.
 
 Letters: G rows, V vocabulary, n logits of each of L lanes.

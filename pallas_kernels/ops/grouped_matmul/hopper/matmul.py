@@ -142,7 +142,10 @@ def plan(chosen: jax.Array, experts: int, tile: int | None = None) -> Groups:
 
 
 def tile_of(pairs: int, experts: int) -> int:
-    """Return the rows of a tile: up to 64, with swapped operands, eight times the mean rows of an expert."""
+    """Return the rows of a tile: 128, or if experts have few rows, eight times their mean, at most 64.
+
+    Up to 64 rows, `heuristic` swaps the operands.
+    """
     mean = -(-pairs // experts)
     if mean > 32:
         return 2 * ROWS

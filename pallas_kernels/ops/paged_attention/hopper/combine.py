@@ -39,13 +39,13 @@ def combine(
     dtype: Any,
     interpret: Interpret = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return out [S, X, >= U, D] of `dtype` and the log of the sum of weights [S, X, >= U], float32."""
+    """Return out [S, X, >= U, D] of `dtype` and the natural log of the weights' sum [S, X, >= U], float32."""
     parts, pairs, height, dim = mixed.shape
     rows, share = begins.shape[0], max(1, WARPGROUP // dim)
     used = -(-used // share) * share
     groups, width = used // share, share * dim
     if width % WARPGROUP or used > height:
-        raise ValueError(f"{dim=} must divide or be a multiple of {WARPGROUP}, and {used=} be at most {height=}")
+        raise ValueError(f"{dim=} must divide or be a multiple of {WARPGROUP}, and {used=} must be at most {height=}")
     together = next(n for n in (TOGETHER, 2, 1) if groups % n == 0)
 
     def body(mixed: Any, weight: Any, begins: Any, counts: Any, out: Any, lse: Any) -> None:

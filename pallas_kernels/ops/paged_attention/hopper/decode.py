@@ -89,7 +89,7 @@ class Config:
         return -(-self.queries // self.block(spec))
 
     def rows(self, spec: Spec) -> int:
-        """Return M."""
+        """Return M, the rows of a product."""
         used = self.block(spec) * spec.group
         return next(m for m in (16, 32, 64) if used <= m) if self.warps else WGMMA_ROWS
 

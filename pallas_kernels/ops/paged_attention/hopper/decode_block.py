@@ -189,7 +189,7 @@ class Refs:
 
 
 def each_item(shape: Shape, refs: Refs, one: Callable[[Any, Any, Any, Any, Any], None]) -> tuple[Any, Any]:
-    """Call one(item, its number in this worker, row, tiles, tiles before it) for each item; return their totals.
+    """Call one(item, its number in this worker, row, tiles, tiles before it) for each item of this worker.
 
     Returns the worker's number of tiles and of items.
     """
@@ -207,6 +207,7 @@ def each_item(shape: Shape, refs: Refs, one: Callable[[Any, Any, Any, Any, Any],
 
 
 def release(shape: Shape, free: Any) -> None:
+    """Let the producer overwrite a slot that this consumer has read."""
     if shape.warps:
         plgpu.commit_smem()  # ordinary loads have read the slot, and TMA writes it next
     else:
@@ -264,6 +265,7 @@ def _seen(shape: Shape, score: jax.Array, ahead: jax.Array, last: Any) -> jax.Ar
 
 
 def produce(shape: Shape, refs: Refs) -> None:
+    """Copy the queries, keys and values of all items of this worker into the rings."""
     s, block, head = refs.s, lax.axis_index("block"), lax.axis_index("head")
 
     def one(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:

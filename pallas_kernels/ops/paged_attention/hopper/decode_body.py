@@ -77,7 +77,7 @@ def body(shape: Shape, joint: Consume | None = None) -> Callable[..., None]:
         def _() -> None:
             _registers(shape, consumer=True)
             consume = consume_bytes if shape.parted else joint if shape.joint else _consume
-            assert consume is not None, "warpgroups that share tiles need a consumer"
+            assert consume is not None, "consumers that share tiles need `joint`"
             consume(shape, refs, role)
 
         @pl.when(role == shape.consumers)
@@ -227,6 +227,7 @@ def _widen(shape: Shape, s: dict[str, Any], name: str, slot: Any, me: Any) -> An
 
 
 def consume_bytes(shape: Shape, refs: Refs, me: Any) -> None:
+    """Attend to 8-bit keys and values, each warp with its own keys and softmax (see the module)."""
     s, block, head = refs.s, lax.axis_index("block"), lax.axis_index("head")
     raw = shape.scale * (refs.k_scale[head] if shape.scaled else 1.0)
     unit = LOG2E if shape.softcap else raw * LOG2E

@@ -192,6 +192,7 @@ class Item(NamedTuple):
 
 
 def find_item(shape: Shape, refs: Refs, index: jax.Array) -> Item:
+    """Return the item at `index`; items past the last one have no tokens."""
     tile = jnp.minimum(lax.div(index, jnp.int32(shape.per_tile)), shape.tiles - 1)
     row, begin, tokens, position = (refs.tiles[tile, i] for i in range(4))
     tokens = jnp.where(index < shape.tiles * shape.per_tile, tokens, 0)

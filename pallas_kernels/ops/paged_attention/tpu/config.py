@@ -50,7 +50,7 @@ class Config:
         return 1 if self.mixed else shape.kv_heads
 
     def rows(self, shape: Shape) -> int:
-        """Return R."""
+        """Return R, the rows of a stream's products."""
         return self.queries * shape.heads // self.streams(shape)
 
     def validate(self, shape: Shape) -> None:

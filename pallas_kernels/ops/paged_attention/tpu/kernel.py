@@ -63,7 +63,7 @@ class Job:
 
     @property
     def keys(self) -> int:
-        """C."""
+        """C, the keys of a tile."""
         return self.pages * self.shape.page
 
     @property
@@ -137,7 +137,7 @@ class Pages:
 
 
 def body(job: Job, *refs: Ref) -> None:
-    """Compute one item. `refs` in the order of `_run`: scalars, inputs, outputs, scratch."""
+    """Compute one item; `refs` are scalars, inputs, outputs and scratch, in the order of `_run`."""
     plan, rest = Plan(*refs[:4]), list(refs[4:])
     q, here, there, tokens, kv_heads = rest[:5]
     del rest[:5]
@@ -205,10 +205,10 @@ class State:
         return mean.astype(dtype), (self.peak[stream] + jnp.log(self.total[stream])).T
 
     def add(self, stream: int, score: jax.Array, v: jax.Array, precision: Any) -> None:
-        """Add score [R, keys] and v [keys, D] of a tile.
+        """Add a tile's score [R, keys] and v [keys, D].
 
         A row that has seen no key yet gets weights from masked scores. Its first real score fades
-        them to zero, and every row that counts has one: its own key.
+        them to zero, and every row that counts has at least one real score: its own key's.
         """
         peak = jnp.maximum(self.peak[stream], jnp.max(score, axis=1, keepdims=True))
         weight = jnp.exp(score - peak)
@@ -337,10 +337,10 @@ def paged_attention(
 
         out[t, h] = sum_j softmax_j(cap(scale * q[t, h] . k[j, h // G])) v[j, h // G],  lse[t, h] = log sum_j exp(...)
 
-    over the keys j of t's own row with p - window < j <= p, for t's position p; cap(x) = softcap *
-    tanh(x / softcap). Call it after the step's KV write, because a step's own keys and values are
-    read from the pages. `interpret`: None compiles for a TPU; True or a `pltpu.InterpretParams`
-    runs on the host.
+    over the keys j of t's own row with p - window < j <= p, for t's position p, where cap(x) =
+    softcap * tanh(x / softcap). Call it after the step's KV write, because a step's own keys and
+    values are read from the pages. `interpret`: None compiles for a TPU; True or a
+    `pltpu.InterpretParams` runs on the host.
     """
     shape = _shape(q, k_pool, v_pool)
     if not interpret and (reason := free_view(shape)) is not None:
