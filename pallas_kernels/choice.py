@@ -1,4 +1,4 @@
-"""The choice of a backend: made once at an engine's start for each operation, told with its reasons."""
+"""Resolve the backend of each operation once, when an engine starts, and keep the reasons."""
 
 from __future__ import annotations
 
@@ -6,41 +6,43 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ORDER: Mapping[str, tuple[str, ...]] = {"gpu": ("mosaic_gpu", "xla"), "tpu": ("tpu", "xla")}  # elsewhere: xla
+# backends by platform, most preferred first; other platforms have xla only
+ORDER: Mapping[str, tuple[str, ...]] = {"gpu": ("mosaic_gpu", "xla"), "tpu": ("tpu", "xla")}
 
 
 class Unsupported(ValueError):
-    """A backend that was asked for by name cannot run here."""
+    """Raised if the requested backend cannot run here, or if no backend can."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Here:
-    """Where an engine runs. What it asks of an operation comes on top."""
+    """The device an engine runs on; each operation's Spec adds what it needs to know."""
 
-    platform: str  # as jax names it: cpu, gpu, tpu
-    device: str = ""  # kind, as in "NVIDIA H200"
-    capability: str = ""  # of a GPU, as in "9.0"
+    platform: str  # JAX's name: cpu, gpu, tpu
+    device: str = ""  # device kind, such as "NVIDIA H200"
+    capability: str = ""  # compute capability of a GPU, such as "9.0"
     cores: int = 132  # streaming multiprocessors of a GPU
-    interpret: bool = False  # tests only: kernels of any platform, run by jax's interpreters on a CPU
+    interpret: bool = False  # tests only: run the kernels of any platform with JAX's interpreters on a CPU
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was resolved, and why not what comes before it."""
+    """A resolved backend, with the reasons for refusing the preferred ones."""
 
     backend: str
-    spec: Any  # what was asked for
-    refusals: tuple[tuple[str, str], ...] = ()  # (backend, reason), in the order they were asked
+    spec: Any  # the spec it was resolved for
+    refusals: tuple[tuple[str, str], ...] = ()  # (backend, reason), in the order they were tried
 
     def __str__(self) -> str:
         return self.backend + (" (interpreted)" if self.spec.interpret and self.backend != "xla" else "")
 
 
 def resolve(spec: Here, name: str, backends: Mapping[str, Any], what: str) -> Choice:
-    """The first backend of the platform's order that supports `spec`. One that is named is taken or refused.
+    """Return the backend called `name`, or for "auto" the platform's first one that supports `spec`.
 
-    `backends`: those of the operation `what`, each with `supports`. Raises Unsupported with the reason and what there
-    is instead.
+    `backends` maps the names of the backends of the operation `what` to modules or classes with a
+    `supports` function. Raises Unsupported, with the reason and the alternatives, if the named
+    backend or, for "auto", every backend refuses.
     """
     if name != "auto":
         return _named(spec, name, backends, what)
@@ -57,7 +59,7 @@ def resolve(spec: Here, name: str, backends: Mapping[str, Any], what: str) -> Ch
 
 def _named(spec: Here, name: str, backends: Mapping[str, Any], what: str) -> Choice:
     if name not in backends:
-        raise Unsupported(f"{what} backend {name!r} is unknown; there are: auto, {', '.join(backends)}")
+        raise Unsupported(f"{what} backend {name!r} is unknown; allowed: auto, {', '.join(backends)}")
     reason = backends[name].supports(spec)
     if reason is not None:
         able = [other for other, backend in backends.items() if backend.supports(spec) is None]

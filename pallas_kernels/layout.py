@@ -1,7 +1,8 @@
-"""The arrays that describe one step to the kernels. Letters: see the table in CONTRIBUTING.
+"""The arrays that describe one step to the kernels. CONTRIBUTING lists the shape letters.
 
-T tokens in the step, S rows, P pages per row, N pages in the pool, B page size, K kv heads, D head dim.
-A pool of one layer is a pair k, v of [N, B, K, D]; pages of one request need not be contiguous.
+T tokens in the step, S rows, P pages per row, N pages in the pool, B page size, K kv heads, D head
+dim. A pool of one layer is a pair k, v of [N, B, K, D]; pages of one request need not be
+contiguous.
 """
 
 from __future__ import annotations
@@ -10,23 +11,23 @@ from typing import NamedTuple
 
 import jax
 
-MASKED = -1e30  # score of what is not to be seen; finite, so that a masked tile does not make NaN of exp(-inf + inf)
+MASKED = -1e30  # score of a masked key; finite, because exp(-inf + inf) of a fully masked tile is NaN
 
 
 class Scales(NamedTuple):
-    """What quantised pools (fp8, int8) are multiplied by: a stored key is key / scale, of its kv head."""
+    """Scales of quantized pools (fp8, int8), per kv head: a key is stored as key / scale."""
 
     k: jax.Array  # [K] float32
     v: jax.Array  # [K] float32
 
 
 class Ragged(NamedTuple):
-    """Rows of different lengths, flattened. Padding tokens come last; padding rows have length 0."""
+    """The rows of a step, of different lengths, flattened: padding tokens come last, padding rows have length 0."""
 
     positions: jax.Array  # [T] int32, position of each token in its request (0 for padding)
     rows: jax.Array  # [T] int32, row of each token (S for padding)
-    write: jax.Array  # [T] int32, page * B + offset where its KV goes (N * B, out of range, for padding)
+    write: jax.Array  # [T] int32, page * B + offset to write the token's KV to (N * B, out of range, for padding)
     starts: jax.Array  # [S] int32, first token of the row in [T]
     lengths: jax.Array  # [S] int32, tokens of the row in this step
-    contexts: jax.Array  # [S] int32, tokens of the row in the cache once this step has written (0 for padding)
+    contexts: jax.Array  # [S] int32, tokens of the row in the cache after this step's write (0 for padding)
     block_tables: jax.Array  # [S, P] int32, page ids in order; 0 where unused

@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-Turn = tuple[jax.Array, jax.Array]  # cos and sin of each token's turns, each [T, 1, D / 2] float32
+Turn = tuple[jax.Array, jax.Array]  # cos and sin of each token's angles, each [T, 1, D / 2] float32
 
 
 def rotate(x: jax.Array, turn: Turn | None) -> jax.Array:
-    """Turn the pairs (i, i + D / 2) of x [T, heads, D], computed in float32; None turns nothing."""
+    """Rotate the pairs (i, i + D / 2) of x [T, heads, D] in float32; return x unchanged if `turn` is None."""
     if turn is None:
         return x
     cos, sin = turn

@@ -1,7 +1,8 @@
-"""Arrays of small elements seen as words: XLA moves what it is told to move, element by element.
+"""View arrays of small elements as uint32 words, because XLA moves data element by element.
 
-On GPU a scatter or gather of uint32 becomes accesses of 4 to 16 bytes where one of bfloat16 has 2; on CPU a scatter of
-bfloat16 widens all of its operand to float32, and one of words does not.
+On GPU, a scatter or gather of uint32 compiles to accesses of 4 to 16 bytes, one of bfloat16 to
+accesses of 2. On CPU, a scatter of bfloat16 widens its whole operand to float32; a scatter of words
+does not.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from jax import lax
 
 
 def wide(x: jax.Array) -> jax.Array:
-    """x [..., D] with its bytes as uint32, where its elements are smaller and fill words."""
+    """Bitcast x [..., D] to uint32 if its elements are smaller and fill whole words; otherwise return x."""
     several = 4 // x.dtype.itemsize
     if several < 2 or x.shape[-1] % several:
         return x
@@ -20,7 +21,7 @@ def wide(x: jax.Array) -> jax.Array:
 
 
 def narrow(x: jax.Array, like: jax.Array) -> jax.Array:
-    """What `wide` made of an array of the dtype of `like`, turned back."""
+    """Undo `wide`: bitcast x back to the dtype of `like`."""
     if x.dtype == like.dtype:
         return x
     return lax.bitcast_convert_type(x, like.dtype).reshape(*x.shape[:-1], -1)

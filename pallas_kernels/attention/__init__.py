@@ -1,1 +1,1 @@
-"""The attention of an engine: rope, KV write, paged attention or MLA, and sinks, by one backend."""
+"""The attention of an engine: RoPE, KV write, paged attention or MLA, and sinks, by one backend."""

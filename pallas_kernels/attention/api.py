@@ -1,7 +1,8 @@
-"""Which attention an engine runs: chosen once at its start, told with its reasons, local to each shard's heads.
+"""Choose an engine's attention backend once, at its start, and shard it over heads.
 
-`resolve` picks a backend, `attention` makes its object for the programs of one bucket. An object plans once per step
-(`plan`, inside the jitted step) and every layer is handed that work, together with what to rotate, write and attend to.
+`resolve` picks a backend; `attention` builds the object that the programs of one bucket call. Each
+step calls `plan` once, inside the jitted step, and passes the resulting work to every layer, which
+rotates, writes KV and attends.
 """
 
 from __future__ import annotations
@@ -30,35 +31,37 @@ BACKENDS: Mapping[str, Backend] = {"mosaic_gpu": mosaic_gpu, "tpu": tpu, "xla": 
 
 
 def resolve(spec: Spec, name: str = "auto") -> Choice:
-    """The attention for `spec`: see `choice.resolve`."""
+    """Resolve the attention backend for `spec`; see `choice.resolve`."""
     return choose(spec, name, BACKENDS, "attention")
 
 
 def pool_row(choice: Choice | None, head_dim: int) -> tuple[int, int]:
-    """How many kv heads lie side by side in a row of the pools, and its width, as the kernels of `choice` want it: each
-    pool is [N, B, K / heads, width]."""
+    """Return how many kv heads share a pool row, and the row's width, for the kernels of `choice`.
+
+    Each pool is [N, B, K / heads, width].
+    """
     return tpu.row(choice.spec) if choice is not None and choice.backend == "tpu" else (1, head_dim)
 
 
 def heads_first(choice: Choice | None) -> bool:
-    """Whether pools are [N, K, B, D] for the kernels of `choice`."""
+    """Return whether the kernels of `choice` expect pools of shape [N, K, B, D]."""
     return choice is not None and choice.backend == "xla" and xla.heads_first(choice.spec)
 
 
 class Attention(Local, Protocol):
-    """That of one bucket's program, and what else its layers need to know."""
+    """The attention of one bucket's program, with the mesh and products that its layers also need."""
 
     @property
     def mesh(self) -> Mesh | AbstractMesh | None:
-        """The devices that share the layers by an axis `tp`; None: one."""
+        """The mesh whose axis `tp` the layers are sharded over; None for one device."""
 
     @property
     def experts(self) -> Experts:
-        """The products of a shard's experts."""
+        """Return the expert products of a shard."""
 
     @property
     def products(self) -> QuantizedMatmul:
-        """Products with weights of 8 bits."""
+        """Return the products with 8-bit weights."""
 
 
 def attention(
@@ -70,11 +73,11 @@ def attention(
     experts: Experts | None = None,
     products: QuantizedMatmul | None = None,
 ) -> Attention:
-    """The attention of one bucket's program.
+    """Build the attention of one bucket's program.
 
-    `mesh` with an axis `tp`: heads are split over it and every shard attends to its own pool; None: one device.
-    `choice`, `experts`, `products` None: XLA. `decode`: every program row is exactly one token, T = S, lengths 0 or 1.
-    `few`: no row has more than 16.
+    `mesh`: heads are split over its axis `tp`, and every shard attends to its own pool; None for
+    one device. `choice`, `experts`, `products`: None for XLA. `decode`: every program row is
+    exactly one token, so T = S and lengths are 0 or 1. `few`: no row has more than 16 tokens.
     """
     local = xla.make(None, decode) if choice is None else BACKENDS[choice.backend].make(choice.spec, decode, few)
     pages = P(None, "tp") if heads_first(choice) else P(None, None, "tp")
@@ -83,11 +86,11 @@ def attention(
 
 @dataclass(frozen=True)
 class _Sharded:
-    """Each shard's heads by themselves; the work is the same on all of them."""
+    """An attention backend run per shard on its own heads; the plan is the same on all shards."""
 
     local: Local
     mesh: Mesh | AbstractMesh | None
-    pages: P  # of a pool's array
+    pages: P  # partition of a pool's arrays
     experts: Experts
     products: QuantizedMatmul
 
@@ -120,7 +123,8 @@ class _Sharded:
         ) -> tuple[jax.Array, Pool]:
             return self.local(q, k, v, turn, pool, work, scale=scale, window=window, softcap=softcap, **heads)
 
-        # Replication is not checked: the loops over pages have trip counts that depend on replicated arrays only.
+        # shard_map cannot infer replication through the loops over pages, whose trip counts depend on
+        # replicated arrays only.
         run = jax.shard_map(
             layer,
             mesh=self.mesh,

@@ -1,4 +1,4 @@
-"""What the compile gate compiles of attention as an engine calls it on a TPU: KV write and attention, in place."""
+"""Compile-gate cases of attention as an engine calls it on a TPU: KV write and attention, in place."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pallas_kernels.ops.paged_attention.api import Attention, Spec
 from pallas_kernels.ops.paged_attention.tpu.cases import DIM, MODELS, POOL, step_arguments
 from pallas_kernels.ops.paged_attention.tpu.config import shape_of
 
-SMALL_HEADS, SMALL_DIM = {"gpt-oss": (64, 8), "qwen2.5-0.5b": (14, 2)}, 64  # two heads a row, and one that is padded
+SMALL_HEADS, SMALL_DIM = {"gpt-oss": (64, 8), "qwen2.5-0.5b": (14, 2)}, 64  # two heads a row, and one padded head
 
 
 def cases() -> list[Case]:
-    """Decode layers of every model, and one of a mixed step."""
+    """Return a decode layer of every model, and one layer of a mixed step."""
     found = [in_place(model, 64, 256, 256, 2**23) for model in MODELS]
     found += [in_place(model, 64, 256, 256, 2**24) for model in SMALL_HEADS]
     return [*found, in_place("8b-tp4", 64, 2048, 64, 2**26)]
 
 
 def in_place(model: str, page: int, tokens: int, rows: int, scratch: int) -> Case:
-    """A layer's attention as an engine calls it, writing to its donated pools first: none of them may be copied."""
+    """Return a case of one layer that writes to donated pools and attends; no pool may be copied."""
     heads, kv_heads = MODELS.get(model) or SMALL_HEADS[model]
     decode, dim = tokens == rows, DIM if model in MODELS else SMALL_DIM
     spec = Spec("bfloat16", heads, kv_heads, dim, page, platform="tpu")

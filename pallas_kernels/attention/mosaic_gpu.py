@@ -1,7 +1,8 @@
-"""Attention on NVIDIA Hopper by Mosaic GPU kernels: rope and write, then decode and prefill, merged by token.
+"""Attention on NVIDIA Hopper by Mosaic GPU kernels: RoPE and KV write, then decode and prefill, merged by token.
 
-Rows of few tokens are decode's, longer ones are prefill's: a row is in exactly one of the two plans. Of 8-bit pools of
-head dim 256 prefill has no form: steps with longer rows are left to XLA, those of one token a row are decode's.
+Rows of up to QUERIES tokens are computed by the decode kernel, longer rows by the prefill kernel;
+each row is in exactly one of the two plans. The prefill kernel does not support 8-bit pools of head
+dim 256: steps that may have longer rows run in XLA, steps without them in the decode kernel.
 """
 
 from __future__ import annotations
@@ -22,32 +23,35 @@ from pallas_kernels.ops.paged_attention.api import Attention, Pool, Spec
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
 from pallas_kernels.rope import Turn
 
-QUERIES = 16  # tokens of the longest row that decode takes
+QUERIES = 16  # tokens of the longest row that the decode kernel takes
 PAGES = (16, 32, 64, 128, 256)
 
 
 class Work(NamedTuple):
-    """What a step's layers share."""
+    """The plans that all layers of a step share."""
 
     ragged: Ragged
-    decode: tuple[Any, ...]  # a DecodeWork for each window
-    prefill: tuple[Any, ...]  # a PrefillWork for each window; none where every row is one token
+    decode: tuple[Any, ...]  # one DecodeWork per window
+    prefill: tuple[Any, ...]  # one PrefillWork per window; empty if no row is longer than QUERIES
 
 
 def supports(spec: Spec) -> str | None:
-    """None, or why its kernels cannot run what `spec` says."""
+    """Return None, or the reason why the kernels cannot run `spec`."""
     return unfit(spec) or _refused(spec)
 
 
 def make(spec: Spec | None, decode: bool, few: bool = False) -> Attention:
-    """The attention of a bucket; `decode`: every program row is one token; `few`: none has more than QUERIES. In both
-    nothing is prefill's."""
-    assert spec is not None, "the kernels are made for shapes"
+    """Build the attention of a bucket.
+
+    `decode`: every program row is one token. `few`: no row has more than QUERIES tokens. Either
+    flag leaves out the prefill kernel.
+    """
+    assert spec is not None, "the kernels need a spec"
     return mla.MlaAttention(spec, decode) if spec.latent else MosaicAttention(spec, decode, few)
 
 
 def _refused(spec: Spec) -> str | None:
-    """Every shape of step must have its configs, but for those that are left to XLA."""
+    """Return None, or the reason why a step shape that is not left to XLA has no valid config."""
     if spec.page not in PAGES:
         return f"pages of {spec.page} tokens; it reads pages of {', '.join(map(str, PAGES))}"
     if spec.latent:
@@ -67,7 +71,7 @@ def _refused(spec: Spec) -> str | None:
 def _shape(spec: Spec, queries: int) -> Any:
     from pallas_kernels.mosaic.spec import Spec as Wanted
 
-    # Rows are not known before the step is: configs must not depend on them.
+    # The number of rows is unknown until the step, so configs must not depend on it.
     return Wanted(
         rows=1,
         heads=spec.heads,
@@ -82,12 +86,12 @@ def _shape(spec: Spec, queries: int) -> Any:
 
 
 def _left_to_xla(spec: Spec) -> bool:
-    """Whether prefill has no form of these pools: 8 bits of head dim 256 spill registers."""
+    """Return whether prefill runs in XLA: 8-bit pools of head dim 256 would spill registers."""
     return spec.head_dim > 128 and jnp.dtype(spec.stored).itemsize == 1
 
 
 def _config(op: str, module: ModuleType, spec: Spec, queries: int) -> tuple[Any, Any]:
-    """The measured config, or else the heuristic one, and what it was chosen for."""
+    """Return the measured config or, without one, the heuristic config, and the spec it is chosen for."""
     wanted = _shape(spec, queries)
     measured = None if spec.interpret else tuned.best(op, wanted, spec.device, module.Config)
     return measured or module.heuristic(wanted), wanted
@@ -108,6 +112,8 @@ def _prefill(spec: Spec) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class MosaicAttention:
+    """Attention of one bucket by the Hopper kernels."""
+
     spec: Spec
     decode: bool
     few: bool = False
@@ -124,7 +130,7 @@ class MosaicAttention:
 
     @property
     def _prefills(self) -> bool:
-        """Whether rows may be longer than what decode takes."""
+        """Whether rows may be longer than the decode kernel takes."""
         return not (self.decode or self.few)
 
     @property
@@ -132,7 +138,7 @@ class MosaicAttention:
         return 1 if self.decode else QUERIES
 
     def plan(self, ragged: Ragged) -> Work:
-        """Layers of one window share a plan."""
+        """Plan the step once per distinct window; layers with the same window share a plan."""
         if self._by_xla:
             return Work(ragged, (), ())
 
@@ -159,7 +165,7 @@ class MosaicAttention:
     ) -> tuple[jax.Array, Pool]:
         from pallas_kernels.ops.paged_attention.hopper.decode import paged_decode
 
-        assert v is not None, "latents have an attention of their own"
+        assert v is not None, "MlaAttention handles latents"
         q, k_pool, v_pool = self._write(q, k, v, turn, pool, work.ragged, scales)
         rest: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "scales": scales}
         rest["interpret"] = self._interpret

@@ -1,7 +1,8 @@
-"""Attention on TPU by Mosaic kernels: rope by XLA, then KV write, decode and prefill, merged by token.
+"""Attention on TPU by Mosaic kernels: RoPE by XLA, then KV write, decode and prefill, merged by token.
 
-Rows of few tokens are decode's, longer ones are prefill's: a row is in exactly one of the two plans. Windows need no
-plans of their own: an item skips what its window hides.
+Rows of up to QUERIES tokens are computed by the decode plan, longer rows by the prefill plan; each
+row is in exactly one of them. Windows need no plans of their own: a work item skips the pages that
+its window hides.
 """
 
 from __future__ import annotations
@@ -18,26 +19,26 @@ from pallas_kernels.ops.paged_attention.api import Pool, Spec
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
 from pallas_kernels.rope import Turn, rotate
 
-QUERIES = 16  # tokens of the longest row that decode takes
+QUERIES = 16  # tokens of the longest row that the decode plan takes
 
 
 class Work(NamedTuple):
-    """What a step's layers share."""
+    """The plans that all layers of a step share."""
 
     ragged: Ragged
     decode: Any  # paged_attention.tpu.plan.Work
-    prefill: Any  # the same; None where every row is one token
+    prefill: Any  # likewise; None if every row is one token
 
 
 def supports(spec: Spec) -> str | None:
-    """None, or why its kernels cannot run what `spec` says."""
+    """Return None, or the reason why the kernels cannot run `spec`."""
     from pallas_kernels.ops.paged_attention.tpu import config
 
     return config.supports(spec)
 
 
 def row(spec: Spec) -> tuple[int, int]:
-    """How many kv heads lie side by side in a row of the pool, and its width."""
+    """Return how many kv heads share a pool row, and the row's width."""
     from pallas_kernels.ops.paged_attention.tpu.lanes import row_of
 
     found = row_of(spec)
@@ -45,14 +46,18 @@ def row(spec: Spec) -> tuple[int, int]:
 
 
 def make(spec: Spec | None, decode: bool, few: bool = False) -> TpuAttention:
-    """The attention of a bucket; `decode`: every program row is one token, so that nothing is prefill's. `few` makes no
-    difference."""
-    assert spec is not None, "the kernels are made for shapes"
+    """Build the attention of a bucket.
+
+    `decode`: every program row is one token, so no prefill plan is made. `few` is ignored.
+    """
+    assert spec is not None, "the kernels need a spec"
     return TpuAttention(spec, decode)
 
 
 @dataclass(frozen=True)
 class TpuAttention:
+    """Attention of one bucket by the TPU kernels."""
+
     spec: Spec
     decode: bool
 

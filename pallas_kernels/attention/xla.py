@@ -16,28 +16,33 @@ from pallas_kernels.rope import Turn, rotate
 
 
 def supports(spec: Spec) -> str | None:
-    """It runs everywhere."""
+    """Return None: XLA runs everywhere."""
     return None
 
 
 def heads_first(spec: Spec) -> bool:
-    """Whether pools are [N, K, B, D]: a CPU multiplies by the keys of each head as they lie then, without turning them
-    round first. Of a latent there is one head."""
+    """Return whether pools are [N, K, B, D].
+
+    On a CPU, the keys of one head are then contiguous and need no transpose before the product. A
+    latent cache has one head.
+    """
     return spec.platform == "cpu" and not spec.latent
 
 
 def make(spec: Spec | None, decode: bool, few: bool = False) -> XlaAttention:
-    """`few` makes no difference. `spec` None: pools are [N, B, K, D]."""
+    """Build the attention of a bucket; `few` is ignored. Without a `spec`, pools are [N, B, K, D]."""
     return XlaAttention(decode, spec is not None and heads_first(spec))
 
 
 @dataclass(frozen=True)
 class XlaAttention:
+    """Attention of one bucket in plain XLA."""
+
     decode: bool
     heads_first: bool = False
 
     def plan(self, ragged: Ragged) -> Ragged:
-        """Nothing to plan: loops over pages end where the contexts do."""
+        """Return `ragged` as is: the loops over pages stop at the contexts' ends."""
         return ragged
 
     def __call__(
@@ -77,7 +82,7 @@ def _written(
     scales: Scales | None,
     heads_first: bool,
 ) -> tuple[jax.Array, Pool]:
-    """Turned queries, and the pool with this step's keys and values, or latents."""
+    """Return the rotated queries, and the pool with this step's keys and values, or latents, written."""
     if v is None:
         return rotate(q, turn), (write_latent(pool[0], rotate(k, turn), ragged.write),)
     k_pool, v_pool = pool

@@ -1,9 +1,9 @@
-"""python -m pallas_kernels.gate: compile every kernel, and whole engine steps, for a device that is not there.
+"""python -m pallas_kernels.gate: compile every kernel, and whole engine steps, for a device that is not present.
 
-Exits 1, naming the case, the figure and the bound, where a program does not compile, spills registers, uses more of
-them than recorded, serialises wgmma, lacks an instruction it needs, does not change in place what it is given, copies
-a weight or a pool, is cut into several CUDA graphs, or does not fit the memory of a device.
-docs/reference/kernels.md says more.
+Exits 1, naming the case, the figure and the bound, if a program does not compile, spills registers,
+uses more of them than recorded, serializes wgmma, lacks an instruction it needs, does not update
+its donated arguments in place, copies a weight or a pool, is cut into several CUDA graphs, or does
+not fit the memory of a device. docs/reference/kernels.md says more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pallas_kernels.gate.figures import Figures
 
 
-LIMIT = 600.0  # seconds
+LIMIT = 600.0  # seconds per case
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,35 +40,45 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--target", choices=sorted(TARGETS), default="h200", help="what to compile for (default: h200)")
     made.add_argument(
-        "--all", action="store_true", help="also the cases that CI leaves out: further models and configs"
+        "--all", action="store_true", help="also compile the cases that CI leaves out: further models and configs"
     )
     made.add_argument(
         "--only",
         metavar="PATTERN",
         action="append",
         default=[],
-        help="cases whose name has PATTERN in it, a shell pattern; may be repeated; implies --all",
+        help="only cases whose name contains the shell pattern PATTERN; may be repeated; implies --all",
     )
     made.add_argument(
         "--cases",
         metavar="MODULE",
         action="append",
         default=[],
-        help="take cases() of this module instead of the usual modules; may be repeated",
+        help="take the cases from MODULE.cases() instead of the usual modules; may be repeated",
     )
-    made.add_argument("--list", action="store_true", help="print the names of the cases and compile nothing")
+    made.add_argument("--list", action="store_true", help="print the names of the cases and exit")
     made.add_argument(
         "--record",
         action="store_true",
-        help="write the figures found as the bounds of this jax, where no law is broken",
+        help="record the figures of cases that break no fixed rule as the bounds for this jax",
     )
     made.add_argument(
-        "--bounds", metavar="FILE", type=Path, default=bounds.FILE, help="bounds other than the package's"
+        "--bounds",
+        metavar="FILE",
+        type=Path,
+        default=bounds.FILE,
+        help="read and write the bounds in FILE instead of the package's",
     )
-    made.add_argument("--json", metavar="FILE", type=Path, help="also write figures and verdicts there")
-    made.add_argument("--jobs", metavar="N", type=int, default=os.cpu_count() or 1, help="cases compiled at once")
+    made.add_argument("--json", metavar="FILE", type=Path, help="also write the figures and verdicts to FILE")
     made.add_argument(
-        "--limit", metavar="S", type=float, default=LIMIT, help="seconds that a case may take (default: %(default).0f)"
+        "--jobs", metavar="N", type=int, default=os.cpu_count() or 1, help="number of cases compiled at once"
+    )
+    made.add_argument(
+        "--limit",
+        metavar="S",
+        type=float,
+        default=LIMIT,
+        help="time limit of a case in seconds (default: %(default).0f)",
     )
     return made
 
@@ -92,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def choose(target: Target, modules: Sequence[str], patterns: Sequence[str], everything: bool) -> list[Compilable]:
-    """The cases to compile, the longest kind, steps of engines, first."""
+    """Return the cases to compile, engine steps first, as they take longest."""
     from pallas_kernels.gate.cases import GPU, TPU, Case, collect, installed
 
     usual = installed(GPU if target.platform == "cuda" else TPU)
@@ -107,14 +117,14 @@ def choose(target: Target, modules: Sequence[str], patterns: Sequence[str], ever
 
 
 class Gate:
-    """One run. Writer of its fields: `_hear`."""
+    """One run of the gate; `_hear` is the only writer of its results."""
 
     def __init__(self, target: Target, file: Path, record: bool, jobs: int, limit: float) -> None:
         self.target = target
         self.file = file
         self.recording = record
         self.jobs = jobs
-        self.limit = limit  # seconds of a case
+        self.limit = limit  # seconds per case
         self.jax = version("jax")
         self.known, self.since = bounds.load(target.name, self.jax, file)
         self.outcomes: dict[str, Figures | str] = {}
@@ -162,7 +172,7 @@ class Gate:
     def _show(self, names: Sequence[str], seconds: float) -> None:
         title = f"{self.target.name}, jax {self.jax}, {self.target.compiler()}"
         if self.since and self.since != bounds.minor(self.jax) and not self.recording:
-            title += f"; no bounds are recorded for this jax: held to those of {self.since}"
+            title += f"; no bounds are recorded for this jax, using those of {self.since}"
         table.show([table.row(name, self.outcomes[name], self._verdict(name)) for name in names], title)
 
     def _record(self, whole: bool) -> None:

@@ -1,4 +1,4 @@
-"""The recorded bounds: `bounds.json`, by target, then by minor version of jax, then by case."""
+"""The recorded bounds in `bounds.json`, by target, then by minor version of jax, then by case."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ Bounds = dict[str, Bound]  # by case
 
 
 def load(target: str, jax: str, file: Path = FILE) -> tuple[Bounds, str]:
-    """Bounds for the minor version of `jax`, and the version they were recorded under: the newest below it where
-    it has none of its own, and "" where there is none at all."""
+    """Return the bounds for the minor version of `jax`, and the version they were recorded under.
+
+    That is the newest recorded version not above `jax`; ({}, "") if there is none.
+    """
     recorded = _read(file).get(target, {})
     versions = sorted((_number(version), version) for version in recorded)
     known = [version for number, version in versions if number <= _number(minor(jax))]
@@ -26,18 +28,18 @@ def load(target: str, jax: str, file: Path = FILE) -> tuple[Bounds, str]:
 
 
 def record(target: str, jax: str, found: Mapping[str, Bound], file: Path = FILE, *, whole: bool = False) -> None:
-    """Write `found` over what is recorded. Cases that are not in it keep theirs, unless it is the `whole`."""
+    """Write `found` over the recorded bounds; cases not in it keep theirs, unless it is the `whole` set."""
     everything = _read(file)
     versions = everything.setdefault(target, {})
     kept = {} if whole else versions.get(minor(jax), {})
     versions[minor(jax)] = {**kept, **{case: asdict(bound) for case, bound in found.items()}}
     text = json.dumps(everything, indent=1, sort_keys=True)
-    # One case a line, so that a change of one is one line of a diff.
+    # One case per line, so that changing one is a one-line diff.
     file.write_text(re.sub(r"\{[^{}]*\}", lambda leaf: " ".join(leaf[0].split()), text) + "\n", encoding="utf-8")
 
 
 def minor(version: str) -> str:
-    """0.10 of 0.10.2."""
+    """Return major and minor: "0.10" for "0.10.2"."""
     return ".".join(version.split(".")[:2])
 
 

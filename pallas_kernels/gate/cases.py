@@ -1,4 +1,4 @@
-"""What the compile gate compiles: an operation lists its own cases (`ops/<op>/cases.py`), the gate collects them."""
+"""The cases of the compile gate: each operation lists its own (`ops/<op>/cases.py`), and the gate collects them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# Modules that offer `cases()`. The ones that come with jaxserve offer whole engine steps: they are named, not
-# imported, because kernels do not know engines.
+# Modules that offer `cases()`. jaxserve's, with whole engine steps, is named and not imported, because kernels do not
+# depend on the engine.
 GPU = (
     "pallas_kernels.ops.paged_attention.cases",
     "pallas_kernels.ops.mla.cases",
@@ -30,11 +30,11 @@ KERNELS_HOLD, STEPS_HOLD = 1 << 26, 1 << 20
 
 
 class Compilable(Protocol):
-    """What the gate asks of a case."""
+    """A program that the gate can compile and check."""
 
     @property
     def name(self) -> str:
-        """What it is told by; bounds are recorded under it."""
+        """The name in reports, under which bounds are recorded."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -42,47 +42,47 @@ class Compilable(Protocol):
 
     @property
     def least_jax(self) -> tuple[int, int]:
-        """Versions before it lack what the case uses."""
+        """The oldest jax version that supports the case."""
 
     @property
     def usual(self) -> bool:
-        """Compiled in every run; the others with `--all`."""
+        """Whether every run compiles it; other cases need `--all`."""
 
     @property
     def devices(self) -> int:
-        """Size of the mesh."""
+        """The number of devices in the mesh."""
 
     @property
     def held(self) -> int:
-        """An argument of more bytes is a pool or a weight, which may not be copied."""
+        """Arguments of more bytes than this are pools or weights, which must not be copied."""
 
     @property
     def most_temp(self) -> int | None:
-        """Bytes of temporaries it may have whatever was recorded; None: as recorded."""
+        """Maximum bytes of temporaries, whatever is recorded; None: as recorded."""
 
     @property
     def command_buffers(self) -> int | None:
-        """The most CUDA graphs it may be cut into; None: any number."""
+        """Maximum number of CUDA graphs it may be cut into; None: any."""
 
     @property
     def most_moved(self) -> int | None:
-        """Bytes that its kernels may read and write, all together; None: any number."""
+        """Maximum bytes that its kernels read and write together; None: any."""
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """For XLA, as XLA_FLAGS takes them, where it is to be compiled with more than the defaults."""
+        """XLA flags beyond the defaults, as in XLA_FLAGS."""
 
     def lower(self, mesh: Mesh) -> jax.stages.Lowered:
-        """The program on `devices` devices, lowered."""
+        """Lower the program for `devices` devices."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel to compile for a device that is not there.
+    """One kernel to compile for a device that is not present.
 
-    `arguments` are shapes and dtypes; the gate puts shardings on them. `donate` names those by position that the
-    program changes in place: it must alias all of them, and have no temporaries beyond `scratch` bytes. `needs` and
-    `least_jax` as in `Compilable`.
+    `arguments` are shapes and dtypes; the gate adds shardings. `donate` lists the positions of
+    arguments that the program updates in place: it must alias all of them, and have at most
+    `scratch` bytes of temporaries. `needs` and `least_jax` are as in `Compilable`.
     """
 
     name: str  # e.g. "decode wgmma bf16 page64 q1"
@@ -111,7 +111,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Step:
-    """A program of an engine. `program(mesh)` lowers it, shardings and donation as the engine has them."""
+    """A program of an engine; `program(mesh)` lowers it with the engine's shardings and donation."""
 
     name: str  # e.g. "llama3-8b tp1 decode 64"
     program: Callable[[Mesh], jax.stages.Lowered]
@@ -130,25 +130,25 @@ class Step:
 
 
 def shapes(*pairs: tuple[Sequence[int], Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Arguments from (shape, dtype) pairs."""
+    """Make arguments from (shape, dtype) pairs."""
     return tuple(jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in pairs)
 
 
 def mesh_of(devices: Sequence[Any]) -> Mesh:
-    """A mesh over the axis `tp`."""
+    """Make a mesh over the axis `tp`."""
     return Mesh(np.array(devices), ("tp",))
 
 
 def collect(modules: Iterable[str]) -> list[Compilable]:
-    """The cases of all modules, in order. Raises ValueError where two have one name."""
+    """Return the cases of all modules, in order; raise ValueError if two have the same name."""
     found: list[Compilable] = [case for module in modules for case in import_module(module).cases()]
     names = [case.name for case in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"cases of one name: {', '.join(twice)}")
+        raise ValueError(f"duplicate case names: {', '.join(twice)}")
     return found
 
 
 def installed(modules: Iterable[str]) -> list[str]:
-    """Those of `modules` whose package is there: kernels without jaxserve have no engine steps."""
+    """Return the modules whose package is installed; without jaxserve there are no engine steps."""
     return [module for module in modules if find_spec(module.split(".")[0]) is not None]

@@ -1,7 +1,8 @@
-"""Compile one case in a process of its own, forked from this one, which holds jax but has not started it.
+"""Compile each case in its own process, forked from one that has imported jax but not initialized it.
 
-A process each, because Mosaic writes no report for a kernel that its process has compiled before, XLA reads its flags
-once, and a compiler that aborts takes its process along. Forked, because importing takes longer than most cases.
+Cases need separate processes because Mosaic writes no report for a kernel already compiled in the
+process, XLA reads its flags once, and a compiler that aborts kills its process. They are forked
+because importing takes longer than most cases.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pallas_kernels.gate.cases import Compilable, mesh_of
 from pallas_kernels.gate.figures import Figures
 from pallas_kernels.gate.targets import Target, dump_into
 
-Outcome = Figures | str  # what was found, or why it did not compile
+Outcome = Figures | str  # the figures, or why it did not compile
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class _Running:
     pipe: Connection
     ends: float
     limit: float
-    said: Path  # what it and its compilers write
+    said: Path  # log of its output and its compilers'
 
 
 def compile_all(
@@ -45,7 +46,7 @@ def compile_all(
     tell: Callable[[Compilable, Outcome], None],
     limit: float,
 ) -> None:
-    """Compile `cases`, `jobs` at a time, each in `limit` seconds; `tell` hears of each as it ends."""
+    """Compile `cases`, `jobs` at a time, with `limit` seconds each; call `tell` as each one finishes."""
     todo = list(reversed(cases))
     running: list[_Running] = []
     with tempfile.TemporaryDirectory(prefix="aot-") as folder:
@@ -66,7 +67,7 @@ def _begin(case: Compilable, target: Target, folder: Path, limit: float) -> _Run
     said = folder / f"said-{time.monotonic_ns()}"
     process = context.Process(target=_child, args=(case, target, sender, said), daemon=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that jax has threads: none before it is started
+        warnings.simplefilter("ignore")  # jax warns about forking with threads; it has none before it is initialized
         process.start()
     sender.close()
     return _Running(case, process, receiver, time.monotonic() + limit, limit, said)
@@ -76,7 +77,7 @@ def _end(one: _Running, late: bool) -> Outcome:
     outcome: Outcome
     if late:
         one.process.kill()
-        outcome = f"did not end within {one.limit:.0f} s"
+        outcome = f"did not finish within {one.limit:.0f} s"
     else:
         try:
             outcome = one.pipe.recv()
@@ -99,7 +100,7 @@ def _child(case: Compilable, target: Target, sender: Connection, said: Path) -> 
         os.dup2(log.fileno(), 2)
     try:
         outcome: Outcome = compile_case(case, target)
-    except Exception as error:  # whatever a kernel or a compiler raises is what the case has to say
+    except Exception as error:  # whatever a kernel or a compiler raises is reported
         traceback.print_exc()
         outcome = f"does not compile: {type(error).__name__}: {' '.join(str(error).split())[:600]}"
     sender.send(outcome)
@@ -107,7 +108,7 @@ def _child(case: Compilable, target: Target, sender: Connection, said: Path) -> 
 
 
 def compile_case(case: Compilable, target: Target) -> Figures:
-    """Compile in this process, once."""
+    """Compile a case in this process, which must not have compiled anything before."""
     import jax
 
     with tempfile.TemporaryDirectory(prefix="aot-case-") as made:
@@ -124,15 +125,13 @@ def compile_case(case: Compilable, target: Target) -> Figures:
         seconds, spent = time.perf_counter() - began, os.times()
         memory, text = compiled.memory_analysis(), compiled.as_text() or ""
         if memory is None:
-            raise RuntimeError("this backend does not tell the memory of a program")
+            raise RuntimeError("this backend does not report the memory of a program")
         program = compiled.runtime_executable()
         donated = sum(bool(info.donated) for info in jax.tree.leaves(lowered.args_info))
         used = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         return Figures(
             seconds=seconds,
-            processor=sum(
-                spent[:4]
-            ),  # this process is young: all of it is the case's, and its compilers' are waited for
+            processor=sum(spent[:4]),  # all of this process's time: it runs only this case, and waits for its compilers
             temp=memory.temp_size_in_bytes,
             arguments=memory.argument_size_in_bytes,
             code=memory.generated_code_size_in_bytes or len(program.serialize() if program else b""),

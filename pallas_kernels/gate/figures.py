@@ -1,4 +1,4 @@
-"""What the reports of the compilers say of one program: reading them, no judgement."""
+"""Parse the compilers' reports of one program into figures, without judging them."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 SERIALISED = re.compile(r"Potential Performance Loss: (.*)")
 SMEM = re.compile(r"dynamic_shared_memory_size %c(\d+)")
 THUNK = re.compile(r"^(\s*)\d+: (k\w+)", re.MULTILINE)
-LOG_HEAD = 1 << 24  # the launch stands near the head of a log of tens of megabytes
+LOG_HEAD = 1 << 24  # bytes of the log to read: the launch is near its head, and logs reach tens of megabytes
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One compiled program. Kernels are those of Mosaic GPU; of several the largest figure counts."""
+    """The figures of one compiled program; for several Mosaic GPU kernels, the maximum unless said otherwise."""
 
-    seconds: float = 0.0  # to lower and compile
-    processor: float = 0.0  # seconds of processors it took
-    kernels: int = 0  # compiled, not called
+    seconds: float = 0.0  # seconds to lower and compile
+    processor: float = 0.0  # CPU seconds
+    kernels: int = 0  # number compiled, not of calls
     registers: int = 0
-    spills: int = 0  # bytes stored and loaded, and of stack frames
+    spills: int = 0  # bytes spilled: stores, loads and stack frames, summed
     smem: int = 0  # bytes per block
-    serialised: tuple[str, ...] = ()  # ptxas on wgmma that waits for itself
+    serialised: tuple[str, ...] = ()  # ptxas warnings about serialized wgmma
     instructions: dict[str, int] = field(default_factory=dict)
-    shared: int = 0  # instructions through shared memory, or from thread to thread by the same way
-    narrow: int = 0  # loads from there of less than 4 bytes
-    temp: int = 0  # bytes per device, as the next six
+    shared: int = 0  # instructions that go through shared memory, or exchange between threads over the same path
+    narrow: int = 0  # loads from shared memory of less than 4 bytes
+    temp: int = 0  # bytes per device; also the next five
     arguments: int = 0
-    code: int = 0  # of the whole program as it is kept, where the backend does not tell the code alone
+    code: int = 0  # machine code, or the whole serialized program if the backend does not report its code
     alias: int = 0
     memory: int = 0  # arguments, outputs and temporaries at once
-    moved: int = 0  # bytes that a run reads and writes, see `traffic`
-    donated: int = 0  # arguments given away
-    aliased: int = 0  # arguments that an output lies on
-    copies: tuple[str, ...] = ()  # of what may not be copied
-    buffers: int | None = None  # command buffers: CUDA graphs that it is cut into
-    loose: int = 0  # thunks outside of them
+    moved: int = 0  # bytes read and written in a run; see `traffic`
+    donated: int = 0  # number of donated arguments
+    aliased: int = 0  # number of arguments that alias an output
+    copies: tuple[str, ...] = ()  # copies of pools and weights
+    buffers: int | None = None  # command buffers: the CUDA graphs it is cut into
+    loose: int = 0  # thunks outside command buffers
 
 
 def kernels(folder: Path) -> dict[str, object]:
-    """Fields of `Figures` from Mosaic's dump: one .ptxas, .ptx and pass log per kernel."""
+    """Return the fields of `Figures` in Mosaic's dump: one .ptxas, .ptx and pass log per kernel."""
     reports = [path.read_text() for path in sorted(folder.glob("*.ptxas"))]
     codes = [path.read_text() for path in sorted(folder.glob("*.ptx"))]
     sizes = []
@@ -73,7 +73,7 @@ def kernels(folder: Path) -> dict[str, object]:
 
 
 def thunks(folder: Path) -> dict[str, object]:
-    """Fields of `Figures` from XLA's last list of what it launches; empty where the backend writes none."""
+    """Return the fields of `Figures` in XLA's final thunk list; empty if the backend writes none."""
     lists = sorted(folder.glob("*thunk_sequence_after_thunk_passes.txt"), key=lambda path: path.stat().st_mtime_ns)
     if not lists:
         return {}

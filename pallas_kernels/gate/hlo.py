@@ -1,7 +1,8 @@
-"""Reading a compiled module's text: which instructions copy what is too large to be copied, what lies in place.
+"""Read a compiled module's text: which instructions copy large arguments, and which outputs alias arguments.
 
-A copy is an instruction that only moves data (or a fusion of such), as large as an argument that is held: a weight,
-found by following it from the entry's parameters; a pool, found by its shape, which steps hand on.
+A copy is an instruction (or a fusion of instructions) that only moves data, as large as a held
+argument: a weight, recognized by following the entry's parameters, or a pool, recognized by its
+shape, because each layer updates it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ALIAS = re.compile(r"\{[\d,\s]*\}: \((\d+), \{[\d,\s]*\}")
 RENAMES = {"bitcast", "get-tuple-element", "opt-barrier", "copy-done", "async-done"}
 MOVES = {"copy", "copy-start", "transpose", "convert", "concatenate", "pad", "reverse", "reshape"}
 MOVES |= {"all-gather", "all-gather-start", "all-to-all", "collective-permute", "collective-permute-start"}
-WRAPPERS = {"fusion", "async-start"}  # what they do stands in a computation of its own
+WRAPPERS = {"fusion", "async-start"}  # their work is in a computation of its own
 HARMLESS = RENAMES | {"parameter", "constant", "tuple", "broadcast"}
 BITS = {"pred": 8, "bf16": 16, "s4": 4, "u4": 4}
 Array = tuple[str, tuple[int, ...]]  # dtype and dimensions
@@ -28,27 +29,29 @@ Array = tuple[str, tuple[int, ...]]  # dtype and dimensions
 
 @dataclass(frozen=True)
 class Instruction:
+    """One instruction of a module's text."""
+
     name: str
     shape: str
     opcode: str
     operands: tuple[str, ...]
-    told: str  # behind its operands
+    told: str  # the text after its operands
 
     @property
     def calls(self) -> str | None:
-        """The computation that a wrapper wraps."""
+        """The computation that a wrapper calls."""
         found = CALLS.search(self.told)
         return found[1] if found else None
 
     @property
     def array(self) -> Array | None:
-        """Its value; of a tuple the first array."""
+        """The dtype and dimensions of its value; for a tuple, of the first array."""
         found = ARRAY.search(self.shape)
         return None if found is None else (found[1], tuple(int(size) for size in found[2].split(",") if size))
 
 
 def size(array: Array) -> int:
-    """Bytes."""
+    """Return the bytes of an array."""
     kind, dims = array
     digits = re.search(r"\d+", kind)
     bits = BITS.get(kind) or (int(digits[0]) if digits else 8)
@@ -65,7 +68,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
-    """The instructions of every computation by its name, and the name of the entry."""
+    """Return the instructions of every computation by name, and the name of the entry."""
     found: dict[str, list[Instruction]] = {}
     entry, current = "", None
     for line in text.splitlines():
@@ -79,7 +82,7 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
 
 
 def copies(text: str, held: int) -> list[str]:
-    """What copies an argument of more than `held` bytes, each in words."""
+    """Describe each instruction that copies an argument of more than `held` bytes."""
     code, entry = computations(text)
     parameters = [one.array for one in code[entry] if one.opcode == "parameter"]
     large = {array for array in parameters if array is not None and size(array) > held}
@@ -101,13 +104,13 @@ def _copies(
             weights.add(one.name)
         array = one.array
         if array is None or size(array) <= held or not _moves(one, code) or "S(1)" in one.shape:
-            continue  # S(1): a TPU fetches a weight into its fast memory ahead of use, which is no copy
+            continue  # S(1): a TPU prefetches a weight into fast memory, which is no copy
         if any(name in weights or (name in known and known[name].array in large) for name in one.operands):
             yield f"{one.opcode} {one.name} of {array[0]}{list(array[1])}, {size(array) / 1e9:.2f} GB"
 
 
 def _moves(one: Instruction, code: dict[str, list[Instruction]]) -> bool:
-    """Whether it does nothing but move data."""
+    """Return whether an instruction only moves data."""
     if one.opcode in WRAPPERS and one.calls in code:
         inner = {each.opcode for each in code[one.calls]}
         return inner <= MOVES | HARMLESS and bool(inner & MOVES)
@@ -115,7 +118,7 @@ def _moves(one: Instruction, code: dict[str, list[Instruction]]) -> bool:
 
 
 def aliased(text: str) -> int:
-    """Arguments that an output lies on."""
+    """Return the number of arguments that alias an output."""
     head = text.split("\n", 1)[0]
     begin = head.find("input_output_alias={")
     if begin < 0:

@@ -1,4 +1,4 @@
-"""What the gate holds a compiled program to: laws, and bounds that were recorded."""
+"""The rules that the gate checks a compiled program against: fixed ones, and recorded bounds."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pallas_kernels.gate.cases import Compilable
 from pallas_kernels.gate.figures import Figures
 from pallas_kernels.gate.targets import GB
 
-SMEM = 227 * 1024  # bytes a block can have on sm_90
-ROOM = 16  # temporaries may exceed what was recorded by one part in so many: buffers are packed a little differently
+SMEM = 227 * 1024  # bytes available to a block on sm_90
+ROOM = 16  # temporaries may exceed the recorded ones by 1/ROOM, because buffer packing varies a little
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Figures recorded of a case under one version of jax."""
+    """The figures of a case recorded under one version of jax."""
 
     registers: int
     temp: int  # bytes
@@ -30,11 +30,11 @@ def bound_of(figures: Figures) -> Bound:
 
 
 def laws(case: Compilable, figures: Figures, memory: int) -> Iterator[str]:
-    """What no recording excuses: each breach with its figure and the bound. `memory`: bytes of a device."""
+    """Yield each breach of the fixed rules, with its figure and bound. `memory`: bytes of a device."""
     if figures.spills:
         yield f"{figures.spills} bytes of registers spilled, the bound is 0"
     for said in figures.serialised:
-        yield f"wgmma is serialised, the bound is no such place: {said}"
+        yield f"wgmma is serialized, the bound is 0 places: {said}"
     for name in sorted(case.needs):
         if not figures.instructions.get(name):
             have = ", ".join(f"{count} {other}" for other, count in figures.instructions.items()) or "none"
@@ -46,24 +46,24 @@ def laws(case: Compilable, figures: Figures, memory: int) -> Iterator[str]:
     if case.most_temp is not None and figures.temp > case.most_temp:
         yield f"{figures.temp} bytes of temporaries in an operation in place, the bound is {case.most_temp}"
     for said in figures.copies:
-        yield f"a weight or a pool is copied, the bound is no copy: {said}"
+        yield f"a weight or a pool is copied, the bound is 0 copies: {said}"
     if case.command_buffers is not None and figures.buffers != case.command_buffers:
         yield f"{figures.buffers} command buffers, the bound is {case.command_buffers}"
     if case.most_moved is not None and figures.moved > case.most_moved:
         yield f"{figures.moved / GB:.3f} GB read and written, the bound is {case.most_moved / GB:.3f} GB"
     if figures.memory > memory:
-        yield f"{figures.memory / GB:.2f} GB a device, the bound is {memory / GB:.0f} GB"
+        yield f"{figures.memory / GB:.2f} GB per device, the bound is {memory / GB:.0f} GB"
 
 
 def excess(figures: Figures, bound: Bound | None) -> Iterator[str]:
-    """Where the figures exceed what was recorded."""
+    """Yield each figure that exceeds its recorded bound."""
     if bound is None:
-        yield "no bound is recorded for it: look at its figures, then run with --record"
+        yield "no bound is recorded for this case: check its figures, then run with --record"
         return
     if figures.registers > bound.registers:
         yield f"{figures.registers} registers, the recorded bound is {bound.registers}"
     if figures.temp > bound.temp + bound.temp // ROOM:
-        yield f"{figures.temp} bytes of temporaries, the recorded bound is {bound.temp} and a {ROOM}th of it"
+        yield f"{figures.temp} bytes of temporaries, the recorded bound is {bound.temp} plus 1/{ROOM} of that"
     if figures.buffers is not None and bound.buffers is not None and figures.buffers > bound.buffers:
         yield f"{figures.buffers} command buffers, the recorded bound is {bound.buffers}"
     if figures.kernels > bound.kernels:

@@ -1,4 +1,4 @@
-"""The gate's table: with rich where it is installed, in plain columns otherwise."""
+"""Print the gate's table: with rich if it is installed, otherwise in plain columns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEAD = (
     "cpu s",
     "",
 )
-LEFT = {0, 5, 13}  # columns of words
+LEFT = {0, 5, 13}  # text columns
 
 
 def row(name: str, outcome: Figures | str, verdict: str) -> tuple[str, ...]:
@@ -49,7 +49,7 @@ def row(name: str, outcome: Figures | str, verdict: str) -> tuple[str, ...]:
 
 
 def show(rows: Sequence[Sequence[str]], title: str) -> None:
-    """Print it."""
+    """Print the table."""
     try:
         from rich.console import Console
         from rich.table import Table
@@ -62,7 +62,7 @@ def show(rows: Sequence[Sequence[str]], title: str) -> None:
     for each in rows:
         table.add_row(*each, style="red" if each[-1] not in ("ok", "recorded") else None)
     console = Console()
-    if not console.is_terminal:  # no terminal says how wide it is, and a table that is cut short is worth nothing
+    if not console.is_terminal:  # without a terminal the width is unknown, and rich would truncate the table
         console = Console(width=240)
     console.print(table)
 

@@ -1,6 +1,7 @@
-"""The devices that the gate compiles for, described to XLA in words: none of them is needed, nor a driver.
+"""The devices that the gate compiles for, described to XLA; neither a device nor a driver is needed.
 
-GPU: jaxlib's CUDA plugin runs the whole pipeline, `ptxas` included, from a target description. TPU: libtpu.
+GPU: jaxlib's CUDA plugin runs the whole pipeline, including `ptxas`, from a target description.
+TPU: libtpu.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-# The versions of driver and runtime matter: below CUDA 12.3 XLA leaves kernels of other compilers out of its command
-# buffers, and cuts them around each; without them it believes that they are below.
+# The driver and runtime versions matter: below CUDA 12.3, the default without them, XLA keeps kernels of other
+# compilers out of its command buffers and cuts a buffer at each.
 H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
@@ -34,30 +35,30 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Target:
-    """A kind of device."""
+    """A kind of device to compile for."""
 
     name: str
-    kind: str  # what its devices call themselves
-    platform: str  # as jax names it for topologies: cuda, tpu
+    kind: str  # device kind as its devices report it
+    platform: str  # JAX's name for topologies: cuda, tpu
     topology: str
     memory: int  # bytes of one device
-    packages: tuple[str, ...]  # what compiles for it
-    advice: str  # how to get them
+    packages: tuple[str, ...]  # packages that compile for it
+    advice: str  # how to install them
 
     def missing(self) -> str | None:
-        """Why nothing can be compiled for it here, or None."""
+        """Return None, or the reason why nothing can be compiled for it here."""
         absent = [name for name in self.packages if not _version(name)]
         if absent:
             return f"{self.name}: {', '.join(absent)} not installed; {self.advice}"
         return None
 
     def compiler(self) -> str:
-        """What wrote the machine code, which the figures depend on."""
+        """Return the compiler's name and version, which the figures depend on."""
         name = "nvidia-cuda-nvcc" if self.platform == "cuda" else "libtpu"
         return f"{name} {_version(name)}"
 
     def devices(self) -> list[Any]:
-        """Devices to put in a mesh; programs on it can be compiled, not run."""
+        """Return devices for a mesh; programs on it can be compiled but not run."""
         from jax.experimental import topologies
 
         if self.platform == "tpu":
@@ -74,7 +75,7 @@ def _version(name: str) -> str | None:
 
 
 def _gpu(name: str, kind: str, memory: int) -> Target:
-    # The plugin takes no jaxlib but its own. Without dependencies: some are libraries to run with, and nothing runs.
+    # The plugin requires its own version of jaxlib. --no-deps, because some dependencies only serve to run programs.
     plugin = [f"{package}=={_version('jaxlib')}" if package.startswith("jax-") else package for package in PLUGIN[:-1]]
     advice = f"pip install absl-py && pip install --no-deps {' '.join(plugin)}"
     return Target(name, kind, "cuda", "1x1x8", memory, PLUGIN, advice)
@@ -95,26 +96,28 @@ TARGETS = {
 
 
 def memory_of(kind: str) -> int:
-    """Bytes of a device of that kind."""
+    """Return the bytes of memory of a device of that kind."""
     return next(target.memory for target in TARGETS.values() if target.kind == kind)
 
 
 def prepare(target: Target) -> None:
-    """Set the environment of this process; before jax is imported."""
+    """Set the environment variables of this process; call it before jax is imported."""
     if target.platform == "cuda":
         os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # there is no driver to check
     else:
-        os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # this is no TPU machine: nobody to ask
-        os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # else one process at a time holds it
+        os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # this is no TPU machine, so there is no metadata server
+        os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # otherwise only one process at a time may load it
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # what is loaded leaves no report
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # programs loaded from the cache write no reports
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # its threads would not survive a fork
 
 
 def dump_into(folder: Path, target: Target, more: Sequence[str] = ()) -> None:
-    """Have XLA write its reports there, and set `more` of its flags. It reads them once, at the first compilation of a
-    process."""
+    """Make XLA dump its reports to `folder`, with `more` flags set.
+
+    XLA reads its flags once, at a process's first compilation.
+    """
     flags = [*more, f"--xla_dump_to={folder}", "--xla_dump_emitter_re=thunk"]
     if target.platform == "cuda":
-        flags.append("--xla_gpu_fail_ptx_compilation_on_register_spilling=true")  # of XLA's own kernels
+        flags.append("--xla_gpu_fail_ptx_compilation_on_register_spilling=true")  # for XLA's own kernels
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()

@@ -1,8 +1,8 @@
-"""How many bytes the kernels of a compiled module read and write, by its text.
+"""Count the bytes that the kernels of a compiled module read and write, from its text.
 
-Each launch counts the whole of what it is given and of what it leaves: more than it moves where it reads a part, and
-less where it reads an array twice, as a kernel of our own may. Of branches the one that moves most counts; of a loop
-whose turns XLA does not know, one turn.
+Each launch counts all of its inputs and outputs: too much if it reads part of an array, too little
+if it reads one twice, as our own kernels may. A conditional counts its largest branch; a loop of
+unknown trip count counts one trip.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
 def moved(text: str) -> int:
-    """Bytes of a run of the module."""
+    """Return the bytes that one run of the module moves."""
     code, entry = computations(text)
 
     def of(name: str) -> int:
@@ -40,5 +40,5 @@ def moved(text: str) -> int:
 
 
 def _bytes(one: Instruction) -> int:
-    """Of its value; of a tuple all arrays together."""
+    """Return the bytes of an instruction's value; for a tuple, of all its arrays."""
     return sum(size((kind, tuple(int(n) for n in dims.split(",") if n))) for kind, dims in ARRAY.findall(one.shape))

@@ -1,1 +1,1 @@
-"""What several Mosaic kernels share: versions of jax, the interpreter, PTX, fragments, shared memory."""
+"""What several Mosaic kernels share: jax versions, the interpreter, PTX, fragments, shared memory."""

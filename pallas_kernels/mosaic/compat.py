@@ -1,17 +1,19 @@
-"""What differs between jax 0.10.2 and 0.12 in Pallas for Hopper, in one place. No device is touched.
+"""The differences in Pallas for Hopper between jax 0.10.2 and 0.12, in one place. Importing it touches no device.
 
-jax renames, deprecates and adds to `pallas.mosaic_gpu` with every release. Kernels import these names instead:
+jax renames, deprecates and adds to `pallas.mosaic_gpu` with every release. Kernels import these
+names instead:
 
 | name          | 0.10.2                         | 0.11 and later                    |
 |---------------|--------------------------------|-----------------------------------|
-| `kernel`      | semantics must be asked for    | Warpgroup semantics by default    |
+| `kernel`      | semantics must be requested    | Warpgroup semantics by default    |
 | `in_place`    | `run_state` over a `core_map`  | `kernel` takes `jax.new_ref`      |
 | `load`        | index is a positional argument | index is part of the ref          |
-| `transpose`   | `transpose_ref`                | `ref.T`; the other is deprecated  |
+| `transpose`   | `transpose_ref`                | `ref.T`; the former is deprecated |
 | `HAS_MMA`     | no warp-level mma              | `plgpu.mma`                       |
-| interpreter   | private, no race detection     | public, with it                   |
+| interpreter   | private, no race detection     | public, detects races             |
 
-`plgpu` here is jax's module without its types, which differ too: kernels take it from this file.
+`plgpu` here is jax's module as `Any`, because its types differ between versions too; kernels import
+it from here.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ plgpu: Any = _plgpu
 
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 HAS_MMA = hasattr(plgpu, "mma")
-DETECTS_RACES = hasattr(plgpu, "InterpretGPUParams")  # its interpreter also knows wgmma, layouts and transposed refs
+DETECTS_RACES = hasattr(plgpu, "InterpretGPUParams")  # this interpreter also has wgmma, layouts and transposed refs
 
 
 def kernel(
@@ -41,7 +43,10 @@ def kernel(
     interpret: Any = None,
     fast_math: bool = True,
 ) -> Callable[..., Any]:
-    """`plgpu.kernel` over named grid axes; `threads` = (name, count) of warpgroups; `interpret` as in interpret.py."""
+    """Return `plgpu.kernel` over named grid axes.
+
+    `threads` is (name, count) of warpgroups; `interpret` is described in interpret.py.
+    """
     options: dict[str, Any] = {} if interpret is None else {"interpret": interpret}
     made: Callable[..., Any] = plgpu.kernel(
         body,
@@ -68,9 +73,10 @@ def in_place(
     name: str,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """Run `body(*refs of changed, *refs of read)` on one warpgroup a block; gives what `changed` holds afterwards.
+    """Run `body(*refs of changed, *refs of read)` on one warpgroup per block, and return the new arrays of `changed`.
 
-    Where the arrays of `changed` are donated, or used nowhere else, the results lie where they lay: nothing is copied.
+    If the arrays of `changed` are donated, or not used elsewhere, they are updated in place and
+    nothing is copied.
     """
     made: dict[str, Any] = {
         "grid": tuple(size for _, size in grid),
@@ -78,13 +84,13 @@ def in_place(
         "kernel_name": name,
     }
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
-    if VERSION < (0, 11):  # its `kernel` takes no refs
+    if VERSION < (0, 11):  # `kernel` takes no refs before 0.11
 
         def run(refs: tuple[Any, ...]) -> None:
             def block() -> None:
                 body(*refs)
 
-            block.__name__ = name  # of the kernel in profiles
+            block.__name__ = name  # the kernel's name in profiles
             mesh = plgpu.Mesh(**made, num_threads=1, thread_name="warpgroup")
             pl.core_map(mesh, compiler_params=params, interpret=interpret)(block)
 
@@ -107,20 +113,21 @@ def load(ref: Any, layout: Any = None, *, optimized: bool = True) -> jax.Array:
 
 
 def copy_row(source: Any, target: Any, barrier: Any) -> None:
-    """Begin to copy part of a row from GMEM to SMEM: any multiple of 16 bytes, from and to such a multiple.
+    """Start a copy of part of a row from GMEM to SMEM, in size and offsets a multiple of 16 bytes.
 
-    A promise that it is all there: a copy that looks for the row's end is one of tiles, of at most 256 numbers a side.
+    The part must be in bounds: a bounds-checked copy is a tiled one, limited to 256 elements per
+    dimension.
     """
     plgpu.copy_gmem_to_smem(source, target, barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
 
 
 def transpose(ref: Any) -> Any:
-    """A rank-2 ref seen with its axes swapped; no data moves."""
+    """Return a rank-2 ref with its axes swapped; no data moves."""
     return plgpu.transpose_ref(ref, (1, 0)) if VERSION < (0, 11) else ref.T
 
 
 def interpreter_params(detect_races: bool) -> Any:
-    """What `plgpu.kernel(interpret=)` takes to run on the host, threads, barriers and TMA included."""
+    """Return the `plgpu.kernel(interpret=)` value that runs kernels on the host, with threads, barriers and TMA."""
     if DETECTS_RACES:
         return plgpu.InterpretGPUParams(detect_races=detect_races)
     if detect_races:
@@ -132,13 +139,13 @@ def interpreter_params(detect_races: bool) -> Any:
 
 @contextmanager
 def watched_kernels() -> Iterator[list[Any]]:
-    """What the interpreter notes about races, one entry for each kernel that it runs within.
+    """Collect the interpreter's race-detection state of every kernel run inside.
 
-    jax itself keeps that of the last kernel only, and most operations here are two or more.
+    jax itself keeps only the last kernel's state, and most operations here run two kernels or more.
     """
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-    callbacks: Any = gpu_callbacks  # its types differ, too
+    callbacks: Any = gpu_callbacks  # as Any: its types differ between versions
     original, notes = callbacks.GPURaceDetectionState, []
 
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -153,7 +160,7 @@ def watched_kernels() -> Iterator[list[Any]]:
 
 
 def reset_interpreter() -> None:
-    """After an exception inside an interpreted kernel: forget its threads and buffers."""
+    """Reset the interpreter's threads and buffers after an exception inside an interpreted kernel."""
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
     interpret_pallas_call.reset_gpu_interpret_mode_state()

@@ -1,13 +1,14 @@
-"""Products of warps with keys and values of 8 bits, from shared memory to the tensor core through registers alone.
+"""Warp-level products with 8-bit keys and values, which reach the tensor core through registers only.
 
-Every warp of a warpgroup takes 16 keys of each 64 and multiplies all query rows by them. What a thread wants of an
-operand may then be any, as long as both operands agree on it: dimensions of the head are summed over in an order in
-which a thread's lie together in a row of keys, and of values a thread has 16 neighbouring columns. So both are loaded
-by 16 bytes, widened two values an instruction (inline.py), and are fragments of mma.m16n8k16 as they come out: nothing
-goes back to shared memory, and threads exchange nothing. Weights stay where the scores were.
+Each warp of a warpgroup takes 16 of every 64 keys and multiplies all query rows by them. A fragment
+may assign any elements to a thread if both operands agree: head dimensions are contracted in an
+order in which a thread's elements are adjacent in a row of keys, and a thread holds W adjacent
+columns of the values. Both are therefore loaded 16 (or 8) bytes at a time, widened two values per
+instruction (inline.py), and are then fragments of mma.m16n8k16 as they are: nothing is written back
+to shared memory, and threads exchange nothing. The weights stay in the registers of the scores.
 
-Letters: C tokens of keys in a tile, D head dim, W neighbouring columns of values. Results of the four warps lie below
-one another: row 16 w + r is warp w's of query row r.
+Letters: C keys of a tile, D head dim, W adjacent columns of values. The results of the four warps
+are stacked: row 16 w + r is warp w's result for query row r.
 
     lane 4 g + t of warp w has      in registers
     queries [16, D]                 rows 8 a + g, dimensions 64 h + 16 t + b, b < 16
@@ -30,44 +31,44 @@ from pallas_kernels.mosaic.compat import plgpu
 from pallas_kernels.mosaic.interpret import Interpret, is_interpreting
 from pallas_kernels.mosaic.widen import tiled
 
-ROWS = 16  # of queries
-WARPS, OWN = 4, 16  # warps, and their keys of each 64
-CHUNK = 64  # dimensions that four threads have of a row
+ROWS = 16  # query rows
+WARPS, OWN = 4, 16  # warps of a warpgroup, and each warp's keys of every 64
+CHUNK = 64  # dimensions of a row that four threads hold
 
 
 def span(dim: int) -> int:
-    """W"""
+    """Return W for values of `dim` columns."""
     return 8 if dim % 128 else 16
 
 
 def queries() -> Any:
-    """Registers of queries, the same for each warp."""
+    """Return the register layout of queries, replicated over warps."""
     return tiled((16, CHUNK), (8, CHUNK), (16,), (8,), warps=(plgpu.Replicated(WARPS),), lanes=(-4, -3))
 
 
 def keys() -> Any:
-    """Registers of keys."""
+    """Return the register layout of keys."""
     return tiled((64, CHUNK), (16, CHUNK), (8, CHUNK), (16,), warps=(-7,), lanes=(-3, -2))
 
 
 def values(dim: int) -> Any:
-    """Registers of values."""
+    """Return the register layout of values."""
     wide = 8 * span(dim)
     return tiled((64, wide), (16, wide), (8, wide), (2, span(dim)), warps=(-8,), lanes=(-3, -4))
 
 
-KEY_SWIZZLE = 64  # bytes of a row of keys that are swizzled together, so that loads of `keys` meet no bank twice
+KEY_SWIZZLE = 64  # bytes of a key row swizzled together, so that loads of `keys` have no bank conflicts
 
 
 def in_order(mixed: jax.Array, width: int) -> jax.Array:
-    """mixed [..., D] with the columns of the values as they were, of products of `width` columns."""
+    """Restore the column order of the values in mixed [..., D], computed by products of `width` columns."""
     dim, wide = mixed.shape[-1], span(width)
     parts = mixed.reshape(*mixed.shape[:-1], dim // (8 * wide), wide, 8)
     return jnp.swapaxes(parts, -1, -2).reshape(mixed.shape)
 
 
 def scores(q: jax.Array, k: jax.Array, interpret: Interpret = None, into: jax.Array | None = None) -> jax.Array:
-    """q k^T [64, C / 4] float32, of q [16, D] float16 and k [C, D] of 8 bits; added to `into`, if there is such."""
+    """Return q k^T, float32 [64, C / 4], of q [16, D] float16 and 8-bit k [C, D], added to `into` if given."""
     tokens = k.shape[0]
     if is_interpreting(interpret):
         every = jnp.dot(q.astype(jnp.float32), k.astype(jnp.float32).T, preferred_element_type=jnp.float32)
@@ -83,7 +84,7 @@ def scores(q: jax.Array, k: jax.Array, interpret: Interpret = None, into: jax.Ar
 
 
 def mix(mixed: jax.Array, weight: jax.Array, v: jax.Array, interpret: Interpret = None) -> jax.Array:
-    """mixed + weight v [64, D] float32, of weight [64, C / 4] float16 and v [C, D] of 8 bits."""
+    """Return mixed + weight v, float32 [64, D], of weight [64, C / 4] float16 and 8-bit v [C, D]."""
     tokens, dim = v.shape
     if is_interpreting(interpret):
         left = weight.astype(jnp.float32).reshape(WARPS, ROWS, tokens // WARPS)
@@ -124,7 +125,7 @@ def _mix(acc: Any, weight: Any, v: Any) -> Any:
         fragment = [inline.words(register)[0] for register in left[c]]
         below = [[inline.words(register) for register in two] for two in right[c, x]]  # j, e, words
         for word in range(wide // 4):
-            # Bytes of two keys by turns, then widened: two keys of one column in each word.
+            # Interleave the bytes of two keys, then widen: each word holds two keys of one column, as a fragment needs.
             pairs = [
                 [
                     half

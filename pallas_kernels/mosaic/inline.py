@@ -1,6 +1,7 @@
-"""Instructions of Hopper that Mosaic has no operation for, in PTX: to be called within `plgpu.inline_mgpu`.
+"""PTX instructions of Hopper that Mosaic does not expose; call these within `plgpu.inline_mgpu`.
 
-Values are MLIR's: a register is a vector of what a thread has side by side, a word 32 bits of it.
+All values are MLIR values. A *register* is the vector of adjacent elements that a thread holds; a
+*word* is 32 bits of a register.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ llvm: Any = _llvm
 vector: Any = _vector
 FragmentedArray: Any = _FragmentedArray
 
-# e4m3 has an instruction. Of an integer x, the bits of x + 128 are the last eight of 1024 + 128 + x in float16.
+# e4m3 has a conversion instruction. For int8, x + 128 is the low byte of the float16 number 1024 + 128 + x.
 HALVES = {
     "e4m3": "mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;",
     "int8": """xor.b32 x, $2, 0x80808080; mov.b32 m, 0x64806480;
@@ -33,7 +34,7 @@ def _word() -> Any:
 
 
 def words(register: Any) -> list[Any]:
-    """The words of a register, in order."""
+    """Split a register into words, in order."""
     kind = ir.VectorType(register.type)
     narrow = ir.IntegerType.get_signless(8)
     if kind.element_type != narrow and kind.element_type == ir.Float8E4M3FNType.get():
@@ -44,13 +45,13 @@ def words(register: Any) -> list[Any]:
 
 
 def register_of(found: Sequence[Any]) -> Any:
-    """A register of float16 of these words."""
+    """Join words into a register of float16."""
     several = vector.from_elements(ir.VectorType.get((len(found),), _word()), list(found))
     return vector.bitcast(ir.VectorType.get((2 * len(found),), ir.F16Type.get()), several)
 
 
 def halves(word: Any, stored: Any) -> tuple[Any, Any]:
-    """Four values of 8 bits as two words of float16: the first two, and the last two. `stored`: their MLIR type."""
+    """Widen the four 8-bit values of a word, of MLIR type `stored`, to two words of float16."""
     text = HALVES["e4m3" if stored == ir.Float8E4M3FNType.get() else "int8"]
     text = f"{{ .reg .b16 a, b; .reg .b32 x, y, z, m; {text} }}"
     both = llvm.inline_asm(llvm.StructType.get_literal([_word()] * 2), [word], text, "=r,=r,r", has_side_effects=False)
@@ -58,7 +59,7 @@ def halves(word: Any, stored: Any) -> tuple[Any, Any]:
 
 
 def crossed(first: Any, second: Any) -> tuple[Any, Any]:
-    """Bytes of two words by turns: of the first two of each, and of the last two of each."""
+    """Interleave the bytes of two words: the low two bytes of each, then the high two of each."""
     return _permuted(first, second, TURNS[0]), _permuted(first, second, TURNS[1])
 
 
@@ -68,9 +69,9 @@ def _permuted(first: Any, second: Any, order: int) -> Any:
 
 
 def mma(sums: Sequence[Any], left: Sequence[Any], right: Sequence[Any]) -> list[Any]:
-    """One warp's product of 16 x 16 by 16 x 8, float16, added to `sums`, the 4 float32 of a thread.
+    """Add one warp's 16 x 16 by 16 x 8 float16 product to `sums`, a thread's 4 float32.
 
-    4 words of `left`, 2 of `right`, as PTX lays out the fragments of mma.m16n8k16.
+    `left` has 4 words and `right` 2, in PTX's fragment layout of mma.m16n8k16.
     """
     single = ir.F32Type.get()
     text = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
@@ -82,16 +83,16 @@ def mma(sums: Sequence[Any], left: Sequence[Any], right: Sequence[Any]) -> list[
 
 
 def zeros() -> list[Any]:
-    """Of what `mma` adds to."""
+    """Return the four zeros that `mma` starts from."""
     single = ir.F32Type.get()
     return [llvm.mlir_constant(ir.FloatAttr.get(single, 0.0)) for _ in range(4)]
 
 
 def pair(values: Sequence[Any]) -> Any:
-    """A register of two float32."""
+    """Join two float32 into a register."""
     return vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), list(values))
 
 
 def singles(register: Any) -> list[Any]:
-    """The float32 of a register."""
+    """Split a register into its float32 elements."""
     return [vector.extract(register, [], [i]) for i in range(ir.VectorType(register.type).shape[0])]

@@ -1,11 +1,12 @@
-"""Run a Hopper kernel on the host: the interpreter, and the seams where it cannot follow the device.
+"""Run a Hopper kernel on the host, with stand-ins for what the interpreter lacks.
 
-Every kernel takes `interpret`: None compiles it, `interpreter()` runs it in Python, with its warpgroups, barriers,
-TMA copies and shared memory, so that what is tested is the kernel and not a twin of it. Three things go through this
-file because the interpreter lacks them: matrix products with an operand in registers (`wgmma`, `mma`), register
-layouts before 0.11 (`cast`), and the fence that reads by ordinary loads need where the device needs none (`fence`).
+Every kernel takes `interpret`: None compiles it; `interpreter()` runs it in Python, including its
+warpgroups, barriers, TMA copies and shared memory, so tests run the kernel itself. The interpreter
+lacks three things that this file supplies: matrix products with an operand in registers (`wgmma`,
+`mma`), register layouts before jax 0.11 (`cast`), and a fence that its ordinary loads need although
+the device's do not (`fence`).
 
-Letters here: M rows of the product, C what is summed over, N columns.
+Letters: M rows of the product, C contracted dimension, N columns.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ import jax.numpy as jnp
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.compat import plgpu
 
-Interpret = Any  # None, or what `interpreter` gives; hashable, so it may be a static argument of jit
+Interpret = Any  # None, or the result of `interpreter`; hashable, so it can be a static argument of jit
 
 
 def interpreter(*, detect_races: bool = False) -> Interpret:
-    """The `interpret` argument that runs a kernel on the host. Races need jax 0.11; see `watch_races`."""
+    """Return the `interpret` argument that runs a kernel on the host.
+
+    Race detection needs jax 0.11; see `watch_races`.
+    """
     return compat.interpreter_params(detect_races)
 
 
@@ -34,20 +38,20 @@ def is_interpreting(interpret: Interpret) -> bool:
 
 
 class Races:
-    """Whether kernels run with `interpreter(detect_races=True)` had unordered accesses to one address."""
+    """The races of kernels run with `interpreter(detect_races=True)`: unordered accesses to one address."""
 
     def __init__(self) -> None:
         self.kernels: list[Any] = []
 
     def found(self) -> bool:
         if not self.kernels:
-            raise RuntimeError("no kernel has been run to its end yet: wait for its results, inside `watch_races`")
+            raise RuntimeError("no kernel has finished yet: wait for its results inside `watch_races`")
         return any(kernel.races_found for kernel in self.kernels)
 
 
 @contextmanager
 def watch_races() -> Iterator[Races]:
-    """Of all kernels that run within, to be asked once their results are there (`block_until_ready`)."""
+    """Collect the races of all kernels run inside; query them when the results are ready (`block_until_ready`)."""
     races = Races()
     with compat.watched_kernels() as kernels:
         races.kernels = kernels
@@ -55,7 +59,7 @@ def watch_races() -> Iterator[Races]:
 
 
 def cast(x: jax.Array, layout: Any, interpret: Interpret) -> jax.Array:
-    """`x` laid over the registers as `layout` says."""
+    """Lay `x` out over the registers as `layout` says."""
     if is_interpreting(interpret) and not compat.DETECTS_RACES:
         return x
     laid: jax.Array = plgpu.layout_cast(x, layout)
@@ -63,10 +67,11 @@ def cast(x: jax.Array, layout: Any, interpret: Interpret) -> jax.Array:
 
 
 def fence(interpret: Interpret) -> None:
-    """After a product whose operands are to be overwritten by TMA, before their slot is released.
+    """Order a product's reads before TMA overwrites its operands; call it before releasing their slot.
 
-    The tensor core reads shared memory by the same path as TMA. The interpreter's stand-in reads it by ordinary
-    loads, which without this would be told as a race.
+    On the device the tensor core reads shared memory through the same proxy as TMA, so nothing is
+    needed. The interpreter's stand-in uses ordinary loads, which would otherwise be reported as a
+    race.
     """
     if is_interpreting(interpret):
         plgpu.commit_smem()
@@ -81,11 +86,12 @@ def wgmma(
     meanwhile: Callable[[], None] | None = None,
     interpret: Interpret = None,
 ) -> jax.Array:
-    """acc + a @ b in float32 [M, N] by one warpgroup, waited for. M = 64 a warpgroup.
+    """Return acc + a @ b, float32 [M, N], by one warpgroup, and wait for it; M = 64.
 
-    a [M, C]: a ref in shared memory, or an array in registers of `Layout.WGMMA`. b: a ref in shared memory, [C, N], or
-    [N, C] where `transposed`. Write registers to shared memory only before a `commit_smem`. `meanwhile` is called
-    between issuing the product and waiting for it, where there is no acc; it may not touch the operands.
+    a [M, C]: a ref in shared memory, or an array in registers of `Layout.WGMMA`. b: a ref in shared
+    memory, [C, N], or [N, C] if `transposed`. Registers stored to shared memory need a
+    `commit_smem` first. `meanwhile` runs between issuing the product and waiting for it; it must
+    not touch the operands, and `acc` must be None.
     """
     in_registers = isinstance(a, jax.Array)
     if is_interpreting(interpret) and (in_registers or not compat.DETECTS_RACES):
@@ -94,7 +100,7 @@ def wgmma(
             meanwhile()
         return plain
     right = compat.transpose(b) if transposed else b
-    assert acc is None or meanwhile is None, "an acc is not summed beside other work"
+    assert acc is None or meanwhile is None, "`acc` and `meanwhile` exclude each other"
     if acc is not None and not is_interpreting(interpret):
         summed: jax.Array = pl.run_state(lambda ref: plgpu.wgmma(ref, a, right))(plgpu.ACC.init(acc))
         return summed
@@ -112,7 +118,7 @@ def wgmma(
 
 
 def wgmmas(acc: jax.Array, pairs: Sequence[tuple[Any, Any]], interpret: Interpret = None) -> jax.Array:
-    """acc + the sum of a @ b over `pairs` of refs in shared memory, issued together and waited for once."""
+    """Return acc + the sum of a @ b over `pairs` of refs in shared memory, issued together with one wait."""
     if is_interpreting(interpret):
         for a, b in pairs:
             acc = wgmma(a, b, acc, interpret=interpret)
@@ -127,7 +133,7 @@ def wgmmas(acc: jax.Array, pairs: Sequence[tuple[Any, Any]], interpret: Interpre
 
 
 def mma(acc: jax.Array, a: jax.Array, b: jax.Array, interpret: Interpret = None) -> jax.Array:
-    """acc + a @ b by warp-level products: acc [M, N] of `Layout.MMA_ACC`, a [M, C] `MMA_LHS`, b [C, N] `MMA_RHS`."""
+    """Return acc + a @ b by warp-level products: acc [M, N] `MMA_ACC`, a [M, C] `MMA_LHS`, b [C, N] `MMA_RHS`."""
     if is_interpreting(interpret):
         return _plain(a, b, acc, False)
     product: jax.Array = plgpu.mma(acc, a, b)

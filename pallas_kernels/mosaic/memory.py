@@ -1,4 +1,4 @@
-"""Shared memory as Hopper's units for copies and products like it."""
+"""Shared-memory buffers in the layout that Hopper's copy and tensor-core units require."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pallas_kernels.mosaic.compat import plgpu
 
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """A scratch buffer in tiles of 8 rows of up to 128 bytes, swizzled: what TMA writes, tensor cores read."""
+    """Return a scratch buffer in swizzled tiles of 8 rows of up to 128 bytes, as TMA and tensor cores use."""
     size = jnp.dtype(dtype).itemsize
     width = min(128 // size, shape[-1])
     transforms = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * size)

@@ -1,10 +1,12 @@
-"""Tiles of 8-bit weights in shared memory: a warpgroup widens its 64 outputs of each, exactly, and multiplies by them.
+"""Multiply by tiles of 8-bit weights: each warpgroup widens its own 64 outputs of a tile, exactly, in shared memory.
 
-The tensor core takes 8 bits only where what is summed over lies together, and weights do not lie so: they go through
-registers into shared memory, wide (widen.py). Of that there are two buffers: the next tile is widened while the tensor
-core works on this one. Operands are swapped: outputs are the rows of its product, 64 of which are the least it takes.
+For 8-bit operands the tensor core requires the contracted dimension to be contiguous, which in
+weights it is not. So weights go through registers back into shared memory, widened (widen.py). The
+wide tile has two buffers: the next tile is widened while the tensor core works on the current one.
+Operands are swapped: outputs are the rows of the product, of which the tensor core needs at least
+64.
 
-Letters: I what is summed over, N tokens of a product, O outputs.
+Letters: I contracted dimension, N tokens of a product, O outputs.
 """
 
 from __future__ import annotations
@@ -27,22 +29,22 @@ from pallas_kernels.mosaic.widen import widened
 
 QUANTIZED = ("int8", "float8_e4m3fn")
 CONSUMERS, ROWS = 2, 64
-COLUMNS = CONSUMERS * ROWS  # outputs of a tile
+COLUMNS = CONSUMERS * ROWS  # outputs per tile
 BUFFERS = 2
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Everything static about tiles of `depth` of I and COLUMNS outputs."""
+    """The static parameters of tiles of `depth` inputs (of I) and COLUMNS outputs."""
 
     depth: int
-    every: int  # tiles that share a scale; 0: all do, and scaling is not done here
-    dtype: Any  # of the products
-    stored: Any  # of the weights
+    every: int  # consecutive tiles that share a scale; 0: one scale for all, applied elsewhere
+    dtype: Any  # of the widened weights and activations
+    stored: Any  # of the stored weights
     interpret: Interpret
 
     def scratch(self, stages: int) -> list[Any]:
-        """A ring of tiles as they come, and what they are widened to."""
+        """Return the scratch buffers: the ring of 8-bit tiles, and the buffers they are widened into."""
         return [
             tiled((stages, CONSUMERS, self.depth, ROWS), self.stored),
             tiled((BUFFERS, CONSUMERS, self.depth, ROWS), self.dtype),
@@ -50,12 +52,12 @@ class Tile:
 
 
 def held(depth: int, stages: int, size: int = 2) -> int:
-    """Bytes of shared memory of such a scratch; `size`: of a widened weight."""
+    """Return the bytes of shared memory that `Tile.scratch` takes; `size`: bytes of a widened weight."""
     return depth * COLUMNS * (stages + BUFFERS * size)
 
 
 def bring(values: Any, where: tuple[Any, ...], column: jax.Array, narrow: Any, full: Any) -> None:
-    """One tile, by CONSUMERS copies: values[*where, column:] -> narrow [CONSUMERS, depth, ROWS]."""
+    """Copy one tile, in CONSUMERS copies: values[*where, column:] -> narrow [CONSUMERS, depth, ROWS]."""
     for half in range(CONSUMERS):
         source = values.at[(*where, pl.ds(column + half * ROWS, ROWS))]
         plgpu.copy_gmem_to_smem(source, narrow.at[half], full)
@@ -63,7 +65,7 @@ def bring(values: Any, where: tuple[Any, ...], column: jax.Array, narrow: Any, f
 
 @dataclass(frozen=True)
 class Ring:
-    """Refs of a ring of tiles, and where this warpgroup is in it."""
+    """The refs of a ring of tiles, and this warpgroup's position in it."""
 
     narrow: Any  # [stages, CONSUMERS, depth, ROWS]
     wide: Any  # [BUFFERS, CONSUMERS, depth, ROWS]
@@ -71,17 +73,18 @@ class Ring:
     full: Any  # barriers
     free: Any
     stages: int
-    role: jax.Array  # of the consumers
-    done: jax.Array  # tiles before
+    role: jax.Array  # index of this consumer
+    done: jax.Array  # tiles consumed before
 
     def slot(self, k: jax.Array) -> jax.Array:
         return lax.rem(self.done + k, jnp.int32(self.stages))
 
 
 def summed(tile: Tile, ring: Ring, steps: jax.Array | int, scale_at: Callable[[jax.Array], Any]) -> jax.Array:
-    """[ROWS, N] float32: this warpgroup's outputs, summed over the next `steps` tiles, of which there is at least one.
+    """Return this warpgroup's outputs, [ROWS, N] float32, summed over the next `steps` >= 1 tiles.
 
-    `scale_at(i)`: the ref [ROWS] of scale i from the first of these tiles on, where `tile.every`.
+    `scale_at(i)`: the ref [ROWS] of the scale of tile i, counted from the first of these tiles;
+    used if `tile.every` > 0.
     """
     layout, tokens = plgpu.Layout.WGMMA, ring.x.shape[1]
 
@@ -92,7 +95,7 @@ def summed(tile: Tile, ring: Ring, steps: jax.Array | int, scale_at: Callable[[j
 
     def step(k: jax.Array, total: jax.Array) -> jax.Array:
         scale = None
-        if tile.every:  # on its way while the product is waited for
+        if tile.every:  # loaded while the product runs
             scale = compat.load(scale_at(k), layout.reduce(1), optimized=False)
 
         def meanwhile() -> None:
@@ -112,6 +115,6 @@ def summed(tile: Tile, ring: Ring, steps: jax.Array | int, scale_at: Callable[[j
 
 
 def _widen(tile: Tile, ring: Ring, k: jax.Array) -> None:
-    """This warpgroup's weights of a tile, in the dtype of the products."""
+    """Widen this warpgroup's half of tile k into its buffer."""
     wide = widened(ring.narrow.at[ring.slot(k), ring.role], tile.dtype, tile.interpret)
     ring.wide[lax.rem(k, jnp.int32(BUFFERS)), ring.role] = wide

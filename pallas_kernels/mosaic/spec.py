@@ -1,4 +1,4 @@
-"""What a kernel for Hopper is chosen for: the shapes of one step on one device."""
+"""The shapes that the config of a Hopper kernel is chosen for."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any, Protocol, TypeVar
 
 import jax.numpy as jnp
 
-CORES = 132  # of an H100 or H200, SXM
-SMEM = 232_448  # bytes of shared memory that a block may have
+CORES = 132  # streaming multiprocessors of an H100 or H200 SXM
+SMEM = 232_448  # bytes of shared memory available to a block
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Letters as in layout.py. H and K are those of one shard."""
+    """The shapes of one step on one device; letters as in layout.py, H and K per shard."""
 
     rows: int  # S
     heads: int  # H
     kv_heads: int  # K
     dim: int  # D
     page: int  # B
-    queries: int = 1  # most query tokens of a row
+    queries: int = 1  # maximum query tokens of a row
     dtype: Any = jnp.bfloat16
     kv_dtype: Any = jnp.bfloat16
     cores: int = CORES
-    values: int = 0  # R, columns of a latent that are values; 0: values have a pool of their own
+    values: int = 0  # R, columns of a latent that are its values; 0: values have their own pool
 
     @property
     def group(self) -> int:
@@ -33,7 +33,7 @@ class Spec:
 
     @property
     def compute_dtype(self) -> Any:
-        """Of the products: float16 where pools are of 8 bits, which take the fewest instructions to become that."""
+        """The dtype of the products: float16 for 8-bit pools, as widening to it takes the fewest instructions."""
         return jnp.float16 if self.quantised else self.dtype
 
     @property
@@ -45,10 +45,10 @@ S = TypeVar("S", contravariant=True)
 
 
 class Config(Protocol[S]):
-    """Block sizes and the like of one kernel."""
+    """The block sizes and other choices of one kernel."""
 
     def validate(self, spec: S) -> None:
-        """Raises ValueError, with the reason, where it cannot compute the spec."""
+        """Raise ValueError, with the reason, if this config cannot compute the spec."""
 
 
 T = TypeVar("T")
@@ -56,12 +56,12 @@ C = TypeVar("C", bound=Config[Any])
 
 
 def allowed(configs: Iterable[C], spec: Any) -> Iterator[C]:
-    """Those that can compute the spec, each once."""
+    """Yield the distinct configs that can compute the spec."""
     return (config for config in dict.fromkeys(configs) if _why_not(config, spec) is None)
 
 
 def refusal(heuristic: Callable[[T], Config[T]], *specs: T) -> str | None:
-    """None, or why a kernel's heuristic config cannot compute one of the specs."""
+    """Return None, or the reason why a kernel's heuristic config cannot compute one of the specs."""
     return next((why for spec in specs if (why := _why_not(heuristic(spec), spec)) is not None), None)
 
 

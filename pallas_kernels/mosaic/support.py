@@ -1,4 +1,4 @@
-"""Whether Mosaic kernels for Hopper can run here, or why not."""
+"""Whether Mosaic kernels for Hopper can run here."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pallas_kernels.choice import Here
 
 
 def unfit(spec: Here) -> str | None:
-    """None, or why no kernel for Hopper runs on the device of `spec`, of attention or of another operation."""
+    """Return None, or the reason why no Hopper kernel runs on the device of `spec`."""
     if spec.interpret:
         return _interpreter()
     if spec.platform != "gpu":
-        return f"it is for GPUs; this is {spec.platform}"
+        return f"it needs a GPU; this is {spec.platform}"
     if not spec.capability.startswith("9."):
         found = spec.capability or "unknown"
-        return f"it is for Hopper (compute capability 9.0); that of {spec.device or 'this device'} is {found}"
+        return f"it needs Hopper (compute capability 9.0); {spec.device or 'this device'} has {found}"
     return None
 
 

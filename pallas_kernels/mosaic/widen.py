@@ -1,7 +1,7 @@
-"""Values of 8 bits in shared memory, as values of 16 in registers: by wide loads, and two values an instruction.
+"""Widen 8-bit values in shared memory to 16-bit values in registers, by wide loads, two values per instruction.
 
-What a thread loads lies together, so a load takes 8 bytes, and what it makes of them lies together again: to be stored
-it needs no exchange between threads. Nothing is rounded: what 8 bits can say, 16 can, and NaN stays NaN.
+A thread loads 8 adjacent bytes and its results are adjacent again, so storing them needs no
+exchange between threads. Widening is exact: 16 bits represent every 8-bit value, and NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from pallas_kernels.mosaic.interpret import Interpret, is_interpreting
 
 
 def widened(tile: Any, dtype: Any, interpret: Interpret = None) -> jax.Array:
-    """A tile [R, C] of int8 or e4m3 in shared memory, in `dtype` (float16 or bfloat16), in registers.
+    """Return a tile [R, C] of int8 or e4m3 in shared memory as registers of `dtype` (float16 or bfloat16).
 
-    R is a multiple of 16, C of 64. Store it whole into shared memory of any tiling, before a `commit_smem`.
+    R is a multiple of 16, C of 64. The result may be stored to shared memory of any tiling; call
+    `commit_smem` after it.
     """
     if is_interpreting(interpret):
         plain: jax.Array = tile[...]
@@ -34,18 +35,18 @@ def widened(tile: Any, dtype: Any, interpret: Interpret = None) -> jax.Array:
         made: jax.Array = make(lambda _, values: _halves(values))(narrow)
         return made
     if narrow.dtype != jnp.int8:
-        narrow = narrow.astype(jnp.float16).astype(jnp.float32)  # the hardware widens it to no other type
+        narrow = narrow.astype(jnp.float16).astype(jnp.float32)  # the hardware converts e4m3 to float16 only
     return narrow.astype(dtype)
 
 
 def _rows(columns: int) -> Any:
-    """Eight neighbours in a thread, up to 128 in neighbouring threads: banks of shared memory are met once."""
+    """Return a layout with 8 adjacent values per thread and up to 128 in adjacent threads, free of bank conflicts."""
     high, wide = (2, 128) if columns % 128 == 0 else (4, 64)
     return tiled((4 * high, wide), (high, wide), (8,), warps=(-5,), lanes=(-3, -2))
 
 
 def tiled(*tiles: tuple[int, ...], warps: tuple[Any, ...], lanes: tuple[int, ...]) -> Any:
-    """The registers that hold an array cut into tiles of tiles, the last of which is one register of a thread."""
+    """Return the layout of an array cut into nested tiles; the innermost tile is one register of a thread."""
     return plgpu.Layout.TILED(plgpu.Tiling(tiles), warps, lanes, -1)
 
 

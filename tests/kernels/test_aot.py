@@ -1,5 +1,4 @@
-"""The compile gate finds what it is there to find: in reports as the compilers write them, and, where their packages
-are installed, in programs with faults planted in them."""
+"""The compile gate finds faults in compiler reports and, if the compilers are installed, in planted programs."""
 
 from __future__ import annotations
 
@@ -113,7 +112,7 @@ def test_command_buffers_are_counted_at_every_depth(tmp_path: Path) -> None:
         ("%c = f32[512,4096]{1,0} copy(%written)", "copy c of f32[512, 4096]"),
         ("%d = f32[8,4096,64]{2,1,0} convert(%weight)", "convert d of f32[8, 4096, 64]"),
         ("%e = ((bf16[8,4096,64]), bf16[32,4096,64]) all-gather-start(%weight)", "all-gather-start e of bf16[8, 4096"),
-        ("%f = bf16[8,4096,64]{2,1,0:S(1)} copy(%weight)", ""),  # a TPU's fast memory
+        ("%f = bf16[8,4096,64]{2,1,0:S(1)} copy(%weight)", ""),  # prefetched into a TPU's fast memory
         ("%g = f32[512,4096]{1,0} scatter(%pool, %x)", ""),
         ("%h = f32[64]{0} slice(%x)", ""),
     ],
@@ -180,7 +179,7 @@ def test_bytes_moved_are_those_of_all_turns_and_of_the_longest_branch(branch: st
 
 
 def test_real_programs_are_read_as_written_ones_are() -> None:
-    """The CPU's compiler writes the same language: a transposed copy, and an update in place."""
+    """The CPU's compiler writes the same HLO text: a transposed copy, and an update in place."""
     x = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
     turned = jax.jit(lambda x: (x.T, x)).lower(x).compile().as_text()
     assert any("[1024, 512]" in said for said in hlo.copies(turned, held=1 << 20))
@@ -215,14 +214,14 @@ def test_what_is_sound_breaks_no_law() -> None:
     ("case", "change", "said"),
     [
         (NEEDY, {"spills": 12}, "12 bytes of registers spilled, the bound is 0"),
-        (NEEDY, {"serialised": ("x",)}, "serialised"),
+        (NEEDY, {"serialised": ("x",)}, "serialized"),
         (NEEDY, {"instructions": {"mma": 2}}, "0 wgmma instructions, the bound is at least 1"),
         (NEEDY, {"smem": 300_000}, "300000 bytes of shared memory, the bound is 232448"),
         (NEEDY, {"donated": 2}, "1 of 2 donated arguments changed in place"),
         (replace(NEEDY, donate=(0,)), {}, "1600 bytes of temporaries in an operation in place, the bound is 0"),
-        (NEEDY, {"copies": ("copy x",)}, "a weight or a pool is copied, the bound is no copy: copy x"),
+        (NEEDY, {"copies": ("copy x",)}, "a weight or a pool is copied, the bound is 0 copies: copy x"),
         (replace(NEEDY, most_moved=2 * GB), {"moved": 3 * GB}, "3.000 GB read and written, the bound is 2.000 GB"),
-        (NEEDY, {"memory": 142 * GB}, "142.00 GB a device, the bound is 141 GB"),
+        (NEEDY, {"memory": 142 * GB}, "142.00 GB per device, the bound is 141 GB"),
         (GRAPHS, {"buffers": 3}, "3 command buffers, the bound is 1"),
         (GRAPHS, {"buffers": None}, "None command buffers, the bound is 1"),
     ],
@@ -262,11 +261,11 @@ def test_bounds_are_kept_by_target_and_version(tmp_path: Path) -> None:
     bounds.record("h200", "0.11.2", {"a": two}, file)
     bounds.record("h200", "0.11.0", {"c": one}, file)
     assert bounds.load("h200", "0.11.9", file) == ({"a": two, "c": one}, "0.11")
-    assert bounds.load("h200", "0.12.0.1", file)[1] == "0.11", "a new jax is held to what the last one gave"
+    assert bounds.load("h200", "0.12.0.1", file)[1] == "0.11", "a new jax uses the bounds of the previous one"
     assert bounds.load("h200", "0.9.9", file) == ({}, "")
     assert bounds.load("tpu:v5e", "0.11.2", file) == ({}, "")
     bounds.record("h200", "0.11.2", {"c": two}, file, whole=True)
-    assert bounds.load("h200", "0.11.2", file)[0] == {"c": two}, "what is no case any more goes"
+    assert bounds.load("h200", "0.11.2", file)[0] == {"c": two}, "cases that no longer exist are dropped"
     assert len(file.read_text().splitlines()) < 14
 
 
@@ -313,7 +312,7 @@ def test_help_says_what_it_does() -> None:
     assert said.returncode == 0 and all(flag in said.stdout for flag in ("--record", "--only", "--target", "--json"))
 
 
-@pytest.mark.skipif(H200.missing() is None, reason="what compiles for the GPU is installed")
+@pytest.mark.skipif(H200.missing() is None, reason="the compilers for the GPU are installed")
 def test_without_the_packages_it_fails_and_says_what_to_install() -> None:
     ran = gate()
     assert ran.returncode == 1

@@ -1,4 +1,4 @@
-"""Paged attention in XLA against the float64 reference, and the laws that scheduling relies on."""
+"""Paged attention in XLA against the float64 reference, and the invariants that scheduling relies on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.kernels.ragged import deal, make
 Floats = npt.NDArray[np.float32]
 Pools = list[tuple[jax.Array, jax.Array]]
 PAGE, POOL, DIM, SCALE = 4, 48, 8, 0.3
-# Around every boundary of a page, and of a chunk of pages.
+# Around every boundary of a page and of a chunk of pages.
 CONTEXTS = [1, PAGE - 1, PAGE, PAGE + 1, 31, 32, 33, 7]
 
 
@@ -44,14 +44,14 @@ def dense(q: Floats, k_pool: Floats, v_pool: Floats, ragged: Ragged, **options: 
 
 @partial(jax.jit, static_argnames=("decode", "queries", "window", "softcap", "return_lse", "heads_first"))
 def attend(q: Any, k_pool: Any, v_pool: Any, ragged: Ragged, **options: Any) -> Any:
-    """Of pools [N, B, K, D], also where they are to have heads first."""
+    """Run XLA's attention on pools [N, B, K, D], transposed first if `heads_first`."""
     if options.get("heads_first"):
         k_pool, v_pool = (jnp.swapaxes(pool, 1, 2) for pool in (k_pool, v_pool))
     with jax.default_matmul_precision("highest"):
         return attention_xla.paged_attention(q, k_pool, v_pool, ragged, scale=SCALE, **options)
 
 
-# What there is to combine. One row of decode more than are computed together, and some that share pages.
+# The options to combine. Decode has one row more than are computed together, and some rows share pages.
 GROUPS = [(2, 1), (1, 4), (2, 5), (3, 8), (1, 16)]  # K, G
 WINDOWS = [None, PAGE + 1, 20, 1]
 CAPS = [None, 1.5]
@@ -65,7 +65,7 @@ EVERYTHING = list(product(WINDOWS, CAPS, STORED, [False, True], KINDS))  # heads
 
 
 def pairwise(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """A few of the rows, in which any two values occur together that do so in one of all the rows."""
+    """Choose a few of the rows that together contain every pair of values that any row contains."""
 
     def pairs(row: tuple[Any, ...]) -> set[Any]:
         return set(combinations(enumerate(map(str, row)), 2))
@@ -86,7 +86,7 @@ FULL = [(group, *rest) for group, rest in product(GROUPS, EVERYTHING)]
 def check(
     heads: tuple[int, int], window: int | None, softcap: float | None, stored: Any, first: bool, kind: str
 ) -> None:
-    """Values and lse of one step of a kind."""
+    """Compare the values and lse of one step of a kind with the reference."""
     (kv_heads, group), rows = heads, KINDS[kind]
     dealt = deal(rows[: len(CONTEXTS)] if kind == "decode" else rows, page=PAGE, pool=POOL)
     tables = [*dealt, *dealt, []] if kind == "decode" else dealt
@@ -94,7 +94,7 @@ def check(
     ragged = make(
         rows, tables, page=PAGE, pool=POOL, padded_rows=19, tokens=19 if kind == "decode" else size + 3, width=12
     )
-    if kind == "decode":  # token i is all of row i, also where a row is empty
+    if kind == "decode":  # token i is all of row i, even if a row is empty
         ragged = ragged._replace(starts=np.arange(19, dtype=np.int32))
     q, (k, v), scales = values(len(ragged.rows), kv_heads * group, DIM), pools(kv_heads), None
     if stored is not None:
@@ -106,7 +106,7 @@ def check(
     want, want_lse = reference.attention(q, k, v, ragged, scale=SCALE, **rule)
     np.testing.assert_allclose(out, want, atol=1e-5, rtol=0)
     np.testing.assert_allclose(lse, want_lse, atol=1e-5, rtol=1e-6)
-    assert np.all(np.asarray(lse)[np.asarray(ragged.rows) == 19] == np.float32(MASKED)), "padding has seen nothing"
+    assert np.all(np.asarray(lse)[np.asarray(ragged.rows) == 19] == np.float32(MASKED)), "padding sees no key"
 
 
 @pytest.mark.parametrize(("heads", "window", "softcap", "stored", "first", "kind"), BARE, ids=str)
@@ -132,7 +132,7 @@ def test_every_step_equals_the_reference(
 )
 @settings(max_examples=examples(40))
 def test_any_step_equals_the_dense_twin(rows: list[tuple[int, int]], seed: int) -> None:
-    """Rows of `length` new tokens after `past` old ones, in one program of 45 tokens and 12 rows."""
+    """Rows have `length` new tokens after `past` cached ones; one program of 45 tokens and 12 rows runs all."""
     steps = [(length, past + length if length else 0) for length, past in rows]
     ragged = make(
         steps, deal(steps, page=PAGE, pool=POOL, seed=seed), page=PAGE, pool=POOL, tokens=45, padded_rows=12, width=8
@@ -156,7 +156,7 @@ def test_prompts_of_several_tiles(monkeypatch: pytest.MonkeyPatch, window: int |
         (17, 17),
     ]  # tiles: two large; one of each; two small; none; one large
     ragged = make(rows, deal(rows, page=PAGE, pool=POOL), page=PAGE, pool=POOL, tokens=121, width=32)
-    q = values(121, 4, DIM)  # 121: a last tile reaches beyond the tokens
+    q = values(121, 4, DIM)  # 121 tokens, so that a last tile reaches past them
     got = attend(q, *pools(2), ragged, window=window)
     np.testing.assert_allclose(got, dense(q, *pools(2), ragged, window=window), atol=1e-5, rtol=0)
     jax.clear_caches()
@@ -178,7 +178,7 @@ def test_rows_may_share_pages() -> None:
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize(("window", "queries"), [(None, None), (9, 6)])
 def test_a_row_has_the_same_bits_alone_and_beside_others(window: int | None, queries: int | None, first: bool) -> None:
-    """In programs of one shape, wherever the row lies and however far the others reach."""
+    """Holds for programs of one shape, wherever the row is and however far the others reach."""
     rows = [(1, 30), (1, 44), (6, 21), (1, 3), (3, 30)]
     tables = deal(rows, page=PAGE, pool=POOL)
     q, shape = values(12, 4, DIM), {"page": PAGE, "pool": POOL, "width": 16, "tokens": 12, "padded_rows": 5}
@@ -196,7 +196,7 @@ def test_a_row_has_the_same_bits_alone_and_beside_others(window: int | None, que
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("window", [None, 3])
 def test_what_a_page_held_before_is_not_seen_even_if_nan(window: int | None, first: bool) -> None:
-    """Neither beyond the context, nor below every window of the row."""
+    """Neither after the context nor before every window of the row."""
     rows = [(1, 6), (3, 9), (1, 1)]
     ragged = make(rows, deal(rows, page=PAGE, pool=POOL), page=PAGE, pool=POOL, width=8)
     k, v = pools(2)
@@ -244,7 +244,7 @@ def test_shapes_that_do_not_fit_are_named() -> None:
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("columns", [1, 5, 12, 16])
 def test_a_short_block_table_does_not_make_it_copy_the_pool(columns: int, first: bool) -> None:
-    """Compiled memory tells: a table of one chunk once made XLA copy every pool at each decode step, for seconds."""
+    """Check the compiled memory: with a table of one chunk, XLA copied every pool at each decode step."""
     pool, q = jnp.zeros((4096, *((2, 16) if first else (16, 2)), 128)), jnp.zeros((1, 4, 128))
     ragged = make([(1, 8)], [[0]], page=16, pool=4096, width=columns)
 

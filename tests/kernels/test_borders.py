@@ -1,7 +1,7 @@
-"""What top-k, top-p and min-p keep of a row, by XLA and by the Hopper kernel, against float64.
+"""Sampling thresholds by XLA and by the Hopper kernel, against float64.
 
-The law: what is kept is all down to some logit, its ties among it, and where float64 keeps more or less, the share of
-the mass above that logit is top-p's within rounding.
+A row keeps every logit down to some threshold, including ties. If float64 keeps more or fewer, the
+share of the mass above the threshold is top-p's within rounding.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RANDOM = np.random.default_rng(0)
 
 @dataclass(frozen=True)
 class Asks:
-    """Of one row."""
+    """The sampling options of one row."""
 
     top_k: int = 0
     top_p: float = 1.0
@@ -73,15 +73,15 @@ def options(asks: tuple[Asks, ...]) -> Options:
 
 
 def rows(kind: str, vocab: int, count: int) -> Array:
-    """Logits [count, vocab]."""
+    """Return logits [count, vocab] of a kind."""
     x = RANDOM.normal(size=(count, vocab))
-    if kind == "peaked":  # as a language model's: weights fall as a power of the rank
+    if kind == "peaked":  # like a language model's: weights fall as a power of the rank
         x = -1.6 * np.log1p(np.argsort(np.argsort(-x))) + 0.3 * x
     elif kind == "tied":
         x = np.round(4 * x) / 4
     elif kind == "constant":
         x = np.full_like(x, -3.25)
-    elif kind == "masked":  # as a grammar leaves them
+    elif kind == "masked":  # like logits masked by a grammar
         x = np.where(RANDOM.random(x.shape) < 0.03, x, -np.inf)
         x[:, 7] = 0.0
     elif kind == "padded":
@@ -106,7 +106,7 @@ def check(x: Array, asks: tuple[Asks, ...], threshold: Array) -> None:
             enough = np.searchsorted(np.cumsum(weight[order]), one.top_p * weight.sum())
             want &= row >= row[order[min(enough, len(row) - 1)]]
         assert kept.any() and row[kept].min() > max(row[~kept], default=-np.inf)
-        if (kept != want).any():  # only by rounding: what is between them weighs nothing, or the sum was just enough
+        if (kept != want).any():  # only by rounding: the logits between have no weight, or the sum was barely enough
             assert one.top_p < 1, (one, kept.sum(), want.sum())
             share = weight[kept].sum() / weight.sum()
             lowest = row[kept].min()
@@ -126,7 +126,7 @@ def test_xla_keeps_what_float64_keeps(kind: str, where: str) -> None:
     assert np.asarray(found.sweeps).max() <= (65 if where == "on a CPU" else 25)
 
 
-LOOKS = {  # of 128,256 logits, on average and at most: the table of docs/reference/kernels.md
+LOOKS = {  # sweeps over 128,256 logits, mean and maximum: the table of docs/reference/kernels.md
     ("zipf", Asks(top_k=50)): (1.0, 1),
     ("zipf", Asks(top_p=0.9)): (1.0, 1),
     ("zipf", Asks(top_k=50, top_p=0.9)): (1.0, 1),
@@ -187,7 +187,7 @@ SMALL = Config(lanes=128, tile=256, stages=2)
 
 
 def check_kernel(x: Array, asks: tuple[Asks, ...], config: Config = SMALL) -> Array:
-    """Keeps what float64 keeps; how often each row was swept."""
+    """Check that the kernel keeps what float64 keeps; return how often each row was swept."""
     told = options(asks)
     with without_races() as interpret:
         program = jax.jit(lambda x, told: by_mosaic(x, told, config=config, interpret=interpret))
@@ -198,7 +198,7 @@ def check_kernel(x: Array, asks: tuple[Asks, ...], config: Config = SMALL) -> Ar
 
 @needs_interpreter
 def test_the_kernel_keeps_what_float64_keeps() -> None:
-    """One row of each kind: some that are not looked at, that one look decides, and that take several."""
+    """One row of each kind: some are not swept, some are decided by one sweep, and some take several."""
     asks = (Asks(top_k=20, top_p=0.9), Asks(), Asks(top_p=0.9), Asks(top_k=400))
     x = np.concatenate([rows(kind, 1004, 1) for kind in ("peaked", "normal", "normal", "tied")])
     sweeps = check_kernel(x, asks)
@@ -222,7 +222,7 @@ def test_configs(config: Config, vocab: int) -> None:
 
 @needs_interpreter
 def test_tiles_that_are_overwritten_while_they_are_read_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test of the tests: a ring whose slots are filled again without a word that they were read."""
+    """Check the test: a ring whose slots are refilled before they were read is caught."""
     from pallas_kernels.ops.sampling_threshold import hopper as borders_body
 
     monkeypatch.setattr(borders_body.plgpu, "commit_smem", lambda: None)

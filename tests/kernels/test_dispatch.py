@@ -1,4 +1,4 @@
-"""The choice of a backend, told with its reasons, and what every backend's attention has in common."""
+"""Backends are chosen with their reasons logged, and the attention of every backend follows the same rules."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def values(*shape: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
-def test_cpu_gets_xla_and_asks_nobody_else() -> None:
+def test_cpu_uses_xla_without_asking_other_backends() -> None:
     assert resolve(CPU) == Choice("xla", CPU)
 
 
@@ -84,7 +84,7 @@ def test_hopper_has_configs_for_latents(heads: int, page: int, stored: str) -> N
 def test_a_named_backend_never_falls_back() -> None:
     with pytest.raises(Unsupported, match=r"'mosaic_gpu' cannot run here: .*; allowed: auto, xla"):
         resolve(CPU, "mosaic_gpu")
-    with pytest.raises(Unsupported, match=r"'cuda' is unknown; there are: auto, mosaic_gpu, tpu, xla"):
+    with pytest.raises(Unsupported, match=r"'cuda' is unknown; allowed: auto, mosaic_gpu, tpu, xla"):
         resolve(CPU, "cuda")
     assert resolve(H200, "xla") == Choice("xla", H200)
 
@@ -92,16 +92,16 @@ def test_a_named_backend_never_falls_back() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"platform": "cpu"}, "it is for GPUs; this is cpu"),
-        ({"capability": "8.9", "device": "NVIDIA L4"}, r"Hopper \(compute capability 9.0\); that of NVIDIA L4 is 8.9"),
-        ({"capability": ""}, "that of NVIDIA H200 is unknown"),
+        ({"platform": "cpu"}, "it needs a GPU; this is cpu"),
+        ({"capability": "8.9", "device": "NVIDIA L4"}, r"Hopper \(compute capability 9.0\); NVIDIA L4 has 8.9"),
+        ({"capability": ""}, "NVIDIA H200 has unknown"),
         ({"page": 8}, "pages of 8 tokens; it reads pages of 16, 32, 64, 128, 256"),
         ({"dtype": "float32"}, "must be bfloat16 or float16"),
         ({"head_dim": 80}, "must be 64, 128"),
         ({"head_dim": 192}, "must be 64, 128 or 256"),
         ({"heads": 6, "kv_heads": 4}, "must be a multiple of"),
         ({"kv_heads": 1, "head_dim": 576, "latent": 512, "kv_dtype": "float32"}, "must be float8_e4m3fn, int8 or"),
-        ({"heads": 17, "kv_heads": 1, "head_dim": 576, "latent": 512, "kv_dtype": "int8"}, "up to 16 or a multiple"),
+        ({"heads": 17, "kv_heads": 1, "head_dim": 576, "latent": 512, "kv_dtype": "int8"}, "at most 16 heads"),
         ({"kv_heads": 2, "head_dim": 576, "latent": 512}, "spec.kv_heads=2 must be 1"),
     ],
 )
@@ -120,10 +120,10 @@ def test_hopper_has_configs_for_what_is_served(page: int, dim: int, heads: tuple
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"platform": "cpu"}, "it is for TPUs; this is cpu"),
-        ({"dtype": "float16"}, "float16 is not computed on a TPU"),
-        ({"kv_heads": 3, "heads": 6}, "a power of two is needed"),
-        ({"kv_heads": 1, "head_dim": 576, "latent": 512}, r"none yet for a latent KV cache \(MLA\)"),
+        ({"platform": "cpu"}, "it needs a TPU; this is cpu"),
+        ({"dtype": "float16"}, "float16 activations are not supported"),
+        ({"kv_heads": 3, "heads": 6}, "a power of two"),
+        ({"kv_heads": 1, "head_dim": 576, "latent": 512}, r"no TPU kernel for a latent KV cache \(MLA\)"),
     ],
 )
 def test_tpu_says_why_not(changes: dict[str, Any], reason: str) -> None:
@@ -146,7 +146,7 @@ def test_measured_configs_win_over_heuristics(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_files_of_measured_configs_are_whole() -> None:
-    """And say where they come from: one without an origin has no entries."""
+    """Check also that every file with entries says where they were measured."""
     for path in Path(tuned.__file__).parent.glob("*.json"):
         read = json.loads(path.read_text())
         assert tuned.name_of(read["device"]) == path.stem and (read["measured"] or not read["entries"])
@@ -156,7 +156,7 @@ def test_files_of_measured_configs_are_whole() -> None:
 
 
 def step(decode: bool) -> tuple[Any, ...]:
-    """Arguments of an attention but its work, and the step."""
+    """Return the arguments of an attention except its work, and the step."""
     rows = [(1, 6), (1, 7), (1, 8)] if decode else [(1, 6), (3, 7), (2, 8)]
     ragged = make(rows, deal(rows, page=PAGE, pool=POOL), page=PAGE, pool=POOL)
     tokens = len(ragged.rows)
@@ -196,7 +196,7 @@ def test_a_sink_takes_its_share_of_each_softmax(tp: int, decode: bool) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_latent_is_key_and_value(tp: int, decode: bool) -> None:
     q, k, _, _, pool, ragged = step(decode)
-    latent, held = (np.repeat(x[..., :1, :], tp, axis=-2) for x in (k, pool[0]))  # a copy on each shard
+    latent, held = (np.repeat(x[..., :1, :], tp, axis=-2) for x in (k, pool[0]))  # each shard has a copy
     one = attention(Mesh(np.array(jax.devices()[:tp]), ("tp",)), decode=decode)
     got, (after,) = jax.jit(partial(program, one))(q, latent, None, None, (held,), ragged)
     want = written(held, latent, ragged.write)

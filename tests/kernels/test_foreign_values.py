@@ -1,6 +1,7 @@
-"""The law of rows: NaN and infinity in any page or row that is not its own never change what a row gets, bit for bit.
+"""Isolation of rows: NaN and infinity in pages or rows of other requests never change a row's bits.
 
-Tables are as the engine makes them (inputs.SlotTable): entries beyond a row's own pages name its last one.
+Tables are as the engine makes them (inputs.SlotTable): entries after a row's own pages repeat its
+last one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tests.support.kernels.ragged import deal, make
 
 POOL, SCALE = 24, 0.15
 FOREIGN = [np.inf, -np.inf, np.nan]
-BYTES = {jnp.float8_e4m3fn: [448.0, -448.0, np.nan], jnp.int8: [127.0, -128.0]}  # what pools of 8 bits can hold
+BYTES = {jnp.float8_e4m3fn: [448.0, -448.0, np.nan], jnp.int8: [127.0, -128.0]}  # values that 8-bit pools can hold
 Attend = Callable[[Any, Any, Any, Ragged], jax.Array]
 HASTE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -49,17 +50,18 @@ def check(
     dim: int,
     dtype: Any,
     *,
-    stored: Any = None,  # dtype of the pools; `dtype` where it is None
+    stored: Any = None,  # dtype of the pools; None: `dtype`
     heads: int = 2,
     values: Sequence[float] = FOREIGN,
     hurting: bool = True,
     tails: bool = False,
 ) -> None:
-    """Zeros in all that is not a row's own, beside the same with values that spread.
+    """Compare a step whose foreign values are zeros with the same step with values that would spread.
 
-    hurting: each row in turn is spoilt with the last of `values`, its queries with NaN. tails: what lies behind each
-    row's context in its last page is spoilt too. Hopper's kernels need a pool that is clean there, and the engine sees
-    to that (tests/engine: test_a_row_that_is_not_finite_fails_alone, test_a_draft_that_is_not_finite_...).
+    `hurting`: each row in turn is spoiled with the last of `values`, and its queries with NaN.
+    `tails`: the slots after each row's context in its last page are spoiled too. Hopper's kernels
+    need these slots finite, which the engine ensures (tests/engine:
+    test_a_row_that_is_not_finite_fails_alone, test_a_draft_that_is_not_finite_...).
     """
     ragged, tables = ragged_of(rows, page, width=-(-max(context for _, context in rows) // page))
     random = np.random.default_rng(3)
@@ -87,7 +89,7 @@ def check(
     for value in values:
         worse, worst = k.copy(), v.copy()
         worse[foreign], worst[foreign] = value, value
-        np.testing.assert_array_equal(run(q, worse, worst), plain, f"{value} in places of no row")
+        np.testing.assert_array_equal(run(q, worse, worst), plain, f"{value} in unused places")
     for row, (length, _) in enumerate(rows if hurting else ()):
         hurt, spoilt, spoiled = q.copy(), k.copy(), v.copy()
         mine = slice(int(ragged.starts[row]), int(ragged.starts[row]) + length)
@@ -100,7 +102,7 @@ def check(
 
 
 def compiled(attend: Attend) -> Attend:
-    """Compiled in haste, once for all values."""
+    """Compile once for all values, without optimization."""
     made: Attend = jax.jit(attend, compiler_options=HASTE)
     return made
 
@@ -125,7 +127,7 @@ def test_xla(rows: Sequence[tuple[int, int]], heads_first: bool) -> None:
 
 
 def quick_or_full(cases: Sequence[tuple[Any, ...]], quick: Sequence[int]) -> list[Any]:
-    """Parameters, of which those at `quick` run always and the others with `-m full`."""
+    """Make parameters: those at the indices `quick` always run, the others with `-m full`."""
     return [
         pytest.param(*case, id=str(at), marks=() if at in quick else pytest.mark.full) for at, case in enumerate(cases)
     ]
@@ -174,7 +176,7 @@ def decode(config: DecodeConfig, stored: Any = None, rows: Sequence[tuple[int, i
 def interpreted(
     attend: Callable[..., jax.Array], rows: Sequence[tuple[int, int]], dim: int, stored: Any, **more: Any
 ) -> None:
-    """`check` of a kernel for Hopper, which `attend` calls with the interpreter's settings as its first argument."""
+    """Check a Hopper kernel; `attend` takes the interpreter's settings as its first argument."""
     with without_races() as interpret:
         run = compiled(partial(attend, interpret))
         values = FOREIGN if stored is None else BYTES[stored]
@@ -212,7 +214,7 @@ def test_hopper_latent(config: latent.Config, stored: Any, rows: Sequence[tuple[
 
 
 def test_hopper_plans_name_no_page_but_the_rows_own() -> None:
-    """Tiles are whole, also where a table is not: what is added names the row's last page."""
+    """Tables are padded to whole tiles; the padding names the row's last page."""
     ragged, tables = ragged_of(DECODE, 16, width=3)
     arrays = jax.tree.map(jnp.asarray, ragged)
     for work in (

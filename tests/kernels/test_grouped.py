@@ -1,4 +1,4 @@
-"""Products of a mixture of experts: XLA's and the Hopper kernel's against float64, whoever got which tokens."""
+"""Expert products of XLA and of the Hopper kernel against float64, for any assignment of tokens to experts."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.support.kernels.interpreted import needs_interpreter, without_races
 from tests.support.kernels.reference import doubles, error
 
 H200 = experts.Spec("bfloat16", 128, 2048, 768, platform="gpu", device="NVIDIA H200", capability="9.0")
-# Which expert each pair chose, of three: sizes on both sides of a tile, none, one, all, and some that are elsewhere.
+# Which of three experts each pair chose: sizes around a tile, none, one, all, and some on other shards.
 ROUTES = {
     "one each": [2, 0, 1],
     "all to one": [1] * 70,
     "none to the middle": [0] * 9 + [2] * 8,
     "a tile and one more": [0] * 17 + [1] * 16 + [2] * 15,
     "elsewhere": [-1, 0, 3, 1, 7, 1],
-    "nobody": [3] * 5,
+    "all elsewhere": [3] * 5,
     "one": [2],
 }
 
@@ -44,7 +44,7 @@ def operands(pairs: int, width: int, outputs: int, dtype: Any) -> tuple[jax.Arra
 
 
 def formula(x: Any, weight: Any, chosen: list[int]) -> npt.NDArray[np.float64]:
-    """Each pair's product, zeros where its expert is elsewhere."""
+    """Return each pair's product; zeros if its expert is on another shard."""
     out = np.zeros((len(chosen), weight.shape[2]))
     for pair, expert in enumerate(chosen):
         if 0 <= expert < len(weight):
@@ -111,7 +111,7 @@ def test_the_kernel_in_every_form(config: str, route: str, dtype: str) -> None:
     check(CONFIGS[config], ROUTES[route], jnp.dtype(dtype), jnp.dtype(dtype))
 
 
-# Weights of 8 bits: tokens are columns in all of them.
+# 8-bit weights: all of these have swapped operands.
 NARROW = {
     "decode": Config(8, 128, 2, 2, True, 2, 64),
     "deep": Config(32, 128, 3, 2, True, 3, 128),
@@ -127,7 +127,7 @@ def check_narrow(config: Config, chosen: list[int], stored: Any, scales: int, dt
     scale = jnp.asarray(random.uniform(0.01, 0.1, (3, scales, 128)), jnp.float32)
     work = plan(jnp.array(chosen), 3, config.rows)
 
-    # One program, in haste: compiling is most of the time that this takes.
+    # One program, compiled without optimization, because compiling takes most of the time.
     @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True})
     def multiplied(x: jax.Array, values: jax.Array, work: Groups, scale: jax.Array) -> jax.Array:
         return grouped.grouped_matmul(
@@ -180,8 +180,8 @@ def test_the_kernel_in_every_form_of_8_bits(config: str, route: str, stored: Any
         ({"columns": 64}, "self.columns=64 a multiple of 64 for each of self.consumers=2"),
         ({"consumers": 3}, "self.consumers=3 must be 1 or 2"),
         ({"stages": 0}, "self.stages=0"),
-        ({"stages": 20}, "bytes of shared memory; a block has"),
-        ({"rows": 256, "columns": 256, "swapped": False, "stages": 1}, "sums a warpgroup"),
+        ({"stages": 20}, "bytes of shared memory; the limit is"),
+        ({"rows": 256, "columns": 256, "swapped": False, "stages": 1}, "sums per warpgroup"),
         ({"depth": 128}, "self.depth=128 must be 64"),
     ],
 )
@@ -192,12 +192,12 @@ def test_a_config_that_cannot_be_is_refused(changes: dict[str, Any], reason: str
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"rows": 128, "columns": 256, "swapped": False}, "must be swapped where weights are of 8 bits"),
+        ({"rows": 128, "columns": 256, "swapped": False}, "must be swapped for 8-bit weights"),
         ({"consumers": 1}, "with columns=128, consumers=2"),
         ({"stages": 1}, "at least 2 stages"),
         ({"depth": 96}, "self.depth=96 must be 64 or 128"),
         ({"depth": 128}, "divide spec.width=256 / spec.scales=4"),
-        ({"stages": 12, "rows": 128}, "bytes of shared memory; a block has"),
+        ({"stages": 12, "rows": 128}, "bytes of shared memory; the limit is"),
     ],
 )
 def test_a_config_that_cannot_be_with_8_bits_is_refused(changes: dict[str, Any], reason: str) -> None:
@@ -217,9 +217,9 @@ def test_what_does_not_fit_is_refused() -> None:
         assert reason in (grouped.supports(replace(spec, **changes)) or "")
     x, weight = operands(4, 128, 128, jnp.float16)
     work = plan(jnp.zeros(4, jnp.int32), 3, 8)
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="do not match"):
         grouped.grouped_matmul(x, weight, work, config=CONFIGS["swapped"])
-    with pytest.raises(ValueError, match=r"int8\(3, 128, 128\), scales \(2, 1, 128\) and 40 rows do not fit"):
+    with pytest.raises(ValueError, match=r"int8\(3, 128, 128\), scales \(2, 1, 128\) and 40 rows do not match"):
         scale = jnp.ones((2, 1, 128))
         grouped.grouped_matmul(x[work.source], weight.astype(jnp.int8), work, scale=scale, config=NARROW["decode"])
 
@@ -248,16 +248,16 @@ def test_the_choice_is_told_with_its_reasons() -> None:
     for weights, block in (("int8", 0), ("float8_e4m3fn", 0), ("float8_e4m3fn", 128)):
         assert resolve_experts(replace(H200, weights=weights, block=block)).backend == "mosaic_gpu"
     for changes, reason in (
-        ({"capability": "8.0"}, "it is for Hopper"),
+        ({"capability": "8.0"}, "it needs Hopper"),
         ({"dtype": "float32"}, "must be bfloat16 or float16"),
         ({"ff_dim": 100}, "multiples of 64"),
         ({"weights": "uint8"}, "must be one of int8, float8_e4m3fn"),
-        ({"weights": "int8", "dim": 2112}, "spec.outputs=2112 must be a multiple of 128 where weights are of 8 bits"),
+        ({"weights": "int8", "dim": 2112}, "spec.outputs=2112 must be a multiple of 128 for 8-bit weights"),
         ({"weights": "int8", "dim": 2048, "block": 96}, "divide spec.width=2048 / spec.scales=64"),
     ):
         choice = resolve_experts(replace(H200, **changes))
         assert choice.backend == "xla" and reason in choice.refusals[0][1]
         with pytest.raises(Unsupported, match=r"experts backend 'mosaic_gpu' cannot run here: .*; allowed: auto, xla"):
             resolve_experts(replace(H200, **changes), "mosaic_gpu")
-    with pytest.raises(Unsupported, match="experts backend 'tpu' is unknown; there are: auto, mosaic_gpu, xla"):
+    with pytest.raises(Unsupported, match="experts backend 'tpu' is unknown; allowed: auto, mosaic_gpu, xla"):
         resolve_experts(H200, "tpu")

@@ -1,4 +1,4 @@
-"""Decode attention for Hopper, run on the host, against float64; races looked for where the interpreter can."""
+"""Decode attention for Hopper in the interpreter, against float64, with race detection if available."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.kernels.interpreted import needs_interpreter, without_races
 from tests.support.kernels.ragged import deal, make
 from tests.support.kernels.reference import attention, error, quantised
 
-LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, of the whole output
+LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, over the whole output
 POOL, SCALE = 24, 0.15
 SMALL = Config(workers=2, stages=2)
 
@@ -35,11 +35,11 @@ class Problem:
     dim: int = 64
     page: int = 64
     dtype: Any = jnp.bfloat16
-    stored: Any = None  # dtype of the pools
+    stored: Any = None  # dtype of the pools; None: `dtype`
     window: int | None = None
     softcap: float | None = None
     tables: tuple[tuple[int, ...], ...] | None = None
-    padded: int = 0  # rows, and tokens
+    padded: int = 0  # extra rows and tokens
     scale: float = SCALE
 
     def ragged(self) -> Ragged:
@@ -65,7 +65,7 @@ def check(problem: Problem, config: Config) -> None:
     options: dict[str, Any] = {"scale": problem.scale, "window": problem.window, "softcap": problem.softcap}
     options["scales"] = scales
 
-    # One program, in haste: compiling is most of the time that this takes.
+    # One program, compiled without optimization, because compiling takes most of the time.
     @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True})
     def step(q: jax.Array, k: jax.Array, v: jax.Array, ragged: Ragged) -> tuple[jax.Array, jax.Array]:
         work = config.plan(ragged, page=problem.page, window=problem.window)
@@ -74,7 +74,7 @@ def check(problem: Problem, config: Config) -> None:
     with without_races() as interpret:
         out, lse = jax.block_until_ready(step(q, k, v, ragged))
     want, sums = attention(q, k, v, ragged, **options)
-    lengths = np.append(ragged.lengths, 0)[ragged.rows]  # [T], of each token's row
+    lengths = np.append(ragged.lengths, 0)[ragged.rows]  # [T], length of each token's row
     others = (lengths < 1) | (lengths > config.queries)
     want[others], sums[others] = 0, MASKED
     assert out.dtype == problem.dtype
@@ -101,8 +101,10 @@ def test_queries_of_rows_around_pages_and_tiles(warps: bool) -> None:
 @needs_interpreter
 @pytest.mark.parametrize("warps", [False, True])
 def test_a_query_that_sees_nothing_of_a_tile(warps: bool) -> None:
-    """The last tile begins behind the first token, and has a consumer of its own: it must not weigh there. The scale
-    is one where rounding could make it: what is masked, times this, rounds down."""
+    """The last tile begins after the first token and has its own consumer; it must get no weight there.
+
+    The scale is chosen so that rounding matters: MASKED times this scale rounds down.
+    """
     check(
         Problem(((12, 75), (1, 6)), heads=4, scale=0.125), replace(SMALL, warps=warps, queries=16, tile=64, consumers=2)
     )
@@ -127,7 +129,7 @@ def test_groups(group: int, dim: int, warps: bool) -> None:
 @pytest.mark.parametrize("warps", BODIES)
 @pytest.mark.parametrize("queries", [2, 3, 8])
 def test_several_query_tokens_are_causal_among_them(queries: int, warps: bool) -> None:
-    rows = ((queries, 66), (queries, queries), (1, 40), (queries + 1, 40))  # the last one is prefill's
+    rows = ((queries, 66), (queries, queries), (1, 40), (queries + 1, 40))  # the last row is left to prefill
     check(Problem(rows, heads=4), replace(SMALL, warps=warps, queries=queries))
 
 
@@ -200,7 +202,7 @@ def test_weights_that_stay_in_registers() -> None:
 
 @needs_interpreter
 def test_a_barrier_left_out_of_the_kernel_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test of the tests: consumers that do not say when a slot was read lose to the producer."""
+    """Check the test: consumers that do not signal that a slot was read race with the producer."""
     monkeypatch.setattr("pallas_kernels.ops.paged_attention.hopper.decode_block.fence", lambda interpret: None)
     monkeypatch.setattr(decode.compat.plgpu, "commit_smem", lambda: None)
     problem = Problem(((1, 200),))
@@ -225,7 +227,7 @@ def test_configs_that_cannot_be_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=why):
             SMALL.validate(wrong)
-    with pytest.raises(ValueError, match="is for 16 rows"):
+    with pytest.raises(ValueError, match="needs at most 16 rows"):
         replace(SMALL, warps=True, queries=5).validate(replace(spec, queries=5, kv_dtype=jnp.int8))
     if not compat.HAS_MMA:
         with pytest.raises(ValueError, match=r"needs jax 0\.11"):
@@ -253,7 +255,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
     problem = Problem(((1, 3),))
     ragged, (q, k, v, _) = problem.ragged(), problem.arrays()
     work = SMALL.plan(ragged, page=problem.page)
-    with pytest.raises(ValueError, match="8-bit pools have scales"):
+    with pytest.raises(ValueError, match="8-bit pools need scales"):
         paged_decode(q, k, v, ragged, work, scale=1.0, scales=Scales(jnp.ones(1), jnp.ones(1)), config=SMALL)
     with pytest.raises(ValueError, match="plan with this config"):
         paged_decode(q, k, v, ragged, work, scale=1.0, config=replace(SMALL, workers=3))

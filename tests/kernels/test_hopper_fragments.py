@@ -1,7 +1,7 @@
-"""Products of warps from values of 8 bits: which number is where, for there is no device here to multiply by.
+"""Warp-level products with 8-bit values: the position of every number, checked without a device.
 
-What the kernel writes for a thread is run for all 128, on the words that Mosaic's layouts give them, with each
-instruction done as PTX defines it.
+The kernel's code for one thread is run for all 128 threads, on the words that Mosaic's layouts give
+them, with each instruction emulated as PTX defines it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ THREADS = 128
 
 
 def places(layout: Any, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], tuple[int, ...]]:
-    """[128, registers, length] flat index of what each thread has, and the shape in which Mosaic has registers."""
+    """Return each thread's flat indices, [128, registers, length], and Mosaic's shape of registers."""
     registers = layout.registers_shape(shape)
     indices = np.arange(int(np.prod(shape))).reshape(shape)
-    for tile in layout.tiling.tiles:  # cut the last axes into tiles: those before, then those within
+    for tile in layout.tiling.tiles:  # split the last axes into tiles: the outer axes first, then those within
         kept, cut = indices.shape[: indices.ndim - len(tile)], indices.shape[indices.ndim - len(tile) :]
         parts = indices.reshape(*kept, *(n for size, of in zip(cut, tile, strict=True) for n in (size // of, of)))
         first, count = len(kept), len(tile)
@@ -44,7 +44,7 @@ def places(layout: Any, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], t
 
 
 class Threads:
-    """A `FragmentedArray` of all threads: registers are arrays [128, length]."""
+    """A `FragmentedArray` of all threads; registers are arrays [128, length]."""
 
     def __init__(self, array: np.ndarray[Any, Any], layout: Any) -> None:
         at, registers = places(layout.to_mgpu(), array.shape)
@@ -55,7 +55,7 @@ class Threads:
 
 
 def gather(made: Any) -> np.ndarray[Any, Any]:
-    """The array whose registers were made."""
+    """Return the array whose registers were made."""
     at, _ = places(made.layout, made.shape)
     array = np.empty(made.shape, np.float32)
     for number, register in enumerate(made.registers.reshape(-1)):
@@ -64,7 +64,7 @@ def gather(made: Any) -> np.ndarray[Any, Any]:
 
 
 def mma(sums: Any, left: Any, right: Any) -> list[Any]:
-    """mma.m16n8k16: PTX's table of fragments, for each warp."""
+    """Emulate mma.m16n8k16 for each warp, by PTX's table of fragments."""
     lane = np.arange(THREADS) % 32
     g, t, warp = lane // 4, lane % 4, np.arange(THREADS) // 32
     a, b, c = np.zeros((4, 16, 16)), np.zeros((4, 16, 8)), np.zeros((4, 16, 8))
@@ -82,7 +82,7 @@ def mma(sums: Any, left: Any, right: Any) -> list[Any]:
 
 @pytest.fixture
 def instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of `inline`, on words [128, 4 or 2] in place of MLIR's."""
+    """A stand-in for `inline` on words [128, 4 or 2] instead of MLIR values."""
     made = {
         "words": lambda register: np.split(register, register.shape[1] * register.itemsize // 4, axis=1),
         "halves": lambda word, _: (word[:, :2].astype(np.float32), word[:, 2:].astype(np.float32)),
@@ -116,7 +116,7 @@ def test_threads_multiply_what_the_products_say(instructions: None, dim: int, to
     made = fragments._scores(Threads(q, fragments.queries()), Threads(k, fragments.keys()))
     made.shape = (64, tokens // 4)
     np.testing.assert_array_equal(gather(made), fragments.scores(jnp.asarray(q), jnp.asarray(k), interpret="host"))
-    # A product is where the docstring says: row 16 w + r, column 16 c + n of query row r and key 64 c + 16 w + n.
+    # The docstring's positions: row 16 w + r, column 16 c + n is query row r and key 64 c + 16 w + n.
     assert gather(made)[16 * 3 + 5, 7] == q[5].astype(int) @ k[16 * 3 + 7].astype(int)
     once = gather(made)
     made = fragments._scores(Threads(q, fragments.queries()), Threads(k, fragments.keys()), Threads(once, wgmma))

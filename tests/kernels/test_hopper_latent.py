@@ -1,4 +1,4 @@
-"""Attention to latents for Hopper, run on the host, against float64; races looked for where the interpreter can."""
+"""Latent attention (MLA) for Hopper in the interpreter, against float64, with race detection if available."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.support.kernels.interpreted import needs_interpreter, without_races
 from tests.support.kernels.ragged import deal, make
 from tests.support.kernels.reference import attention, error, quantised
 
-LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, of the whole output
+LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, over the whole output
 POOL, SCALE = 24, 0.1
 SMALL = Config(workers=2)
 FEW = replace(SMALL, warps=True, tile=32)
 BODIES = [pytest.param(one, marks=needs_interpreter) for one in (SMALL, FEW)]
-EIGHT = replace(SMALL, warps=True)  # of latents of 8 bits
+EIGHT = replace(SMALL, warps=True)  # for 8-bit latents
 BYTES = [jnp.float8_e4m3fn, jnp.int8]
-LARGE = 40.0  # standard deviation of latents of 8 bits
+LARGE = 40.0  # standard deviation of 8-bit latents
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Problem:
     values: int = 128
     page: int = 64
     dtype: Any = jnp.bfloat16
-    stored: Any = None  # as `dtype`
+    stored: Any = None  # None: `dtype`
     window: int | None = None
     softcap: float | None = None
-    padded: int = 0  # rows, and tokens
+    padded: int = 0  # extra rows and tokens
 
     def ragged(self) -> Ragged:
         tokens = sum(length for length, _ in self.rows) + self.padded
@@ -63,7 +63,7 @@ def check(problem: Problem, config: Config) -> None:
     ragged, (q, pool) = problem.ragged(), problem.arrays()
     options: dict[str, Any] = {"scale": SCALE, "window": problem.window, "softcap": problem.softcap}
 
-    # One program, in haste: compiling is most of the time that this takes.
+    # One program, compiled without optimization, because compiling takes most of the time.
     @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True})
     def step(q: jax.Array, pool: jax.Array, ragged: Ragged) -> tuple[jax.Array, jax.Array]:
         work = config.plan(ragged, page=problem.page, window=problem.window)
@@ -137,7 +137,7 @@ def test_pages(page: int, config: Config) -> None:
 @pytest.mark.parametrize(("heads", "queries"), [(1, 1), (5, 3), (16, 1), (16, 4), (32, 1), (128, 1), (96, 1)])
 def test_heads(heads: int, queries: int, config: Config) -> None:
     if config.warps and heads * queries > latent.FEW:
-        pytest.skip("products of warps have 16 rows")
+        pytest.skip("warp-level products have 16 rows")
     check(Problem(((queries, 20), (1, 130)), heads=heads), replace(config, queries=queries))
 
 
@@ -166,7 +166,7 @@ def test_configs(workers: int, stages: int, dtype: Any, config: Config) -> None:
 
 @needs_interpreter
 def test_weights_that_are_read_before_they_are_written_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test of the tests: two warpgroups that do not wait for each other's weights."""
+    """Check the test: two warpgroups that do not wait for each other's weights are caught."""
     from pallas_kernels.ops.mla import hopper as latent_body
 
     met = latent_body._meet
@@ -182,19 +182,19 @@ LITE = Spec(rows=8, heads=16, kv_heads=1, dim=576, page=64, values=512)
     ("config", "changes", "why"),
     [
         (Config(), {"kv_heads": 2}, "spec.kv_heads=2 must be 1"),
-        (Config(), {"heads": 97}, "spec.heads=97 up to 64 or a multiple"),
-        (Config(), {"dim": 640}, "spec.dim=640 be 64 more"),
+        (Config(), {"heads": 97}, "spec.heads=97 must split evenly into the fewest blocks of at most 64"),
+        (Config(), {"dim": 640}, "spec.dim=640 must be 64 more"),
         (Config(), {"values": 500}, "spec.values=500 must be a multiple of 128"),
         (Config(), {"page": 12}, "spec.page=12"),
-        (Config(tile=64), {}, "self.tile=64 must be of"),
+        (Config(tile=64), {}, "self.tile=64 must be one of"),
         (Config(stages=3), {}, "self.stages=3 must be a multiple of 2"),
-        (Config(queries=5), {}, "self.queries=5 of 16 heads must be 1 to 64 rows"),
+        (Config(queries=5), {}, "self.queries=5 times 16 heads must be 1 to 64 rows"),
         (Config(), {"dtype": jnp.float32}, "must be bfloat16 or float16"),
         (Config(), {"kv_dtype": jnp.float32}, "spec.kv_dtype=.* must be float8_e4m3fn, int8 or"),
         (Config(), {"kv_dtype": jnp.int8}, "self.warps=False must be True for .*int8"),
-        (Config(warps=True), {"kv_dtype": jnp.int8, "heads": 17}, "spec.heads=17 up to 16 or a multiple"),
-        (Config(warps=True, tile=32), {"kv_dtype": jnp.int8}, "self.tile=32 must be of"),
-        (Config(warps=True, queries=2), {"kv_dtype": jnp.int8}, "self.queries=2 of 16 heads must be 1 to 16 rows"),
+        (Config(warps=True), {"kv_dtype": jnp.int8, "heads": 17}, "spec.heads=17 must split evenly"),
+        (Config(warps=True, tile=32), {"kv_dtype": jnp.int8}, "self.tile=32 must be one of"),
+        (Config(warps=True, queries=2), {"kv_dtype": jnp.int8}, "self.queries=2 times 16 heads must be 1 to 16 rows"),
         (Config(stages=8), {}, "bytes of shared memory"),
     ],
 )

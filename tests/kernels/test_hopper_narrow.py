@@ -1,4 +1,4 @@
-"""Products with weights of 8 bits for Hopper, run on the host, against float64; races looked for."""
+"""Products with 8-bit weights for Hopper in the interpreter, against float64, with race detection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.examples import examples
 from tests.support.kernels.interpreted import needs_interpreter, without_races
 from tests.support.kernels.reference import doubles, error
 
-LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, of the whole output
+LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, over the whole output
 SMALL = Config(tokens=8, depth=64, stages=2, workers=2)
 
 
@@ -30,7 +30,7 @@ def check(spec: Spec, config: Config) -> None:
     values = jnp.asarray(np.clip(np.rint(values), -127, 127) if spec.stored == jnp.int8 else values, spec.stored)
     scale = jnp.asarray(random.uniform(0.01, 0.1, (spec.scales, spec.outputs)), jnp.float32)
 
-    # One program, in haste: compiling is most of the time that this takes.
+    # One program, compiled without optimization, because compiling takes most of the time.
     @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True})
     def product(*arrays: jax.Array) -> jax.Array:
         return quantized_matmul(*arrays, config=config, interpret=interpret)
@@ -74,7 +74,7 @@ def test_configs(stages: int, workers: int, depth: int) -> None:
 
 @needs_interpreter
 def test_tiles_that_are_freed_before_they_are_read_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test of the tests: a consumer that does not say that it has read by ordinary loads."""
+    """Check the test: a consumer without a fence after its ordinary loads is caught."""
     from pallas_kernels.mosaic import quantized_tile as narrow_tile
 
     monkeypatch.setattr(narrow_tile, "fence", lambda interpret: None)

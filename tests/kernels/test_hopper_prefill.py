@@ -1,4 +1,4 @@
-"""Prefill attention for Hopper, run on the host, against float64; races looked for."""
+"""Prefill attention for Hopper in the interpreter, against float64, with race detection if available."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.kernels.interpreted import needs_interpreter, without_races
 from tests.support.kernels.ragged import deal, make
 from tests.support.kernels.reference import attention, error, quantised
 
-LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, of the whole output
+LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, over the whole output
 POOL, SCALE = 40, 0.15
 SMALL = Config(heads=2, keys=64, blocks=2)
 MIXED = (
@@ -28,7 +28,7 @@ MIXED = (
     (3, 9),
     (20, 20),
     (17, 150),
-)  # a chunk after cached tokens, a row of decode, a prompt, a long context
+)  # a chunk after cached tokens, a decode row, a prompt, a long context
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Problem:
     window: int | None = None
     softcap: float | None = None
     tables: tuple[tuple[int, ...], ...] | None = None
-    padded: int = 0  # rows, and tokens
+    padded: int = 0  # extra rows and tokens
 
     def ragged(self) -> Ragged:
         tables = self.tables or deal(self.rows, page=self.page, pool=POOL)
@@ -66,7 +66,7 @@ class Problem:
 
     @property
     def scales(self) -> Scales | None:
-        """Such that values of about one use much of what 8 bits can tell apart."""
+        """The scales with which values of about one use most of the 8-bit range."""
         if self.kv_dtype is None:
             return None
         k = jnp.linspace(0.02, 0.03, self.kv_heads)
@@ -74,7 +74,7 @@ class Problem:
 
 
 def compute(problem: Problem, config: Config) -> tuple[jax.Array, jax.Array]:
-    # In haste: compiling is most of the time that this takes.
+    # Compiled without optimization, because compiling takes most of the time.
     hasty = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
     @partial(jax.jit, static_argnames=("interpret",), compiler_options=hasty)
@@ -162,7 +162,7 @@ def test_equals_the_dense_twin_without_races(name: str) -> None:
 def test_a_row_does_not_depend_on_the_others() -> None:
     together, _ = compute(Problem(), SMALL)
     row = Problem(rows=MIXED[:1], tables=(tuple(deal(MIXED, page=16, pool=POOL)[0]),))
-    # The same values: the first row's tokens come first, and the pools are made after q, so they are made alike.
+    # The same values: the first row's tokens come first, and the pools are drawn after q.
     q, k, v = Problem().arrays()
     ragged = row.ragged()
     work = SMALL.plan(ragged, page=16)
@@ -192,7 +192,7 @@ def test_heuristic_and_candidates_fit_the_block(heads: int, kv_heads: int, dim: 
 def test_what_is_not_supported_is_named() -> None:
     spec = Spec(64, 32, 8, 128, 64)
     for change, reason in (
-        ({"kv_dtype": jnp.int8, "dim": 256}, "there is room for one tile of keys"),
+        ({"kv_dtype": jnp.int8, "dim": 256}, "only one tile of keys fits"),
         ({"kv_dtype": jnp.float16}, "must be float8_e4m3fn, int8 or"),
         ({"page": 48}, "must be 64 or 128, and a multiple or a divisor of spec.page=48"),
         ({"page": 12}, "spec.page=12 must be a multiple of 8"),
@@ -215,7 +215,7 @@ def test_scales_go_with_pools_of_8_bits(kv_dtype: Any) -> None:
     scales = Scales(one, one) if kv_dtype is None else None
     ragged = problem.ragged()
     work = jax.eval_shape(partial(SMALL.plan, page=16), ragged)
-    with pytest.raises(ValueError, match="8-bit pools have scales, others none"):
+    with pytest.raises(ValueError, match="8-bit pools need scales, others take none"):
         paged_prefill(*problem.arrays(), ragged, work, scale=SCALE, scales=scales, config=SMALL)
 
 

@@ -1,4 +1,4 @@
-"""Values of 8 bits as float16, all 256 of both types: the PTX itself, each instruction done as PTX defines it."""
+"""Widen all 256 codes of both 8-bit types to float16, emulating each PTX instruction as defined."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ ALL = np.arange(256, dtype=np.uint8)
 
 
 def permuted(first: Any, second: Any, order: int) -> Any:
-    """prmt.b32 of words as bytes [N, 4], lowest first."""
+    """Emulate prmt.b32 on words as bytes [N, 4], lowest first."""
     both = np.concatenate([first, second], axis=1)
     return both[:, [order >> 4 * n & 7 for n in range(4)]]
 
 
 def executed(text: str, word: Any) -> tuple[Any, Any]:
-    """$0 and $1 as float16 [N, 2] after the instructions of `text`, of $2 = word [N, 4] bytes."""
+    """Return $0 and $1 as float16 [N, 2] after running `text` with $2 = word [N, 4] bytes."""
     held: dict[str, Any] = {"$2": word}
 
     def read(name: str) -> Any:
@@ -49,7 +49,7 @@ def executed(text: str, word: Any) -> tuple[Any, Any]:
                 halves = np.ascontiguousarray(of[0]).view(ml_dtypes.float8_e4m3fn).astype(np.float16)
                 held[into] = halves.view(np.uint8)
             case _:
-                raise AssertionError(f"an instruction that is not known here: {line}")
+                raise AssertionError(f"unknown instruction: {line}")
     return held["$0"].view(np.float16), held["$1"].view(np.float16)
 
 
@@ -60,7 +60,7 @@ def test_every_value_is_what_it_was_and_nan_stays_nan(name: str, stored: Any) ->
     want = word.view(stored).astype(np.float32)
     np.testing.assert_array_equal(made.astype(np.float32), want)
     assert np.isnan(want).any() == (name == "e4m3")
-    assert bool(np.any((want != 0) & (np.abs(want) < 2**-8))) == (name == "e4m3")  # its subnormals are among them
+    assert bool(np.any((want != 0) & (np.abs(want) < 2**-8))) == (name == "e4m3")  # e4m3's subnormals are covered
 
 
 def test_bytes_of_two_words_by_turns() -> None:

@@ -1,4 +1,4 @@
-"""The test of the tests: what runs kernels on the host finds the mistakes that it is there to find."""
+"""The interpreter, which other tests rely on, finds missing waits and fences in kernels."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ TILED = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
 
 
 def chain(x: jax.Array, *, waits: bool = True, fences: bool = True) -> jax.Array:
-    """Sum over tiles of (x[i] + 1) @ x[i].T, x [TILES, 64, 64], every tile through the one slot of shared memory.
+    """Sum (x[i] + 1) @ x[i].T over tiles, x [TILES, 64, 64], through a single slot of shared memory.
 
-    A producer that does not wait for the slot overwrites what is still read. Without the fence the slot's ordinary
-    loads, and the store of the sum, are not ordered with what TMA and the tensor core do to the same memory.
+    A producer that does not wait for the slot overwrites data still being read. Without the fence,
+    the slot's ordinary loads and the store of the sum are not ordered with the accesses of TMA and
+    the tensor core.
     """
     interpret = interpreter(detect_races=True)
 
@@ -89,7 +90,7 @@ def test_a_kernel_that_waits_and_fences_is_right_and_has_no_races(tiles: jax.Arr
 
 @needs_interpreter
 def test_a_missing_wait_for_a_slot_is_caught(tiles: jax.Array) -> None:
-    """As a race, or because an arrival that nobody waited for is followed by another."""
+    """It is caught as a race, or because a second arrival follows one that was never waited for."""
     try:
         with watch_races() as races:
             chain(tiles, waits=False).block_until_ready()
@@ -110,7 +111,7 @@ def test_a_missing_fence_is_caught_also_if_a_clean_kernel_follows(tiles: jax.Arr
 
 @needs_interpreter
 def test_a_kernel_that_has_not_run_is_not_taken_for_clean() -> None:
-    with watch_races() as races, pytest.raises(RuntimeError, match="no kernel has been run"):
+    with watch_races() as races, pytest.raises(RuntimeError, match="no kernel has finished"):
         races.found()
 
 

@@ -1,4 +1,4 @@
-"""Rope and the writing of keys and values: the XLA twin against float64, and the Hopper kernel against the twin."""
+"""RoPE and KV write: the XLA twin against float64, and the Hopper kernel against the twin."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.support.kernels.ragged import deal, make
 
 PAGE, POOL = 16, 8
 ROWS = [(1, 17), (3, 16), (1, 1), (2, 33)]  # around the ends of a page
-TOKENS = 8  # one of them padding
+TOKENS = 8  # one of them is padding
 QUANTISED = [jnp.float8_e4m3fn, jnp.int8]
-FIT = 2.0**-6  # with it normal values of int8 just fit, some are cut off; a power of two, so that no tie is near
+FIT = 2.0**-6  # most normal values of int8 fit, some are clipped; a power of two, so that no value is close to a tie
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one layer of one step writes."""
+    """The arrays that one layer of a step writes."""
 
     q: jax.Array
     k: jax.Array
@@ -88,7 +88,7 @@ def test_the_twin_quantises_what_it_writes(stored: Any) -> None:
     for got, before, new, scale in pairs:
         want = reference.written(before, reference.quantised(new, scale, stored), case.ragged.write)
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
-    assert np.all(np.isfinite(np.asarray(k_pool, np.float32))), "a value that does not fit is cut off"
+    assert np.all(np.isfinite(np.asarray(k_pool, np.float32))), "values out of range are clipped"
 
 
 def test_the_twin_writes_in_place() -> None:
@@ -106,8 +106,11 @@ BARE = [(4, 2, 64), (8, 1, 128)]
 
 
 def same_as_the_twin(case: Step, *, turned: bool = True, config: Config | None = None) -> None:
-    """To the bit; where heads of 16 bits are turned, to one unit in the last place: a program may contract the product
-    and the sum of a rotation into one rounding, and the twin, which is not one program here, does not."""
+    """Compare bits; for rotated 16-bit heads allow one unit in the last place.
+
+    A program may contract the product and the sum of a rotation into one rounding, and the twin,
+    which is not one program here, does not.
+    """
     contracted = turned and case.scales is None
     arguments = list(case.arguments)
     if not turned:
@@ -129,7 +132,7 @@ def test_the_kernel_writes_what_the_twin_writes(shape: tuple[int, int, int]) -> 
 
 @needs_interpreter
 @pytest.mark.full
-@pytest.mark.parametrize("tokens", [1, 3, 8])  # a block of 3 does not divide 8 tokens: it takes fewer
+@pytest.mark.parametrize("tokens", [1, 3, 8])  # a block of 3 does not divide 8 tokens, so it takes fewer
 @pytest.mark.parametrize("turned", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda x: jnp.dtype(x).name)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -1,5 +1,8 @@
-"""Latents of 8 bits, written and attended to in XLA, against float64: each column has a scale, which the caller folds
-into queries and mixed values (as `jaxserve/models/deepseek.py` does)."""
+"""8-bit latents, written and attended to in XLA, against float64.
+
+Each column has a scale, which the caller folds into queries and mixed values, as
+`jaxserve/models/deepseek.py` does.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from tests.support.kernels.ragged import deal, make
 PAGE, POOL, HEADS, RANK, TURNED, SCALE = 4, 48, 5, 24, 8, 0.1
 DIM = RANK + TURNED
 EDGES = (1, PAGE - 1, PAGE, PAGE + 1, 0)  # an empty row last: token i is all of row i
-# Each row ends its context at an edge, with one token or with as many as there are.
+# Contexts end at an edge, and rows have one token or all of their context.
 STEPS = {
     "decode": [(min(1, context), context) for context in EDGES],
     "prompts": [(context, context) for context in (*EDGES, 19)],
@@ -30,7 +33,7 @@ STEPS = {
 
 
 def columns(seed: int) -> npt.NDArray[np.float32]:
-    """Scales of columns that differ as those of models do: a few are far larger."""
+    """Make scales of columns that vary as in real models: a few are far larger."""
     made: npt.NDArray[np.float32] = np.random.default_rng(seed).uniform(0.01, 0.03, DIM).astype(np.float32)
     made[[3, RANK + 1, -1]] *= 40
     return made
@@ -55,7 +58,7 @@ def test_a_step_equals_the_reference(kind: str, stored: Any, copies: int) -> Non
     if decode:
         ragged = ragged._replace(starts=np.arange(len(rows), dtype=np.int32))
     scale, random = columns(1), np.random.default_rng(2)
-    # Up to 1.1 times what 8 bits can say: something is cut off.
+    # Up to 1.1 times the 8-bit range, so that some values are clipped.
     reach = scale * LARGEST[jnp.dtype(stored).name] * 1.1
     tokens = len(ragged.rows)
     new = (random.uniform(-1, 1, (tokens, copies, DIM)) * reach).astype(np.float32)

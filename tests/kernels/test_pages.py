@@ -1,4 +1,4 @@
-"""Pages out of the pools and into them: what arrives is what left, nothing else changes, nothing is copied."""
+"""Export and import of pages: data arrives unchanged, nothing else changes, nothing is copied."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_pages_arrive_as_they_left_and_nothing_else_changes(dtype: Any) -> None:
 
 
 def test_pools_of_one_array_are_moved_alike() -> None:
-    """A latent KV cache: neither its width nor its number of heads is a power of two."""
+    """A latent KV cache, whose width and number of heads are not powers of two."""
     here, there = ([(k,) for k, _ in pools(jnp.bfloat16, seed, (12, 4, 1, 20))] for seed in (0, 1))
     parcel = jax.jit(export_pages)(here, PAGES)
     assert parcel.shape == (LAYERS, 1, len(PAGES), 4, 1, 20)
@@ -83,4 +83,4 @@ def test_heads_split_over_devices_stay_where_they_are() -> None:
     assert "all-gather" not in compiled.as_text()
     memory = compiled.memory_analysis()
     assert memory is not None
-    assert memory.temp_size_in_bytes < got.nbytes, "a whole parcel lies on each device"
+    assert memory.temp_size_in_bytes < got.nbytes, "each device allocates a whole buffer"

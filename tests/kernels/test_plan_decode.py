@@ -1,4 +1,4 @@
-"""The worklist of decode: all that must be read is, once, in equal shares."""
+"""The work list of decode: every key tile is read exactly once, in equal shares."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ steps = st.lists(st.tuples(lengths, pasts), min_size=1, max_size=ROWS)
 
 
 class Cut(NamedTuple):
-    """How the line is cut: few of them, since each is a program to compile."""
+    """How the line is cut; only a few, because each one compiles a program."""
 
     workers: int
     tile: int = 16
@@ -43,7 +43,7 @@ def program(cut: Cut) -> Callable[[Ragged], DecodeWork]:
 
 
 def plan(rows: list[tuple[int, int]], cut: Cut) -> DecodeWork:
-    """Of rows (length, context)."""
+    """Plan rows of (length, context)."""
     ragged = make(rows, deal(rows, page=PAGE, pool=512), page=PAGE, pool=512, padded_rows=ROWS, tokens=400, width=48)
     return DecodeWork(*map(np.asarray, program(cut)(ragged)))
 
@@ -53,7 +53,7 @@ def contexts(steps: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def read(work: DecodeWork) -> list[list[tuple[int, int]]]:
-    """(row, tile) in the order in which each worker reads them."""
+    """Return the (row, tile) pairs in the order in which each worker reads them."""
     return [
         [
             (int(work.row[item]), tile)
@@ -65,7 +65,7 @@ def read(work: DecodeWork) -> list[list[tuple[int, int]]]:
 
 
 def seen(rows: list[tuple[int, int]], cut: Cut) -> set[tuple[int, int]]:
-    """(row, tile) that decode must read."""
+    """Return the (row, tile) pairs that decode must read."""
     return {
         (row, key // cut.tile)
         for row, (length, context) in enumerate(rows)
@@ -93,7 +93,7 @@ def test_no_worker_has_more_than_an_equal_share(steps: list[tuple[int, int]], cu
     assert max(map(len, shares)) <= -(-units // cut.workers)
     if not cut.extra:
         busy = [len(share) for share in shares if share]
-        assert len(set(busy[:-1])) <= 1, "all but the last that has work have the same"
+        assert len(set(busy[:-1])) <= 1, "all busy workers but the last have equal shares"
 
 
 @given(steps, cuts)
@@ -105,7 +105,7 @@ def test_items_are_few_dense_and_found_from_their_rows(steps: list[tuple[int, in
     assert work.cuts[0] == 0 and used == work.splits.sum()
     assert np.all(np.diff(work.cuts) >= 0)
     assert np.all(work.tiles[:used] > 0), "no item is empty"
-    assert not np.any(work.tiles[used:]), "and none lies beyond the last"
+    assert not np.any(work.tiles[used:]), "items after the last are empty"
     for row in range(ROWS):
         mine = np.flatnonzero((work.row == row) & (work.tiles > 0))
         np.testing.assert_array_equal(mine, work.begins[row] + np.arange(work.splits[row]))

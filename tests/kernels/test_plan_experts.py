@@ -1,4 +1,4 @@
-"""The list of work of a mixture of experts: every pair once, tiles of one expert, whatever was chosen."""
+"""The work list of expert products: every pair once, in tiles of one expert, for any choice of experts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_pair_is_computed_once(chosen: list[int], experts: int, shape: tup
     real = [e for e in chosen if 0 <= e < experts]
     assert covered.sum() == len(real) and covered.max(initial=0) <= 1
     assert (got.sizes == np.bincount(real, minlength=experts)).all() and (got.starts % align == 0).all()
-    # In the order of the step: what a row gives does not depend on it, but two runs of one step are alike.
+    # In step order: a row's result does not depend on it, but it makes repeated steps identical.
     for e in range(experts):
         places = [int(p) for p, c in zip(got.place, chosen, strict=True) if c == e]
         assert places == sorted(places)

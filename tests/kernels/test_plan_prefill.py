@@ -1,4 +1,4 @@
-"""The worklist of prefill: what it must cover, exactly once, whatever the step."""
+"""The work list of prefill: every token of a long row exactly once, for any step."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_tiles_that_see_most_keys_come_first(window: int | None) -> None:
 
 
 def test_the_bound_on_tiles_is_met_by_the_worst_step() -> None:
-    # Rows one token longer than whole tiles: each ends in a tile of one token.
+    # Rows one token longer than whole tiles, so that each ends in a tile of one token.
     assert int(plan([(9, 9)] * 7, tile=8, above=2).used[0]) == most_tiles(TOKENS_MOST - 1, 7, tile=8, above=2) == 14
 
 

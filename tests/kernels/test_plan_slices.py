@@ -1,4 +1,4 @@
-"""Rows cut into slices: every token in exactly one, which sees what the token's row does up to its own last token."""
+"""Rows cut into slices: every token is in exactly one slice, which sees its row up to the slice's own last token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.kernels.ragged import deal, make
 PAGE = 4
 
 
-cut_into = jax.jit(sliced, static_argnames="queries")  # of one shape: five programs
+cut_into = jax.jit(sliced, static_argnames="queries")  # all steps have one shape, so five programs
 
 
 @settings(deadline=None, max_examples=examples(30))

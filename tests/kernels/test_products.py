@@ -1,4 +1,4 @@
-"""Who multiplies by weights of 8 bits, told with its reasons, and that a weight's product is the same by each."""
+"""Products with 8-bit weights: the backend is chosen with its reasons, and every backend gives the same product."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ H200 = Spec("bfloat16", "float8_e4m3fn", True, platform="gpu", device="NVIDIA H2
 
 @dataclass(frozen=True)
 class Told:
-    """Computes by XLA, and remembers what it was asked for."""
+    """Compute with XLA, and record the calls."""
 
     most: int
     shapes: list[Any] = field(default_factory=list, compare=False)
@@ -50,10 +50,10 @@ def test_scales_of_blocks_are_the_kernels_and_others_are_left_to_xla() -> None:
     assert resolve_quantized_matmul(H200).backend == "mosaic_gpu"
     assert resolve_quantized_matmul(replace(H200, weights="int8")).backend == "mosaic_gpu"
     for changes, reason in (
-        ({"blocks": False}, "reads as few bytes"),
+        ({"blocks": False}, "reads no more bytes"),
         ({"shards": 4}, "split over 4 devices"),
-        ({"dtype": "float32"}, "activations of float32"),
-        ({"capability": "8.0"}, "it is for Hopper"),
+        ({"dtype": "float32"}, "activations are float32"),
+        ({"capability": "8.0"}, "it needs Hopper"),
     ):
         choice = resolve_quantized_matmul(replace(H200, **changes))  # type: ignore[arg-type]
         assert choice.backend == "xla" and reason in choice.refusals[0][1]
@@ -70,7 +70,7 @@ def test_few_tokens_of_whole_strips_are_taken() -> None:
     assert not XlaQuantizedMatmul().takes(1, 4096, 6144, 32)
 
 
-def test_a_weight_goes_to_who_takes_it_with_its_outputs_together() -> None:
+def test_a_weight_goes_to_the_backend_that_takes_it_with_its_outputs_together() -> None:
     x, told = jnp.asarray(np.random.default_rng(1).standard_normal((3, 64)), jnp.float32), Told(4)
     plain = weight(64, 2, 16, scales=2)
     tree = multiplied_by({"a": plain, "b": x}, told)

@@ -1,4 +1,4 @@
-"""TPU decode in the interpreter against float64, on every edge; its plan, its config and its refusals."""
+"""TPU decode in the interpreter against float64, at every edge; its plan, its config and its refusals."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ TILE = 2 * PAGE
 
 
 def test_single_tokens_at_every_edge() -> None:
-    """Among them a longer row and one without tokens, which are not decode's. And a row alone is as in company, bit
-    for bit: whatever else is in the step."""
+    """The step includes a longer row and an empty one, which decode does not compute.
+
+    A row alone gives the same bits as beside other rows.
+    """
     given = step([*SINGLE[:4], (3, 7), (0, 0), *SINGLE[4:]], 2, 4)
     options = Options(Config(1, TILE, mixed=True))
     out, lse = check(given, options)
-    row = len(CONTEXTS) + 1  # the longest
+    row = len(CONTEXTS) + 1  # the longest row
     lengths = np.where(np.arange(len(given.ragged.lengths)) == row, given.ragged.lengths, 0)
     alone, alone_lse = run(dataclasses.replace(given, ragged=given.ragged._replace(lengths=lengths)), options)
     mine = np.asarray(given.ragged.rows) == row
@@ -52,7 +54,7 @@ def test_int8_pools_times_their_scales() -> None:
 
 
 def test_a_copy_that_is_not_waited_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test of the tests: without its wait the kernel reads what has not arrived."""
+    """Check the test: without its wait, the kernel reads data that has not arrived."""
     monkeypatch.setattr(body.Pages, "wait", lambda *_: None)
     jax.clear_caches()
     out, _ = run(step(SINGLE, 1, 1), Options(Config(1, TILE, mixed=True)))
@@ -115,7 +117,9 @@ def test_the_plan_places_every_token_of_its_rows_once() -> None:
     count = int(work.items[0])
     assert count == 3 and list(work.rows[:count]) == [0, 1, 4]
     assert list(work.firsts[:count]) == [6, 0, 10] and list(work.ends[:count]) == [9, 1, 12]
-    assert list(work.slots) == [0, 1, 2, 3, *[21] * 5, 6, 7, *[21] * 3], "the row of 5 is prefill's, 3 are padding"
+    assert list(work.slots) == [0, 1, 2, 3, *[21] * 5, 6, 7, *[21] * 3], (
+        "the row of 5 is left to prefill, 3 are padding"
+    )
 
 
 def test_a_config_that_does_not_fit_says_so() -> None:
@@ -139,16 +143,16 @@ def test_the_gate_is_offered_what_is_served() -> None:
         ({}, None),
         ({"head_dim": 256}, None),
         ({"kv_heads": 2, "heads": 8}, None),
-        ({"platform": "gpu"}, "it is for TPUs; this is gpu"),
+        ({"platform": "gpu"}, "it needs a TPU; this is gpu"),
         ({"platform": "cpu", "interpret": True}, None),
-        ({"dtype": "float16"}, "float16 is not computed"),
+        ({"dtype": "float16"}, "float16 activations"),
         ({"kv_heads": 5, "heads": 40}, "a power of two"),
         ({"head_dim": 64}, None),
-        ({"head_dim": 64, "kv_dtype": "int8"}, "head dim 64 with 8 kv heads a shard and pools of 8 bits: it must be"),
-        ({"head_dim": 192}, "head dim 192 with 8 kv heads a shard"),
+        ({"head_dim": 64, "kv_dtype": "int8"}, "head dim 64 with 8 kv heads per shard and 8-bit pools; it must be"),
+        ({"head_dim": 192}, "head dim 192 with 8 kv heads per shard"),
         ({"head_dim": 256, "kv_heads": 2}, "a multiple of 128 with a multiple of 8 kv heads"),
-        ({"kv_heads": 1}, "1 kv heads a shard in pools of 16 bits"),
-        ({"kv_heads": 2, "kv_dtype": "int8"}, "words of 32 bits, 4 heads are needed"),
+        ({"kv_heads": 1}, "1 kv heads per shard in 16-bit pools"),
+        ({"kv_heads": 2, "kv_dtype": "int8"}, "32-bit words, so at least 4 are needed"),
         ({"kv_heads": 1, "dtype": "float32"}, None),
         ({"page": 8}, "a multiple of 16"),
     ],

@@ -1,4 +1,4 @@
-"""The TPU kernel that writes keys and values, in the interpreter: exactly what the reference writes."""
+"""The TPU kernel that writes keys and values, in the interpreter: equal to the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of pools that hold narrow heads on a TPU: alone, and in a layer's attention against float64."""
+"""Pool rows of narrow heads on a TPU: alone, and in a layer's attention against float64."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_what_a_row_holds(heads: int, dim: int, stored: str, found: tuple[int, i
 
 
 def test_a_layer_whose_heads_share_rows() -> None:
-    """Prompts and single tokens, written and attended to. What pools hold elsewhere is finite, as an engine's is."""
+    """Write and attend to prompts and single tokens; the rest of the pools is finite, as in an engine."""
     rows = [(1, 20), (18, 30), (1, 1)]
     tables = deal(rows, page=16, pool=8)
     ragged = jax.tree.map(jnp.asarray, make(rows, tables, page=16, pool=8, tokens=24, padded_rows=4, width=2))

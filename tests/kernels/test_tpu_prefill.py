@@ -73,7 +73,7 @@ def test_a_step_of_decode_rows_only() -> None:
 )
 @settings(max_examples=examples(40))
 def test_every_token_of_its_rows_is_in_one_item(rows: list[tuple[int, int]], cut: tuple[int, int]) -> None:
-    """Rows of `length` tokens after `past`: items tile each row, and fit their static bound."""
+    """For rows of `length` tokens after `past`, items tile each row and fit their static bound."""
     queries, above = cut
     steps = [(length, length + past if length else 0) for length, past in rows]
     ragged = make(steps, deal(steps, page=4, pool=64), page=4, pool=64, tokens=80, padded_rows=8, width=8)

@@ -1,7 +1,8 @@
-"""Which products of a mixture of experts an engine runs: chosen once at its start, as its attention is.
+"""Choose the backend of expert products once, when an engine starts.
 
-An object plans once for each layer, as each has a router of its own, and multiplies twice by that work. It knows one
-shard's experts; who splits them over devices calls it there.
+Each MoE layer has its own router, so an object plans once per layer; both products of the layer
+share that work. An object handles the experts of one shard; callers that shard experts over devices
+call it once per shard.
 """
 
 from __future__ import annotations
@@ -19,32 +20,32 @@ from pallas_kernels.choice import Choice, Here, resolve
 from pallas_kernels.ops.grouped_matmul import xla
 from pallas_kernels.ops.grouped_matmul.plan import Groups, plan_experts
 
-TILE = 16  # rows: on a CPU as good as 32 and 64 where there are many, and better where there are few
+TILE = 16  # rows; on a CPU as fast as 32 and 64 with many rows, and faster with few
 GPU_TILE = 64
 
 
 @dataclass(frozen=True)
 class Spec(Here):
-    """What an engine asks. Sizes are those of one shard."""
+    """The dtypes and sizes of one shard's experts."""
 
     dtype: str  # of activations
     experts: int  # X
     dim: int  # E
     ff_dim: int  # F
-    weights: str = ""  # dtype of the weights, where it is not `dtype`: of 8 bits, with scales
-    block: int = 0  # of what is summed over that share a scale, at most; 0: all do
+    weights: str = ""  # dtype of 8-bit weights with scales; "" if the weights are `dtype`
+    block: int = 0  # maximum inputs that share a scale; 0: all
 
 
 class Experts(Protocol):
     """The products of one shard's experts."""
 
     def plan(self, chosen: jax.Array, experts: int) -> Groups:
-        """The work for chosen [Q] int32, out of `experts`; what is out of range is not computed."""
+        """Plan the work for chosen [Q] int32, out of `experts`; out-of-range choices are not computed."""
 
     def __call__(
         self, x: jax.Array, weight: jax.Array, work: Groups, *, scale: jax.Array | None = None, out_dtype: Any = None
     ) -> jax.Array:
-        """x [R, I] with weights [X, I, O] of their own experts, [R, O]; see `xla.grouped_matmul`."""
+        """Multiply x [R, I] by the weights [X, I, O] of each row's expert, [R, O]; see `xla.grouped_matmul`."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class XlaExperts:
 
 @dataclass(frozen=True)
 class MosaicExperts:
-    """The kernel of `hopper/matmul.py`. Rows of a tile follow from how many pairs a step has."""
+    """The kernel of `hopper/matmul.py`, whose tile size follows from the number of pairs in a step."""
 
     spec: Spec
 
@@ -133,12 +134,12 @@ BACKENDS: Mapping[str, Any] = {"mosaic_gpu": _Mosaic, "xla": _Xla}
 
 
 def resolve_experts(spec: Spec, name: str = "auto") -> Choice:
-    """As `attention.api.resolve`, of a mixture of experts."""
+    """Resolve the backend of expert products; see `choice.resolve`."""
     return resolve(spec, name, BACKENDS, "experts")
 
 
 def experts(choice: Choice | None = None) -> Experts:
-    """What was resolved; None: XLA."""
+    """Build the products that `choice` resolved to; None for XLA."""
     if choice is None:
         return XlaExperts()
     made: Experts = BACKENDS[choice.backend].make(choice.spec)

@@ -1,4 +1,4 @@
-"""What the compile gate compiles of the grouped product."""
+"""Compile-gate cases of the grouped product."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHOSEN = {"qwen3-30b-a3b": 8, "qwen3-30b-a3b tp4": 8, "gpt-oss-20b": 4, "deepsee
 
 
 def cases() -> Iterator[Case]:
-    """Configs in use, for the compile gate: both products of decode and prefill steps of what is served."""
+    """Yield the configs in use: both products of decode and prefill steps of served models."""
     for model in ("qwen3-30b-a3b", "qwen3-30b-a3b tp4", "gpt-oss-20b"):
         usual = model == "qwen3-30b-a3b"
         for tokens in (1, 64, 256, 4096):
@@ -44,7 +44,7 @@ def cases() -> Iterator[Case]:
 def _cases(
     model: str, tokens: int, dtype: Any = jnp.bfloat16, *, stored: Any = None, blocks: bool = False, usual: bool = True
 ) -> Iterator[Case]:
-    """Both products of a layer."""
+    """Yield both products of a layer."""
     (experts, dim, ff_dim), pairs = MODELS[model], tokens * CHOSEN[model]
     for part, width, outputs, out_dtype in (("up", dim, 2 * ff_dim, None), ("down", ff_dim, dim, jnp.float32)):
         spec = Spec(pairs, experts, width, outputs, dtype, stored, width // 128 if blocks else 1)
@@ -81,5 +81,5 @@ def _step(
     config: Config,
     out_dtype: Any,
 ) -> jax.Array:
-    """The plan and one product."""
+    """Plan, and compute one product."""
     return grouped_matmul(x, weight, plan(chosen, len(weight)), scale=scale, out_dtype=out_dtype, config=config)

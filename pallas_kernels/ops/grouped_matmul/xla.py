@@ -1,7 +1,8 @@
-"""Products of a mixture of experts in plain XLA: tile by tile, each with the weights of its own expert.
+"""Compute the products of a mixture of experts in plain XLA, tile by tile.
 
-On TPUs `lax.ragged_dot` is that. Elsewhere XLA makes one dense product of it, of all rows with all experts: on a CPU
-4,096 rows and 32 experts of 256 x 512 took it fifty times as long as this.
+On TPUs this is `lax.ragged_dot`. Elsewhere XLA lowers that to one dense product of all rows with
+all experts: on a CPU, 4,096 rows and 32 experts of 256 x 512 took fifty times as long as the loop
+over tiles.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from pallas_kernels.ops.grouped_matmul.plan import Groups
 
 
 def grouped_matmul(
-    x: jax.Array,  # [R, I], rows as `work` lays them
-    weight: jax.Array,  # [X, I, O], perhaps of 8 bits
+    x: jax.Array,  # [R, I], rows ordered by `work`
+    weight: jax.Array,  # [X, I, O], of 16 or 8 bits
     work: Groups,
     *,
     tile: int,
     scale: jax.Array | None = None,
     out_dtype: Any = None,
 ) -> jax.Array:
-    """[R, O] of `out_dtype`: x[r] @ weight[owner[r]]; anything at all in rows that are nobody's.
+    """Return x[r] @ weight[owner[r]], [R, O] of `out_dtype`; padding rows hold arbitrary values.
 
-    `work` is `plan_experts(..., tile=tile)`. `scale` [X, n, O] float32: what weights are multiplied by, n of them along
-    I. One is a factor of the result; with more, weights are widened first.
+    `work` is `plan_experts(..., tile=tile)`. `scale` [X, n, O] float32 multiplies the weights, n
+    scales along I: with one, it multiplies the result; with more, the weights are widened first.
     """
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     tiles, ragged = (partial(run, out_dtype=out_dtype) for run in (partial(_tiles, tile=tile), _ragged))
@@ -45,7 +46,7 @@ def _tiles(
             for part in (weight, scale)
         )
         rows = lax.dynamic_slice_in_dim(x, work.begin[i], tile)
-        # What lies beyond the rows of this tile is another's, which comes later and writes its own.
+        # Rows of the slice beyond this tile belong to later tiles, which overwrite them.
         return lax.dynamic_update_slice_in_dim(out, _product(rows, mine, factor, out_dtype), work.begin[i], 0)
 
     empty = jnp.zeros((len(x), weight.shape[2]), out_dtype)
@@ -54,7 +55,7 @@ def _tiles(
 
 
 def _product(x: jax.Array, weight: Any, scale: jax.Array | None, out_dtype: Any) -> jax.Array:
-    """x [M, I] @ weight [I, O], with scale [n, O]."""
+    """Multiply x [M, I] by weight [I, O], with scale [n, O]."""
     if scale is None:
         return jnp.dot(x, weight, preferred_element_type=out_dtype)
     if len(scale) > 1:
@@ -73,6 +74,6 @@ def _ragged(x: jax.Array, weight: jax.Array, work: Groups, scale: jax.Array | No
 
 
 def widened(weight: jax.Array, scale: Any, dtype: Any) -> jax.Array:
-    """weight [..., I, O] times scale [..., n, O], multiplied in float32."""
+    """Return weight [..., I, O] times scale [..., n, O], multiplied in float32."""
     spread = jnp.repeat(scale, weight.shape[-2] // scale.shape[-2], axis=-2)
     return (weight.astype(jnp.float32) * spread).astype(dtype)

@@ -1,20 +1,23 @@
-"""Pages of all layers out of the pools as one contiguous parcel, and into the pools in place: what migration moves.
+"""Export pages of all layers as one contiguous buffer, and import it into pools in place, for KV transfers.
 
-    export_pages(pools, pages)[l, p] = pools[l][p][pages]        parcel [L, parts, M, B, K, D]
-    import_pages(pools, pages, parcel)                      the pools with the parcel at `pages`, in place if donated
+    export_pages(pools, pages)[l, p] = pools[l][p][pages]        the buffer, [L, parts, M, B, K, D]
+    import_pages(pools, pages, parcel)                           the pools with the buffer `parcel` at `pages`
 
-Plain XLA, since the compiler's PTX for Hopper shows what a kernel would: 16-byte loads and stores, no temporary, no
-copy of a pool. That takes three things, each seen in the PTX of jax 0.11.2:
+This is plain XLA, because the PTX compiled for Hopper is what a kernel would do: 16-byte loads and
+stores, no temporary, no copy of a pool. Three things are needed for that, seen in the PTX of jax
+0.11.2:
 
-* elements as uint32: of bfloat16 the scatter moves 8 bytes at a time, and the gather 2 (on CPU the change of
-  type costs a copy of one pool at a time; a scatter of bfloat16 there would widen all of them to float32);
-* `unique_indices`: without, every bfloat16 element becomes a compare-and-swap loop on its word;
-* each layer written into its place of the parcel, not stacked: of a concatenation XLA makes 4-byte accesses.
+* elements as uint32: a scatter of bfloat16 moves 8 bytes at a time and a gather 2 (on CPU the
+  bitcast costs a copy of one pool at a time, but a scatter of bfloat16 would widen all of them to
+  float32);
+* `unique_indices`: without it, every bfloat16 element becomes a compare-and-swap loop on its word;
+* each layer written to its place in the buffer: stacking compiles to a concatenation with 4-byte
+  accesses.
 
-Floor: twice the parcel over the bandwidth, 250 us for 4096 tokens of 32 layers of Llama-3-8B.
+Floor: twice the buffer over the bandwidth, 250 us for 4096 tokens of 32 layers of Llama-3-8B.
 
-Parts are the arrays of a layer's pool: keys and values, or a latent. Letters: L layers, M pages moved, N pages in the
-pool, B page size, K kv heads, D head dim.
+Parts are the arrays of a layer's pool: keys and values, or a latent. Letters: L layers, M pages
+moved, N pages in the pool, B page size, K kv heads, D head dim.
 """
 
 from __future__ import annotations
@@ -33,9 +36,10 @@ Pool = tuple[jax.Array, ...]  # the parts of one layer, each [N, B, K, D]
 
 
 def export_pages(pools: Sequence[Pool], pages: jax.Array, *, mesh: Mesh | AbstractMesh | None = None) -> jax.Array:
-    """Pages [M] of all layers as one array [L, parts, M, B, K, D]; a page out of range gives the nearest one.
+    """Return pages [M] of all layers as one array [L, parts, M, B, K, D]; out-of-range pages are clamped.
 
-    `mesh` with an axis `tp`: kv heads are split over it. It must be told, or each device allocates a whole parcel.
+    `mesh`: kv heads are split over its axis `tp`. Without it, each device would allocate the whole
+    buffer.
     """
     pools = list(pools)
     if mesh is None or mesh.shape["tp"] == 1:
@@ -59,7 +63,10 @@ def _packed(pools: list[Pool], pages: jax.Array) -> jax.Array:
 
 
 def import_pages(pools: Sequence[Pool], pages: jax.Array, parcel: jax.Array) -> list[Pool]:
-    """The pools with a parcel [L, parts, M, B, K, D] at pages [M], all different; those out of range are dropped."""
+    """Write `parcel` [L, parts, M, B, K, D] to distinct pages [M] of the pools; drop pages out of range.
+
+    The write is in place if the pools are donated.
+    """
     wide = words.wide(parcel)
 
     def put(held: jax.Array, layer: int, part: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What the compile gate compiles of page export and import."""
+"""Compile-gate cases of page export and import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pallas_kernels.ops.kv_pages.api import Pool, export_pages, import_pages
 
 
 def cases() -> list[Case]:
-    """Parcels of 64 pages of Llama-3-8B, in few layers: what is compiled is the same for each."""
+    """Return exports and imports of 64 pages of Llama-3-8B, with few layers, as all layers compile alike."""
     return [case for dtype in (jnp.bfloat16, jnp.float8_e4m3fn) for case in _cases(dtype, layers=4, moved=64)]
 
 

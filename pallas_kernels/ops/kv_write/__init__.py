@@ -1,1 +1,1 @@
-"""Write the keys and values of a step to their pages, rotated and quantised on the way."""
+"""Write the keys and values of a step to their pages, with RoPE and quantization."""

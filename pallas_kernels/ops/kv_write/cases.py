@@ -1,4 +1,4 @@
-"""What the compile gate compiles of the KV write for Hopper."""
+"""Compile-gate cases of the KV write for Hopper."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODELS = {"8b": (32, 8, 128), "8b tp4": (8, 2, 128), "70b tp8": (8, 1, 128), "qw
 
 
 def cases() -> list[Case]:
-    """Every config in use, for the compile gate: decode and prefill steps, dtypes and head dims of what is served."""
+    """Return every config in use: decode and prefill steps, dtypes and head dims of served models."""
     bf16 = jnp.bfloat16
     found = [_case(name, 256, *shape, bf16, bf16) for name, shape in MODELS.items()]
     found += [_case("8b", 8192, *MODELS["8b"], bf16, bf16), _case("8b", 1, *MODELS["8b"], bf16, bf16)]

@@ -1,17 +1,19 @@
-"""Rope of queries and keys, and keys and values into their pages, in one kernel and in place.
+"""Rotate queries and keys, and write keys and values to their pages, in one kernel and in place.
 
     q[t] = rotate(q[t])
-    k_pool[write[t]] = rotate(k[t]),  v_pool[write[t]] = v[t]      each / its scale[k] where pools are quantised
+    k_pool[write[t]] = rotate(k[t]),  v_pool[write[t]] = v[t]      each / its scale[k] if pools are quantized
 
-Floor: bytes of q twice and of k, v twice over the bandwidth, 47 us for 8192 tokens of Llama-3-8B; at decode it is the
-launch. A block takes `tokens` tokens; its 128 threads load whole rows of heads straight into registers, 16 bytes
-each where the shape allows, turn them and store them: there is nothing to share, so there is no shared memory, and
-several blocks of a multiprocessor hide each other's latency. Padding tokens (`write` out of range) turn their queries
-and store nothing. The numbers are those of the XLA twin, `xla.write.rope_and_write_xla`: turned in float32, rounded
-to the dtype of k, then divided, cut off at the largest value and rounded.
+A block takes `tokens` tokens. Its 128 threads load whole rows of heads straight into registers, 16
+bytes each if the shape allows, rotate them and store them. Nothing is shared, so there is no shared
+memory, and several blocks per multiprocessor hide each other's latency. Padding tokens (`write` out
+of range) rotate their queries and store nothing. The numbers are those of `rope_and_write_xla`
+(xla.py): rotated in float32, rounded to the dtype of k, then divided, clipped to the largest value
+and rounded. q and both pools alias the results if they are donated.
 
-In place: q and both pools alias what is returned where they are donated. Refused: head dims other than 64, 128 and
-256, dtypes other than bfloat16 and float16.
+Head dims other than 64, 128 and 256 and dtypes other than bfloat16 and float16 are refused.
+
+Floor: q, k and v read and written once, over the bandwidth: 47 us for 8192 tokens of Llama-3-8B; at
+decode, the launch.
 
 Letters: T tokens, N pages in the pool, B page size, H query heads, K kv heads, D head dim.
 """
@@ -35,12 +37,12 @@ from pallas_kernels.mosaic.spec import Spec
 from pallas_kernels.ops.kv_write.xla import LARGEST
 from pallas_kernels.rope import Turn
 
-FEW = 2048  # up to so many tokens, a block each is what keeps the device busy
+FEW = 2048  # up to this many tokens, one token per block keeps the device busy
 
 
 @dataclass(frozen=True)
 class Config:
-    """`tokens` of a step that one block turns and stores, one after the other."""
+    """The number of tokens that one block rotates and stores, one after the other."""
 
     tokens: int = 1
 
@@ -52,19 +54,19 @@ class Config:
         if jnp.dtype(spec.dtype) not in (jnp.bfloat16, jnp.float16):
             raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
         if spec.quantised and jnp.dtype(spec.kv_dtype).name not in LARGEST:
-            raise ValueError(f"{spec.kv_dtype=} must be one of {', '.join(LARGEST)}, or as the keys")
+            raise ValueError(f"{spec.kv_dtype=} must be one of {', '.join(LARGEST)}, or the dtype of the keys")
 
     def smem_bytes(self) -> int:
         return 0
 
 
 def heuristic(tokens: int) -> Config:
-    """A config for a step of so many tokens."""
+    """Return a config for a step of `tokens` tokens."""
     return Config(1 if tokens <= FEW else 4)
 
 
 def candidates(tokens: int) -> Iterator[Config]:
-    """Configs worth timing."""
+    """Yield configs worth timing."""
     for few in (1, 2, 4, 8):
         if few <= tokens:
             yield Config(few)
@@ -83,7 +85,7 @@ def rope_and_write(
     config: Config | None = None,
     interpret: Interpret = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Turned queries and the pools with this step's keys and values; padding tokens are dropped."""
+    """Return the rotated queries, and the pools with this step's keys and values; padding tokens are dropped."""
     tokens, heads, dim = q.shape
     pages, page, kv_heads, _ = k_pool.shape
     config = config or heuristic(tokens)
@@ -94,7 +96,7 @@ def rope_and_write(
     body = partial(
         _body, several=several, end=pages * page, turned=turn is not None, quantised=scales is not None, told=interpret
     )
-    # cos and sin twice: of two loads of one place the compiler makes one, which cannot have the layout of both.
+    # cos and sin are passed twice: the compiler merges two loads of one address, which cannot have both layouts.
     read = (k, v, ragged.write, *(turn or ()), *(turn or ()), *(scales or ()))
     grid = [("block", tokens // several)]
     done = compat.in_place(
@@ -110,7 +112,7 @@ def _body(
     k: Any,  # [T, K, D]
     v: Any,  # [T, K, D]
     write: Any,  # [T] int32
-    *rest: Any,  # cos, sin of queries, cos, sin of keys, [T, 1, D / 2] float32; scales of keys, of values, [K] float32
+    *rest: Any,  # cos, sin of queries, then of keys, [T, 1, D / 2] float32; scales of keys, values, [K] float32
     several: int,
     end: int,
     turned: bool,
@@ -123,13 +125,13 @@ def _body(
         spread(rows, size) for rows, size in ((heads, dim // 2), (kv_heads, dim // 2), (kv_heads, dim))
     )
     row: tuple[Any, ...] = (slice(None),)
-    if kv_heads == 1:  # a row is then all there is, and jax 0.10 cannot load half of it as a matrix
+    if kv_heads == 1:  # a row is then the whole matrix, and jax 0.10 cannot load half of it as a matrix
         row, narrow, whole = (0,), narrow.reduce(0), whole.reduce(0)
     first = lax.axis_index("block") * several
 
     for i in range(several):
         t = first + i
-        # Loads come before the first store: a store is a barrier to all that follows.
+        # All loads come before the first store, because a store is a barrier to later loads.
         queries = _turned(q.at[t], [part.at[t, 0] for part in rest[:2]], wide, told) if turned else None
         keys = _halves(k.at[(t, *row)], narrow)
         if turned:
@@ -154,14 +156,14 @@ def _both(dim: int) -> tuple[Any, Any]:
 
 
 def _halves(x: Any, layout: Any) -> tuple[jax.Array, jax.Array]:
-    """x [heads, D] as two arrays [heads, D / 2], or x [D] as two of [D / 2]."""
+    """Load x [heads, D] as two arrays [heads, D / 2], or x [D] as two of [D / 2]."""
     every = (slice(None),) * (len(x.shape) - 1)
     left, right = (compat.load(x.at[(*every, half)], layout, optimized=False) for half in _both(x.shape[-1]))
     return left, right
 
 
 def _turned(x: Any, turn: list[Any], layout: Any, told: Interpret) -> tuple[jax.Array, jax.Array]:
-    """The halves of x [heads, D] or [D], turned by cos and sin [D / 2]."""
+    """Return the halves of x [heads, D] or [D], rotated by cos and sin [D / 2]."""
     parts = _halves(x, layout)
     if len(x.shape) == 1:
         cos, sin = (compat.load(part, layout, optimized=False) for part in turn)
@@ -174,7 +176,7 @@ def _turned(x: Any, turn: list[Any], layout: Any, told: Interpret) -> tuple[jax.
 
 
 def _stored(x: jax.Array, scale: Any, layout: Any, dtype: Any) -> jax.Array:
-    """x [K, columns] or, of one kv head, [columns] as the pool holds it."""
+    """Convert x [K, columns], or [columns] for one kv head, to what the pool stores."""
     if scale is None:
         return x
     if x.ndim == 1:
@@ -189,17 +191,18 @@ def _stored(x: jax.Array, scale: Any, layout: Any, dtype: Any) -> jax.Array:
 
 
 def spread(rows: int, columns: int, longest: int = 8) -> Any:
-    """A layout of [rows, columns] over the 128 threads of a warpgroup: each holds vectors of neighbouring columns.
+    """Return a layout of [rows, columns] over the 128 threads of a warpgroup, in vectors of adjacent columns.
 
-    First all four warps have work of their own, then vectors are long (`longest` elements: 16 bytes of bfloat16). Of
-    few rows, several warps hold the same and store it twice.
+    Prefers layouts in which all four warps have their own rows, then long vectors (`longest`
+    elements: 16 bytes of bfloat16). With few rows, several warps hold the same data and store it
+    twice.
     """
     from jax.experimental.mosaic.gpu import fragmented_array
 
     found = (0, 0, 0)
-    vector = max(1, columns // 32)  # or else a row would be longer than a warp
+    vector = max(1, columns // 32)  # or a row would be longer than a warp
     while vector <= longest and columns % vector == 0 and (32 * vector) % columns == 0:
-        deep = 32 * vector // columns  # rows of one warp
+        deep = 32 * vector // columns  # rows per warp
         if rows % deep == 0:
             warps = next(n for n in (4, 2, 1) if rows // deep % n == 0)
             found = max(found, (warps, vector, deep))

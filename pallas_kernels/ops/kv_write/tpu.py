@@ -1,7 +1,7 @@
-"""Keys and values of a step to their pages on TPU, in place: one copy in HBM for each token and pool.
+"""Write the keys and values of a step to their pages on TPU, in place: one HBM copy per token and pool.
 
-A scatter of XLA does the same, but not always in place: for 256 tokens on a v6e, libtpu 0.0.42 gives it another
-layout and copies the whole pool there and back.
+An XLA scatter would do, but is not always in place: for 256 tokens on a v6e, libtpu 0.0.42 chooses
+another layout and copies the whole pool there and back.
 
 Letters: T tokens, N pages in the pool, B page size, K kv heads, D head dim.
 """
@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as _pltpu
 
 from pallas_kernels.layout import Ragged
 
-pltpu: Any = _pltpu  # without its types, which change between versions
+pltpu: Any = _pltpu  # as Any: its types change between versions
 Ref = Any
 
 
@@ -31,7 +31,7 @@ def write_kv(
     *,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Put k and v at `ragged.write` of the pools; tokens that are padding, out of range there, are dropped."""
+    """Write k and v to `ragged.write` of the pools; padding tokens, which are out of range there, are dropped."""
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     run = pl.pallas_call(
         _body,
@@ -71,6 +71,6 @@ def _body(where: Ref, k: Ref, v: Ref, k_in: Ref, v_in: Ref, k_pool: Ref, v_pool:
     def wait(token: jax.Array, _: None) -> None:
         each(token, True)
 
-    # No two tokens go to one place: all copies are under way at once.
+    # No two tokens go to the same place, so all copies can be in flight at once.
     lax.fori_loop(0, jnp.int32(k.shape[0]), start, None)
     lax.fori_loop(0, jnp.int32(k.shape[0]), wait, None)

@@ -1,7 +1,7 @@
-"""Attention to a latent KV cache (MLA) on NVIDIA Hopper: rope and write by XLA, then one kernel for rows of any length.
+"""Attention to a latent KV cache (MLA) on NVIDIA Hopper: RoPE and KV write by XLA, then one kernel.
 
-A row of more tokens than a block of the kernel takes is cut into several, each a row to the kernel. XLA writes: at
-decode that is one small fusion, and the latent it writes comes out of a norm that XLA fuses it with.
+Rows with more tokens than a block takes are cut into slices, each a row to the kernel. XLA does the
+write because at decode it is one small fusion together with the norm that produces the latent.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pallas_kernels.ops.paged_attention.api import Pool, Spec
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
 from pallas_kernels.rope import Turn, rotate
 
-MANY = 64  # tokens of a row, where it may be a prompt: as many as fill the products
+MANY = 64  # query tokens of a row that may be a prompt: enough to fill the products
 
 
 def refused(spec: Spec) -> str | None:
-    """None, or why the kernel cannot run it. Steps of single tokens and others must both have their configs."""
+    """Return None, or the reason why the kernel cannot run `spec`, in steps of single tokens or in others."""
     try:
         for decode in (True, False):
             config, wanted = _config(spec, decode)
@@ -34,11 +34,11 @@ def refused(spec: Spec) -> str | None:
 
 
 def _config(spec: Spec, decode: bool) -> tuple[Any, Any]:
-    """The measured config, or else the heuristic one, and what it was chosen for."""
+    """Return the measured config or, without one, the heuristic config, and the spec it is chosen for."""
     from pallas_kernels.mosaic.spec import Spec as Wanted
     from pallas_kernels.ops.mla import hopper
 
-    # Rows are not known before the step is: configs must not depend on them.
+    # The number of rows is unknown until the step, so configs must not depend on it.
     wanted = Wanted(
         rows=1,
         heads=spec.heads,
@@ -57,11 +57,13 @@ def _config(spec: Spec, decode: bool) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class MlaAttention:
+    """Attention of one bucket to a latent KV cache, by the Hopper kernel."""
+
     spec: Spec
     decode: bool
 
     def plan(self, ragged: Ragged) -> tuple[Ragged, tuple[Any, ...]]:
-        """Layers of one window share a plan."""
+        """Plan the step once per distinct window; layers with the same window share a plan."""
         config, _ = _config(self.spec, self.decode)
         works = tuple(
             config.plan(ragged, page=self.spec.page, window=window, short=self.decode) for window in self.spec.windows
@@ -86,7 +88,7 @@ class MlaAttention:
         from pallas_kernels.mosaic.interpret import interpreter
         from pallas_kernels.ops.mla.hopper import paged_mla
 
-        assert v is None and scales is None, "a latent is key and value, and has no scales"
+        assert v is None and scales is None, "a latent has no separate values and no scales"
         ragged, works = work
         latents = write_latent(pool[0], rotate(k, turn), ragged.write)
         mixed, lse = paged_mla(

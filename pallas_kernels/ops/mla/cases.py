@@ -1,4 +1,4 @@
-"""What the compile gate compiles of the MLA kernel."""
+"""Compile-gate cases of the MLA kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pallas_kernels.ops.mla.hopper import FEW, Config, heuristic, paged_mla
 
 
 def cases() -> Iterator[Case]:
-    """Every config in use, for the compile gate: pages, dtypes, heads, and rows of several tokens."""
+    """Yield every config in use: pages, dtypes, numbers of heads, and rows of several tokens."""
     lite = Spec(64, 16, 1, 576, 64, values=512)
     for name, spec in (
         ("16 heads", lite),

@@ -1,29 +1,32 @@
-"""Attention to latents on Hopper (MLA): keys and values of all heads are one row of R + Z numbers per token.
+"""Multi-head latent attention (MLA) on Hopper: one latent row of R + Z numbers per token serves all heads.
 
     out[t, h] = sum_j softmax_j(cap(scale * q[t, h] . c[j])) c[j, :R]   over the latents j that t sees
 
-The kernel is that of decode attention (paged_attention/hopper/decode.py), for one kv head whose values are the first
-columns of its keys, read once: the rows of its products are the query heads, and the query tokens, of a row. Few rows,
-as of DeepSeek-V2-Lite's 16 heads, are products of warps, each of two warpgroups with tiles of its own; many are
-products of two warpgroups that share a tile (`consume`). More than 64 heads are several blocks, that read the same
-latents. A row of more tokens than the products have rows for is cut (plan.py), so that prompts are attended to by the
-same kernel.
+The kernel is the decode kernel (paged_attention/hopper/decode.py) for one kv head whose values are
+the first R columns of its keys, so each latent is read once. The rows of its products are the query
+heads, times the query tokens, of a row. There are two forms for 16-bit latents:
 
-Latents of 8 bits have one form, for 16 rows (`consume_bytes` of decode_body.py): more heads are more blocks. They are
-plain numbers here: what columns were divided by is in the queries, and multiplies the result, outside.
+* few rows (DeepSeek-V2-Lite's 16 heads): warp-level products, each of two warpgroups with tiles of
+  its own;
+* up to 64 rows: warpgroup products, two warpgroups sharing each tile (`consume`).
 
-Floor: 2 (R + Z) bytes of each latent over the bandwidth, and 2 (2 R + Z) operations for each head and latent that it
-sees: 64 rows of products are a little below what the device computes in the time of reading them once.
+More than 64 heads take several blocks that read the same latents. Rows with more tokens than a
+product has rows for are cut into slices (plan.py), so prompts use this kernel too. 8-bit latents
+have one form, of 16 rows (`consume_bytes` in decode_body.py), and more heads take more blocks;
+their column scales are folded into the queries and the result outside the kernel.
 
-Letters: T tokens, S rows, S' slices of them, N pages in the pool, B page size, H query heads, R columns of the values,
-Z columns that turn, D = R + Z.
+In the shared form, the mixed values of 64 rows are 64 x 512 numbers, twice what a warpgroup's
+registers hold. So each of the two warpgroups holds half of the value columns, and needs all
+weights. To compute no score twice, each forms the scores of half of a tile's keys; they exchange
+the maximum of each row, and store their weights where both can read them: in their own slot of
+keys, over the Z rotary columns, which are not values and are unused once the scores exist.
 
-The mixed values of 64 rows are 64 x 512 numbers, twice the registers that a warpgroup has for them. So each of two has
-a half of the columns, and needs all the weights. They form the scores of one half of a tile's keys each, which is no
-work twice, tell each other the highest score of each row, and put their weights where both can read them: into their
-own slot of keys, over the columns that turn, which are no values, and of no use once the scores are formed.
+Floor: 2 (R + Z) bytes per latent over the bandwidth, and 2 (2 R + Z) operations per head and latent
+seen: products of 64 rows take slightly less time than reading the latents once.
 
-M = 64 rows, R columns of the values, C = tokens of keys in a tile, one half of them in each of two slots of the ring.
+Letters: T tokens, S rows, S' slices, N pages in the pool, B page size, H query heads, R value
+columns, Z rotary columns, D = R + Z, M = 64 rows of a product, C keys of a tile, half of them in
+each of two slots of the ring.
 """
 
 from __future__ import annotations
@@ -48,54 +51,55 @@ from pallas_kernels.ops.paged_attention.hopper.decode_block import MEETING, Refs
 from pallas_kernels.ops.paged_attention.hopper.softmax import LEAST, LOG2E
 from pallas_kernels.ops.paged_attention.plan import DecodeWork, plan_decode
 
-ROWS, FEW = 64, 16  # of a product of warpgroups, and of warps: with 32 those spill
-TURNING = 64  # Z: where the weights of 64 keys find room
+ROWS, FEW = 64, 16  # rows of a warpgroup product, and of a warp-level one, which spills with 32
+TURNING = 64  # Z; a slot's weights of 64 keys are stored over these columns
 CONSUMERS = 2
-JOINT = 128  # tokens of a tile that two warpgroups share
+JOINT = 128  # keys of a tile that two warpgroups share
 
 
 class MlaWork(NamedTuple):
-    """What `paged_mla` runs through."""
+    """The work items of `paged_mla`."""
 
-    slices: Ragged  # the step, in S' rows
+    slices: Ragged  # the step, as S' rows
     decode: DecodeWork
 
 
 @dataclass(frozen=True)
 class Config:
-    """How one shape is computed. `plan` makes the work that `paged_mla` of the same config wants."""
+    """How one shape is computed; run the work made by `plan` with the same config."""
 
-    warps: bool = False  # products of warps, of 16 rows (jax >= 0.11); else of warpgroups, of 64
+    warps: bool = False  # warp-level products of 16 rows (16-bit latents: jax >= 0.11); else warpgroup products of 64
     queries: int = 1  # query tokens of a slice
-    tile: int = JOINT  # tokens of latents at a time
-    stages: int = 2  # slots of the ring: of a tile, or of the half of one that is shared
-    workers: int = CORES  # blocks per 64 heads, or 16 where latents are of 8 bits
+    tile: int = JOINT  # latents of a tile
+    stages: int = 2  # slots of the ring, each a tile, or half of a shared one
+    workers: int = CORES  # blocks per 64 heads, or per 16 with 8-bit latents
 
     def plan(self, ragged: Ragged, *, page: int, window: int | None = None, short: bool = False) -> MlaWork:
-        """Once per step; all layers share it. `short` promises that no row has more than `queries` tokens."""
+        """Plan a step; all layers share it. `short` promises that no row has more than `queries` tokens."""
         slices = ragged if short else sliced(ragged, self.queries)
         work = plan_decode(slices, page=page, queries=self.queries, tile=self.tile, workers=self.workers, window=window)
         return MlaWork(slices, work)
 
     def validate(self, spec: Spec) -> None:
-        """Raises ValueError, naming the value, where this config cannot compute the spec."""
+        """Raise ValueError, naming the value, if this config cannot compute the spec."""
         if spec.kv_heads != 1 or spec.heads % self.blocks(spec):
             raise ValueError(
-                f"{spec.kv_heads=} must be 1, and {spec.heads=} up to {most(spec)} or a multiple of as many"
+                f"{spec.kv_heads=} must be 1, and {spec.heads=} must split evenly into the fewest blocks of at most "
+                f"{most(spec)} heads"
             )
         if spec.values % 128 or not spec.values or spec.dim != spec.values + TURNING:
-            raise ValueError(f"{spec.values=} must be a multiple of 128, and {spec.dim=} be {TURNING} more")
+            raise ValueError(f"{spec.values=} must be a multiple of 128, and {spec.dim=} must be {TURNING} more")
         if spec.page % 8 or not 8 <= spec.page <= 256:
             raise ValueError(f"{spec.page=} must be a multiple of 8 up to 256")
         if spec.quantised and not self.warps:
-            raise ValueError(f"{self.warps=} must be True for {spec.kv_dtype=}: those go by products of warps")
+            raise ValueError(f"{self.warps=} must be True for {spec.kv_dtype=}, which needs warp-level products")
         tiles = (64, 128) if spec.quantised else (32, 64, 128) if self.warps else (JOINT,)
         if self.tile not in tiles or (self.tile % spec.page and spec.page % self.tile):
-            raise ValueError(f"{self.tile=} must be of {tiles}, and a multiple or a divisor of {spec.page=}")
+            raise ValueError(f"{self.tile=} must be one of {tiles}, and a multiple or a divisor of {spec.page=}")
         if self.stages % CONSUMERS or self.stages < CONSUMERS:
-            raise ValueError(f"{self.stages=} must be a multiple of {CONSUMERS}: a slot has one consumer")
+            raise ValueError(f"{self.stages=} must be a multiple of {CONSUMERS}, so that each slot has one consumer")
         if self.queries < 1 or self.queries * self.group(spec) > self.rows(spec):
-            raise ValueError(f"{self.queries=} of {self.group(spec)} heads must be 1 to {self.rows(spec)} rows")
+            raise ValueError(f"{self.queries=} times {self.group(spec)} heads must be 1 to {self.rows(spec)} rows")
         if self.warps and not (compat.HAS_MMA or spec.quantised):
             raise ValueError(f"{self.warps=} needs jax 0.11 or later; this is {jax.__version__}")
         if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
@@ -103,22 +107,22 @@ class Config:
         if not spec.quantised and jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
             raise ValueError(f"{spec.kv_dtype=} must be float8_e4m3fn, int8 or {spec.dtype=}")
         if (size := self.smem_bytes(spec)) > SMEM:
-            raise ValueError(f"{self} needs {size} bytes of shared memory for {spec}; a block has {SMEM}")
+            raise ValueError(f"{self} needs {size} bytes of shared memory for {spec}; the limit is {SMEM}")
 
     def blocks(self, spec: Spec) -> int:
-        """Groups of query heads, each a block's."""
+        """Return the number of blocks that the query heads are split over."""
         return -(-spec.heads // most(spec))
 
     def group(self, spec: Spec) -> int:
-        """Query heads of a block."""
+        """Return the query heads of a block."""
         return spec.heads // self.blocks(spec)
 
     def rows(self, spec: Spec) -> int:
-        """M"""
+        """Return M, the rows of a product."""
         return FEW if self.warps else ROWS
 
     def smem_bytes(self, spec: Spec) -> int:
-        """Shared memory of a block, barriers and alignment included."""
+        """Return the shared memory of a block, including barriers and alignment."""
         rows, latent = self.rows(spec), spec.dim * 2
         if spec.quantised:
             meeting = CONSUMERS * (64 * (MEETING + 8) + 128) * 4
@@ -129,14 +133,15 @@ class Config:
 
 
 def most(spec: Spec) -> int:
-    """Query heads of a block at most."""
+    """Return the maximum number of query heads of a block."""
     return FEW if spec.quantised else ROWS
 
 
 def heuristic(spec: Spec, *, warps: bool | None = None) -> Config:
-    """A config for the spec that is expected to be good; `warps` None chooses by the rows of the product.
+    """Return a config expected to be good for the spec; `warps` None chooses by the rows of the product.
 
-    `spec.queries` is the most tokens of a row; those that a product has no rows for are cut.
+    `spec.queries` is the maximum tokens of a row; rows beyond a product's capacity are cut into
+    slices.
     """
     blocks = -(-spec.heads // most(spec))
     group = spec.heads // blocks
@@ -144,7 +149,7 @@ def heuristic(spec: Spec, *, warps: bool | None = None) -> Config:
     if warps is None:
         warps = spec.quantised or (compat.HAS_MMA and queries * group <= FEW)
     tile = 32 if warps and not spec.quantised else JOINT
-    if spec.quantised and spec.page < 32:  # the producer lacks registers for the numbers of more pages
+    if spec.quantised and spec.page < 32:  # page numbers of larger tiles exceed the producer's registers
         tile = 64
     config = Config(warps=warps, queries=queries, tile=tile, workers=max(1, spec.cores // blocks))
     for stages in (8, 4):
@@ -155,7 +160,7 @@ def heuristic(spec: Spec, *, warps: bool | None = None) -> Config:
 
 
 def candidates(spec: Spec) -> Iterator[Config]:
-    """Configs worth timing for the spec, the heuristic first; the compile gate drops those that spill."""
+    """Yield configs worth timing for the spec, the heuristic one first; the compile gate drops those that spill."""
     best = heuristic(spec)
     yield best
     if spec.quantised:
@@ -179,10 +184,10 @@ def paged_mla(
     config: Config,
     interpret: Interpret = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Mixed latents [T, H, R] in the dtype of q and lse [T, H]; zeros and MASKED for padding tokens.
+    """Return mixed latents [T, H, R] in the dtype of q, and lse [T, H]; zeros and MASKED for padding tokens.
 
-    `work` is `config.plan(ragged, page=B, window=window)`. The pool must hold finite numbers everywhere, also where
-    nothing was written: what a masked latent holds is multiplied by zero.
+    `work` is `config.plan(ragged, page=B, window=window)`. The pool must hold finite numbers
+    everywhere, even where nothing was written, because masked latents are multiplied by zero.
     """
     rows, (_, page, copies, dim) = work.slices.lengths.shape[0], pool.shape
     spec = Spec(
@@ -190,7 +195,7 @@ def paged_mla(
     )
     config.validate(spec)
     if work.decode.workers != config.workers or work.decode.row.shape[0] != config.workers + rows:
-        raise ValueError(f"the work is of {work.decode.workers} workers and {config.workers=}; plan with this config")
+        raise ValueError(f"the work has {work.decode.workers} workers but {config.workers=}; plan with this config")
     used = config.queries * config.group(spec)
     shape = Shape(
         rows=config.rows(spec),
@@ -218,10 +223,11 @@ def paged_mla(
     )
 
 
-State = tuple[jax.Array, jax.Array, jax.Array]  # mixed [M, R / 2], peak [M] in log2 units, total [M]
+State = tuple[jax.Array, jax.Array, jax.Array]  # mixed [M, R / 2], row maximum [M] in log2 units, row sum [M]
 
 
 def consume(shape: Shape, refs: Refs, me: Any) -> None:
+    """Attend to every item of a block, sharing each tile with the other consumer."""
     s, block, head = refs.s, lax.axis_index("block"), lax.axis_index("head")
 
     def one(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:
@@ -258,10 +264,10 @@ def _begin(shape: Shape) -> State:
 
 
 def _tile(shape: Shape, s: dict[str, Any], me: Any, tile: Any, key: Any, position: Any, state: State) -> State:
-    """Attend to the keys of the block's `tile`th tile, those of this warpgroup from `key` on."""
+    """Attend to the block's `tile`th tile; this warpgroup's keys start at `key`."""
     acc, peak, total = state
     slots, mine = [shape.place(tile, part) for part in range(shape.slots)], shape.place(tile, me)
-    for slot in slots:  # before its scores are formed: both read both
+    for slot in slots:  # wait for both slots before forming the scores: both warpgroups read both
         plgpu.barrier_wait(s["k_full"].at[slot])
     unit = LOG2E if shape.softcap else shape.scale * LOG2E
     score = wgmma(s["q"].at[0], s["k"].at[mine], transposed=True, interpret=shape.interpret)
@@ -284,7 +290,7 @@ def _tile(shape: Shape, s: dict[str, Any], me: Any, tile: Any, key: Any, positio
 
 
 def _told(shape: Shape, s: dict[str, Any], me: Any, x: jax.Array) -> jax.Array:
-    """What the other warpgroup tells, where this one tells x [M]. Both must `_meet` before they tell again."""
+    """Exchange x [M] between the two warpgroups; both must `_meet` before the next exchange."""
     s["told"][me] = x
     _meet(s, 0)
     return compat.load(s["told"].at[1 - me], shape.layout("ACC").reduce(1), optimized=False)

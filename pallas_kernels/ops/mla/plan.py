@@ -1,8 +1,9 @@
-"""Rows cut into slices of a few query tokens, each a row of its own for a kernel that takes no more.
+"""Cut rows into slices of a few query tokens, each a row of its own to a kernel that takes no more.
 
-A slice sees the pages of its row, up to its own last token: what is decode to the kernel may be a part of a prompt.
+A slice sees the pages of its row up to its own last token, so a piece of a prompt looks like a
+decode row.
 
-T tokens, S rows, P pages per row, Q most tokens of a slice, S' slices that there is room for.
+Letters: T tokens, S rows, P pages per row, Q maximum tokens of a slice, S' capacity in slices.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ from pallas_kernels.layout import Ragged
 
 
 def most_slices(tokens: int, rows: int, queries: int) -> int:
-    """S': how many slices of Q tokens T tokens in S rows can need."""
+    """Return S', the maximum number of slices of Q tokens that T tokens in S rows need."""
     return max(1, min(tokens, (tokens + rows * (queries - 1)) // queries))
 
 
 def sliced(ragged: Ragged, queries: int) -> Ragged:
-    """The same tokens in S' rows of 1 to Q tokens, in order; those that are not needed come last and are empty."""
+    """Regroup the tokens into S' rows of up to Q tokens, in order; unused slices come last and are empty."""
     if queries < 1:
         raise ValueError(f"{queries=} must be positive")
     tokens, rows = ragged.rows.shape[0], ragged.lengths.shape[0]
     needed = (ragged.lengths + queries - 1) // queries  # [S]
     ends = jnp.cumsum(needed)
     item = jnp.arange(most_slices(tokens, rows, queries), dtype=jnp.int32)
-    # Compared all with all: one small fused program, where a binary search is a loop of many.
+    # compare_all is one small fused program; a binary search is a loop of many.
     row = jnp.searchsorted(ends, item, side="right", method="compare_all").astype(jnp.int32)
     used, row = row < rows, jnp.minimum(row, rows - 1)
-    first = (item - (ends - needed)[row]) * queries  # within the row
+    first = (item - (ends - needed)[row]) * queries  # offset within the row
     lengths = jnp.where(used, jnp.minimum(ragged.lengths[row] - first, queries), 0)
     owner = jnp.minimum(ragged.rows, rows - 1)  # [T]
     within = jnp.arange(tokens, dtype=jnp.int32) - ragged.starts[owner]

@@ -1,4 +1,4 @@
-"""What a backend is: a module with `supports` and `make`, and what is asked of it.
+"""The interface of an attention backend: a module with `supports` and `make`, and the Spec passed to them.
 
 Letters: T tokens, S rows, N pages in the pool, B page size, H query heads, K kv heads, D head dim.
 """
@@ -14,22 +14,23 @@ from pallas_kernels.choice import Here
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.rope import Turn
 
-# Keys and values of one layer, or a latent alone; each [N, B, K, D], for XLA on a CPU [N, K, B, D].
+# Keys and values of one layer, or only a latent: each [N, B, K, D], or [N, K, B, D] for XLA on a CPU.
 Pool = tuple[jax.Array, ...]
 
 
 @dataclass(frozen=True)
 class Spec(Here):
-    """What an engine asks of its attention. Heads are those of one shard."""
+    """The attention of a model on one shard: dtypes, heads, page size, windows."""
 
-    dtype: str  # of activations, and of pools unless `kv_dtype` says otherwise
+    dtype: str  # of activations, and of pools unless `kv_dtype` is set
     heads: int  # H
     kv_heads: int  # K
     head_dim: int  # D
     page: int  # B
-    windows: tuple[int | None, ...] = (None,)  # of the model's layers; None: a layer that sees everything
-    latent: int = 0  # columns of the keys that are the values: one array a layer, one kv head (MLA); 0: they are apart
-    kv_dtype: str = ""  # of pools, where it is not `dtype`; those of 8 bits come with scales
+    windows: tuple[int | None, ...] = (None,)  # distinct windows of the model's layers; None: a layer without one
+    # MLA: leading columns of the keys that are the values, with one array per layer and one kv head; 0: not MLA
+    latent: int = 0
+    kv_dtype: str = ""  # of pools, if it is not `dtype`; 8-bit pools have scales
 
     @property
     def stored(self) -> str:
@@ -38,10 +39,10 @@ class Spec(Here):
 
 
 class Attention(Protocol):
-    """One bucket's attention on one shard, or on all shards of a mesh."""
+    """One bucket's attention, on one shard or on all shards of a mesh."""
 
     def plan(self, ragged: Ragged) -> Any:
-        """What all layers of a step share: a pytree, made inside the jitted step."""
+        """Plan what all layers of a step share: a pytree, made inside the jitted step."""
 
     def __call__(
         self,
@@ -58,14 +59,16 @@ class Attention(Protocol):
         sinks: jax.Array | None = None,
         scales: Scales | None = None,
     ) -> tuple[jax.Array, Pool]:
-        """Rotate q [T, H, D] and k [T, K, D] by `turn`, write k and v [T, K, D] to the pool, attend.
+        """Rotate q [T, H, D] and k [T, K, D] by `turn`, write k and v [T, K, D] to the pool, and attend.
 
-        Returns the mixed values [T, H, D] and the pool with k and v in it. `window`: keys that a query sees, itself
-        included. `softcap`: a score s becomes softcap * tanh(s / softcap). Of a latent the mixed values have D columns,
-        or only those of `Spec.latent`.
-        `sinks` [H]: see sinks.py. `v` None: k [T, K, D] are values too, and the pool is one array.
-        `scales`: of the kv heads, where pools are of 8 bits. Of latents there are none: into a pool of 8 bits goes what
-        8 bits say of k, so the caller divides it, and has q and the mixed values multiplied.
+        Returns the mixed values [T, H, D] and the updated pool. With a latent cache, the mixed
+        values have D columns, or only the first `Spec.latent`.
+
+        `window`: number of keys a query sees, its own included. `softcap`: a score s becomes
+        softcap * tanh(s / softcap). `sinks` [H]: see sinks.py. `v` None: k [T, K, D] holds the
+        values too, and the pool is one array. `scales`: scales of the kv heads of 8-bit pools.
+        Latents have none: k is stored in an 8-bit pool as it is, so the caller divides k by its
+        scales, and multiplies q and the mixed values by them.
         """
 
 
@@ -73,7 +76,10 @@ class Backend(Protocol):
     """A family of kernels."""
 
     def supports(self, spec: Spec) -> str | None:
-        """None, or why it cannot run what `spec` says."""
+        """Return None, or the reason why it cannot run `spec`."""
 
     def make(self, spec: Spec | None, decode: bool, few: bool = False) -> Attention:
-        """The attention of a bucket; `decode`: every program row is exactly one token; `few`: none has more than 16."""
+        """Build the attention of a bucket.
+
+        `decode`: every program row is exactly one token. `few`: no row has more than 16 tokens.
+        """

@@ -1,4 +1,4 @@
-"""What the compile gate compiles of paged attention for Hopper: decode and prefill."""
+"""Compile-gate cases of paged attention for Hopper: decode and prefill."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from pallas_kernels.mosaic.fragments import ROWS
 from pallas_kernels.mosaic.spec import Spec
 from pallas_kernels.ops.paged_attention.hopper import decode, prefill
 
-# H, K and D of a shard of Llama 3; and whether it is compiled in every run of the gate.
+# H, K and D of a shard of Llama 3, and whether every run of the gate compiles it.
 DECODE_MODELS = {"8b": ((32, 8, 128), True), "8b-tp4": ((8, 2, 128), False), "70b-tp4": ((16, 2, 128), False)}
 PREFILL_MODELS = {"8b": (32, 8, 128), "8b-tp4": (8, 2, 128), "70b-tp4": (16, 2, 128)}  # H, K, D of a shard of Llama 3
 
 
 def cases() -> list[Case]:
-    """Every config in use on Hopper."""
+    """Return every config in use on Hopper."""
     return [*decode_cases(), *prefill_cases()]
 
 
 def decode_cases() -> list[Case]:
-    """Every config in use, for the compile gate: pages, dtypes, query tokens and head dims of what is served."""
+    """Return every decode config in use: pages, dtypes, query tokens and head dims of served models."""
     found: list[Case] = []
     for model, ((heads, kv_heads, dim), usual) in DECODE_MODELS.items():
         spec = Spec(64, heads, kv_heads, dim, 64)
@@ -51,7 +51,7 @@ def decode_cases() -> list[Case]:
 
 
 def _decode_both(name: str, spec: Spec, *, usual: bool = True, **options: Any) -> Iterator[Case]:
-    """One spec with products of warps and of warpgroups."""
+    """Yield one spec with warp-level and with warpgroup products."""
     for warps in (False, True):
         if warps and spec.queries * spec.group > (ROWS if spec.quantised else 32):
             continue
@@ -72,7 +72,7 @@ def _decode_case(name: str, spec: Spec, warps: bool, *, usual: bool = True, **op
 
 
 def _decode_arguments(spec: Spec) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """q, the pools, their scales, and the fields of `Ragged`; a context of up to 32768 tokens, 4096 pages."""
+    """Return q, the pools, the fields of `Ragged`, and scales; contexts of up to 32768 tokens, 4096 pages."""
     tokens, pool = spec.rows * spec.queries, (4096, spec.page, spec.kv_heads, spec.dim)
     rows = [((spec.rows,), jnp.int32)] * 3
     scales = [((spec.kv_heads,), jnp.float32)] * 2 if spec.quantised else []
@@ -106,7 +106,7 @@ def _decode_step(
 
 
 def prefill_cases() -> Iterator[Case]:
-    """Every config in use, for the compile gate."""
+    """Yield every prefill config in use."""
     for model, (heads, kv_heads, dim) in PREFILL_MODELS.items():
         spec = Spec(64, heads, kv_heads, dim, 64)
         for page in (16, 64, 128):
@@ -154,7 +154,7 @@ def _prefill_case(name: str, spec: Spec, tokens: int, config: prefill.Config | N
 def _prefill_step(
     q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array, spec: Spec, config: prefill.Config, **options: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The plan and one layer."""
+    """Plan and attend, as one layer of a step does."""
     fields = len(Ragged._fields)
     step, scales = Ragged(*rest[:fields]), Scales(*rest[fields:]) if spec.quantised else None
     work = config.plan(step, page=spec.page, window=options.get("window"))

@@ -1,18 +1,19 @@
-"""Worklists of decode and prefill attention, made once a step in plain jnp and shared by all layers.
+"""Plan decode and prefill attention once per step, in plain jnp; all layers of the step share the work lists.
 
-A worker is one block of the kernel (for every kv head again: all heads go by the same plan). Rows lie on the line one
-after another, each as many units long as it has tiles to read, and `extra` units longer for what a row costs beside its
-tiles. Equal shares of that line keep every worker busy to the end, whatever the mix of contexts: no wave of blocks is
-left half empty, a short row is not split, and a row longer than a share is shared by neighbours, who each write a
-partial result. What one worker does in one row is an *item*; there are at most workers + S of them.
+Decode: a worker is one block of the kernel (for each kv head; all heads follow the same plan). Rows
+are laid on a line one after another; a row is as long as the number of its key tiles, plus `extra`
+units for its fixed cost. The line is cut into equal shares, one per worker. This balances the
+workers for any mix of contexts: there is no partial last wave of blocks, short rows are not split
+needlessly, and a row longer than a share is split over neighboring workers, which each write a
+partial result. The part of a row that one worker computes is an *item*; there are at most workers +
+S items.
 
-S rows, P pages per row, I = workers + S items.
+Prefill: a tile is a run of consecutive tokens of one row, and its cost is the number of keys it
+sees. Tiles are sorted by descending cost, so that blocks that take them in turn, or as they become
+free, finish together. The plan does not depend on heads: the kernel computes every tile once for
+each block of heads.
 
-A tile is some consecutive tokens of one row; what it costs is the keys that it sees. Tiles lie in descending order of
-that cost, so that blocks which take them in turn, or whenever they are free, end together. Nothing here depends on
-heads: the kernel does every tile once for each block of heads.
-
-T tokens, S rows, P pages per row, I tiles that there is room for, in the worst case of T and S.
+Letters: T tokens, S rows, P pages per row, I items or tiles: the static maximum for T and S.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from pallas_kernels.layout import Ragged
 
 
 class DecodeWork(NamedTuple):
-    """What `paged_decode` runs through; items and workers in the order of the line."""
+    """The work list of `paged_decode`; items and workers in the order of the line."""
 
-    row: jax.Array  # [I] int32, the item's row; 0 where the item is unused
-    first: jax.Array  # [I] int32, its first tile
-    tiles: jax.Array  # [I] int32, how many; 0 where unused
-    cuts: jax.Array  # [workers + 1] int32: worker w does the items from cuts[w] up to, not including, cuts[w + 1]
+    row: jax.Array  # [I] int32, row of the item; 0 if unused
+    first: jax.Array  # [I] int32, its first key tile
+    tiles: jax.Array  # [I] int32, its number of key tiles; 0 if unused
+    cuts: jax.Array  # [workers + 1] int32: worker w computes items cuts[w] to cuts[w + 1] - 1
     begins: jax.Array  # [S] int32, first item of a row
-    splits: jax.Array  # [S] int32, how many items it has; 0 for a row that decode does not compute
-    table: jax.Array  # [S, P'] int32, the rows' page ids, P' so many that whole tiles of pages may be read
+    splits: jax.Array  # [S] int32, its number of items; 0 for a row that decode does not compute
+    table: jax.Array  # [S, P'] int32, page ids of the rows, padded to whole tiles of pages
 
     @property
     def workers(self) -> int:
@@ -45,13 +46,13 @@ def plan_decode(
     ragged: Ragged,
     *,
     page: int,  # B
-    queries: int,  # rows of 1 to so many tokens are decode's
-    tile: int,  # tokens of keys that are read together; a multiple or a divisor of the page
+    queries: int,  # maximum tokens of a decode row
+    tile: int,  # tokens of keys read together; a multiple or a divisor of the page
     workers: int,
-    window: int | None = None,  # keys that a token sees, its own included
+    window: int | None = None,  # number of keys that a token sees, its own included
     extra: int = 1,
 ) -> DecodeWork:
-    """Share out all tiles that hold a key some token of a decode row sees; every other row is left to prefill."""
+    """Share out the key tiles that tokens of decode rows see; longer rows are left to prefill."""
     if tile % page and page % tile:
         raise ValueError(f"{tile=} must be a multiple or a divisor of {page=}")
     if min(page, queries, tile, workers) < 1 or extra < 0 or (window is not None and window < 1):
@@ -60,22 +61,22 @@ def plan_decode(
         )
     mine = (ragged.lengths >= 1) & (ragged.lengths <= queries) & (ragged.contexts > 0)  # [S]
     seen = jnp.zeros_like(ragged.contexts) if window is None else ragged.contexts - ragged.lengths + 1 - window
-    base = jnp.maximum(seen, 0) // tile  # [S], the first tile within the window of the row's first token
+    base = jnp.maximum(seen, 0) // tile  # [S], first tile within the window of the row's first token
     tiles = jnp.where(mine, (ragged.contexts + tile - 1) // tile - base, 0)
 
     units = jnp.where(tiles > 0, tiles + extra, 0)
     unit_ends, tile_ends = jnp.cumsum(units), jnp.cumsum(tiles)
-    # Rounded up, so that every worker but the last ones has exactly a share, and none in the middle of a row has none.
+    # Rounded up, so that only the last workers can have less than a share.
     share = jnp.maximum((unit_ends[-1] + workers - 1) // workers, 1)
     at = jnp.arange(workers + 1, dtype=jnp.int32) * share
-    under = jnp.minimum(_rank_rows(unit_ends, at), len(units) - 1)  # [workers + 1], the row in which a cut falls
+    under = jnp.minimum(_rank_rows(unit_ends, at), len(units) - 1)  # [workers + 1], the row that each cut falls in
     inside = jnp.clip(at - (unit_ends - units)[under] - extra, 0, tiles[under])
-    cuts = (tile_ends - tiles)[under] + inside  # [workers + 1], in tiles; from 0 to their number
+    cuts = (tile_ends - tiles)[under] + inside  # [workers + 1], in tiles, from 0 to their total
 
     begin, end = (
         _rank_rows(cuts, tile_ends - tiles) - 1,
         _rank_rows(cuts, tile_ends - 1) - 1,
-    )  # [S], a row's first, last worker
+    )  # [S], first and last worker of each row
     splits = jnp.where(tiles > 0, end - begin + 1, 0)
     item_ends = jnp.cumsum(splits)
     begins = item_ends - splits
@@ -98,14 +99,20 @@ def plan_decode(
 
 
 def _rank_rows(ordered: jax.Array, x: jax.Array, *, before: bool = False) -> jax.Array:
-    """How many of `ordered` are at most x, or `before` less than x. Compared all with all: one small fused program."""
+    """Return how many of `ordered` are at most x, or less than x if `before`.
+
+    Compares all pairs: one small fused program.
+    """
     side = "left" if before else "right"
     return jnp.searchsorted(ordered, x, side=side, method="compare_all").astype(jnp.int32)
 
 
 def _whole(table: jax.Array, pages: int) -> jax.Array:
-    """The table [S, P] wide enough to be read `pages` at a time; what is added names the page before it, so that a row
-    whose unused entries name its own pages reads no other."""
+    """Pad the table [S, P] to be readable `pages` entries at a time.
+
+    Padding repeats the last entry, so a row whose unused entries name its own pages reads no other
+    page.
+    """
     return jnp.pad(table, ((0, 0), (0, -table.shape[1] % pages)), mode="edge")
 
 
@@ -113,19 +120,17 @@ ROW, BEGIN, TOKENS, POSITION = range(4)  # columns of PrefillWork.tiles
 
 
 class PrefillWork(NamedTuple):
-    """What `paged_prefill` runs through. Unused tiles come last and have 0 tokens."""
+    """The work list of `paged_prefill`; unused tiles come last and have 0 tokens."""
 
-    tiles: (
-        jax.Array
-    )  # [I, 4] int32: row; first token in [T]; how many, all of the row; position of the first in the row
-    used: jax.Array  # [1] int32, how many tiles are
-    place: jax.Array  # [T] int32, tile * tokens of a tile + offset within it; -1 for tokens of no tile
-    table: jax.Array  # [S, P'] int32, the rows' page ids, P' so many that whole tiles of keys may be read
+    tiles: jax.Array  # [I, 4] int32: row, first token in [T], number of tokens, position of the first token in the row
+    used: jax.Array  # [1] int32, number of tiles in use
+    place: jax.Array  # [T] int32, tile * tokens per tile + offset in the tile; -1 for tokens of no tile
+    table: jax.Array  # [S, P'] int32, page ids of the rows, padded to whole tiles of keys
 
 
 def most_tiles(tokens: int, rows: int, *, tile: int, above: int) -> int:
-    """I: how many tiles of `tile` tokens T tokens in S rows can need, when only rows of more than `above` have any."""
-    last = min(rows, tokens // (above + 1))  # rows that may end in a tile which is not full
+    """Return I, the maximum number of tiles of T tokens in S rows, if only rows of more than `above` have any."""
+    last = min(rows, tokens // (above + 1))  # maximum rows with a partial last tile
     return max(1, (tokens + last * (tile - 1)) // tile)
 
 
@@ -134,11 +139,11 @@ def plan_prefill(
     *,
     page: int,  # B
     tile: int,  # tokens of a tile
-    keys: int,  # keys that are read together; a multiple or a divisor of the page
-    above: int,  # rows of this many tokens or fewer are decode's
-    window: int | None = None,  # keys that a token sees, its own included
+    keys: int,  # tokens of keys read together; a multiple or a divisor of the page
+    above: int,  # maximum tokens of a decode row
+    window: int | None = None,  # number of keys that a token sees, its own included
 ) -> PrefillWork:
-    """Each token of a row longer than `above` in exactly one tile; those of other rows, and padding, in none."""
+    """Cut rows of more than `above` tokens into tiles; other rows and padding are in no tile."""
     if keys % page and page % keys:
         raise ValueError(f"{keys=} must be a multiple or a divisor of {page=}")
     if min(page, tile, keys) < 1 or above < 0 or (window is not None and window < 1):
@@ -151,10 +156,10 @@ def plan_prefill(
 
     item = jnp.arange(most_tiles(ragged.rows.shape[0], rows, tile=tile, above=above), dtype=jnp.int32)
     used = item < ends[-1]
-    # Compared all with all: one small fused program, where a binary search is a loop of many.
+    # compare_all is one small fused program; a binary search is a loop of many.
     row = jnp.searchsorted(ends, item, side="right", method="compare_all").astype(jnp.int32)
     row = jnp.minimum(row, rows - 1)
-    first = (item - (ends - needed)[row]) * tile  # within the row
+    first = (item - (ends - needed)[row]) * tile  # offset in the row
     tokens = jnp.where(used, jnp.minimum(lengths[row] - first, tile), 0)
     position = (ragged.contexts - ragged.lengths)[row] + first
     lowest = 0 if window is None else jnp.maximum(position - window + 1, 0)
@@ -178,7 +183,7 @@ def plan_prefill(
 
 
 def _rank_tiles(cost: jax.Array) -> jax.Array:
-    """Where each would stand if sorted, the highest first and equals in their order. All with all, as above."""
+    """Return each tile's place in a stable descending sort, by comparing all pairs."""
     order = jnp.arange(len(cost))
     before = (cost[None] > cost[:, None]) | ((cost[None] == cost[:, None]) & (order[None] < order[:, None]))
     return jnp.sum(before, axis=1, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""Attention sinks: one more score in the softmax of each head, learned, that carries no value."""
+"""Attention sinks: a learned score per head that joins the softmax but carries no value."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import jax.numpy as jnp
 
 
 def with_sinks(mixed: jax.Array, lse: jax.Array, sinks: jax.Array) -> jax.Array:
-    """mixed [T, H, D] as if exp(sinks [H]) had been in the sum that `lse` [T, H] is the logarithm of.
+    """Return mixed [T, H, D] as if the sums behind `lse` [T, H] had included exp(sinks [H]).
 
-    exp(lse) / (exp(lse) + exp(sink)) is a sigmoid: so a kernel that returns its lse need not know of sinks.
+    The factor exp(lse) / (exp(lse) + exp(sink)) is a sigmoid, so kernels that return lse need no
+    support for sinks.
     """
     kept = jax.nn.sigmoid(lse - sinks.astype(jnp.float32)[None, :])
     return (mixed.astype(jnp.float32) * kept[..., None]).astype(mixed.dtype)

@@ -1,21 +1,23 @@
-"""Ragged paged attention in plain XLA: for CPU, and the fallback anywhere.
+"""Ragged paged attention in plain XLA, for CPU and as the fallback on any device.
 
     out[t, h] = sum_j softmax_j(cap(scale * q[t, h] . k[j, h // G])) v[j, h // G],  cap(x) = softcap * tanh(x / softcap)
 
-over the keys j of t's own row with positions[t] - window < j <= positions[t]: a window of w sees w keys.
+over the keys j of t's own row with positions[t] - window < j <= positions[t], so a window of w sees
+w keys.
 
-Keys and values are read from the pages of the row's block table, so `kv_write` of the same step comes first. Pages
-that lie a chunk or more below every window are not read. A quantised pool (fp8 e4m3, int8) comes with its `Scales`.
-Softmax is online over chunks of pages: temporaries are bounded by the chunk, whatever the context. Sums are
-float32. Padding tokens, and rows whose context is 0, give zeros, and an lse of MASKED.
+Keys and values are read from the pages of the row's block table, so the step's KV write comes
+first. Pages a chunk or more below every window are not read. A quantized pool (fp8 e4m3, int8)
+comes with its `Scales`. Softmax is online over chunks of pages, so temporaries are bounded by the
+chunk and not by the context. State and sums are float32. Padding tokens, and rows whose context is
+0, give zeros and an lse of MASKED.
 
-A row gets the same bits alone and beside others, in programs of one shape.
+A row gets the same bits alone and beside other rows, in programs of the same shape: a chunk in
+which a query sees nothing leaves its state unchanged, bit for bit, so a row does not depend on how
+far its neighbors reach.
 
-Letters: T tokens, S rows, P pages per row, N pages in the pool, B page size, H query heads, K kv heads,
-G = H / K queries per kv head, D head dim, C = tokens in a chunk of pages, Q = tokens in a query block.
-
-Every state is float32, and a chunk in which a query sees nothing leaves it as it is,
-bit for bit: what a row gets does not hang on how far the rows beside it reach.
+Letters: T tokens, S rows, P pages per row, N pages in the pool, B page size, H query heads, K kv
+heads, G = H / K queries per kv head, D head dim, C tokens in a chunk of pages, Q tokens in a query
+block.
 """
 
 from __future__ import annotations
@@ -31,25 +33,25 @@ from jax import lax
 
 from pallas_kernels.layout import MASKED, Ragged, Scales
 
-Parts = tuple[jax.Array, ...]  # mixed values, and the lse where it is asked for
+Parts = tuple[jax.Array, ...]  # mixed values, and lse if requested
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How scores are bent and limited, and what comes out."""
+    """How scores are capped and masked, and which results to return."""
 
-    window: int | None = None  # a query sees this many keys at most, its own included
+    window: int | None = None  # maximum number of keys a query sees, its own included
     softcap: float | None = None
-    v_scale: jax.Array | None = None  # [K] float32, what a quantised pool's values are multiplied by
+    v_scale: jax.Array | None = None  # [K] float32, scales of a quantized pool's values
     lse: bool = False
 
     def begin(self, position: jax.Array) -> jax.Array:
-        """First key that a query at `position` sees."""
+        """Return the first key that a query at `position` sees."""
         return jnp.zeros_like(position) if self.window is None else jnp.maximum(position + 1 - self.window, 0)
 
 
 class Running(NamedTuple):
-    """Highest score, sum of weights and weighted values so far."""
+    """Online softmax so far: highest score, sum of weights, weighted sum of values."""
 
     peak: jax.Array  # [..., rows]
     total: jax.Array  # [..., rows]
@@ -57,6 +59,7 @@ class Running(NamedTuple):
 
 
 def begin(shape: tuple[int, ...], dim: int) -> Running:
+    """Return the state before any key was seen."""
     zeros = jnp.zeros(shape, jnp.float32)
     return Running(zeros + MASKED, zeros, jnp.zeros((*shape, dim), jnp.float32))
 
@@ -64,24 +67,24 @@ def begin(shape: tuple[int, ...], dim: int) -> Running:
 def absorb(
     state: Running, score: jax.Array, seen: jax.Array, mix: Callable[[jax.Array], jax.Array], softcap: float | None
 ) -> Running:
-    """The state with one more chunk: score [..., rows, C], seen broadcast to it, `mix` weights -> [..., rows, D]."""
+    """Add a chunk: score [..., rows, C], `seen` broadcast to it, and `mix` from weights to [..., rows, D]."""
     if softcap is not None:
         score = softcap * jnp.tanh(score / softcap)
     score = jnp.where(seen, score, MASKED)
     peak = jnp.maximum(state.peak, jnp.max(score, axis=-1))
-    # Where nothing was seen yet the peak itself is MASKED: measured from half of it, masked scores weigh nothing.
+    # If no key was seen yet, the peak is MASKED itself; relative to half of it, masked scores get weight 0.
     weight = jnp.exp(score - jnp.maximum(peak, MASKED / 2)[..., None])
     fade = jnp.exp(state.peak - peak)
     return Running(peak, state.total * fade + jnp.sum(weight, axis=-1), state.mixed * fade[..., None] + mix(weight))
 
 
 def mean(state: Running) -> jax.Array:
-    """Weighted mean of the values; zeros where nothing was attended to."""
+    """Return the weighted mean of the values, or zeros if no key was seen."""
     return state.mixed / jnp.maximum(state.total, 1e-30)[..., None]
 
 
 def lse(state: Running) -> jax.Array:
-    """Log of the sum of exp(score); MASKED where nothing was attended to (a total is 1 at least otherwise)."""
+    """Return log sum exp(score), or MASKED if no key was seen; otherwise the total is at least 1."""
     return jnp.where(state.total > 0, state.peak + jnp.log(jnp.maximum(state.total, 1e-30)), MASKED)
 
 
@@ -95,25 +98,27 @@ class Pages:
 
     @property
     def letters(self) -> str:
-        """Of the pools' shape."""
+        """The letters of the pools' shape."""
         return "[N, K, B, D]" if self.heads_first else "[N, B, K, D]"
 
     @property
     def size(self) -> int:
-        """B"""
+        """B, the page size."""
         return int(self.k.shape[2 if self.heads_first else 1])
 
     @property
     def heads(self) -> int:
-        """K"""
+        """K, the number of kv heads."""
         return int(self.k.shape[1 if self.heads_first else 2])
 
     def read(self, ids: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """Whole pages `ids` [..., c] as keys and values [..., c * B, K, D], or [..., K, c * B, D] with heads first. One
-        gather each, of long contiguous slices."""
+        """Gather whole pages `ids` [..., c] as keys and values [..., c * B, K, D], or heads first [..., K, c * B, D].
+
+        One gather each, of long contiguous slices.
+        """
         *rows, count = ids.shape
         merged = (self.heads, count * self.size) if self.heads_first else (count * self.size, self.heads)
-        places = (0, 2, 3) if self.heads_first else (1, 2, 3)  # of a page's axes in the result, after `rows`
+        places = (0, 2, 3) if self.heads_first else (1, 2, 3)  # positions of a page's axes in the result, after `rows`
         dims = lax.GatherDimensionNumbers(
             offset_dims=tuple(len(rows) + place for place in places), collapsed_slice_dims=(0,), start_index_map=(0,)
         )
@@ -126,24 +131,27 @@ class Pages:
 
 
 def missing(columns: int, pages: int) -> int:
-    """Columns that a block table lacks to be two chunks or more. Of one chunk XLA knows what every turn of the loop
-    reads: on CPU it moves the gather out of the loop and copies the whole pool for it, a second for 2 GiB."""
+    """Return how many columns to add to a block table so that it has at least two chunks.
+
+    With a single chunk, XLA knows what every iteration reads: on CPU it hoists the gather out of
+    the loop and copies the whole pool for it, which takes a second for 2 GiB.
+    """
     return max(2 * pages - columns, -columns % pages)
 
 
-CHUNK_BYTES = 512 * 1024  # keys of one chunk over its rows; stays in a core's cache
-ROWS = 16  # single tokens computed together
+CHUNK_BYTES = 512 * 1024  # keys of one chunk over its rows; fits the cache of a core
+ROWS = 16  # single-token rows computed together
 product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def single(q: jax.Array, pool: Pages, contexts: jax.Array, tables: jax.Array, rule: Rule) -> Parts:
-    """One query per row, q [S, K, G, D], in groups of rows of like context: each group reads as far as its longest."""
+    """Compute rows of one query, q [S, K, G, D], in groups of similar context; a group reads as far as its longest."""
     rows = q.shape[0]
     if rows <= ROWS:
         return _together(q, pool, contexts, tables, rule)
     order = jnp.argsort(-contexts)  # longest first
     count = -(-rows // ROWS)
-    # What pads the last group has a context of 0: it reads nothing, and is not stored.
+    # Rows that pad the last group have a context of 0: they read nothing and are not stored.
     order = jnp.pad(order, (0, count * ROWS - rows), constant_values=rows).reshape(count, ROWS)
     picked = jnp.minimum(order, rows - 1)
     reach = jnp.where(order < rows, contexts[picked], 0)
@@ -159,7 +167,7 @@ def _dealt(sorted_: jax.Array, places: jax.Array, rows: int) -> jax.Array:
 
 
 def _together(q: jax.Array, pool: Pages, contexts: jax.Array, tables: jax.Array, rule: Rule) -> Parts:
-    """One query per row, batched over all S rows; reads as far as the longest context."""
+    """Compute rows of one query, all S together, reading as far as the longest context."""
     rows, kv_heads, group, dim = q.shape
     size, way = pool.size, _by_head(q) if pool.heads_first else _by_token(q)
     row_bytes = rows * size * kv_heads * dim * pool.k.dtype.itemsize
@@ -167,10 +175,10 @@ def _together(q: jax.Array, pool: Pages, contexts: jax.Array, tables: jax.Array,
     span = pages * size  # C
     tables = jnp.pad(tables, ((0, 0), (0, missing(tables.shape[1], pages))))
     lowest = rule.begin(contexts - 1)  # [S]
-    first = lowest // span  # chunks are cut where they always are, so that the bits do not hang on the window's place
+    first = lowest // span  # chunk boundaries are fixed, so the bits do not depend on where the window starts
 
     def chunk(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Pages [S, pages] of the i-th chunk that each row reads, and positions [S, C] or [1, C] of its keys."""
+        """Return the pages [S, pages] of each row's i-th chunk, and the positions [S, C] or [1, C] of its keys."""
         if rule.window is None:
             return lax.dynamic_slice_in_dim(tables, i * pages, pages, axis=1), (i * span + jnp.arange(span))[None, :]
         column = (first + i)[:, None] * pages + jnp.arange(pages)[None, :]
@@ -183,7 +191,7 @@ def _together(q: jax.Array, pool: Pages, contexts: jax.Array, tables: jax.Array,
         seen = key < contexts[:, None]  # [S, C]
         if rule.window is not None:
             seen &= key >= lowest[:, None]
-        # What a page held before is not to be seen, and may be NaN, which a weight of zero would let through.
+        # Unwritten keys may be NaN, and 0 * NaN is NaN.
         v = jnp.where(seen[:, None, :, None] if pool.heads_first else seen[:, :, None, None], v, jnp.zeros_like(v))
         return absorb(
             state, way.score(k), seen[:, None], lambda weight: way.mix(weight.astype(q.dtype), v), rule.softcap
@@ -199,20 +207,20 @@ def _together(q: jax.Array, pool: Pages, contexts: jax.Array, tables: jax.Array,
 
 
 class _Way(NamedTuple):
-    """How queries meet keys and values of a chunk."""
+    """How queries are multiplied by a chunk's keys and values."""
 
     score: Callable[[jax.Array], jax.Array]  # keys -> [S, H, C]
     mix: Callable[[jax.Array, jax.Array], jax.Array]  # weights [S, H, C] and values -> [S, H, columns]
-    own: Callable[[jax.Array], jax.Array]  # what is mixed -> [S, K, G, D]
+    own: Callable[[jax.Array], jax.Array]  # mixed [S, H, columns] -> [S, K, G, D]
     columns: int
 
 
 def _by_head(q: jax.Array) -> _Way:
-    """Keys and values [S, K, C, D]: products of each head."""
+    """Multiply per head: keys and values [S, K, C, D]."""
     rows, kv_heads, group, dim = q.shape
 
     def score(k: jax.Array) -> jax.Array:
-        # The keys on the left, where a CPU reads them as they lie.
+        # With the keys on the left, a CPU reads them contiguously.
         return product("skcd,skgd->skcg", k, q).swapaxes(2, 3).reshape(rows, kv_heads * group, -1)
 
     def mix(weight: jax.Array, v: jax.Array) -> jax.Array:
@@ -223,11 +231,12 @@ def _by_head(q: jax.Array) -> _Way:
 
 
 def _by_token(q: jax.Array) -> _Way:
-    """Keys and values [S, C, K, D]: products over whole tokens [K * D], as they lie in the pages.
+    """Multiply whole tokens [K * D] of keys and values [S, C, K, D], in the layout of the pages.
 
-    Queries are spread block-diagonally over the kv heads, and of the mixed values each query keeps its own head's. That
-    is K times the arithmetic, but one plain matrix product per row and chunk; products per head would first transpose
-    the keys, and sums of products are not vectorised over D.
+    Queries are expanded block-diagonally over the kv heads, and each query keeps its own head's
+    columns of the mixed values. That is K times the arithmetic, but one plain matrix product per
+    row and chunk. Products per head would first transpose the keys, and sums of products are not
+    vectorized over D.
     """
     rows, kv_heads, group, dim = q.shape
     own = jnp.eye(kv_heads, dtype=q.dtype)
@@ -249,18 +258,18 @@ def _by_token(q: jax.Array) -> _Way:
 
 
 class Tile(NamedTuple):
-    """What is computed together of one row."""
+    """The sizes of one block of the computation of a row."""
 
     queries: int  # Q
-    keys: int  # C at most
+    keys: int  # maximum C
 
 
-# A CPU multiplies large matrices faster; a short row would leave most of a large tile empty.
+# A CPU multiplies large matrices faster, but a short row would leave most of a large tile empty.
 LARGE, SMALL = Tile(256, 256), Tile(64, 128)
 
 
 def many(q: jax.Array, pool: Pages, ragged: Ragged, rule: Rule, queries: int | None) -> Parts:
-    """Rows of any length, q [T, K, G, D]; no row is longer than `queries`, where that is given."""
+    """Compute rows of any length, q [T, K, G, D]; no row has more than `queries` tokens, if given."""
     tokens, rows = q.shape[0], ragged.starts.shape[0]
     alone = ragged.lengths == 1  # [S]
     first = jnp.clip(ragged.starts, 0, tokens - 1)
@@ -270,7 +279,7 @@ def many(q: jax.Array, pool: Pages, ragged: Ragged, rule: Rule, queries: int | N
     longest = min(tokens, queries or tokens)
     small = SMALL._replace(queries=min(SMALL.queries, longest))
     spare = LARGE.queries if longest > 2 * SMALL.queries else small.queries
-    # A block may reach beyond the end of its row, hence of the tokens: padded here, masked where it is stored.
+    # A block may reach past the end of its row and of all tokens: padded here, masked when stored.
     padded = jnp.pad(q, ((0, spare), (0, 0), (0, 0), (0, 0)))
     out = tuple(
         jnp.full((tokens + spare, *part.shape[1:]), empty, part.dtype).at[place].set(part, mode="drop")
@@ -282,7 +291,7 @@ def many(q: jax.Array, pool: Pages, ragged: Ragged, rule: Rule, queries: int | N
         offset = ragged.contexts[r] - length  # position of the row's first token
 
         def blocks(tile: Tile, first: jax.Array | int, count: jax.Array, out: Parts) -> Parts:
-            """With `count` blocks of the row from its token `first` on."""
+            """Compute `count` blocks of the row from its token `first` on."""
 
             def one(b: jax.Array, out: Parts) -> Parts:
                 token = first + b * tile.queries
@@ -295,7 +304,7 @@ def many(q: jax.Array, pool: Pages, ragged: Ragged, rule: Rule, queries: int | N
             return filled
 
         done: jax.Array | int = 0
-        if spare == LARGE.queries:  # whole large blocks, and one more for a rest of more than two small ones
+        if spare == LARGE.queries:  # whole large blocks, and one more for a rest of more than two small blocks
             large = (length + LARGE.queries - 2 * SMALL.queries - 1) // LARGE.queries
             out, done = blocks(LARGE, 0, large, out), jnp.minimum(large * LARGE.queries, length)
         rest = jnp.where(length > 1, length - done, 0)
@@ -306,7 +315,7 @@ def many(q: jax.Array, pool: Pages, ragged: Ragged, rule: Rule, queries: int | N
 
 
 def _stored(old: jax.Array, new: jax.Array, at: jax.Array, mine: jax.Array) -> jax.Array:
-    """old [T, ...] with those tokens of new [Q, ...] in it, from `at` on, that are the row's own."""
+    """Write the tokens of new [Q, ...] where `mine` is true into old [T, ...] at `at`."""
     before = lax.dynamic_slice_in_dim(old, at, new.shape[0])
     kept = jnp.where(mine.reshape(-1, *(1,) * (new.ndim - 1)), new, before)
     return lax.dynamic_update_slice_in_dim(old, kept, at, axis=0)
@@ -321,7 +330,7 @@ def _block(
     rule: Rule,
     keys: int,
 ) -> Parts:
-    """A query block [Q, K, G, D] of one row, first token at `position`, over `keys` of the row's keys at a time."""
+    """Compute a query block [Q, K, G, D] of one row from `position` on, `keys` keys at a time."""
     block, kv_heads, group, dim = q.shape
     pages = min(max(1, keys // pool.size), table.shape[0])
     span = pages * pool.size  # C
@@ -358,7 +367,7 @@ def _block(
 
 
 class Options(TypedDict, total=False):
-    """Arguments of `paged_attention` by name, for the overloads."""
+    """Keyword arguments of `paged_attention`, for the overloads."""
 
     scale: Required[float]
     decode: bool
@@ -395,8 +404,8 @@ def paged_attention(
 
 def paged_attention(
     q: jax.Array,  # [T, H, D]
-    k_pool: jax.Array,  # [N, B, K, D], or [N, K, B, D] with heads first
-    v_pool: jax.Array,  # the same
+    k_pool: jax.Array,  # [N, B, K, D], or [N, K, B, D] if heads_first
+    v_pool: jax.Array,  # as k_pool
     ragged: Ragged,
     *,
     scale: float,
@@ -408,10 +417,11 @@ def paged_attention(
     heads_first: bool = False,
     return_lse: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Causal attention of every token to its own row's pages; [T, H, D] in the dtype of `q`, and lse [T, H] float32.
+    """Attend from every token to its own row's pages, causally; [T, H, D] in the dtype of q, and lse [T, H] float32.
 
-    `decode=True` promises that token i is all of row i (T = S, lengths 0 or 1), and skips the general case.
-    `queries` promises that no row has more tokens: verify rows of 4 tokens are four times as fast with it.
+    `decode=True` promises that token i is all of row i (T = S, lengths 0 or 1), and skips the
+    general case. `queries` promises that no row has more tokens than that: verifying rows of 4
+    tokens is four times as fast with it.
     """
     pages = Pages(k_pool, v_pool, heads_first)
     _check(q, pages, ragged, decode)

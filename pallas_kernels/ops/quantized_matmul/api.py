@@ -1,8 +1,9 @@
-"""Who multiplies by weights of 8 bits: chosen once at an engine's start, as its attention is.
+"""Choose the backend of products with 8-bit weights once, when an engine starts.
 
-XLA widens a weight with one scale for each output on its way into its own product, so the kernel could save no bytes
-there and is not asked. A weight with scales for blocks of inputs XLA writes to memory widened and reads it again: five
-bytes for each of the kernel's one, which is what decode waits for. With many tokens that no longer counts.
+If each output has one scale, XLA widens the weight inside its own product, so a kernel would save
+no bytes and is not used. If blocks of inputs have scales, XLA writes the widened weight to memory
+and reads it again: five bytes for each byte the kernel reads. Decode is bound by these bytes; with
+many tokens they no longer matter.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from pallas_kernels.choice import Choice, Here, resolve
 
 @dataclass(frozen=True)
 class Spec(Here):
-    """What an engine asks."""
+    """The dtypes, scales and sharding of an engine's quantized weights."""
 
     dtype: str  # of activations
     weights: str  # dtype of the weights
-    blocks: bool  # whether blocks of inputs have scales of their own
+    blocks: bool  # whether blocks of inputs have their own scales
     shards: int = 1  # devices that a weight is split over
 
 
@@ -31,21 +32,21 @@ class QuantizedMatmul(Protocol):
     """Products of activations [T, I] with values [I, O] times scale [n, O]."""
 
     def takes(self, tokens: int, inputs: int, outputs: int, scales: int) -> bool:
-        """Whether it computes this shape, or leaves it to XLA."""
+        """Return whether it computes this shape, or leaves it to XLA."""
 
     def __call__(self, x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
-        """[T, O] in the dtype of x."""
+        """Return the product [T, O] in the dtype of x."""
 
 
 @dataclass(frozen=True)
 class XlaQuantizedMatmul:
-    """Nothing: XLA's products are written where weights are, for any number of axes."""
+    """The XLA backend: takes no shape, because callers write XLA's products themselves, for any number of axes."""
 
     def takes(self, tokens: int, inputs: int, outputs: int, scales: int) -> bool:
         return False
 
     def __call__(self, x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
-        raise NotImplementedError("it takes none: ask `takes` first")
+        raise NotImplementedError("XLA takes no shape here: call `takes` first")
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,11 @@ class _Mosaic:
         if (reason := unfit(spec)) is not None:
             return reason
         if not spec.blocks:
-            return "each output has one scale: XLA widens such weights within its product, and reads as few bytes"
+            return "each output has one scale; XLA widens these weights inside its product and reads no more bytes"
         if spec.shards > 1:
-            return f"weights are split over {spec.shards} devices; it multiplies by whole ones"
+            return f"weights are split over {spec.shards} devices; it needs whole weights"
         if spec.dtype not in ("bfloat16", "float16"):
-            return f"activations of {spec.dtype}; it multiplies bfloat16 and float16"
+            return f"activations are {spec.dtype}; it takes bfloat16 and float16"
         return None
 
     @staticmethod
@@ -113,12 +114,12 @@ BACKENDS: Mapping[str, Any] = {"mosaic_gpu": _Mosaic, "xla": _Xla}
 
 
 def resolve_quantized_matmul(spec: Spec, name: str = "auto") -> Choice:
-    """As `attention.api.resolve`, of products with 8-bit weights."""
+    """Resolve the backend of products with 8-bit weights; see `choice.resolve`."""
     return resolve(spec, name, BACKENDS, "products")
 
 
 def products(choice: Choice | None = None) -> QuantizedMatmul:
-    """What was resolved; None: XLA."""
+    """Build the products that `choice` resolved to; None for XLA."""
     if choice is None:
         return XlaQuantizedMatmul()
     made: QuantizedMatmul = BACKENDS[choice.backend].make(choice.spec)

@@ -1,4 +1,4 @@
-"""What the compile gate compiles of products with 8-bit weights; the benchmark takes its sizes from here."""
+"""Compile-gate cases of products with 8-bit weights; the benchmark takes its sizes from here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODELS = {
 
 
 def cases() -> Iterator[Case]:
-    """Configs in use, for the compile gate: types, scales, and tokens of the decode steps of what is served."""
+    """Yield the configs in use: dtypes, kinds of scales, and the tokens of decode steps of served models."""
     up, down = MODELS["llama3-8b"][2:]
     for stored in (jnp.int8, jnp.float8_e4m3fn):
         for blocks in (False, True):

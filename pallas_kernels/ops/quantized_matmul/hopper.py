@@ -1,20 +1,20 @@
-"""Products with weights of 8 bits on Hopper, for the few tokens of decode: bound by the weights' bytes, read once.
+"""Multiply by 8-bit weights on Hopper, for the few tokens of decode; bound by reading the weights once.
 
     out[t, o] = sum_b scale[b, o] sum_{i in block b} x[t, i] w[i, o]
 
-The operands are swapped: outputs are the rows of the tensor core's product, 64 of which are the least it takes, and
-tokens its columns, of which 8 will do. A block streams strips of `COLUMNS` outputs through a ring by TMA; two
-warpgroups widen a half of them each, exactly, into shared memory, where the tensor core takes them. What is summed over
-is cut into equal shares of all strips for as many blocks as there are cores, so a strip may be several blocks': their
-sums, float32, are added by XLA, which scales per channel, turns round and rounds in the same small fusion. Floor: one
-byte of each weight over the bandwidth.
+The operands are swapped: outputs are the rows of the tensor core's product (at least 64) and tokens
+its columns (at least 8). Outputs are cut into strips of COLUMNS. The steps of all strips along I,
+one strip after the other, are cut into equal shares, one per worker, so one strip may be computed
+by several blocks. Their float32 sums are added by XLA, in the same small fusion that scales per
+channel, transposes and rounds. Floor: one byte per weight over the bandwidth.
 
-Letters: T tokens, I what is summed over, O outputs, n blocks of I that have scales of their own (1: per channel),
-N tokens of a product, W items.
+A block runs the items of one worker for one group of N tokens. Tiles of weights and activations
+along I pass through a ring of `stages` slots by TMA; each of two consumer warpgroups widens 64
+outputs of a tile, exactly, into shared memory, and multiplies by them (mosaic/quantized_tile.py).
 
-A block does the items of one worker, for one group of tokens. Along what is summed over, tiles of weights and of
-activations go through a ring of `stages` slots by TMA. Each consumer has 64 of a tile's outputs
-(mosaic/quantized_tile.py)."""
+Letters: T tokens, I contracted dimension, O outputs, n blocks of I with their own scales (1: per
+channel), N tokens of a product, W items.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from pallas_kernels.mosaic.memory import tiled
 from pallas_kernels.mosaic.quantized_tile import COLUMNS, CONSUMERS, QUANTIZED, ROWS, Ring, Tile, bring, held, summed
 from pallas_kernels.mosaic.spec import CORES, SMEM, allowed, refusal
 
-MOST = 256  # tokens; of more, arithmetic takes longer than to widen the weights once
-PRODUCT = 128  # tokens of a product: as many sums as registers hold beside those of a block of scales
+MOST = 256  # tokens; above this, the arithmetic takes longer than widening the weights once in memory
+PRODUCT = 128  # maximum tokens of a product: its sums and one scale block's fill the registers
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a config is chosen for."""
+    """The shape that a config is chosen for."""
 
     tokens: int  # T
     inputs: int  # I
@@ -56,15 +56,15 @@ class Spec:
 
 @dataclass(frozen=True)
 class Config:
-    """How one shape is computed."""
+    """The tile sizes and number of workers that one shape is computed with."""
 
     tokens: int = 64  # N
-    depth: int = 128  # of I at a time
-    stages: int = 5  # tiles on the way
-    workers: int = CORES  # blocks for each N tokens
+    depth: int = 128  # inputs of a tile
+    stages: int = 5  # slots of the ring
+    workers: int = CORES  # blocks per group of N tokens
 
     def validate(self, spec: Spec) -> None:
-        """Raises ValueError, naming the value, where this config cannot compute the spec."""
+        """Raise ValueError, naming the value, if this config cannot compute the spec."""
         if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
             raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
         if jnp.dtype(spec.stored).name not in QUANTIZED:
@@ -75,18 +75,18 @@ class Config:
             raise ValueError(f"{self.depth=} must be 64 or 128 and divide {spec.inputs=} / {spec.scales=}")
         if self.tokens not in (8, 16, 32, 64, PRODUCT) or not 1 <= spec.tokens <= MOST:
             raise ValueError(f"{self.tokens=} must be 8, 16, 32, 64 or {PRODUCT}, and {spec.tokens=} 1 to {MOST}")
-        if self.stages < 2 or self.workers < 1:  # the next tile is widened before this one is given back
+        if self.stages < 2 or self.workers < 1:  # the next tile is widened before this one is released
             raise ValueError(f"{self.stages=} must be at least 2, and {self.workers=} positive")
         if (size := self.smem_bytes()) > SMEM:
-            raise ValueError(f"{self} needs {size} bytes of shared memory; a block has {SMEM}")
+            raise ValueError(f"{self} needs {size} bytes of shared memory; the limit is {SMEM}")
 
     def smem_bytes(self) -> int:
-        """Shared memory of a block, barriers and alignment included."""
+        """Return the shared memory of a block, including barriers and alignment."""
         return self.stages * self.depth * 2 * self.tokens + held(self.depth, self.stages) + 2048
 
 
 def heuristic(spec: Spec) -> Config:
-    """A config for the spec that is expected to be good."""
+    """Return a config expected to be good for the spec."""
     tokens = next((n for n in (8, 16, 32, 64) if spec.tokens <= n), PRODUCT)
     depth = 128 if spec.inputs % (128 * spec.scales) == 0 else 64
     config = Config(tokens, depth, 2, max(1, spec.cores // -(-spec.tokens // tokens)))
@@ -95,20 +95,20 @@ def heuristic(spec: Spec) -> Config:
 
 
 def candidates(spec: Spec) -> Iterator[Config]:
-    """Configs worth timing for the spec, the heuristic first; the compile gate drops those that spill."""
+    """Yield configs worth timing for the spec, the heuristic one first; the compile gate drops those that spill."""
     best = heuristic(spec)
     some = (replace(best, depth=depth, stages=stages) for depth, stages in product((64, 128), (2, 3, 4, 5, 6, 8, 12)))
     return allowed((best, *some), spec)
 
 
 def supports(spec: Spec) -> str | None:
-    """None, or why no config computes the spec."""
+    """Return None, or the reason why no config computes the spec."""
     return refusal(heuristic, spec)
 
 
 @dataclass(frozen=True)
 class Work:
-    """All strips, one after another, cut into equal shares of steps: known when it is traced, so constants of it."""
+    """The steps of all strips, one strip after the other, cut into equal shares; constants of the trace."""
 
     strips: int  # O / COLUMNS
     steps: int  # I / depth
@@ -116,7 +116,7 @@ class Work:
 
     @cached_property
     def items(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """[W, 3] strip, first step and steps of each, in order."""
+        """The items in order, [W, 3]: strip, first step and number of steps."""
         total = self.strips * self.steps
         edges = {round(total * worker / self.workers) for worker in range(self.workers + 1)}
         edges |= set(range(0, total + 1, self.steps))
@@ -125,14 +125,14 @@ class Work:
 
     @cached_property
     def cuts(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """[workers + 1]: worker w does the items from cuts[w] up to, not including, cuts[w + 1]."""
+        """Bounds of the workers' items, [workers + 1]: worker w runs items cuts[w] to cuts[w + 1] - 1."""
         total, begins = self.strips * self.steps, self.items[:, 0] * self.steps + self.items[:, 1]
         edges = [round(total * worker / self.workers) for worker in range(self.workers + 1)]
         return np.searchsorted(begins, edges).astype(np.int32)
 
     @cached_property
     def parts(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """[strips, most items of a strip]: its items; W where it has fewer."""
+        """The items of each strip, [strips, most items of a strip], padded with W."""
         by = [np.flatnonzero(self.items[:, 0] == strip) for strip in range(self.strips)]
         made = np.full((self.strips, max(map(len, by))), len(self.items), np.int32)
         for row, own in zip(made, by, strict=True):
@@ -148,11 +148,11 @@ def quantized_matmul(
     config: Config,
     interpret: Interpret = None,
 ) -> jax.Array:
-    """[T, O] in the dtype of x, summed in float32."""
+    """Return x @ (values * scale), [T, O] in the dtype of x, summed in float32."""
     (tokens, inputs), outputs, scales = x.shape, values.shape[1], scale.shape[0]
     config.validate(Spec(tokens, inputs, outputs, scales, x.dtype, values.dtype))
     if values.shape != (inputs, outputs) or scale.shape != (scales, outputs):
-        raise ValueError(f"x {x.shape}, values {values.shape} and scale {scale.shape} do not fit")
+        raise ValueError(f"x {x.shape}, values {values.shape}, scale {scale.shape} must be [T, I], [I, O], [n, O]")
     work = Work(outputs // COLUMNS, inputs // config.depth, config.workers)
     groups = -(-tokens // config.tokens)
     every = inputs // scales // config.depth if scales > 1 else 0
@@ -162,7 +162,7 @@ def quantized_matmul(
         body(shape),
         out=jax.ShapeDtypeStruct((groups, len(work.items), COLUMNS, config.tokens), jnp.float32),
         scratch=shape.scratch(),
-        # Tokens last, which is fastest: blocks that read the same weights run side by side.
+        # Tokens are the last, fastest axis, so blocks that read the same weights run side by side.
         grid=((GRID, config.workers), (TOKENS, groups)),
         threads=(ROLE, CONSUMERS + 1),
         interpret=interpret,
@@ -175,7 +175,7 @@ def quantized_matmul(
 
 
 def _added(sums: jax.Array, work: Work) -> jax.Array:
-    """sums [groups, W, COLUMNS, N] of items -> of strips, in the order of what is summed over."""
+    """Add the items' sums [groups, W, COLUMNS, N] of each strip, in the order of the contraction."""
     whole = sums[:, work.parts[:, 0]]
     for column in work.parts.T[1:]:
         there = (column < len(work.items))[None, :, None, None]
@@ -188,7 +188,7 @@ GRID, TOKENS, ROLE = "worker", "tokens", "role"
 
 @dataclass(frozen=True)
 class Shape:
-    """Everything static that the body needs to know."""
+    """The static parameters of the kernel body."""
 
     tokens: int  # N
     stages: int
@@ -204,7 +204,7 @@ class Shape:
 
 
 class Refs(NamedTuple):
-    """Arguments, results and scratch, in the order in which the kernel gets them."""
+    """The kernel's arguments, results and scratch, in the order it receives them."""
 
     x: Any  # [groups * N, I]
     values: Any  # [I, O]
@@ -220,7 +220,7 @@ class Refs(NamedTuple):
 
 
 def body(shape: Shape) -> Callable[..., None]:
-    """The kernel over the grid GRID, TOKENS, threads ROLE: consumers first, then the producer."""
+    """Return the kernel over the grid GRID, TOKENS and the threads ROLE: consumers first, then the producer."""
 
     def run(*arrays: Any) -> None:
         refs = Refs(*arrays)
@@ -235,7 +235,7 @@ def body(shape: Shape) -> Callable[..., None]:
         def _() -> None:
             plgpu.set_max_registers(40, action="decrease")
             steps = _each_item(refs, lambda item, done: _produce(shape, refs, item, done))
-            for slot in range(shape.stages):  # a block must not end before every arrival has been waited for
+            for slot in range(shape.stages):  # a block must not end before every arrival was waited for
 
                 @pl.when(steps > slot)
                 def _(slot: int = slot) -> None:
@@ -245,7 +245,7 @@ def body(shape: Shape) -> Callable[..., None]:
 
 
 def _each_item(refs: Refs, one: Callable[[jax.Array, jax.Array], None]) -> jax.Array:
-    """one(item, steps before it) for each item of this worker; how many steps they were."""
+    """Call one(item, steps before it) for each item of this worker; return the worker's number of steps."""
     worker = lax.axis_index(GRID)
 
     def step(item: jax.Array, done: jax.Array) -> jax.Array:

@@ -1,1 +1,1 @@
-"""The lowest logit that top-k, top-p and min-p keep, without a sort."""
+"""The lowest logit that top-k, top-p and min-p keep, found without a sort."""

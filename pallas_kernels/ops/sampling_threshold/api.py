@@ -1,7 +1,7 @@
-"""Who finds what top-k, top-p and min-p leave in: chosen once at an engine's start, as its attention is.
+"""Choose the backend of top-k, top-p and min-p thresholds once, when an engine starts.
 
-A row's threshold is the least logit that is kept, so `x >= threshold` is what is drawn from, on any backend; how it is
-searched is told in `search.py`.
+A row's threshold is the lowest logit that is kept, so on any backend the tokens to draw from are
+those with `x >= threshold`. `search.py` describes the search.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from pallas_kernels.ops.sampling_threshold.search import Found, Options
 
 @dataclass(frozen=True)
 class Spec(Here):
-    """What an engine asks."""
+    """The device and vocabulary of an engine."""
 
     vocab: int  # V
 
 
 class Thresholds(Protocol):
-    """Thresholds of rows."""
+    """A backend's computation of the thresholds of rows."""
 
     def __call__(self, x: jax.Array, options: Options) -> Found:
-        """x [G, V] float32, options [G] -> threshold and sweeps [G]."""
+        """Return threshold and sweeps [G] of x [G, V] float32 and options [G]."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class XlaThresholds:
 
 @dataclass(frozen=True)
 class MosaicThresholds:
-    """The kernel of `hopper.py`. Of several devices each searches all rows: it has all logits."""
+    """The kernel of `hopper.py`. With several devices, each has all logits and searches all rows."""
 
     spec: Spec
     mesh: Mesh | AbstractMesh | None = None
@@ -94,12 +94,12 @@ BACKENDS: Mapping[str, Any] = {"mosaic_gpu": _Mosaic, "xla": _Xla}
 
 
 def resolve_sampling(spec: Spec, name: str = "auto") -> Choice:
-    """As `attention.api.resolve`, of the thresholds of what is sampled."""
+    """Resolve the sampling backend; see `choice.resolve`."""
     return resolve(spec, name, BACKENDS, "sampling")
 
 
 def thresholds(choice: Choice | None = None, mesh: Mesh | AbstractMesh | None = None) -> Thresholds:
-    """What was resolved, over the devices of `mesh`; None: XLA."""
+    """Build the thresholds that `choice` resolved to, over the devices of `mesh`; None for XLA."""
     if choice is None:
         return XlaThresholds()
     made: Thresholds = BACKENDS[choice.backend].make(choice.spec, mesh)

@@ -1,4 +1,4 @@
-"""What the compile gate compiles of the sampling thresholds."""
+"""Compile-gate cases of the sampling thresholds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VOCABULARIES = {"llama3": 128256, "qwen3": 151936, "opt": 50272}
 
 
 def cases() -> Iterator[Case]:
-    """Configs in use, for the compile gate: vocabularies of what is served, and few rows."""
+    """Yield the configs in use: vocabularies of served models, and few rows."""
     for name, vocab in VOCABULARIES.items():
         for rows in (1, 256):
             yield _case(name, rows, vocab, usual=rows == 256)

@@ -1,13 +1,14 @@
-"""The thresholds of top-k, top-p and min-p on Hopper: see `search.py`. One block a row, mostly one look at it.
+"""Find top-k, top-p and min-p thresholds on Hopper, one block per row; see `search.py`.
 
-Floor: the bytes of the logits over the bandwidth, once. Logits are float32; a row begins at a multiple of 16 bytes, as
-TMA asks, so V is a multiple of 4.
+Floor: the bytes of the logits over the bandwidth, once. Logits are float32. TMA requires a row to
+start at a multiple of 16 bytes, so V is a multiple of 4.
+
+A block is one warpgroup. What a sweep gathers stays in registers, spread over the lanes, and is
+summed once at the end of the sweep. There is no producer warpgroup: a slot's next copy starts as
+soon as its tile was read. Several blocks share a core, so one block's arithmetic overlaps another's
+copies.
 
 Letters: G rows, V vocabulary, L lanes.
-
-One warpgroup; what a sweep gathers lies in registers, spread over the lanes, and is added up once at the sweep's end.
-A block has no producer: the copy of the tile after next goes out as soon as a tile has been read. Several blocks share
-a core, and one's sums hide behind another's copies.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ WARPGROUP = 128
 
 @dataclass(frozen=True)
 class Config:
-    """How a row is looked at."""
+    """How a row is swept."""
 
     lanes: int = 512  # L
-    tile: int = 2048  # logits that are copied together
+    tile: int = 2048  # logits per copy
     stages: int = 4
 
     def validate(self, vocab: int) -> None:
-        """Raises ValueError, naming the value, where this config cannot look at rows of `vocab` logits."""
+        """Raise ValueError, naming the value, if this config cannot sweep rows of `vocab` logits."""
         if vocab % 4:
-            raise ValueError(f"{vocab=} must be a multiple of 4: a row begins at a multiple of 16 bytes")
+            raise ValueError(f"{vocab=} must be a multiple of 4, so that rows start at multiples of 16 bytes")
         if self.lanes % WARPGROUP or self.lanes < WARPGROUP or self.tile % self.lanes:
             raise ValueError(f"{self.lanes=} must be a multiple of {WARPGROUP} and divide {self.tile=}")
         if vocab < self.tile:
@@ -49,21 +50,21 @@ class Config:
         if self.stages < 1:
             raise ValueError(f"{self.stages=} must be positive")
         if (size := self.smem_bytes()) > SMEM:
-            raise ValueError(f"{self} needs {size} bytes of shared memory; a block has {SMEM}")
+            raise ValueError(f"{self} needs {size} bytes of shared memory; the limit is {SMEM}")
 
     def smem_bytes(self) -> int:
-        """Shared memory of a block, barriers and what sums take included."""
+        """Return the shared memory of a block, including barriers and the scratch of reductions."""
         return 4 * self.stages * self.tile + 2048
 
 
 def heuristic(vocab: int) -> Config:
-    """A config for rows of `vocab` logits that is expected to be good."""
+    """Return a config expected to be good for rows of `vocab` logits."""
     fits = (Config(lanes, lanes * each) for lanes, each in ((512, 4), (128, 4), (128, 1)))
     return next((config for config in fits if config.tile <= vocab // 2), Config(128, 128))
 
 
 def supports(vocab: int) -> str | None:
-    """None, or why no config looks at rows of `vocab` logits."""
+    """Return None, or the reason why no config sweeps rows of `vocab` logits."""
     try:
         heuristic(vocab).validate(vocab)
     except ValueError as reason:
@@ -72,11 +73,11 @@ def supports(vocab: int) -> str | None:
 
 
 def thresholds(x: jax.Array, options: Options, *, config: Config, interpret: Interpret = None) -> Found:
-    """Of logits x [G, V] float32 what each row keeps at least, and how often it was swept, [G]; see `search.py`."""
+    """Return the lowest logit that each row of x [G, V] keeps, and its number of sweeps, [G]; see `search.py`."""
     rows, vocab = x.shape
     config.validate(vocab)
     if x.dtype != jnp.float32 or any(one.shape != (rows,) or one.dtype != jnp.float32 for one in options):
-        raise ValueError(f"x {x.dtype} {x.shape} must be float32, and options float32 [{rows}]: {options}")
+        raise ValueError(f"x {x.dtype} {x.shape} must be float32, and options float32 [{rows}], not {options}")
     shape = Shape(vocab, config.lanes, config.tile, config.stages)
     run = compat.kernel(
         body(shape),
@@ -94,11 +95,11 @@ ROW = "row"
 
 @dataclass(frozen=True)
 class Shape:
-    """Everything static that the body needs to know."""
+    """The static parameters of the kernel body."""
 
     vocab: int  # V
     lanes: int  # L
-    tile: int  # logits, a multiple of the lanes
+    tile: int  # logits; a multiple of the lanes
     stages: int
 
     def scratch(self) -> list[Any]:
@@ -113,10 +114,10 @@ class Shape:
 
 
 class Refs(NamedTuple):
-    """Arguments, results and scratch, in the order in which the kernel gets them."""
+    """The kernel's arguments, results and scratch, in the order it receives them."""
 
     x: Any  # [G, V] float32
-    rate: Any  # [G] float32, as the next three: `Options`
+    rate: Any  # [G] float32; this and the next three are `Options`
     least: Any
     top_k: Any
     top_p: Any
@@ -127,7 +128,7 @@ class Refs(NamedTuple):
 
 
 def body(shape: Shape) -> Callable[..., None]:
-    """The kernel over the grid ROW. A row that asks for no threshold is not looked at."""
+    """Return the kernel over the grid ROW; rows that ask for no threshold are not read."""
 
     def run(*arrays: Any) -> None:
         refs = Refs(*arrays)
@@ -154,7 +155,7 @@ def _found(shape: Shape, refs: Refs, row: jax.Array, options: Options) -> Found:
     nothing = (jnp.full((shape.lanes,), NOTHING, jnp.float32),) * DEPTH
 
     def first(parts: list[jax.Array], state: Any) -> Any:
-        """Weights are kept relative to the best of their lane so far."""
+        """Sum weights relative to the running maximum of each lane, since the row's top is not known yet."""
         caught, mass = state
         before = caught[0]
         for part in parts:
@@ -174,7 +175,7 @@ def _found(shape: Shape, refs: Refs, row: jax.Array, options: Options) -> Found:
         def again(parts: list[jax.Array], state: Any) -> Any:
             caught, sums = state
             for part in parts:
-                # -inf is below all marks: what it weighs where all else counts as one is not asked.
+                # With rate 0 the weight of -inf is NaN, but -inf is below all marks and never summed.
                 weight = jnp.exp2((part - top) * rate)
                 sums = [one + jnp.where(part >= mark, weight, 0.0) for one, mark in zip(sums, thresholds, strict=True)]
                 caught = insert(caught, jnp.where(part >= thresholds[0], NOTHING, part))
@@ -188,11 +189,11 @@ def _found(shape: Shape, refs: Refs, row: jax.Array, options: Options) -> Found:
 
 
 def _each_tile(shape: Shape, refs: Refs, row: jax.Array, one: Callable[[list[jax.Array], Any], Any], start: Any) -> Any:
-    """one(parts of a tile, state) over all of a row: each part has one logit of every lane."""
+    """Fold one(parts of a tile, state) over a row's tiles; each part has one logit per lane."""
     stages, tiles = min(shape.stages, shape.tiles), shape.tiles
 
     def copy(tile: Any, slot: Any) -> None:
-        # The last tile begins early enough to end with the row; what it has twice is hidden below.
+        # The last tile starts early enough to end with the row; logits it repeats are masked below.
         begin = jnp.minimum(tile * shape.tile, shape.vocab - shape.tile)
         source = refs.x.at[row, pl.ds(begin, shape.tile)]
         compat.copy_row(source, refs.ring.at[slot], refs.full.at[slot])

@@ -1,22 +1,26 @@
-"""The lowest logit that top-k, top-p and min-p leave in, without a sort: mostly by one look at a row.
+"""Find the lowest logit that top-k, top-p and min-p keep, without a sort; mostly in one pass over a row.
 
-What is kept of a row is `x >= threshold`, ties at the threshold included:
+A row keeps `x >= threshold`, including ties at the threshold:
 
     min-p  x >= top + temperature * log(min_p)
     top-k  the highest b with count(x >= b) >= k
     top-p  the highest b with mass(x >= b) >= p * mass(what both keep),  mass = sum exp((x - top) / temperature)
 
-A *sweep* looks at all logits of a row once. Lane l of L has the tokens l, l + L, ...; a sweep catches the DEPTH highest
-of each lane below a limit, the first one below infinity. So everything above the highest of the lowest caught, the
-*floor*, is caught, and a threshold at or above it is found among what was caught, by bisection, with no logit read
-again: top-k for k up to about a hundred (of 50 logits, 4 fall into one of 512 lanes once in 600 rows), and top-p where
-as few tokens have the mass. Other thresholds are searched by further sweeps. Each also adds up what `MARKS` thresholds
-would keep, near to where interpolation expects the threshold, and catches what lies just below one of them. After
-`GUESSES` of them the marks cut what is left into equal parts, so that even rows made to deceive take some twenty sweeps
-for a threshold.
+A *sweep* reads all logits of a row once. Lane l of L holds tokens l, l + L, ...; a sweep catches
+the DEPTH highest logits of each lane below a limit, which is infinity in the first sweep. Every
+logit above the *floor*, the highest of the lanes' lowest caught logits, is therefore caught. A
+threshold at or above the floor is found by bisection among the caught logits, without reading the
+row again. This covers top-k for k up to about a hundred (of 50 logits, more than 4 fall into one of
+512 lanes once in 600 rows), and top-p if as few tokens hold the mass.
 
-One search, two users: the kernel of `hopper.py`, whose state is of one row, and XLA (`xla.py`), with a
-leading axis G. Logits of NOTHING and less, -inf among them, count as not there.
+Other thresholds take further sweeps. Each also sums what `MARKS` candidate thresholds near an
+interpolated guess would keep, and catches the logits just below one of them. After `GUESSES` sweeps
+the marks divide the remaining interval equally, so that even adversarial rows take about twenty
+sweeps per threshold.
+
+Two backends share the search: the kernel of `hopper.py`, where the state is of one row, and XLA
+(`xla.py`), where it has a leading axis G. Logits of at most NOTHING, -inf among them, count as
+absent.
 """
 
 from __future__ import annotations
@@ -31,93 +35,96 @@ from jax import lax
 
 DEPTH, MARKS, GUESSES = 4, 6, 6
 NOTHING = -1e30
-HALF_STEP = 2**-24 * 1.0001  # of a number: added to it, it rounds to the next one
-SMALLEST = 1e-37  # step around zero
+HALF_STEP = 2**-24 * 1.0001  # relative: adding it to a number rounds to the next float32
+SMALLEST = 1e-37  # step near zero
 LOG2_E = 1.4426950408889634
-FAR = (256.0, 16.0, 4.0, 1.0, 1 / 4, 1 / 16)  # marks below `high`, in its size, where nothing is known below it
-NEAR = (-1 / 8, -1 / 32, 1 / 32, 1 / 8)  # marks around the threshold that is expected, in parts of what is left
-CATCH = 3  # the mark below which a sweep catches
+# first marks while `low` is unknown: distances below `high`, relative to its size
+FAR = (256.0, 16.0, 4.0, 1.0, 1 / 4, 1 / 16)
+NEAR = (-1 / 8, -1 / 32, 1 / 32, 1 / 8)  # marks around the interpolated threshold, as fractions of the interval
+CATCH = 3  # index of the mark below which a sweep catches
 
 
 class Options(NamedTuple):
-    """Of each row, float32: [G], or [] in the kernel."""
+    """Sampling options of each row, float32: [G], or [] in the kernel."""
 
     rate: jax.Array  # log2(e) / temperature
-    least: jax.Array  # what min-p allows to lie below the best, <= 0; -inf: off
-    top_k: jax.Array  # a whole number; 0: off
+    least: jax.Array  # distance below the top logit that min-p allows, <= 0; -inf: off
+    top_k: jax.Array  # an integer; 0: off
     top_p: jax.Array  # >= 1: off
 
 
 class Seen(NamedTuple):
-    """What a sweep saw below its limit, and how much lies at or above it."""
+    """What a sweep caught below its limit, and the count or mass at or above it."""
 
     limit: jax.Array
-    above: jax.Array  # float32: count or mass, as the phase has it
-    caught: tuple[jax.Array, ...]  # DEPTH x [(G,) L], falling
+    above: jax.Array  # float32: a count or a mass, depending on the phase
+    caught: tuple[jax.Array, ...]  # DEPTH x [(G,) L], descending
 
 
 class Found(NamedTuple):
+    """The threshold of each row and how often the row was swept: [G], or [] in the kernel."""
+
     threshold: jax.Array  # float32
     sweeps: jax.Array  # int32, the first one included
 
 
-# Of a limit, marks, and the rate of weights (0: each counts as one): sums at or above the marks.
+# (limit, marks, rate of the weights; 0 counts each as one) -> what was seen, and the sums at or above the marks
 Sweep = Callable[[jax.Array, Sequence[jax.Array], jax.Array], tuple[Seen, list[jax.Array]]]
 COUNT, WEIGH, DONE = 0, 1, 2  # phases of a row
-UNKNOWN = -1.0  # a mass
+UNKNOWN = -1.0  # a mass not known yet
 
 
 class _State(NamedTuple):
-    """A threshold in [low, high), `low` where no number lies between: `low` keeps enough, `high` does not."""
+    """Search for a threshold in [low, high): `low` keeps enough, `high` does not; done when they are adjacent."""
 
     phase: jax.Array  # int32
     low: jax.Array
     high: jax.Array
-    at_low: jax.Array  # what is kept there, as far as known
+    at_low: jax.Array  # count or mass kept at `low`, as far as known
     at_high: jax.Array
-    cut: jax.Array  # what min-p and, once it is found, top-k keep at least
-    mass: jax.Array  # of that
+    cut: jax.Array  # the lowest logit kept by min-p and, once found, top-k
+    mass: jax.Array  # mass kept by `cut`
     seen: Seen
-    turn: jax.Array  # sweeps of this phase
+    turn: jax.Array  # sweeps in this phase
     sweeps: jax.Array
 
 
 class _Row(NamedTuple):
-    """What is known of a row once its first sweep is done."""
+    """What is known of a row after its first sweep."""
 
     options: Options
     top: jax.Array
-    total: jax.Array  # mass of all
+    total: jax.Array  # mass of all logits
     vocab: int
 
     def rate(self, state: _State) -> jax.Array:
-        """Of weights 2 ** ((x - top) * rate): all are one where they are counted."""
+        """Return the rate of the weights 2 ** ((x - top) * rate); 0 while counting, so that all weights are 1."""
         return jnp.where(state.phase == COUNT, 0.0, self.options.rate)
 
     def weights(self, caught: Sequence[jax.Array], rate: jax.Array) -> list[jax.Array]:
         return [jnp.exp2((one - wide(self.top)) * wide(rate)) for one in caught]
 
     def wanted(self, state: _State) -> jax.Array:
-        """Count or mass; nothing is at least UNKNOWN times any share, so ask `_known` first."""
+        """Return the count or mass to keep. Check `_known` first: with UNKNOWN mass this is meaningless."""
         return jnp.where(state.phase == COUNT, self.options.top_k, self.options.top_p * state.mass)
 
     def finite(self) -> jax.Array:
-        """Not so of NaN."""
+        """Return whether the top logit is finite; false for NaN."""
         return jnp.abs(self.top) < -NOTHING
 
 
 def after(x: jax.Array) -> jax.Array:
-    """The next number; SMALLEST further where numbers lie closer than that, around zero."""
+    """Return the next float32 above x, or SMALLEST more near zero, where floats are denser."""
     return x + jnp.maximum(jnp.abs(x) * HALF_STEP, SMALLEST)
 
 
 def before(x: jax.Array) -> jax.Array:
-    """The number before, as in `after`."""
+    """Return the next number below x; see `after`."""
     return x - jnp.maximum(jnp.abs(x) * HALF_STEP, SMALLEST)
 
 
 def wide(x: jax.Array) -> jax.Array:
-    """To be held against lanes."""
+    """Add an axis to broadcast over lanes."""
     return x[..., None] if x.ndim else x
 
 
@@ -126,7 +133,7 @@ def filled(like: jax.Array, value: float, dtype: Any = jnp.float32) -> jax.Array
 
 
 def insert(caught: Sequence[jax.Array], x: jax.Array) -> tuple[jax.Array, ...]:
-    """`caught` with each lane's x, the lowest of them dropped."""
+    """Insert x into each lane of `caught`, dropping the lane's lowest."""
     kept = []
     for one in caught[:-1]:
         kept.append(jnp.maximum(one, x))
@@ -142,7 +149,7 @@ def search(
     sweep: Sweep,
     vocab: int,
 ) -> Found:
-    """The threshold of each row, from its best logit, the mass of all, and what its first sweep caught."""
+    """Return the threshold of each row, given its top logit, the mass of all, and its first sweep's catch."""
     row, zero, whole = _Row(options, top, total, vocab), filled(top, 0), filled(top, 0, jnp.int32)
     seen = Seen(after(top), zero, caught)
     cut = jnp.maximum(top + options.least, NOTHING)
@@ -167,14 +174,14 @@ def _known(state: _State) -> jax.Array:
 
 
 def _advanced(row: _Row, state: _State, closed: jax.Array) -> _State:
-    """The next phase, of rows whose threshold is found."""
+    """Move rows whose threshold is found on to the next phase."""
     counted, options, seen = closed & (state.phase == COUNT), row.options, state.seen
     cut = jnp.maximum(state.cut, state.low)
     first = seen.limit > row.top
     caught = first & (jnp.max(seen.caught[-1], axis=-1) < cut)
     mass = jnp.where(caught, _kept(seen.caught, row.weights(seen.caught, options.rate), cut), UNKNOWN)
     mass = jnp.where(cut > NOTHING, mass, row.total)
-    # All logits below the threshold have at most a share 1 - p of the mass, so it lies less than this below the best.
+    # The logits below the threshold hold at most 1 - p of the mass, which bounds how far below the top it lies.
     few = jnp.maximum((1.0 - options.top_p) * mass, 1e-30)
     far = jnp.where(mass > 0, row.top - (jnp.log2(row.vocab / few) + 2.0) / options.rate, NOTHING)
     weighed = (options.top_p < 1) & row.finite()
@@ -187,14 +194,14 @@ def _advanced(row: _Row, state: _State, closed: jax.Array) -> _State:
         at_high=jnp.where(counted, 0.0, state.at_high),
         cut=jnp.where(counted, cut, state.cut),
         mass=jnp.where(counted, mass, state.mass),
-        # What a later sweep saw was counted, and is of no use to weigh.
+        # What later sweeps of this phase saw is a count, which says nothing about mass.
         seen=seen._replace(above=jnp.where(counted & jnp.logical_not(first), jnp.inf, seen.above)),
         turn=jnp.where(counted, 0, state.turn),
     )
 
 
 def _swept(row: _Row, state: _State, sweep: Sweep) -> _State:
-    """The state after another look at the row."""
+    """Sweep the row again and narrow the interval by the marks."""
     marks, limit = _marks(state, row.wanted(state))
     lost = jnp.logical_not(_known(state))
     marks[0] = jnp.where(lost, state.cut, marks[0])
@@ -203,7 +210,7 @@ def _swept(row: _Row, state: _State, sweep: Sweep) -> _State:
     wanted = row.wanted(state)
     for mark, found in zip(marks, sums, strict=True):
         inside = (state.low < mark) & (mark < state.high)
-        enough, less = inside & (found >= wanted), inside & (found <= wanted)  # both: a threshold, though no logit
+        enough, less = inside & (found >= wanted), inside & (found <= wanted)  # both: a valid threshold
         state = state._replace(
             low=jnp.where(enough, mark, state.low),
             at_low=jnp.where(enough, found, state.at_low),
@@ -214,7 +221,7 @@ def _swept(row: _Row, state: _State, sweep: Sweep) -> _State:
 
 
 def _narrowed(row: _Row, state: _State) -> _State:
-    """The state knowing what was caught."""
+    """Narrow the interval by the caught logits."""
     seen, wanted = state.seen, row.wanted(state)
     weights = row.weights(seen.caught, row.rate(state))
 
@@ -222,7 +229,7 @@ def _narrowed(row: _Row, state: _State) -> _State:
         return seen.above + _kept(seen.caught, weights, threshold)
 
     floor = jnp.max(seen.caught[-1], axis=-1)
-    # What is wanted lies below the limit, and this sweep saw where.
+    # The threshold lies below this sweep's limit.
     use = (seen.above < wanted) & _open(state) & _known(state) & (floor < state.high) & (state.phase != DONE)
     whole = kept(floor) >= wanted
     low, high = jnp.where(whole, floor, NOTHING), jnp.where(whole, jnp.minimum(seen.limit, state.high), floor)
@@ -233,7 +240,7 @@ def _narrowed(row: _Row, state: _State) -> _State:
         low, high = ends
         middle = _middle(low, high)
         found, left = kept(middle), after(low) < high
-        high = jnp.where(left & (found <= wanted), middle, high)  # both, where it is just what is wanted
+        high = jnp.where(left & (found <= wanted), middle, high)  # both, if exactly what is wanted is kept
         return jnp.where(left & (found >= wanted), middle, low), high
 
     low, _ = lax.while_loop(lambda ends: _any(after(ends[0]) < ends[1]), bisect, (low, high))
@@ -247,7 +254,7 @@ def _narrowed(row: _Row, state: _State) -> _State:
 
 
 def _marks(state: _State, wanted: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """Thresholds to try, and the one below which to catch."""
+    """Return the thresholds to try, and the limit below which to catch."""
     low, high, turn = state.low, state.high, state.turn
     width = high - low
     share = (state.at_low - wanted) / jnp.maximum(state.at_low - state.at_high, 1e-30)
@@ -262,18 +269,21 @@ def _marks(state: _State, wanted: jax.Array) -> tuple[list[jax.Array], jax.Array
         mark = jnp.where(low <= NOTHING, high - size * far, mark)
         marks.append(jnp.minimum(jnp.maximum(mark, after(low)), high))
     limit = jnp.where(first | (turn >= 3), high, marks[CATCH])
-    marks[-1] = jnp.where(first, marks[-1], before(high))  # many are alike, and this is what they are
+    marks[-1] = jnp.where(first, marks[-1], before(high))  # finds a run of ties just below `high`
     return marks, limit
 
 
 def _kept(caught: Sequence[jax.Array], weights: Sequence[jax.Array], threshold: jax.Array) -> jax.Array:
-    """Weight of what was caught at or above the threshold."""
+    """Return the weight of the caught logits at or above the threshold."""
     parts = [jnp.where(one >= wide(threshold), weight, 0.0) for one, weight in zip(caught, weights, strict=True)]
     return jnp.sum(reduce(jnp.add, parts), axis=-1)
 
 
 def _middle(low: jax.Array, high: jax.Array) -> jax.Array:
-    """A number between, or `high` where there is none. Zero, which halves come to late, and its neighbour are first."""
+    """Return a number strictly between low and high, or `high` if there is none.
+
+    Zero and its neighbor are tried first, because halving approaches them slowly.
+    """
     middle = jnp.maximum(low / 2 + high / 2, after(low))
     middle = jnp.where((low < 0) & (high > 0), 0.0, middle)
     return jnp.where(low == 0, after(low), middle)
@@ -288,7 +298,7 @@ def _any(rows: jax.Array) -> jax.Array:
 
 
 def _chosen(use: jax.Array, new: _State, old: _State) -> _State:
-    """`new` of the rows in `use`: a row's result is that of the row alone."""
+    """Take `new` in the rows of `use`, so that a row's result does not depend on the others."""
     if not use.ndim:
         return new
     chosen: _State = jax.tree.map(lambda a, b: jnp.where(use if a.ndim == 1 else use[:, None], a, b), new, old)

@@ -1,9 +1,10 @@
-"""Thresholds by plain XLA, for all rows of a step together: by the search of `search.py`, or bit by bit.
+"""Find sampling thresholds in plain XLA, for all rows of a step at once: by search, or bit by bit.
 
-On a CPU every sum is work, so there the threshold's bits are found one after the other: fewer sums than the search has
-marks, and half as much to compile. The results are the same.
+On a CPU every sum is costly, so there the bits of the threshold are found one after the other: that
+takes fewer sums than the search of `search.py` has marks, and half as much to compile. The results
+are the same.
 
-G rows, V vocabulary, n numbers of each of L lanes.
+Letters: G rows, V vocabulary, n logits of each of L lanes.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from jax import lax
 
 from pallas_kernels.ops.sampling_threshold.search import DEPTH, NOTHING, Found, Options, Seen, insert, search
 
-LEAST, MOST = 128, 512  # lanes
-EACH = 16  # numbers of a lane, where there are enough: what is caught is DEPTH of them
+LEAST, MOST = 128, 512  # bounds on the number of lanes
+EACH = 16  # logits of a lane, if the vocabulary suffices; DEPTH of them are caught
 BITS = 32
 
 
 def thresholds(x: jax.Array, options: Options) -> Found:
-    """Of logits x [G, V] float32 what each row keeps at least, [G]: see `search.py`."""
+    """Return the lowest logit that each row of x [G, V] float32 keeps, [G]; see `search.py`."""
     found: Found = lax.platform_dependent(x, options, cuda=swept, rocm=swept, tpu=swept, default=bisected)
     return found
 
 
 def swept(x: jax.Array, options: Options) -> Found:
-    """As `thresholds`, by the search that the kernel has too."""
+    """Compute `thresholds` by the search that the Hopper kernel shares."""
     rows, vocab = x.shape
     lanes = min(MOST, max(LEAST, 1 << (vocab // EACH).bit_length() - 1))
     deep = -(-vocab // lanes)
@@ -59,13 +60,13 @@ def swept(x: jax.Array, options: Options) -> Found:
 
 
 def bisected(x: jax.Array, options: Options) -> Found:
-    """As `thresholds`, bit by bit. Where no row asks for a threshold it is not searched."""
+    """Compute `thresholds` bit by bit; skip top-k or top-p if no row asks for it."""
     counts, weighs, vocab = options.top_k > 0, options.top_p < 1, x.shape[1]
     keys, top = _key(x), jnp.max(x, axis=1)
     cut = jnp.maximum(top + options.least, NOTHING)
     few = jnp.minimum(options.top_k, vocab).astype(jnp.int32)
     threshold = _highest(keys, jnp.any(counts), lambda kept: jnp.sum(kept, axis=1, dtype=jnp.int32) >= few)
-    cut = jnp.where(counts, jnp.fmax(cut, threshold), cut)  # fmax: a row that is not finite has none
+    cut = jnp.where(counts, jnp.fmax(cut, threshold), cut)  # fmax: a row that is not finite has no threshold
     weight = jnp.where(x >= cut[:, None], jnp.exp2((x - top[:, None]) * options.rate[:, None]), 0.0)
     most = options.top_p * jnp.sum(weight, axis=1)
     threshold = _highest(keys, jnp.any(weighs), lambda kept: jnp.sum(jnp.where(kept, weight, 0.0), axis=1) >= most)
@@ -74,15 +75,17 @@ def bisected(x: jax.Array, options: Options) -> Found:
 
 
 def _key(x: jax.Array) -> jax.Array:
-    """Whole numbers that are ordered as x is."""
+    """Map x to integers that sort as x does."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     sign = jnp.uint32(1 << BITS - 1)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
 def _highest(keys: jax.Array, wanted: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The highest number [G] such that `enough` of a row's lies at or above it; NaN where there is none, or none is
-    `wanted` []."""
+    """Return the highest number [G] at or above which `enough` of each row lies.
+
+    NaN if there is none, or if `wanted` [] is false.
+    """
 
     def step(bit: jax.Array, key: jax.Array) -> jax.Array:
         higher = key | (jnp.uint32(1 << BITS - 1) >> bit.astype(jnp.uint32))

@@ -1,4 +1,4 @@
-"""Tests that run Hopper kernels on the host."""
+"""Helpers for tests that run Hopper kernels on the host."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pallas_kernels.mosaic.interpret import Interpret, interpreter, watch_races
 
 needs_interpreter = pytest.mark.skipif(
     not compat.DETECTS_RACES,
-    reason=f"the interpreter of jax {jax.__version__} sees no races and knows no warp products; 0.11 does",
+    reason=f"the interpreter of jax {jax.__version__} has no race detection and no warp-level products; 0.11 has",
 )
 
 
 @contextmanager
 def without_races() -> Iterator[Interpret]:
-    """The `interpret` argument of kernels; wait for their results within. None of them raced, where jax can tell."""
+    """Yield the `interpret` argument of kernels, and check that none of them raced; wait for results inside."""
     try:
         if not compat.DETECTS_RACES:
             yield interpreter()
@@ -27,6 +27,6 @@ def without_races() -> Iterator[Interpret]:
         with watch_races() as races:
             yield interpreter(detect_races=True)
     except BaseException:
-        compat.reset_interpreter()  # or the next kernel finds the threads of this one
+        compat.reset_interpreter()  # otherwise the next kernel finds the threads of this one
         raise
     assert not races.found(), "races"

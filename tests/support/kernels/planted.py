@@ -1,4 +1,4 @@
-"""Cases with a fault planted in each, for the compile gate to find: `--cases planted`."""
+"""Cases with one planted fault each, for the compile gate to find: `--cases planted`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROW = 2048
 
 
 def _scaled_by_its_sum(x: jax.Array, rows: int) -> jax.Array:
-    """x [rows, ROW] over the sum of each block: all of a block is alive in the registers while it is summed."""
+    """Multiply x [rows, ROW] by its sum; the whole block is live in registers while it is summed."""
 
     def body(given: Any, out: Any) -> None:
         block = given[...]

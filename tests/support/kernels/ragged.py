@@ -1,4 +1,4 @@
-"""Steps made up for tests: rows of (length, context) over shuffled pages."""
+"""Synthetic steps for tests: rows of (length, context) over shuffled pages."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Array = npt.NDArray[np.int32]
 
 
 def make(
-    rows: Sequence[tuple[int, int]],  # (tokens in this step, context once it has written)
+    rows: Sequence[tuple[int, int]],  # (tokens in this step, context after its write)
     tables: Sequence[Sequence[int]],  # pages of each row
     *,
     page: int,
     pool: int,
-    tokens: int | None = None,  # padded to
+    tokens: int | None = None,  # padded size
     padded_rows: int | None = None,
     width: int | None = None,
 ) -> Ragged:
@@ -41,6 +41,6 @@ def make(
 
 
 def deal(rows: Sequence[tuple[int, int]], *, page: int, pool: int, seed: int = 0) -> list[list[int]]:
-    """Disjoint random pages for each row; never page 0, which unused table entries name."""
+    """Deal disjoint random pages to each row; never page 0, which unused table entries name."""
     free = list(1 + np.random.default_rng(seed).permutation(pool - 1))
     return [[int(free.pop()) for _ in range(-(-context // page))] for _, context in rows]

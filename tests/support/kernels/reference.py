@@ -1,11 +1,12 @@
-"""What every attention kernel must compute, densely, in float64 numpy: the formula and nothing else.
+"""The reference for every attention kernel: the dense formula in float64 numpy.
 
     score[t, h, j] = cap(scale * q[t, h] . k[j, h // G]),  cap(x) = softcap * tanh(x / softcap)
     out[t, h] = sum_j softmax_j(score) v[j, h // G]
     lse[t, h] = log sum_j exp(score)
 
-over the keys j of t's own row with p - window < j <= p, where p is t's position: a window of w sees w keys, its own
-included. A quantised pool holds key / scale of its kv head. Tokens that attend to nothing give zeros and MASKED.
+over the keys j of t's own row with p - window < j <= p, for t's position p: a window of w sees w
+keys, its own included. A quantized pool stores key / scale of its kv head. Tokens that see no key
+give zeros and MASKED.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import numpy.typing as npt
 from pallas_kernels.layout import MASKED, Ragged, Scales
 
 Doubles = npt.NDArray[np.float64]
-LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}  # what a quantised value may be at most
+LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}  # largest quantized value
 
 
 def doubles(x: Any) -> Doubles:
-    """Any array, of jax or numpy, of bfloat16 or float8, as float64."""
+    """Convert any jax or numpy array, also of bfloat16 or float8, to float64."""
     return np.asarray(x).astype(np.float64)
 
 
@@ -37,7 +38,7 @@ def attention(
     softcap: float | None = None,
     scales: Scales | None = None,
 ) -> tuple[Doubles, Doubles]:
-    """Mixed values [T, H, D] and lse [T, H] of every token of every row."""
+    """Return mixed values [T, H, D] and lse [T, H] of every token of every row."""
     tokens, heads, dim = q.shape
     kv_heads = k_pool.shape[2]
     out, lse = np.zeros((tokens, heads, dim)), np.full((tokens, heads), MASKED)
@@ -65,28 +66,28 @@ def attention(
 
 
 def _row(pool: Any, table: npt.NDArray[np.int32], context: int) -> Doubles:
-    """The keys or values of one row in order, [context, K, D]: what it holds beyond them is not read."""
+    """Return the keys or values of one row in order, [context, K, D]; the rest of its pages is not read."""
     pages = table[: -(-context // pool.shape[1])]
     return doubles(np.asarray(pool)[pages]).reshape(-1, *pool.shape[2:])[:context]
 
 
 def rotate(x: Any, turn: tuple[Any, Any]) -> Doubles:
-    """x [T, heads, D] with the pairs (i, i + D/2) turned by cos, sin [T, 1, D/2]."""
+    """Rotate the pairs (i, i + D/2) of x [T, heads, D] by cos, sin [T, 1, D/2]."""
     left, right = np.split(doubles(x), 2, axis=-1)
     cos, sin = (doubles(part) for part in turn)
     return np.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
 
 
 def quantised(x: Any, scale: Any, dtype: Any) -> npt.NDArray[Any]:
-    """x [..., K, D] as a pool of `dtype` holds it: x / scale[K], rounded to even, cut off at the largest value."""
+    """Quantize x [..., K, D] as a pool of `dtype` does: x / scale[K], rounded to even and clipped."""
     largest = LARGEST[np.dtype(dtype).name]
-    # In float32, as the kernels do: a tie in float64 need not be one there.
+    # In float32, as in the kernels: a tie in float64 need not be a tie there.
     small = np.clip(np.asarray(x).astype(np.float32) / np.asarray(scale, np.float32)[:, None], -largest, largest)
     return (np.rint(small) if np.issubdtype(dtype, np.integer) else small).astype(dtype)
 
 
 def written(pool: Any, new: Any, where: Any) -> npt.NDArray[Any]:
-    """The pool [N, B, K, D] with new [T, K, D] at `where` [T] (page * B + offset); out of range is dropped."""
+    """Return the pool [N, B, K, D] with new [T, K, D] at `where` [T] (page * B + offset); drop out-of-range ones."""
     after = np.asarray(pool).copy()
     flat = after.reshape(-1, *after.shape[2:])
     where = np.asarray(where)
@@ -96,7 +97,7 @@ def written(pool: Any, new: Any, where: Any) -> npt.NDArray[Any]:
 
 
 def error(got: Any, want: Any) -> float:
-    """||got - want|| / ||want||; what has no norm must be met exactly."""
+    """Return ||got - want|| / ||want||; a `want` of zeros must be matched exactly."""
     got, want = doubles(got), doubles(want)
     assert got.shape == want.shape, f"{got.shape=} {want.shape=}"
     assert np.all(np.isfinite(got)), "not every value is finite"

@@ -1,4 +1,4 @@
-"""Steps for the TPU kernels, run in jax's TPU interpreter with race detection and held to the float64 reference."""
+"""Steps for the TPU kernels, interpreted with race detection and compared with the float64 reference."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOLERANCE = {"float32": 2e-6, "bfloat16": 6e-3}
 
 @dataclass(frozen=True)
 class Options:
-    """What is compiled."""
+    """The static options of a run."""
 
     config: Config
     above: int | None = None  # None: decode
@@ -37,7 +37,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Step:
-    """Random values for rows of (length, context) over shuffled pages; what no row holds is NaN."""
+    """Random values for rows of (length, context) over shuffled pages; unused slots are NaN."""
 
     q: jax.Array
     pools: tuple[jax.Array, jax.Array]
@@ -56,7 +56,7 @@ def step(
     tables: list[list[int]] | None = None,
     seed: int = 0,
 ) -> Step:
-    """Three tokens and two rows of padding. `stored`: dtype of quantised pools."""
+    """Make a step with three padding tokens and two padding rows. `stored`: dtype of quantized pools."""
     rng = np.random.default_rng(seed)
     tokens = sum(length for length, _ in rows)
     tables = deal(rows, page=page, pool=POOL, seed=seed) if tables is None else tables
@@ -104,14 +104,14 @@ def run(given: Step, options: Options) -> tuple[jax.Array, jax.Array]:
 
 
 def races_found() -> bool:
-    """Whether the last kernel had two unordered accesses to one address."""
+    """Return whether the last kernel had unordered accesses to one address."""
     found = interpret_pallas_call.races
     assert found is not None, "no kernel was interpreted"
     return bool(found.races_found)
 
 
 def check(given: Step, options: Options) -> tuple[jax.Array, jax.Array]:
-    """Run it: values and lse of the rows that are the kernel's, zeros and MASKED of the others, and no race."""
+    """Run the kernel and check it: values and lse of its rows, zeros and MASKED elsewhere, no race."""
     out, lse = run(given, options)
     most, least = (10**6, options.above + 1) if options.above is not None else (options.config.queries, 1)
     lengths = np.asarray(given.ragged.lengths)

@@ -1,16 +1,20 @@
-"""What a block of the grouped product does: one warpgroup brings tiles of rows and weights, the others multiply.
+"""The kernel body of the grouped product: one warpgroup copies tiles of rows and weights, the others multiply.
 
-A block takes items in turn; an item is one tile of rows of an expert (plan.py) and `columns` of its outputs. Along what
-is summed over, tiles go through a ring of `stages` slots by TMA. A copy has a fixed size: the rows of a tile come in
-pieces, of which those that it does not have are left out, and leave as the powers of two that they are the sum of. Rows
-that were not brought hold what the slot held before: they reach results of rows that are not stored. How weights come
-and are multiplied is `Weights`: here `Whole`, of the dtype of the rows, and `QuantizedWeights`, of 8 bits
-(mosaic/quantized_tile.py).
+The kernel is persistent: a block runs every `blocks`-th item, which is one tile of rows of an
+expert (plan.py) times `columns` of its outputs. Tiles along I pass through a ring of `stages` slots
+by TMA.
 
-Letters: R rows, X experts, I what is summed over, O outputs.
+TMA copies have fixed sizes, but tiles have any number of rows. So the rows of a tile are loaded in
+pieces, skipping those beyond its last row, and stored as a sum of powers of two. Rows that were not
+loaded keep what the slot held before, and reach only results that are not stored.
 
-With weights of 8 bits, operands are swapped for any number of rows: each consumer widens the 64 outputs that are its
-own, once for all rows of the item, and no consumer waits for another."""
+`Weights` says how weights are loaded and multiplied. `Whole` is for weights of the rows' dtype.
+`QuantizedWeights` is for 8 bits (mosaic/quantized_tile.py): there the operands are swapped for any
+number of rows, so that each consumer widens its own 64 outputs once for all rows of the item and
+never waits for another consumer.
+
+Letters: R rows, X experts, I contracted dimension, O outputs.
+"""
 
 from __future__ import annotations
 
@@ -31,24 +35,24 @@ from pallas_kernels.mosaic.memory import tiled
 from pallas_kernels.mosaic.quantized_tile import CONSUMERS, ROWS, Ring, Tile, bring, summed
 
 GRID, ROLE = "block", "role"
-DEPTH = 64  # of I that 128 bytes hold, which are swizzled together
-WIDE = 64  # columns of results that leave together
-ALIGN = 8  # rows that a tiling of shared memory keeps together, hence the alignment of groups
-LEAST = 16  # rows that are always brought
+DEPTH = 64  # inputs in 128 bytes, the span of the swizzle
+WIDE = 64  # columns of results stored together
+ALIGN = 8  # rows that a shared-memory tiling keeps together; groups are aligned to it
+LEAST = 16  # rows that are always loaded
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Everything static that the body needs to know."""
+    """The static parameters of the kernel body."""
 
     rows: int  # of a tile
     columns: int  # of a tile
     stages: int
     consumers: int  # warpgroups that multiply
-    swapped: bool  # outputs are the rows of the tensor core's product, and tokens its columns
+    swapped: bool  # outputs are the rows of the tensor core's product, tokens its columns
     blocks: int
     strips: int  # O / columns
-    depth: int  # of I at a time
+    depth: int  # inputs of a tile
     steps: int  # I / depth
     dtype: Any  # of the products
     out_dtype: Any
@@ -57,7 +61,7 @@ class Shape:
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
-        """(first row, rows) of each copy of a tile of rows."""
+        """The (first row, rows) of each copy of a tile of rows."""
         if not self.swapped:
             each = self.rows // self.consumers
             return [(i * each, each) for i in range(self.consumers)]
@@ -69,14 +73,14 @@ class Shape:
 
     @property
     def product(self) -> tuple[int, int]:
-        """Size of what one consumer computes."""
+        """The shape that one consumer computes."""
         if self.swapped:
             return self.columns // self.consumers, self.rows
         return self.rows // self.consumers, self.columns
 
     @property
     def stored(self) -> int:
-        """Rows of the tile that one consumer has results of."""
+        """The rows of a tile that one consumer has results of."""
         return self.rows if self.swapped else self.rows // self.consumers
 
     def scratch(self) -> list[Any]:
@@ -91,31 +95,31 @@ class Shape:
 
 
 class Weights(Protocol):
-    """Weights of one kind: their part of what a block does."""
+    """One kind of weights: its loads, its scratch and its product."""
 
     @property
     def arrays(self) -> int:
-        """How many arguments of the kernel they are."""
+        """The number of kernel arguments."""
 
     @property
     def copies(self) -> int:
-        """How many copies bring a tile of them."""
+        """The number of copies that load a tile."""
 
     def scratch(self, shape: Shape) -> list[Any]:
-        """Their shared memory."""
+        """Return the scratch buffers."""
 
     def bring(self, shape: Shape, refs: Refs, item: Item, k: jax.Array, slot: jax.Array) -> None:
-        """Tile k of an item."""
+        """Start copying tile k of an item into a slot."""
 
     def multiply(self, shape: Shape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> jax.Array:
-        """`shape.product` of float32: a consumer's part of the item, from step `done` of the ring on."""
+        """Return a consumer's part of the item, `shape.product` float32, from ring step `done` on."""
 
 
 class Refs(NamedTuple):
-    """Arguments, results and scratch, in the order in which the kernel gets them."""
+    """The kernel's arguments, results and scratch, in the order it receives them."""
 
     x: Any  # [R, I]
-    expert: Any  # [I], and so on: of Groups
+    expert: Any  # [I] and so on: the tiles of Groups
     begin: Any
     length: Any
     used: Any  # [1]
@@ -129,7 +133,7 @@ class Refs(NamedTuple):
 
     @classmethod
     def of(cls, arrays: tuple[Any, ...], weights: int) -> Refs:
-        """`weights`: how many arrays they are."""
+        """Split the kernel's arrays; `weights` is the number of weight arguments."""
         x, expert, begin, length, used, *rest = arrays
         out, x_s, out_s, full, free, *weights_s = rest[weights:]
         held = tuple(rest[:weights])
@@ -137,7 +141,7 @@ class Refs(NamedTuple):
 
 
 class Item(NamedTuple):
-    """Scalars."""
+    """Scalars of one item: a tile of rows and a strip of outputs."""
 
     expert: jax.Array
     begin: jax.Array  # first row
@@ -146,14 +150,14 @@ class Item(NamedTuple):
 
 
 def body(shape: Shape) -> Callable[..., None]:
-    """The kernel over the grid GRID, threads ROLE: consumers first, then the producer."""
+    """Return the kernel over the grid GRID and the threads ROLE: consumers first, then the producer."""
 
     def run(*arrays: Any) -> None:
         refs = Refs.of(arrays, shape.weights.arrays)
         role, block = lax.axis_index(ROLE), lax.axis_index(GRID)
 
         def each(one: Callable[[Item, jax.Array], None]) -> jax.Array:
-            """one(item, steps of the ring before it) for the items of this block; how many steps they were."""
+            """Call one(item, ring steps before it) for each item of this block; return the number of steps."""
             items = refs.used[0] * shape.strips
             turns = lax.div(jnp.maximum(items - block, 0) + (shape.blocks - 1), jnp.int32(shape.blocks))
 
@@ -175,7 +179,7 @@ def body(shape: Shape) -> Callable[..., None]:
             if not is_interpreting(shape.interpret):
                 plgpu.set_max_registers(40, action="decrease")
             steps = each(partial(_produce, shape, refs))
-            for slot in range(shape.stages):  # a block must not end before every arrival has been waited for
+            for slot in range(shape.stages):  # a block must not end before every arrival was waited for
                 pl.when(steps > slot)(partial(plgpu.barrier_wait, refs.free.at[slot]))
 
     return run
@@ -183,7 +187,7 @@ def body(shape: Shape) -> Callable[..., None]:
 
 def _item(shape: Shape, refs: Refs, index: jax.Array) -> Item:
     tile, strip = lax.div(index, jnp.int32(shape.strips)), lax.rem(index, jnp.int32(shape.strips))
-    # Multiplied out, so that the compiler knows what it is a multiple of: copies to tiled memory depend on it.
+    # Divided and multiplied so that the compiler can prove the alignment, which copies to tiled memory require.
     begin = lax.div(refs.begin[tile], jnp.int32(ALIGN)) * ALIGN
     return Item(refs.expert[tile], begin, refs.length[tile], strip * shape.columns)
 
@@ -221,7 +225,7 @@ def _consume(shape: Shape, refs: Refs, role: jax.Array, item: Item, done: jax.Ar
         product = shape.weights.multiply(shape, refs, role, item, done)
         _store(shape, refs, role, item, count, product)
 
-    @pl.when(count <= 0)  # only the slots must go round
+    @pl.when(count <= 0)  # without rows, the consumer only has to keep the ring going
     def _pass() -> None:
         def step(k: jax.Array, _: None) -> None:
             slot = lax.rem(done + k, jnp.int32(shape.stages))
@@ -233,7 +237,7 @@ def _consume(shape: Shape, refs: Refs, role: jax.Array, item: Item, done: jax.Ar
 
 @dataclass(frozen=True)
 class Whole:
-    """Weights of the dtype of the rows: the tensor core takes them as they come."""
+    """16-bit weights, which the tensor core reads as loaded."""
 
     arrays = copies = 1
 
@@ -266,17 +270,17 @@ def _sum(shape: Shape, refs: Refs, role: jax.Array, done: jax.Array, acc: Any) -
             plgpu.wgmma(acc, compat.transpose(weight), compat.transpose(refs.x_s.at[slot]))
         else:
             plgpu.wgmma(acc, refs.x_s.at[slot, pl.ds(role * height, height)], w_s.at[slot])
-        plgpu.wgmma_wait(1)  # the one before has read its slot
+        plgpu.wgmma_wait(1)  # the previous product has read its slot
         pl.when(k > 0)(partial(release, k - 1))
 
     lax.fori_loop(0, shape.steps, step, None)
-    product: jax.Array = acc[...]  # waits for the last
+    product: jax.Array = acc[...]  # waits for the last product
     release(jnp.int32(shape.steps - 1))
     return product
 
 
 def _store(shape: Shape, refs: Refs, role: jax.Array, item: Item, count: jax.Array, product: jax.Array) -> None:
-    """Results of `count` rows, through shared memory; up to the next multiple of ALIGN there are nobody's rows."""
+    """Store the results of `count` rows through shared memory, rounded up to ALIGN; the extra rows are padding."""
     height, width = shape.product
     product = product.astype(shape.out_dtype)
     if shape.swapped:
@@ -306,7 +310,7 @@ def _store(shape: Shape, refs: Refs, role: jax.Array, item: Item, count: jax.Arr
 
 @dataclass(frozen=True)
 class QuantizedWeights:
-    """Values [X, I, O] of 8 bits, and scales [X, n, O] float32."""
+    """8-bit values [X, I, O] with scales [X, n, O] float32."""
 
     tile: Tile
 

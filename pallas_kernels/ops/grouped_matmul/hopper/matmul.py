@@ -1,24 +1,26 @@
-"""Products of a mixture of experts on Hopper: each row with the weights of its own expert.
+"""Compute the products of a mixture of experts on Hopper: each row with the weights of its own expert.
 
     out[r] = x[r] @ weight[owner[r]]
 
-Rows lie by expert (plan.py), and only experts that have rows are read. Two forms of one kernel, which is
-persistent and warp-specialised. For prefill a tile of rows is the left operand of the tensor core, whose least is 64
-rows. For decode the operands are swapped: outputs take its 64 rows and up, tokens its columns, of which 8 will do,
-and as long as an expert's rows are one tile its weights are streamed once. Both operands are in shared memory in both
-forms: ptxas before 13.3 may compile a left operand in registers wrongly.
+Rows are sorted by expert (plan.py), and only experts with rows are read. The kernel is persistent
+and warp-specialized, with two forms. For prefill, rows are the left operand of the tensor core, in
+tiles of at least 64. For decode, the operands are swapped: outputs are the rows of the product and
+tokens its columns, of which 8 suffice; while an expert's rows fit one tile, its weights are
+streamed once. Both operands are in shared memory in both forms, because ptxas before 13.3 may
+miscompile a left operand in registers.
 
-Weights may be of 8 bits, with scales of their outputs, one or n of them along what is summed over:
+Weights may have 8 bits, with n scales of each output along I:
 
     out[r, o] = sum_b scale[owner[r], b, o] sum_{i in block b} x[r, i] weight[owner[r], i, o]
 
-They are widened within the kernel, exactly, and sums scaled in float32. Operands are then swapped for prefill too.
+They are widened inside the kernel, exactly, and sums are scaled in float32. Operands are then
+swapped for prefill too.
 
-Floor: bytes of the experts that have rows over the bandwidth (277 us for a layer of Qwen3-30B-A3B and 64 tokens), or
-2 R I O operations (391 us for 4,096 tokens).
+Floor: bytes of the experts with rows over the bandwidth (277 us for a layer of Qwen3-30B-A3B and 64
+tokens), or 2 R I O operations (391 us for 4,096 tokens).
 
-Letters: T tokens, Q pairs of a token and an expert, R rows, X experts, I what is summed over, O outputs, n blocks of I
-that have scales of their own (1: per channel).
+Letters: T tokens, Q pairs of a token and an expert, R rows, X experts, I contracted dimension, O
+outputs, n blocks of I with their own scales (1: per channel).
 """
 
 from __future__ import annotations
@@ -49,20 +51,20 @@ from pallas_kernels.ops.grouped_matmul.hopper.body import (
 )
 from pallas_kernels.ops.grouped_matmul.plan import Groups, plan_experts
 
-ROWS = 64  # of the least product
+ROWS = 64  # minimum rows of a tensor-core product
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a config is chosen for. X, I and O are those of one shard."""
+    """The shape that a config is chosen for; X, I and O are those of one shard."""
 
     pairs: int  # Q
     experts: int  # X
     width: int  # I
     outputs: int  # O
     dtype: Any = jnp.bfloat16
-    stored: Any = None  # of the weights, where it is not `dtype`: one of QUANTIZED
-    scales: int = 1  # n, of weights of 8 bits
+    stored: Any = None  # dtype of 8-bit weights, one of QUANTIZED; None: weights are `dtype`
+    scales: int = 1  # n, for 8-bit weights
     cores: int = CORES
 
     @property
@@ -72,19 +74,19 @@ class Spec:
 
 @dataclass(frozen=True)
 class Config:
-    """How one shape is computed."""
+    """The tile sizes and form that one shape is computed with."""
 
-    rows: int = 128  # of a tile
+    rows: int = 128  # rows of a tile
     columns: int = 256  # outputs of a tile
-    stages: int = 4  # tiles on the way
+    stages: int = 4  # slots of the ring
     consumers: int = 2  # warpgroups that multiply
-    swapped: bool = False  # tokens are the columns of the tensor core's product
+    swapped: bool = False  # outputs are the rows of the tensor core's product, tokens its columns
     blocks: int = CORES
 
-    depth: int = DEPTH  # of I at a time; 8 bits: or twice as much
+    depth: int = DEPTH  # inputs of a tile; with 8-bit weights possibly twice as many
 
     def validate(self, spec: Spec) -> None:
-        """Raises ValueError, naming the value, where this config cannot compute the spec."""
+        """Raise ValueError, naming the value, if this config cannot compute the spec."""
         if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
             raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
         if self.consumers not in (1, 2) or min(self.stages, self.blocks) < 1:
@@ -95,11 +97,11 @@ class Config:
             self._validate_whole(spec)
         if self.swapped and (self.rows not in (8, 16, 32, 64, 128) or self.columns % (ROWS * self.consumers)):
             raise ValueError(
-                f"swapped, {self.rows=} must be 8, 16, 32, 64 or 128, and {self.columns=} a multiple of {ROWS} for "
+                f"if swapped, {self.rows=} must be 8, 16, 32, 64 or 128, and {self.columns=} a multiple of {ROWS} for "
                 f"each of {self.consumers=}"
             )
         if (size := self.smem_bytes(spec.quantized)) > SMEM:
-            raise ValueError(f"{self} needs {size} bytes of shared memory; a block has {SMEM}")
+            raise ValueError(f"{self} needs {size} bytes of shared memory; the limit is {SMEM}")
 
     def _validate_whole(self, spec: Spec) -> None:
         if spec.width % DEPTH or spec.outputs % WIDE:
@@ -111,36 +113,39 @@ class Config:
         if not self.swapped and self.rows not in (ROWS * self.consumers, 2 * ROWS * self.consumers):
             raise ValueError(f"{self.rows=} must be {ROWS} or {2 * ROWS} for each of {self.consumers=}")
         if (sums := self.rows * self.columns // self.consumers) > ROWS * 256:
-            raise ValueError(f"{self} has {sums} sums a warpgroup; its registers hold {ROWS * 256}")
+            raise ValueError(f"{self} has {sums} sums per warpgroup; the limit is {ROWS * 256}")
 
     def _validate_narrow(self, spec: Spec) -> None:
         if jnp.dtype(spec.stored).name not in QUANTIZED:
             raise ValueError(f"{spec.stored=} must be one of {', '.join(QUANTIZED)}")
         if spec.outputs % COLUMNS:
-            raise ValueError(f"{spec.outputs=} must be a multiple of {COLUMNS} where weights are of 8 bits")
+            raise ValueError(f"{spec.outputs=} must be a multiple of {COLUMNS} for 8-bit weights")
         if self.depth not in (DEPTH, 2 * DEPTH) or spec.width % (self.depth * spec.scales):
             raise ValueError(f"{self.depth=} must be {DEPTH} or {2 * DEPTH} and divide {spec.width=} / {spec.scales=}")
         if not self.swapped or (self.columns, self.consumers) != (COLUMNS, CONSUMERS) or self.stages < 2:
             raise ValueError(
-                f"{self} must be swapped where weights are of 8 bits, with columns={COLUMNS}, consumers={CONSUMERS} "
+                f"{self} must be swapped for 8-bit weights, with columns={COLUMNS}, consumers={CONSUMERS} "
                 "and at least 2 stages"
             )
 
     def smem_bytes(self, quantized: bool = False) -> int:
-        """Shared memory of a block, barriers and alignment included; results are of 4 bytes at most."""
+        """Return the shared memory of a block, including barriers and alignment; results take at most 4 bytes."""
         stored = self.rows * (self.consumers if self.swapped else 1)
         weights = held(self.depth, self.stages) if quantized else self.stages * self.depth * self.columns * 2
         return self.stages * self.depth * self.rows * 2 + weights + stored * WIDE * 4 + 2048
 
 
 def plan(chosen: jax.Array, experts: int, tile: int | None = None) -> Groups:
-    """The work for chosen [Q], once per layer: both of its products share it. `tile` None: as `heuristic` has it."""
+    """Plan the work for chosen [Q], shared by both products of a layer; `tile` None: as `heuristic` chooses."""
     tile = tile or tile_of(len(chosen), experts)
     return plan_experts(chosen, experts=experts, tile=tile, align=ALIGN)
 
 
 def tile_of(pairs: int, experts: int) -> int:
-    """Rows of a tile. While experts have few rows they are room for eight times the mean, and operands are swapped."""
+    """Return the rows of a tile: 128, or if experts have few rows, eight times their mean, at most 64.
+
+    Up to 64 rows, `heuristic` swaps the operands.
+    """
     mean = -(-pairs // experts)
     if mean > 32:
         return 2 * ROWS
@@ -148,15 +153,15 @@ def tile_of(pairs: int, experts: int) -> int:
 
 
 def heuristic(spec: Spec) -> Config:
-    """A config that is expected to be good, for the work of `plan`."""
+    """Return a config expected to be good for the work of `plan`."""
     rows = tile_of(spec.pairs, spec.experts)
     if spec.quantized:
-        # Twice as deep a tile waits half as often, while there is room for several.
+        # A tile twice as deep halves the number of waits, if there is room for several.
         depth = gcd(spec.width // spec.scales, 2 * DEPTH) if rows <= ROWS else DEPTH
         config = Config(rows, COLUMNS, 2, CONSUMERS, True, spec.cores, depth)
         return _deepest(config, range(8, 2, -1), quantized=True)
     swapped = rows <= ROWS
-    # Swapped, wide strips would leave some blocks without any: there are as many rows of them as experts that are hit.
+    # With swapped operands, wide strips would leave some blocks idle: only experts with tokens have tiles.
     widths = (128,) if swapped else (256, 192, 128)
     columns = next((width for width in widths if spec.outputs % width == 0), 64)
     consumers = 1 if swapped and columns == ROWS else 2
@@ -164,18 +169,18 @@ def heuristic(spec: Spec) -> Config:
 
 
 def _deepest(config: Config, stages: Iterable[int], quantized: bool = False) -> Config:
-    """With the first of `stages` that there is room for."""
+    """Return the config with the first of `stages` that fits into shared memory."""
     deep = (replace(config, stages=count) for count in stages)
     return next((one for one in deep if one.smem_bytes(quantized) <= SMEM), config)
 
 
 def supports(spec: Spec) -> str | None:
-    """None, or why no config computes the spec."""
+    """Return None, or the reason why no config computes the spec."""
     return refusal(heuristic, *(replace(spec, pairs=pairs) for pairs in (1, 2 * ROWS * spec.experts)))  # both forms
 
 
 def candidates(spec: Spec) -> Iterator[Config]:
-    """Configs worth timing for the spec, the heuristic first; the compile gate drops those that spill."""
+    """Yield configs worth timing for the spec, the heuristic one first; the compile gate drops those that spill."""
     stages, depths = (2, 3, 4, 6, 8, 12), (DEPTH, 2 * DEPTH) if spec.quantized else (DEPTH,)
     sizes = product((True, False), (8, 16, 32, 64, 128, 256), (64, 128, 192, 256), stages, (1, 2), depths)
     some = (
@@ -186,16 +191,16 @@ def candidates(spec: Spec) -> Iterator[Config]:
 
 
 def grouped_matmul(
-    x: jax.Array,  # [R, I], rows as `work` lays them
+    x: jax.Array,  # [R, I], rows ordered by `work`
     weight: jax.Array,  # [X, I, O]
     work: Groups,
     *,
-    scale: jax.Array | None = None,  # [X, n, O] float32, of weights of 8 bits
+    scale: jax.Array | None = None,  # [X, n, O] float32, for 8-bit weights
     out_dtype: Any = None,
     config: Config,
     interpret: Interpret = None,
 ) -> jax.Array:
-    """[R, O] of `out_dtype`, summed in float32; anything at all in rows that are nobody's.
+    """Return the product, [R, O] of `out_dtype`, summed in float32; padding rows hold arbitrary values.
 
     `work` is `plan(chosen, X, config.rows)`.
     """
@@ -209,7 +214,7 @@ def grouped_matmul(
     if not fits or weight.shape[1] != width or rows != len(work.source):
         scales = "" if scale is None else f", scales {scale.shape}"
         raise ValueError(
-            f"{x.dtype}{x.shape}, {weight.dtype}{weight.shape}{scales} and {len(work.source)} rows do not fit"
+            f"{x.dtype}{x.shape}, {weight.dtype}{weight.shape}{scales} and {len(work.source)} rows do not match"
         )
     tiles = len(work.expert)
     shape = Shape(

@@ -1,10 +1,12 @@
-"""Put the partial results of one row together: what the workers of split-KV decode wrote, weighted by their sums.
+"""Combine the partial results that the workers of split-KV decode wrote for each row.
 
     out = sum_p 2^(w_p - w) o_p,  w = log2 sum_p 2^(w_p)
 
-over the partials p of a row, which lie one after another. In this order always, so the same plan gives the same bits.
+over the partials p of a row, which are adjacent. They are always added in order, so the same plan
+gives the same bits.
 
-S rows, X pairs of kv head and block of query tokens, M rows of their products, the first U of them in use, D head dim.
+Letters: S rows, X pairs of kv head and block of query tokens, M rows of their products, the first U
+of them in use, D head dim.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from pallas_kernels.layout import MASKED
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.interpret import Interpret
 
-TOGETHER = 4  # vectors in one warpgroup
-AHEAD = 4  # partials that are loaded before the first of them is added: a load takes longer than all the rest
-WARPGROUP = 128  # threads, hence the least length of a vector in registers
+TOGETHER = 4  # vectors per warpgroup
+AHEAD = 4  # partials loaded before the first one is added, to hide the latency of loads
+WARPGROUP = 128  # threads, which is the minimum length of a vector in registers
 
 
 def combine(
@@ -37,13 +39,13 @@ def combine(
     dtype: Any,
     interpret: Interpret = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """out [S, X, >= U, D] of `dtype` and the natural logarithm of the sum of weights [S, X, >= U], float32."""
+    """Return out [S, X, >= U, D] of `dtype` and the natural log of the weights' sum [S, X, >= U], float32."""
     parts, pairs, height, dim = mixed.shape
     rows, share = begins.shape[0], max(1, WARPGROUP // dim)
     used = -(-used // share) * share
     groups, width = used // share, share * dim
     if width % WARPGROUP or used > height:
-        raise ValueError(f"{dim=} must divide or be a multiple of {WARPGROUP}, and {used=} be at most {height=}")
+        raise ValueError(f"{dim=} must divide or be a multiple of {WARPGROUP}, and {used=} must be at most {height=}")
     together = next(n for n in (TOGETHER, 2, 1) if groups % n == 0)
 
     def body(mixed: Any, weight: Any, begins: Any, counts: Any, out: Any, lse: Any) -> None:
@@ -60,7 +62,7 @@ def combine(
                     here = begin + jnp.minimum(p, count - 1)
                     vectors.append(mixed[here, pair, pl.ds(at * dim, width)])
                     weights.append(
-                        # Lower than any weight is: what is not there adds nothing to what has none yet, either.
+                        # Below any weight, so that a missing partial adds nothing even to an empty sum.
                         [jnp.where(p < count, weight[here, pair, at + i], 2 * MASKED) for i in range(share)]
                     )
                 added.append(old.add(vectors, weights, dim))
@@ -91,7 +93,7 @@ def combine(
 
 
 class _Sum(NamedTuple):
-    """Of `share` rows of products that lie side by side in one vector: highest weight, sum of weights, weighted sum."""
+    """The running sum of `share` adjacent product rows in one vector: maximum weight, sum of weights, weighted sum."""
 
     mixed: jax.Array  # [share * D]
     peaks: list[Any]
@@ -102,7 +104,7 @@ class _Sum(NamedTuple):
         return cls(jnp.zeros((width,), jnp.float32), [jnp.float32(MASKED)] * share, [jnp.float32(0.0)] * share)
 
     def add(self, vectors: list[jax.Array], weights: list[list[Any]], dim: int) -> _Sum:
-        """Of several partials, with a weight for each row in each vector."""
+        """Add several partials, with one weight per row of each vector."""
         tops, fades, totals, shares = [], [], [], []
         for old, total, *new in zip(self.peaks, self.totals, *weights, strict=True):
             top = reduce(jnp.maximum, new, old)
@@ -118,7 +120,7 @@ class _Sum(NamedTuple):
 
 
 def _spread(values: list[Any], dim: int) -> Any:
-    """One number for each `dim` lanes."""
+    """Broadcast one number to each `dim` lanes."""
     if len(values) == 1:
         return values[0]
     lane = lax.broadcasted_iota(jnp.int32, (len(values) * dim,), 0)

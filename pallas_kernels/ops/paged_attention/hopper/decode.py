@@ -1,14 +1,16 @@
-"""Decode attention over pages on Hopper: 1 to 16 query tokens a row. Bound by memory: what counts is the stream of KV.
+"""Decode attention over pages on Hopper, for rows of 1 to 16 query tokens; bound by reading K and V.
 
     out[t, h] = sum_j softmax_j(cap(scale * q[t, h] . k[j, h // G])) v[j, h // G]   over the keys j that t sees
 
-The G query heads of a kv head, and the row's query tokens, are packed into the M rows of one product, so every key is
-read once. Rows are split over the keys by the plan (plan.py), partial results are float32 and are put together
-by combine.py. Floor: bytes of K and V over the bandwidth; arithmetic stays below it up to M = 64.
+The G query heads of a kv head, times the row's query tokens, are packed into the M rows of one
+product, so every key is read once. The plan splits rows over the keys (plan.py); workers write
+float32 partial results, which combine.py combines. Floor: bytes of K and V over the bandwidth;
+arithmetic stays below it up to M = 64.
 
-Letters: T tokens, S rows, P pages per row, N pages in the pool, B page size, H query heads, K kv heads, G = H / K, D
-head dim, Q most query tokens of a row, M rows of the product, R columns of the values, U rows of a product that are in
-use."""
+Letters: T tokens, S rows, P pages per row, N pages in the pool, B page size, H query heads, K kv
+heads, G = H / K, D head dim, Q maximum query tokens of a row, M rows of the product, the first U of
+them in use, R columns of the values.
+"""
 
 from __future__ import annotations
 
@@ -34,23 +36,24 @@ WGMMA_ROWS = 64
 
 @dataclass(frozen=True)
 class Config:
-    """How one shape is computed. `plan` makes the work that `paged_decode` of the same config wants."""
+    """How one shape is computed; run the work made by `plan` with the same config."""
 
-    # Products of warps, of 16 rows and up (jax >= 0.11; of 8-bit pools any jax, 16 rows); else of a warpgroup, of 64.
+    # Warp-level products of 16, 32 or 64 rows (jax >= 0.11; with 8-bit pools any jax, but only 16 rows), or warpgroup
+    # products of 64 rows.
     warps: bool = False
     queries: int = 1  # Q
-    tile: int = 64  # tokens of keys at a time
-    stages: int = 4  # tiles on the way
+    tile: int = 64  # tokens of keys per tile
+    stages: int = 4  # slots of the ring
     consumers: int = 2  # warpgroups that compute
     workers: int = CORES // 8  # blocks per kv head and block of query tokens
-    p_in_smem: bool = True  # weights reach the second product through shared memory; see `validate`
+    p_in_smem: bool = True  # pass weights to the second product through shared memory
 
     def plan(self, ragged: Ragged, *, page: int, window: int | None = None) -> DecodeWork:
-        """Once per step; all layers of one window share it."""
+        """Plan a step; all layers of one window share it."""
         return plan_decode(ragged, page=page, queries=self.queries, tile=self.tile, workers=self.workers, window=window)
 
     def validate(self, spec: Spec) -> None:
-        """Raises ValueError, naming the value, where this config cannot compute the spec."""
+        """Raise ValueError, naming the value, if this config cannot compute the spec."""
         if spec.heads % spec.kv_heads or spec.group > WGMMA_ROWS:
             raise ValueError(f"{spec.heads=} must be a multiple of {spec.kv_heads=}, at most {WGMMA_ROWS} times it")
         if spec.dim % 64 or not 64 <= spec.dim <= 256:
@@ -60,37 +63,39 @@ class Config:
         if self.tile % 64 or (self.tile % spec.page and spec.page % self.tile):
             raise ValueError(f"{self.tile=} must be a multiple of 64, and a multiple or a divisor of {spec.page=}")
         if self.stages % self.consumers or self.stages < self.consumers:
-            raise ValueError(f"{self.stages=} must be a multiple of {self.consumers=}: a slot has one consumer")
+            raise ValueError(
+                f"{self.stages=} must be a multiple of {self.consumers=}, so that each slot has one consumer"
+            )
         if not 1 <= self.queries <= 16:
             raise ValueError(f"{self.queries=} must be between 1 and 16")
         if self.warps and not (compat.HAS_MMA or spec.quantised):
             raise ValueError(f"{self.warps=} needs jax 0.11 or later; this is {jax.__version__}")
         if self.warps and spec.quantised and self.block(spec) * spec.group > ROWS:
             raise ValueError(
-                f"{self.warps=} with {spec.kv_dtype=} is for {ROWS} rows, not {self.block(spec)} * {spec.group}"
+                f"{self.warps=} with {spec.kv_dtype=} needs at most {ROWS} rows, not {self.block(spec)} * {spec.group}"
             )
         if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
             raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
         if not spec.quantised and jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
             raise ValueError(f"{spec.kv_dtype=} must be float8_e4m3fn, int8 or {spec.dtype=}")
         if (size := self.smem_bytes(spec)) > SMEM:
-            raise ValueError(f"{self} needs {size} bytes of shared memory for {spec}; a block has {SMEM}")
+            raise ValueError(f"{self} needs {size} bytes of shared memory for {spec}; the limit is {SMEM}")
 
     def block(self, spec: Spec) -> int:
-        """Query tokens that one block takes."""
+        """Return the query tokens that one block takes."""
         return min(self.queries, WGMMA_ROWS // spec.group)
 
     def blocks(self, spec: Spec) -> int:
         return -(-self.queries // self.block(spec))
 
     def rows(self, spec: Spec) -> int:
-        """M"""
+        """Return M, the rows of a product."""
         used = self.block(spec) * spec.group
         return next(m for m in (16, 32, 64) if used <= m) if self.warps else WGMMA_ROWS
 
     def smem_bytes(self, spec: Spec) -> int:
-        """Shared memory of a block, barriers and alignment included."""
-        wide = 2  # bytes of what the products take
+        """Return the shared memory of a block, including barriers and alignment."""
+        wide = 2  # bytes of an operand's element
         ring = 2 * self.stages * self.tile * spec.dim * (1 if spec.quantised else wide)
         rest = 2 * self.rows(spec) * spec.dim * wide + 4096
         if spec.quantised and self.warps:
@@ -101,11 +106,11 @@ class Config:
 
 
 def heuristic(spec: Spec, *, warps: bool | None = None) -> Config:
-    """A config for the spec that is expected to be good; `warps` None chooses by the rows of the product."""
+    """Return a config expected to be good for the spec; `warps` None chooses by the rows of the product."""
     packed = spec.queries * spec.group
     if warps is None:
         warps = packed <= ROWS if spec.quantised else compat.HAS_MMA and packed <= 32
-    # The mixed values are held in registers, 128 of a thread for D = 256: more than three warpgroups a block leave it.
+    # For D = 256 the mixed values take 128 registers per thread, too many with three warpgroups per block.
     consumers = 1 if spec.dim > 128 else 2
     config = Config(warps=warps, queries=spec.queries, consumers=consumers)
     blocks = config.blocks(spec)
@@ -118,11 +123,11 @@ def heuristic(spec: Spec, *, warps: bool | None = None) -> Config:
 
 
 def candidates(spec: Spec) -> Iterator[Config]:
-    """Configs worth timing for the spec, the heuristic first; the compile gate drops those that spill."""
+    """Yield configs worth timing for the spec, the heuristic one first; the compile gate drops those that spill."""
     best = heuristic(spec)
     yield best
     bodies = (True, False) if compat.HAS_MMA or spec.quantised else (False,)
-    for share in (1, 2):  # blocks on a core at a time
+    for share in (1, 2):  # blocks per core at a time
         some = (
             replace(best, warps=warps, consumers=consumers, tile=tile, stages=stages, workers=best.workers * share)
             for warps, consumers, tile, stages in product(bodies, (1, 2), (64, 128), (2, 3, 4, 6, 8))
@@ -146,18 +151,20 @@ def paged_decode(
     config: Config,
     interpret: Interpret = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Mixed values [T, H, D] in the dtype of q and lse [T, H]; zeros and MASKED for tokens of rows not in `work`.
+    """Return mixed values [T, H, D] in the dtype of q and lse [T, H]; zeros and MASKED for tokens not in `work`.
 
-    `work` is `config.plan(ragged, page=B, window=window)`. Pools must hold finite numbers everywhere, also where
-    nothing was written: what a masked key holds is multiplied by zero.
+    `work` is `config.plan(ragged, page=B, window=window)`. Pools must hold finite numbers
+    everywhere, even where nothing was written, because masked keys are multiplied by zero.
     """
     rows, (_, page, kv_heads, dim) = ragged.lengths.shape[0], k_pool.shape
     spec = Spec(rows, q.shape[1], kv_heads, dim, page, config.queries, q.dtype, k_pool.dtype)
     config.validate(spec)
     if spec.quantised != (scales is not None):
-        raise ValueError(f"pools of {k_pool.dtype} and {scales=} do not fit: 8-bit pools have scales, others none")
+        raise ValueError(
+            f"pools of {k_pool.dtype} and {scales=} do not match: 8-bit pools need scales, others take none"
+        )
     if work.workers != config.workers or work.row.shape[0] != config.workers + rows:
-        raise ValueError(f"the work is of {work.workers} workers and {config.workers=}; plan with this config")
+        raise ValueError(f"the work has {work.workers} workers but {config.workers=}; plan with this config")
     shape = _shape(spec, config, scale, window, softcap, interpret)
     return attend(shape, q, (k_pool, v_pool), ragged, work, scales, kv_heads=kv_heads, blocks=config.blocks(spec))
 
@@ -191,16 +198,19 @@ def _shape(
 def attend(
     shape: Shape,
     q: jax.Array,  # [T, H, D]
-    pools: tuple[jax.Array, ...],  # of keys and values, or of latents
+    pools: tuple[jax.Array, ...],  # keys and values, or latents
     ragged: Ragged,
     work: DecodeWork,
     scales: Scales | None,
     *,
-    kv_heads: int,  # K; of a latent, groups of its query heads
+    kv_heads: int,  # K, or for a latent the groups of its query heads
     blocks: int,
     joint: Consume | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Mixed values [T, H, R] in the dtype of q and lse [T, H]; zeros and MASKED for tokens of rows not in `work`."""
+    """Run decode and combine: mixed values [T, H, R] in the dtype of q and lse [T, H].
+
+    Tokens of rows not in `work` give zeros and MASKED. `joint`: see `body`.
+    """
     parts = work.row.shape[0] * shape.partials
     run = compat.kernel(
         body(shape, joint),
@@ -209,7 +219,7 @@ def attend(
             jax.ShapeDtypeStruct((parts, kv_heads, blocks, shape.rows), jnp.float32),
         ),
         scratch=shape.scratch(),
-        # Heads last, which is fastest: blocks that read neighbouring bytes of the same pages run side by side.
+        # Heads are the last, fastest axis, so blocks that read adjacent bytes of the same pages run side by side.
         grid=(("worker", work.workers), ("block", blocks), ("head", kv_heads)),
         threads=("role", shape.consumers + 1),
         interpret=shape.interpret,
@@ -231,7 +241,7 @@ def attend(
 
 
 def _pack(q: jax.Array, ragged: Ragged, shape: Shape, kv_heads: int, blocks: int) -> jax.Array:
-    """q [T, H, D] by rows, as the products want it: [S, K, blocks, packed, D], query token major, G minor."""
+    """Gather q [T, H, D] by row for the products: [S, K, blocks, packed, D], query tokens major, G minor."""
     token = ragged.starts[:, None] + jnp.arange(blocks * shape.block)[None]
     got = jnp.take(q, token, axis=0, mode="clip").astype(shape.dtype)  # [S, blocks * block, H, D]
     split = got.reshape(-1, blocks, shape.block, kv_heads, shape.group, shape.dim)
@@ -242,7 +252,7 @@ def _pack(q: jax.Array, ragged: Ragged, shape: Shape, kv_heads: int, blocks: int
 def _unpack(
     out: jax.Array, lse: jax.Array, ragged: Ragged, work: DecodeWork, shape: Shape, kv_heads: int
 ) -> tuple[jax.Array, jax.Array]:
-    """By tokens again: out [S, K * blocks, U, D] -> [T, H, D], lse -> [T, H]; zeros and MASKED where not in `work`."""
+    """Scatter out [S, K * blocks, U, D] to [T, H, D] and lse to [T, H]; zeros and MASKED for tokens not in `work`."""
     rows = out.shape[0]
     row = jnp.minimum(ragged.rows, rows - 1)  # [T]
     mine = (ragged.rows < rows) & (work.splits[row] > 0)

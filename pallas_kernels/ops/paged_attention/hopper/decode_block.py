@@ -1,7 +1,7 @@
-"""A block of decode attention: its static shape, its items, the producer, and what its consumers share.
+"""The static shape of a decode-attention block, its items, its producer, and what its consumers share.
 
-Letters: M rows of the product (query tokens times G, padded), C = tokens of keys in a tile, D head dim, R columns of
-the values (D, but of a latent), B page size.
+Letters: M rows of the product (query tokens times G, padded), C tokens of keys in a tile, D head
+dim, R columns of the values (D, except for a latent), B page size.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from pallas_kernels.mosaic.compat import plgpu
 from pallas_kernels.mosaic.interpret import Interpret, cast, fence
 from pallas_kernels.ops.paged_attention.hopper.softmax import LOG2E
 
-MEETING = 64  # columns that warps with keys of their own add up at a time
+MEETING = 64  # columns that warps with their own keys sum at a time
 
 
 @dataclass(frozen=True)
 class Shape:
-    """All that is static about the blocks."""
+    """The static parameters of a block, and what follows from them."""
 
     rows: int  # M
-    packed: int  # rows of q that are copied; the others hold what was there, and are not read in the end
+    packed: int  # rows of q that are copied; the others keep old data and their results are not used
     group: int  # G
-    block: int  # query tokens in a block
+    block: int  # query tokens of a block
     dim: int
     page: int
     tile: int  # C
@@ -39,64 +39,65 @@ class Shape:
     consumers: int
     dtype: Any  # of the products
     kv_dtype: Any  # of the pools
-    warps: bool  # products of warps (mma), not of the warpgroup (wgmma)
+    warps: bool  # warp-level products (mma) instead of warpgroup products (wgmma)
     p_in_smem: bool
     scale: float
     window: int | None
     softcap: float | None
     scaled: bool
     interpret: Interpret
-    latent: int = 0  # R, where the first columns of the keys are the values; 0: values have a pool of their own
+    latent: int = 0  # R, if the values are the first columns of the keys; 0: values have their own pool
 
     @property
     def values(self) -> int:
-        """R, columns of the values."""
+        """R, the columns of the values."""
         return self.latent or self.dim
 
     @property
     def joint(self) -> bool:
-        """Whether two consumers compute every tile together, for the rows of all its values are too wide for one."""
+        """Whether two consumers compute every tile together, because its values are too wide for one."""
         return bool(self.latent) and (not self.warps or self.parted)
 
     @property
     def width(self) -> int:
-        """Columns of the values that one product of a consumer has."""
+        """Value columns of one product of a consumer."""
         if self.joint and not self.parted:
             return self.latent // self.consumers
         return (64 if self.mixed % 128 else 128) if self.latent else self.dim
 
     @property
     def mixed(self) -> int:
-        """Columns of the values that a consumer mixes."""
+        """Value columns that a consumer mixes."""
         return self.latent // self.consumers if self.joint else self.values
 
     @property
     def slots(self) -> int:
-        """Slots of the ring that a tile takes."""
+        """Ring slots per tile."""
         return self.consumers if self.joint and not self.parted else 1
 
     def place(self, tile: Any, part: Any = 0) -> Any:
-        """The slot of a part of the `tile`th tile of a block.
+        """Return the slot of a part of the block's `tile`th tile.
 
-        Parts change places from tile to tile: of a slot that is known beforehand the compiler works out every address
-        of the products before the loop over tiles, and holds them in registers that it lacks.
+        Parts alternate between slots from tile to tile. If the slot were static, the compiler would
+        compute every address of the products before the loop over tiles and hold them in registers,
+        which are scarce.
         """
         slot = lax.rem(tile, self.stages // self.slots)
         return slot if self.slots == 1 else slot * self.slots + lax.rem(tile + part, self.slots)
 
     @property
     def slot(self) -> int:
-        """Tokens of keys in a slot."""
+        """Tokens of keys per slot."""
         return self.tile // self.slots
 
     @property
     def partials(self) -> int:
-        """Partial results of an item."""
+        """Partial results per item."""
         return 1 if self.joint else self.consumers
 
     @property
     def queues(self) -> int:
-        """Items whose queries are there at a time."""
+        """Items whose queries are in shared memory at a time."""
         return 1 if self.joint and not self.parted else 2
 
     @property
@@ -105,27 +106,27 @@ class Shape:
 
     @property
     def parted(self) -> bool:
-        """Whether the four warps of a consumer have keys of their own, each with all rows (`consume_bytes`)."""
+        """Whether each of a consumer's four warps has its own keys and all rows (`consume_bytes`)."""
         return self.quantised and self.warps
 
     @property
     def pages(self) -> int:
-        """Pages, or the part of one, that make up a tile."""
+        """Pages per tile; 1 if a tile is part of a page."""
         return max(1, self.tile // self.page)
 
     @property
     def copies(self) -> int:
-        """Pages, or the part of one, that make up a slot: copies, and arrivals at its barrier."""
+        """Pages per slot, and thus copies and arrivals at its barrier; 1 if a slot is part of a page."""
         return max(1, self.slot // self.page)
 
     def layout(self, operand: str, dtype: Any = None) -> Any:
-        """Registers of an operand of the product: "LHS", "RHS" or "ACC"."""
+        """Return the register layout of a product's operand: "LHS", "RHS" or "ACC"."""
         if not self.warps or self.parted:
             return plgpu.Layout.WGMMA
         return getattr(plgpu.Layout, f"MMA_{operand}")(dtype or self.dtype, m_warps=min(4, self.rows // 16))
 
     def scratch(self) -> dict[str, Any]:
-        """Shared memory and barriers of a block."""
+        """Return the shared memory and barriers of a block."""
         ring = (self.stages, self.slot, self.dim)
         sides = ("k",) if self.latent else ("k", "v")
         memory = {"q": _tiled((self.queues, self.rows, self.dim), self.dtype)}
@@ -154,12 +155,12 @@ class Shape:
 
 
 def _meeting(consumers: int) -> Any:
-    """Where warps add up; rows are longer than what is in them, so that their banks differ."""
+    """Return the buffer in which warps sum; padded rows avoid bank conflicts."""
     return plgpu.SMEM((consumers, 64, MEETING + 8), jnp.float32)
 
 
 def _tiled(shape: tuple[int, ...], dtype: Any, most: int = 128) -> Any:
-    """Shared memory as TMA and the tensor cores like it: 8 rows of up to 128 bytes, or `most`, swizzled."""
+    """Return swizzled shared memory for TMA and tensor cores: tiles of 8 rows of up to `most` bytes."""
     row = shape[-1] * jnp.dtype(dtype).itemsize
     swizzle = next(size for size in (128, 64) if size <= most and row % size == 0)
     transforms = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)
@@ -172,7 +173,7 @@ class Refs:
 
     q: Any  # [S, K, blocks, packed, D]
     k: Any  # [N, B, K, D]
-    v: Any  # the same, of a latent
+    v: Any  # likewise; for a latent, the same ref as k
     table: Any  # [S, P']
     row: Any  # [I]
     first: Any  # [I]
@@ -188,13 +189,16 @@ class Refs:
 
 
 def each_item(shape: Shape, refs: Refs, one: Callable[[Any, Any, Any, Any, Any], None]) -> tuple[Any, Any]:
-    """one(item, its number in this worker, row, tiles, tiles before it) for each item; how many tiles, items it was."""
+    """Call one(item, its number in this worker, row, tiles, tiles before it) for each item of this worker.
+
+    Returns the worker's number of tiles and of items.
+    """
     worker, block = lax.axis_index("worker"), lax.axis_index("block")
     begin, end = refs.cuts[worker], refs.cuts[worker + 1]
 
     def step(item: Any, done: Any) -> Any:
         row = refs.row[item]
-        # Query tokens of this block that the row does not have need no keys.
+        # If the row has no query tokens in this block, no keys are read.
         tiles = jnp.where(block * shape.block < refs.lengths[row], refs.tiles[item], 0)
         one(item, item - begin, row, tiles, done)
         return done + tiles
@@ -203,31 +207,32 @@ def each_item(shape: Shape, refs: Refs, one: Callable[[Any, Any, Any, Any, Any],
 
 
 def release(shape: Shape, free: Any) -> None:
+    """Let the producer overwrite a slot that this consumer has read."""
     if shape.warps:
-        plgpu.commit_smem()  # ordinary loads have read the slot, TMA writes it next
+        plgpu.commit_smem()  # ordinary loads have read the slot, and TMA writes it next
     else:
         fence(shape.interpret)
     plgpu.barrier_arrive(free)
 
 
 def mine(shape: Shape, me: Any, tiles: Any, done: Any) -> tuple[Any, Any]:
-    """The first of a consumer's tiles in an item, and how many they are; tiles are counted over all items."""
+    """Return a consumer's first tile in an item and its number of tiles; `done` counts tiles over all items."""
     first = lax.rem(me + shape.consumers - lax.rem(done, shape.consumers), shape.consumers)
     first = jnp.int32(first if shape.consumers > 1 else 0)
     return first, lax.div(tiles - first + (shape.consumers - 1), shape.consumers)
 
 
 def soften(score: jax.Array, peak: jax.Array, unit: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Weights of scores, what earlier ones fade by, and the highest score in units of log2."""
+    """Return the weights of scores, the factor that fades earlier ones, and the new peak in log2 units."""
     top = jnp.maximum(peak, jnp.max(score, axis=1) * unit)
     weight = jnp.exp2(score * unit - lax.broadcast_in_dim(top, score.shape, (0,)))
     return weight, jnp.exp2(peak - top), top
 
 
 def mask(shape: Shape, score: jax.Array, key: Any, position: Any, raw: Any) -> jax.Array:
-    """Soft cap, then MASKED where row r, of query token position + r // G, may not see key + c."""
+    """Apply the soft cap, then mask keys that row r, of query token position + r // G, may not see."""
     if shape.softcap:
-        # tanh(x) = 1 - 2 / (e^2x + 1): the hardware's own tanh is good to 11 bits only.
+        # tanh(x) = 1 - 2 / (e^2x + 1), because the hardware's own tanh has only 11 bits of precision.
         grown = jnp.exp2(score * (raw * 2 * LOG2E / shape.softcap))
         score = shape.softcap - (2 * shape.softcap) / (grown + 1.0)
 
@@ -243,12 +248,12 @@ def mask(shape: Shape, score: jax.Array, key: Any, position: Any, raw: Any) -> j
         return _seen(shape, score, (column & 15) + ((column & ~15) << 2) + (row & 48) + (key - position), token)
     token = lax.div(iota(0), jnp.int32(shape.group)) if shape.block > 1 else 0
     if shape.dim > 128:
-        # A thread has columns 8 i + 0, 1 of its place: of 8 i the compiler makes constants. Whole columns would be held
-        # in a register each, and beside so many others they spill. Narrower heads do better with them.
+        # A thread's columns are 8 i + 0, 1 plus its offset. Split so, the compiler turns 8 i into constants. Whole
+        # column numbers would take a register each, and spill beside the others. Narrower heads are faster with them.
         column = iota(1)
         ahead, last = column & ~7, (position - key) + token - (column & 7)
     else:
-        ahead, last = iota(1) + (key - position), token  # of the block's first token
+        ahead, last = iota(1) + (key - position), token  # relative to the block's first token
     return _seen(shape, score, ahead, last)
 
 
@@ -260,6 +265,7 @@ def _seen(shape: Shape, score: jax.Array, ahead: jax.Array, last: Any) -> jax.Ar
 
 
 def produce(shape: Shape, refs: Refs) -> None:
+    """Copy the queries, keys and values of all items of this worker into the rings."""
     s, block, head = refs.s, lax.axis_index("block"), lax.axis_index("head")
 
     def one(item: Any, number: Any, row: Any, tiles: Any, done: Any) -> None:
@@ -274,7 +280,7 @@ def produce(shape: Shape, refs: Refs) -> None:
         plgpu.copy_gmem_to_smem(refs.q.at[row, head, block], target, s["q_full"].at[place])
 
         def step(i: Any, pages: list[Any]) -> list[Any]:
-            ahead = _ids(shape, refs, row, first, tiles, i + 1)  # in flight while this tile waits for its slot
+            ahead = _ids(shape, refs, row, first, tiles, i + 1)  # loads in flight while this tile waits for its slot
             offset = lax.rem(first + i, max(1, shape.page // shape.tile)) * shape.tile
             for part in range(shape.slots):
                 _copy(shape, refs, done + i, part, pages, offset)
@@ -283,7 +289,7 @@ def produce(shape: Shape, refs: Refs) -> None:
         lax.fori_loop(0, tiles, step, _ids(shape, refs, row, first, tiles, 0))
 
     total, items = each_item(shape, refs, one)
-    # A block must not end before every arrival has been waited for: the last round of each barrier.
+    # A block must not end before every arrival was waited for: here, each barrier's last round.
     for place in range(shape.queues):
 
         @pl.when(items > place)
@@ -300,7 +306,7 @@ def produce(shape: Shape, refs: Refs) -> None:
 
 
 def _ids(shape: Shape, refs: Refs, row: Any, first: Any, tiles: Any, tile: Any) -> list[Any]:
-    """Page ids of a tile, beyond the last one those of the last; of the first where there is none."""
+    """Return the page ids of a tile, clamped to the item's tiles."""
     at = first + jnp.maximum(jnp.minimum(tile, tiles - 1), 0)
     if shape.page >= shape.tile:
         return [refs.table[row, lax.div(at, shape.page // shape.tile)]]
@@ -308,8 +314,10 @@ def _ids(shape: Shape, refs: Refs, row: Any, first: Any, tiles: Any, tile: Any) 
 
 
 def _copy(shape: Shape, refs: Refs, tile: Any, part: int, pages: list[Any], offset: Any) -> None:
-    """Keys and values of one slot: that `part` of the block's `tile`th tile, of `pages`, that begins at `offset` of a
-    page."""
+    """Copy the keys and values of one slot: that `part` of the block's `tile`th tile.
+
+    The tile consists of `pages`, and starts at `offset` of a page.
+    """
     s, slot, head = refs.s, shape.place(tile, part), 0 if shape.latent else lax.axis_index("head")
     rows = min(shape.slot, shape.page)
     for name, pool in (("k", refs.k),) if shape.latent else (("k", refs.k), ("v", refs.v)):

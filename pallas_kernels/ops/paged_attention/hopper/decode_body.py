@@ -1,27 +1,28 @@
-"""The blocks of decode attention: one producer warpgroup feeds tiles of keys and values to one or two consumers.
+"""The kernel body of decode attention: a producer warpgroup feeds tiles of keys and values to consumers.
 
-A block is one worker of the plan for one kv head (and one group of query tokens, where they are more than M rows hold).
-Its producer walks through the items of the worker and copies, page by page, their tiles into a ring of `stages` slots,
-without a pause from item to item. Consumer c takes every tile g with g % consumers == c, counted over all items, so a
-slot belongs to one consumer for good. Each consumer writes its own partial result of each item: mixed values, already
-divided by their weight, and the log2 of that weight; `combine.py` puts them together.
+A block is one worker of the plan, for one kv head (and one group of query tokens, if they exceed M
+rows). Its producer walks through the worker's items and copies their tiles, page by page, into a
+ring of `stages` slots, without a pause between items. There are three kinds of consumers:
 
-Of a latent (MLA) the values are the first columns of the keys, and there is one ring; with products of warpgroups its
-consumers share every tile instead (ops/mla/hopper.py), by a function that is handed to `body`.
+* `_consume`: consumer c takes every tile g with g % consumers == c, counted over all items, so a
+  slot always belongs to the same consumer. Each consumer writes its own partial result of each
+  item: the mixed values, already divided by their weight, and the log2 of that weight. `combine.py`
+  combines the partials.
+* `consume_bytes`, for 8-bit pools and few rows: nothing is widened in shared memory. Each of a
+  consumer's four warps takes 16 of every 64 keys of a tile, for all 16 query rows, with its own
+  softmax over the tiles of an item (fragments.py); row 16 w + r is warp w's. In the loop, warps
+  synchronize only to free a slot, as soon as its data is in registers. At the end of an item they
+  exchange peaks and sums and add up their mixed values through shared memory.
+* `joint`, for 16-bit latents (MLA) with warpgroup products: two consumers share every tile
+  (ops/mla/hopper.py).
 
-Letters: M rows of the product (query tokens times G, padded), C = tokens of keys in a tile, D head dim, R columns of
-the values, B page size.
+The values of a latent are the first columns of its keys, so there is one ring. With
+`consume_bytes`, a latent's mixed values take twice the registers of a warpgroup, so each of two
+consumers has half of the columns and takes every tile. Both compute all scores, which is more
+products, but they never wait for each other.
 
-With pools of 8 bits (`consume_bytes`) nothing is widened in shared memory, and a consumer's four warps take 16 keys
-each of every 64 of a tile, with a softmax of their own over all tiles of an item (fragments.py). In the loop they meet
-only where they free a slot, as soon as what it holds is in registers. At the end of an item they tell each other their
-highest scores and sums, and add up what they have mixed, through shared memory.
-
-Mixed values of a latent are twice the registers of a warpgroup, so each of two consumers has half of their columns, and
-takes every tile. Both compute all scores: that is more products, but they never wait for each other.
-
-W columns of the values that a product has. Of 16 query rows each
-warp has all; row 16 w + r is warp w's.
+Letters: M rows of the product (query tokens times G, padded), C tokens of keys in a tile, D head
+dim, R columns of the values, W value columns of a product, B page size.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ from pallas_kernels.ops.paged_attention.hopper.decode_block import (
 from pallas_kernels.ops.paged_attention.hopper.softmax import LEAST, LOG2E
 
 Consume = Callable[[Shape, Refs, Any], None]
-PART = 128  # columns that are widened at a time: more at once would need registers that wide heads lack
-CHUNK = 64  # dimensions of a latent's scores that are in registers at a time
+PART = 128  # columns widened at a time; more would need registers that wide heads lack
+CHUNK = 64  # dimensions of a latent's scores held in registers at a time
 
 
 def body(shape: Shape, joint: Consume | None = None) -> Callable[..., None]:
-    """The kernel over the grid (worker, block, head), threads `role`: consumers first, then the producer.
+    """Return the kernel over the grid (worker, block, head) and threads `role`: consumers first, then the producer.
 
-    `joint`: what two consumers do that compute every tile together, where `shape.joint`.
+    `joint` is the consumer to use if two consumers compute every tile together (`shape.joint`).
     """
 
     def run(*arrays: Any, **scratch: Any) -> None:
@@ -76,7 +77,7 @@ def body(shape: Shape, joint: Consume | None = None) -> Callable[..., None]:
         def _() -> None:
             _registers(shape, consumer=True)
             consume = consume_bytes if shape.parted else joint if shape.joint else _consume
-            assert consume is not None, "warpgroups that share tiles need a consumer"
+            assert consume is not None, "consumers that share tiles need `joint`"
             consume(shape, refs, role)
 
         @pl.when(role == shape.consumers)
@@ -88,9 +89,9 @@ def body(shape: Shape, joint: Consume | None = None) -> Callable[..., None]:
 
 
 def _registers(shape: Shape, *, consumer: bool) -> None:
-    if shape.warps and not shape.joint:  # these blocks need so few that two of them share a core
+    if shape.warps and not shape.joint:  # these blocks need few registers, so that two share a core
         return
-    # A tile that is shared has twice the pages, whose numbers the producer holds.
+    # The producer holds the page numbers of a tile, and a shared tile has twice the pages.
     most, least = (224, 56) if shape.joint and not shape.parted else (248 if shape.consumers == 1 else 232, 40)
     if consumer:
         plgpu.set_max_registers(most, action="increase")
@@ -105,7 +106,7 @@ def _consume(shape: Shape, refs: Refs, me: Any) -> None:
     def full(value: float, dims: tuple[int, ...], layout: Any) -> jax.Array:
         return cast(jnp.full(dims, value, jnp.float32), layout, shape.interpret)
 
-    # Scores times `unit` are in powers of two. A soft cap bends them in natural units first.
+    # Scores times `unit` are in log2 units; a soft cap is applied in natural units first.
     raw = shape.scale * (refs.k_scale[head] if shape.scaled else 1.0)
     unit = LOG2E if shape.softcap else raw * LOG2E
 
@@ -116,7 +117,7 @@ def _consume(shape: Shape, refs: Refs, me: Any) -> None:
         q = s["q"].at[half]
         if shape.warps and not shape.latent:
             q = compat.load(q, shape.layout("LHS"), optimized=False)
-        # Position of the block's first query token; its token t may see up to t further.
+        # Position of the block's first query token; its token t sees up to t keys more.
         position = refs.contexts[row] - refs.lengths[row] + block * shape.block
 
         def step(j: Any, carry: Any) -> Any:
@@ -127,7 +128,7 @@ def _consume(shape: Shape, refs: Refs, me: Any) -> None:
             score = _scores(shape, s, q, slot, me)
             score = mask(shape, score, (first + tile) * shape.tile, position, raw)
             weight, fade, top = soften(score, peak, unit)
-            # Of warp products a row lies over four warps, which would have to meet to sum it: once per item will do.
+            # In warp-level products a row is spread over four warps, so sums are reduced only once per item.
             if shape.warps:
                 total = total * lax.broadcast_in_dim(fade, total.shape, (0,)) + weight
             else:
@@ -139,8 +140,8 @@ def _consume(shape: Shape, refs: Refs, me: Any) -> None:
         begin, count = mine(shape, me, tiles, done)
         start = (
             [full(0.0, (shape.rows, shape.width), acc_layout)] * (shape.values // shape.width),
-            # Not MASKED: of a tile that a row sees nothing of, that times `unit` would be the highest score, and where
-            # a multiply-add rounds once and that product twice, its weight 2 to the power of 1e22.
+            # Not MASKED: if a row sees nothing of a tile, the peak would be MASKED * unit, and a multiply-add
+            # that rounds once where that product rounded twice would give a weight of 2 to the power of 1e22.
             full(LEAST, (shape.rows,), acc_layout.reduce(1)),
             full(0.0, (shape.rows, shape.tile), acc_layout)
             if shape.warps
@@ -161,7 +162,7 @@ def _consume(shape: Shape, refs: Refs, me: Any) -> None:
 
 
 def _scores(shape: Shape, s: dict[str, Any], q: Any, slot: Any, me: Any) -> jax.Array:
-    """q k^T [M, C], unscaled; the slot of keys is free again, but of a latent."""
+    """Compute q k^T [M, C], unscaled, and release the slot of keys, except for a latent."""
     keys = s["k"].at[slot]
     if shape.quantised:
         keys = _widen(shape, s, "k", slot, me)
@@ -188,12 +189,12 @@ def _scores(shape: Shape, s: dict[str, Any], q: Any, slot: Any, me: Any) -> jax.
 def _mix(
     shape: Shape, s: dict[str, Any], acc: list[jax.Array], weight: jax.Array, slot: Any, me: Any
 ) -> list[jax.Array]:
-    """acc + weight v [M, R], by columns; the slot of values is free again."""
+    """Add weight v to acc [M, R], in column parts, and release the slot of values."""
     left: Any = weight
     if "p" in s:
         s["p"][me] = weight
         left = s["p"].at[me]
-        if not shape.warps:  # those read it as it was written, by ordinary loads
+        if not shape.warps:  # warp-level products read it with ordinary loads, as it was written
             plgpu.commit_smem()
     side = "k" if shape.latent else "v"
     if not shape.latent:
@@ -216,7 +217,7 @@ def _mix(
 
 
 def _widen(shape: Shape, s: dict[str, Any], name: str, slot: Any, me: Any) -> Any:
-    """A slot of 8-bit values in the dtype of the products, in shared memory; the slot is free again."""
+    """Widen a slot of 8-bit values into shared memory and release the slot."""
     for begin in range(0, shape.dim, PART):
         columns = pl.ds(begin, min(PART, shape.dim - begin))
         s["wide"][me, :, columns] = widened(s[name].at[slot, :, columns], shape.dtype, shape.interpret)
@@ -226,6 +227,7 @@ def _widen(shape: Shape, s: dict[str, Any], name: str, slot: Any, me: Any) -> An
 
 
 def consume_bytes(shape: Shape, refs: Refs, me: Any) -> None:
+    """Attend to 8-bit keys and values, each warp with its own keys and softmax (see the module)."""
     s, block, head = refs.s, lax.axis_index("block"), lax.axis_index("head")
     raw = shape.scale * (refs.k_scale[head] if shape.scaled else 1.0)
     unit = LOG2E if shape.softcap else raw * LOG2E
@@ -246,7 +248,7 @@ def consume_bytes(shape: Shape, refs: Refs, me: Any) -> None:
             score = mask(shape, score, (first + tile) * shape.tile, position, raw)
             weight, fade, peak = soften(score, peak, unit)
             fresh = [weight[:, at : at + _kept(shape)] for at in range(0, weight.shape[1], _kept(shape))]
-            # One sum of these an item will do.
+            # Partial sums; reduced once per item.
             total = total * lax.broadcast_in_dim(fade, total.shape, (0,)) + reduce(jnp.add, fresh)
             mixed = [part * lax.broadcast_in_dim(fade, part.shape, (0,)) for part in mixed]
             return _byte_mix(shape, s, mixed, weight, slot, me), peak, total
@@ -267,12 +269,15 @@ def consume_bytes(shape: Shape, refs: Refs, me: Any) -> None:
 
 
 def _kept(shape: Shape) -> int:
-    """Columns of weights that are kept apart until the end of an item: few, where registers are."""
+    """Return the columns of weight sums kept until the end of an item; few for latents, to save registers."""
     return 8 if shape.latent else shape.tile // WARPS
 
 
 def _byte_scores(shape: Shape, s: dict[str, Any], q: jax.Array | None, half: Any, slot: Any) -> jax.Array:
-    """[64, C / 4]; the slot of keys is free again, but of a latent. Its queries are too many for registers."""
+    """Compute scores [64, C / 4], and release the slot of keys, except for a latent.
+
+    A latent's queries (`q` None) do not fit registers and are read in chunks.
+    """
     if q is not None:
         keys = _load(shape, s["k"].at[slot], fragments.keys())
         release(shape, s["k_free"].at[slot])
@@ -290,7 +295,7 @@ def _byte_scores(shape: Shape, s: dict[str, Any], q: jax.Array | None, half: Any
 def _byte_mix(
     shape: Shape, s: dict[str, Any], mixed: list[jax.Array], weight: jax.Array, slot: Any, me: Any
 ) -> list[jax.Array]:
-    """mixed + weight v [64, W] each; the slot of values is free again."""
+    """Add weight v to each of mixed [64, W], and release the slot of values."""
     if not shape.latent:
         plgpu.barrier_wait(s["v_full"].at[slot])
         values = _load(shape, s["v"].at[slot], fragments.values(shape.dim))
@@ -316,7 +321,7 @@ def _load(shape: Shape, ref: Any, layout: Any, *, optimized: bool = True) -> jax
 def _meet(
     shape: Shape, refs: Refs, me: Any, place: tuple[Any, ...], state: tuple[list[jax.Array], jax.Array, jax.Array]
 ) -> None:
-    """Put together what the four warps have of an item, and write it to its `place`."""
+    """Combine the results of the four warps for an item, and write them to its `place`."""
     mixed, peak, total = state
     told = refs.s["told"].at[me]
     top = _among(shape, told, peak, lax.max)
@@ -343,22 +348,22 @@ def _meet(
         parts = [_load(shape, met.at[pl.ds(ROWS * w, ROWS)], _summed(), optimized=False) for w in range(WARPS)]
         first = me * shape.mixed + column if shape.joint else column
         refs.mixed[(*place, slice(None), pl.ds(first, MEETING))] = reduce(jnp.add, parts)
-        plgpu.commit_smem()  # all have read it
+        plgpu.commit_smem()  # all warps have read it
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _among(shape: Shape, told: Any, x: jax.Array, join: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
-    """x [64] joined with that of the same query row in the other warps."""
+    """Reduce x [64] with `join` over the same query row of the four warps."""
     for begin in (0, WARPS * ROWS):
         told[pl.ds(begin, WARPS * ROWS)] = x
     plgpu.commit_smem()
     layout = plgpu.Layout.WGMMA.reduce(1)
     turned = [told.at[pl.ds(ROWS * w, WARPS * ROWS)] for w in range(1, WARPS)]
     joined = reduce(join, [_load(shape, ref, layout, optimized=False) for ref in turned], x)
-    plgpu.commit_smem()  # all have read it
+    plgpu.commit_smem()  # all warps have read it
     return joined
 
 
 def _summed() -> Any:
-    """Registers of what four warps mixed, summed [16, MEETING]: rows lie together in global memory."""
+    """Return the register layout of the warps' sums [16, MEETING], with rows contiguous in global memory."""
     return tiled((16, 64), (4, 64), (2, 64), (4,), warps=(-7,), lanes=(-3, -2))

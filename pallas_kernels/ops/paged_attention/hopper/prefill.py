@@ -1,18 +1,20 @@
-"""Prefill attention over pages on Hopper: chunks of many requests in one launch, compute-bound.
+"""Prefill attention over pages on Hopper: chunks of many requests in one launch; compute-bound.
 
     out[t, h] = sum_j softmax_j(cap(scale * q[t, h] . k[j, h // G])) v[j, h // G]   over the keys j that t sees
 
-A chunk's tokens may follow ones that are in the cache already. The plan (plan.py) cuts rows into tiles of
-tokens; a block computes a tile for 1, 2, 4 or 8 query heads of one kv head, whose rows fill the products: any G will
-do. q and out stay as the layers have them, [T, H, D]; nothing is transposed outside. Floor: 4 D operations for each
-query head and key that it sees, at the rate of the tensor cores.
+A chunk's tokens may follow tokens that are already in the cache. The plan (plan.py) cuts rows into
+tiles of tokens; a block computes a tile for 1, 2, 4 or 8 query heads of one kv head, which fill the
+rows of the products, so any G is supported. q and out keep the layers' layout [T, H, D]; nothing is
+transposed outside. Floor: 4 D operations per query head and key seen, at the rate of the tensor
+cores.
 
-Of D = 256 a block mixes one half of the values' columns, and another block the other, for all of them spill: scores are
-formed twice, and the products are half as many again. Pools of 8 bits are widened on their way (prefill_block.py);
-with D = 256 they are refused: there is room for one tile of keys, which spills (0.11.2: 256 bytes stored and loaded).
+With D = 256 all value columns would spill registers, so one block mixes half of them and another
+block the other half: scores are computed twice, which makes the products half as many again. 8-bit
+pools are widened by the producer (prefill_block.py). With D = 256 they are refused: shared memory
+holds only one tile of keys, and that config spills (jax 0.11.2: 256 bytes stored and loaded).
 
-Letters: T tokens, S rows, P pages per row, N pages in the pool, B page size, H query heads, K kv heads, G = H / K,
-D head dim, I tiles of the plan.
+Letters: T tokens, S rows, P pages per row, N pages in the pool, B page size, H query heads, K kv
+heads, G = H / K, D head dim, I tiles of the plan.
 """
 
 from __future__ import annotations
@@ -35,29 +37,29 @@ from pallas_kernels.ops.paged_attention.plan import PrefillWork, plan_prefill
 
 @dataclass(frozen=True)
 class Config:
-    """How one shape is computed. `plan` makes the work that `paged_prefill` of the same config wants."""
+    """How one shape is computed; run the work made by `plan` with the same config."""
 
-    heads: int = 1  # query heads of one kv head in a tile; the tile has 128 / heads tokens
-    keys: int = 128  # tokens of keys at a time
-    stages: int = 2  # tiles of keys on the way
-    above: int = 16  # rows of this many tokens or fewer are decode's
-    blocks: int = CORES  # each does items in turn; more than there are items: each does one
+    heads: int = 1  # query heads of one kv head in a tile, which has 128 / heads tokens
+    keys: int = 128  # tokens of keys per tile
+    stages: int = 2  # slots of the ring
+    above: int = 16  # rows of up to this many tokens are left to decode
+    blocks: int = CORES  # persistent blocks; if more than there are items, each computes one
     p_in_smem: bool = (
-        True  # weights reach the second product through shared memory, out of reach of a bug of ptxas < 13.3
+        True  # pass weights to the second product through shared memory, which avoids a bug of ptxas < 13.3
     )
-    ping_pong: bool = True  # the two warpgroups take turns with the tensor core
+    ping_pong: bool = True  # the two warpgroups alternate on the tensor core
 
     @property
     def tile(self) -> int:
-        """Tokens of a tile."""
+        """The tokens of a tile."""
         return WARPGROUPS * ROWS // self.heads
 
     def plan(self, ragged: Ragged, *, page: int, window: int | None = None) -> PrefillWork:
-        """Once per step; all layers of one window share it."""
+        """Plan a step; all layers of one window share it."""
         return plan_prefill(ragged, page=page, tile=self.tile, keys=self.keys, above=self.above, window=window)
 
     def validate(self, spec: Spec) -> None:
-        """Raises ValueError, naming the value, where this config cannot compute the spec."""
+        """Raise ValueError, naming the value, if this config cannot compute the spec."""
         if spec.heads % spec.kv_heads:
             raise ValueError(f"{spec.heads=} must be a multiple of {spec.kv_heads=}")
         if self.heads not in (1, 2, 4, 8) or spec.group % self.heads:
@@ -65,7 +67,7 @@ class Config:
         if spec.dim not in (64, 128, 256):
             raise ValueError(f"{spec.dim=} must be 64, 128 or 256")
         if spec.quantised and spec.dim > MOST:
-            raise ValueError(f"{spec.kv_dtype=} with {spec.dim=}: there is room for one tile of keys, which spills")
+            raise ValueError(f"{spec.kv_dtype=} with {spec.dim=}: only one tile of keys fits, and that config spills")
         if spec.page % 8 or not 8 <= spec.page <= 256:
             raise ValueError(f"{spec.page=} must be a multiple of 8 up to 256")
         if self.keys not in (64, 128) or (self.keys % spec.page and spec.page % self.keys):
@@ -77,10 +79,10 @@ class Config:
         if not spec.quantised and jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
             raise ValueError(f"{spec.kv_dtype=} must be float8_e4m3fn, int8 or {spec.dtype=}")
         if (size := self.smem_bytes(spec)) > SMEM:
-            raise ValueError(f"{self} needs {size} bytes of shared memory for {spec}; a block has {SMEM}")
+            raise ValueError(f"{self} needs {size} bytes of shared memory for {spec}; the limit is {SMEM}")
 
     def smem_bytes(self, spec: Spec) -> int:
-        """Shared memory of a block: queries, results, the ring, weights; barriers and alignment."""
+        """Return the shared memory of a block: queries, results, the ring, weights, barriers and alignment."""
         wide, rows = int(jnp.dtype(spec.dtype).itemsize), WARPGROUPS * ROWS
         columns = min(spec.dim, MOST)
         ring = self.stages * self.keys * (spec.dim + columns) * (wide + spec.quantised)
@@ -89,9 +91,10 @@ class Config:
 
 
 def heuristic(spec: Spec, *, window: int | None = None) -> Config:
-    """A config for the spec that is expected to be good: up to four heads in a tile, the widest keys that fit.
+    """Return a config expected to be good for the spec: up to four heads per tile, the widest keys that fit.
 
-    Eight heads (0.11.2: 16 bytes), four of D = 256 (0.10.2: 72), and a window with 128 keys at a time (8), spill.
+    Avoided because they spill: eight heads (jax 0.11.2: 16 bytes), four heads of D = 256 (0.10.2:
+    72), and 128 keys at a time with a window (8).
     """
     heads = next(h for h in (4, 2, 1) if spec.group % h == 0 and (h < 4 or spec.dim <= MOST))
     best = Config(heads=heads, blocks=spec.cores)
@@ -103,12 +106,12 @@ def heuristic(spec: Spec, *, window: int | None = None) -> Config:
 
 
 def supports(spec: Spec) -> str | None:
-    """None, or why no config computes the spec."""
+    """Return None, or the reason why no config computes the spec."""
     return refusal(heuristic, spec)
 
 
 def candidates(spec: Spec) -> Iterator[Config]:
-    """Configs worth timing for the spec, the heuristic first; the compile gate drops those that spill."""
+    """Yield configs worth timing for the spec, the heuristic one first; the compile gate drops those that spill."""
     best = heuristic(spec)
     sizes = ((128, 2), (128, 3), (64, 1), (64, 2), (64, 3), (64, 4))  # keys, stages
     some = (
@@ -135,18 +138,21 @@ def paged_prefill(
     interpret: Interpret = None,
     clean: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """Mixed values [T, H, D] in the dtype of q and lse [T, H]; zeros and MASKED for tokens of rows not in `work`.
+    """Return mixed values [T, H, D] in the dtype of q and lse [T, H]; zeros and MASKED for tokens not in `work`.
 
-    `work` is `config.plan(ragged, page=B, window=window)`. Pools must hold finite numbers everywhere, also where
-    nothing was written: what a masked key holds is multiplied by zero. `clean=False` leaves anything at all in `out`
-    for tokens that are not in `work` (`work.place` < 0), and saves a pass over it: for who overwrites them anyway.
+    `work` is `config.plan(ragged, page=B, window=window)`. Pools must hold finite numbers
+    everywhere, even where nothing was written, because masked keys are multiplied by zero.
+    `clean=False` leaves arbitrary values in `out` for tokens not in `work` (`work.place` < 0),
+    which saves a pass over it if the caller overwrites them anyway.
     """
     tokens, heads, dim = q.shape
     page, kv_heads = k_pool.shape[1:3]
     spec = Spec(ragged.lengths.shape[0], heads, kv_heads, dim, page, tokens, q.dtype, k_pool.dtype)
     config.validate(spec)
     if spec.quantised != (scales is not None):
-        raise ValueError(f"pools of {k_pool.dtype} and {scales=} do not fit: 8-bit pools have scales, others none")
+        raise ValueError(
+            f"pools of {k_pool.dtype} and {scales=} do not match: 8-bit pools need scales, others take none"
+        )
     if scale <= 0:
         raise ValueError(f"{scale=} must be positive")
     padded = jnp.pad(q, ((0, max(0, config.tile // WARPGROUPS - tokens)), (0, 0), (0, 0)))
@@ -206,10 +212,10 @@ def _shape(
 
 
 def _by_tokens(lse: jax.Array, place: jax.Array, shape: Shape) -> jax.Array:
-    """lse [head blocks, I, 2 M] as the kernel leaves it -> [T, H]; anything where `place` < 0."""
+    """Gather lse [head blocks, I, 2 M], as the kernel writes it, to [T, H]; arbitrary where `place` < 0."""
     span, tokens = shape.span, place.shape[0]
     within = jnp.maximum(place, 0) % (WARPGROUPS * span)
-    token = jnp.arange(tokens) - within % span  # the warpgroup's first
+    token = jnp.arange(tokens) - within % span  # first token of its warpgroup's part
     back = jnp.maximum(token + span - shape.tokens, 0)
     split = lse.reshape(-1, shape.tiles, WARPGROUPS, shape.heads, span)
     split = split.transpose(1, 2, 4, 0, 3)  # [I, 2, span, head blocks, heads]

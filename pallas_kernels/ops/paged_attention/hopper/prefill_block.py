@@ -1,12 +1,11 @@
-"""A block of prefill attention: its static shape, its items, and the warpgroup that brings keys and values.
+"""The static shape of a prefill-attention block, its items, and the producer of keys and values.
 
-M = 64 rows of a warpgroup, D head dim, B page size; the letters of layout.py.
+8-bit pools arrive in rings of their own. The producer warpgroup widens them, through its registers,
+into the rings that the two consumers read, because the tensor core takes 8-bit operands only
+transposed, which pages are not. Scales need no product here: those of keys are folded into the
+scores, those of values into the results.
 
-Pools of 8 bits arrive in rings of their own, from where this warpgroup widens them, through its registers, into the
-rings that the other two read: the tensor core takes 8-bit values only transposed, which pages are not. Scales need no
-product here: those of the keys go into the scores, those of the values into the results.
-
-B page size, D head dim.
+Letters: M = 64 rows of a warpgroup, D head dim, B page size; others as in layout.py.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from pallas_kernels.mosaic.compat import plgpu
 from pallas_kernels.mosaic.interpret import Interpret
 from pallas_kernels.mosaic.widen import widened
 
-ROWS = 64  # M, the least of a warpgroup's product
-WARPGROUPS = 2  # that compute
-MOST = 128  # columns of values that a warpgroup's registers hold beside the rest
-WIDE = 64  # columns of 2 bytes that are swizzled together
+ROWS = 64  # M, the minimum rows of a warpgroup product
+WARPGROUPS = 2  # warpgroups that compute
+MOST = 128  # value columns that fit a warpgroup's registers
+WIDE = 64  # columns of 2 bytes swizzled together
 GRID, ROLE = "block", "role"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Everything static that the body needs to know."""
+    """The static parameters of the kernel body."""
 
     tokens: int  # T, at least `span`
     group: int  # G
@@ -42,7 +41,7 @@ class Shape:
     dim: int  # D
     page: int  # B
     heads: int  # query heads of an item
-    keys: int  # tokens of keys at a time
+    keys: int  # tokens of keys per tile
     stages: int
     blocks: int
     tiles: int  # I, of the plan
@@ -67,17 +66,17 @@ class Shape:
 
     @property
     def columns(self) -> int:
-        """Columns of the values that an item mixes: more than 128 would leave no registers for the rest."""
+        """Value columns that an item mixes; more than MOST would not fit the registers."""
         return min(self.dim, MOST)
 
     @property
     def halves(self) -> int:
-        """Items that a tile of tokens makes for each block of heads: each forms all scores, for its part of V."""
+        """Items per tile of tokens and block of heads; each computes all scores, for its part of V."""
         return self.dim // self.columns
 
     @property
     def per_tile(self) -> int:
-        """Items of a tile of tokens."""
+        """Items per tile of tokens."""
         return self.head_blocks * self.halves
 
     @property
@@ -86,11 +85,11 @@ class Shape:
 
     @property
     def copies(self) -> int:
-        """TMA copies for a tile of keys."""
+        """TMA copies per tile of keys."""
         return max(1, self.keys // self.page)
 
     def scratch(self) -> list[Any]:
-        weights = self.keys if self.p_in_smem else 16  # columns; of no use where they stay in registers
+        weights = self.keys if self.p_in_smem else 16  # columns; a dummy if weights stay in registers
         free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=self.stages)
         copied = plgpu.Barrier(num_arrivals=self.copies, num_barriers=self.stages)
         full = plgpu.Barrier(num_barriers=self.stages) if self.quantised else copied
@@ -107,7 +106,7 @@ class Shape:
         ]
 
     def _rings(self, dtype: Any) -> list[Any]:
-        """Of keys and of values."""
+        """Return the rings of keys and of values."""
         return [
             plgpu.SMEM((self.stages, self.keys, width), dtype, transforms=_tiled(width, dtype))
             for width in (self.dim, self.columns)
@@ -115,26 +114,26 @@ class Shape:
 
 
 def _tiled(columns: int, dtype: Any) -> tuple[Any, ...]:
-    """The tiling of a product's operand in shared memory."""
+    """Return the tiling of a product's operand in shared memory."""
     width = min(columns, 128 // jnp.dtype(dtype).itemsize)
     return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize)
 
 
 class Refs(NamedTuple):
-    """Arguments, results and scratch, in the order in which the kernel gets them."""
+    """The kernel's arguments, results and scratch, in the order it receives them."""
 
     q: Any  # [T, H, D]
     k: Any  # [N, B, K, D]
     v: Any  # [N, B, K, D]
-    tiles: Any  # [I, 4], and so on: of PrefillWork
+    tiles: Any  # [I, 4]; this and the next two are those of PrefillWork
     used: Any  # [1]
     table: Any  # [S, P']
-    k_scale: Any  # [K], or None where pools are not quantised
+    k_scale: Any  # [K], or None if pools are not quantized
     v_scale: Any
     out: Any  # [T, H, D]
     lse: Any  # [head blocks, I, 2 M] float32, natural log
     q_s: Any  # [2, M, D]
-    stage: Any  # [2, columns / 64, M, 64], in rows that can be copied to and from any token
+    stage: Any  # [2, columns / 64, M, 64], untiled, so rows can be copied to and from any tokens
     k_s: Any  # [stages, keys, D]
     v_s: Any  # [stages, keys, columns]
     p_s: Any  # [2, M, keys]
@@ -144,7 +143,7 @@ class Refs(NamedTuple):
     k_free: Any
     v_free: Any
     turn: Any
-    k_8: Any = None  # as k_s and v_s, of 8 bits, and their barriers
+    k_8: Any = None  # rings like k_s and v_s, of 8 bits, and their barriers
     v_8: Any = None
     k_in: Any = None
     v_in: Any = None
@@ -154,8 +153,8 @@ class Part(NamedTuple):
     """A warpgroup's part of a tile of tokens; scalars."""
 
     begin: jax.Array  # first token
-    back: jax.Array  # tokens of the copy that lie before it: no copy may reach beyond the last token of the step
-    left: jax.Array  # how many there are
+    back: jax.Array  # tokens of the copy before `begin`, so that it ends at or before the step's last token
+    left: jax.Array  # number of tokens
     offset: jax.Array  # position of the copy's first token
 
 
@@ -164,18 +163,18 @@ class Item(NamedTuple):
 
     tile: jax.Array
     head_block: jax.Array
-    half: jax.Array  # of the columns of V
+    half: jax.Array  # which half of the columns of V
     row: jax.Array
     begin: jax.Array
-    tokens: jax.Array  # 0 where there is nothing to do
+    tokens: jax.Array  # 0 if there is nothing to do
     position: jax.Array
-    start: jax.Array  # tile of keys to begin with
-    tail: jax.Array  # tiles of keys from there to the last that is seen
+    start: jax.Array  # first tile of keys to read
+    tail: jax.Array  # tiles of keys from `start` to the last one seen
     steps: jax.Array  # tiles of keys
-    masked: jax.Array  # how many of them need a mask
+    masked: jax.Array  # number of those tiles that need a mask
 
     def part(self, shape: Shape, role: jax.Array) -> Part:
-        """The tokens of warpgroup `role`."""
+        """Return the tokens of warpgroup `role`."""
         begin = self.begin + role * shape.span
         back = jnp.maximum(begin + shape.span - shape.tokens, 0)
         left = jnp.clip(self.tokens - role * shape.span, 0, shape.span)
@@ -185,42 +184,43 @@ class Item(NamedTuple):
         return lax.div(self.head_block * shape.heads, jnp.int32(shape.group))
 
     def key_tile(self, j: jax.Array) -> jax.Array:
-        """The j-th tile of keys, counted from `start`: the tail, which needs a mask, then round to the window's edge.
+        """Return the j-th tile of keys from `start`: first the masked tail, then around to the window's edge.
 
-        The order makes no difference to an online softmax, and saves the window a third loop.
+        An online softmax does not depend on the order, and this one saves a third loop for windows.
         """
         return jnp.where(j < self.tail, j, j - self.steps)
 
 
 def find_item(shape: Shape, refs: Refs, index: jax.Array) -> Item:
+    """Return the item at `index`; items past the last one have no tokens."""
     tile = jnp.minimum(lax.div(index, jnp.int32(shape.per_tile)), shape.tiles - 1)
     row, begin, tokens, position = (refs.tiles[tile, i] for i in range(4))
     tokens = jnp.where(index < shape.tiles * shape.per_tile, tokens, 0)
     last, keys = position + tokens - 1, jnp.int32(shape.keys)
     high = jnp.where(tokens > 0, lax.div(last, keys) + 1, 0)
-    low = edge = 0 * tile  # tiles from `low` are seen, `edge` of them not by all tokens
-    end = jnp.minimum(lax.div(position + 1, keys), high)  # those below are seen to their last key
+    low = edge = 0 * tile  # tiles from `low` on are seen, the first `edge` of them not by all tokens
+    end = jnp.minimum(lax.div(position + 1, keys), high)  # tiles below `end` are seen up to their last key
     if shape.window is not None:
         low = jnp.minimum(lax.div(jnp.maximum(position - shape.window + 1, 0), keys), high)
         whole = lax.div(jnp.maximum(last - shape.window + 1, 0) + (keys - 1), keys)
         edge = jnp.clip(whole, low, high) - low
         end = jnp.maximum(end, low + edge)
     within = lax.rem(index, jnp.int32(shape.per_tile))
-    # Halves side by side: they read the same keys.
+    # Halves are adjacent because they read the same keys.
     head_block, half = (lax.div(within, jnp.int32(shape.halves)), lax.rem(within, jnp.int32(shape.halves)))
     return Item(tile, head_block, half, row, begin, tokens, position, end, high - end, high - low, high - end + edge)
 
 
 class _Side(NamedTuple):
-    """Keys, or values: whence, whereto, and what tells that they are there."""
+    """Keys or values: source, destination and barriers."""
 
     pool: Any
     ring: Any
     full: Any
     free: Any
-    narrow: Any  # of 8-bit pools, else None
+    narrow: Any  # ring of 8-bit pools, else None
     arrived: Any
-    columns: tuple[Any, ...]  # index of those that are wanted: () for all
+    columns: tuple[Any, ...]  # index of the columns to load; () for all
 
 
 def _sides(shape: Shape, refs: Refs, item: Item) -> tuple[_Side, _Side]:
@@ -232,10 +232,10 @@ def _sides(shape: Shape, refs: Refs, item: Item) -> tuple[_Side, _Side]:
 
 
 def produce(shape: Shape, refs: Refs, item: Item, step: jax.Array) -> jax.Array:
-    """Keys and values of an item; `step` counts tiles of keys over all items. Returns the next item's first."""
+    """Load keys and values of an item; `step` counts key tiles over all items. Return the next item's first step."""
     sides = _sides(shape, refs, item)
     if shape.quantised:
-        for j in range(shape.stages):  # on the way before the first is widened
+        for j in range(shape.stages):  # in flight before the first is widened
             pl.when(j < item.steps)(partial(_fetch_both, shape, refs, item, sides, step, jnp.int32(j)))
 
     def tile(j: jax.Array, step: jax.Array) -> jax.Array:
@@ -257,7 +257,7 @@ def produce(shape: Shape, refs: Refs, item: Item, step: jax.Array) -> jax.Array:
 
 
 def drain(shape: Shape, refs: Refs, steps: jax.Array) -> None:
-    """Wait for what was never waited for: the interpreter wants it of every barrier, a device does not."""
+    """Wait for the last arrivals of every barrier, which the interpreter requires and a device does not."""
     for slot in range(shape.stages):
 
         @pl.when(steps > slot)
@@ -290,7 +290,7 @@ def _fetch_both(
 
 
 def _widen(shape: Shape, refs: Refs, item: Item, side: _Side, step: jax.Array, j: jax.Array) -> None:
-    """The j-th tile, of 8 bits, into the ring that products read; its own place goes to the tile `stages` on."""
+    """Widen the j-th tile into the ring that products read, and reuse its slot for tile j + `stages`."""
     slot = lax.rem(step, jnp.int32(shape.stages))
     plgpu.barrier_wait(side.arrived.at[slot])
 

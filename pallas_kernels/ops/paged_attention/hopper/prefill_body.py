@@ -1,11 +1,12 @@
-"""What one block of prefill attention does: two warpgroups compute, a third (prefill_block.py) brings keys and values.
+"""The kernel body of prefill attention: two warpgroups compute, a third (prefill_block.py) loads keys and values.
 
-A block takes items in turn; an item is one tile of query tokens for `heads` query heads of one kv head. Row r of a
-warpgroup's product is head r // span, token r % span of the tile's part for that warpgroup. Queries come by TMA, head
-by head, into `stage`, whose rows may be any tokens, and from there, through registers, into the tiling that products
-need; results leave the same way back. Keys and values run through a ring of `stages` tiles, one TMA for each page.
+A block takes items in turn; an item is one tile of query tokens for `heads` query heads of one kv
+head. Row r of a warpgroup's product is head r // span and token r % span of the warpgroup's part of
+the tile. Queries are copied by TMA, head by head, into `stage`, whose rows may be any tokens, and
+from there through registers into the tiling that products need; results leave the same way back.
+Keys and values pass through a ring of `stages` tiles, one TMA copy per page.
 
-M = 64 rows of a warpgroup, D head dim, B page size.
+Letters: M = 64 rows of a warpgroup, D head dim, B page size.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from pallas_kernels.ops.paged_attention.hopper.prefill_block import (
 )
 from pallas_kernels.ops.paged_attention.hopper.softmax import LEAST, LOG2E
 
-State = tuple[jax.Array, jax.Array, jax.Array]  # mixed [M, columns], peak [M] in log2 units, total [M]
+State = tuple[jax.Array, jax.Array, jax.Array]  # mixed [M, columns], row maximum [M] in log2 units, row sum [M]
 
 
 def body(shape: Shape) -> Callable[..., None]:
-    """The kernel's body."""
+    """Return the kernel over the grid GRID and the threads ROLE."""
 
     def run(*refs: Any) -> None:
         scales = () if shape.quantised else (None, None)
@@ -59,7 +60,7 @@ def _block(shape: Shape, refs: Refs) -> None:
         return lax.div(refs.used[0] * shape.per_tile + (shape.blocks - 1), jnp.int32(shape.blocks))
 
     def item(turn: jax.Array) -> Item:
-        # Back and forth over the blocks: who has the longest of one round has the shortest of the next.
+        # Alternate the order of blocks: the block with the longest item of a round gets the shortest of the next.
         there = lax.rem(turn, jnp.int32(2)) == 0
         return find_item(shape, refs, turn * shape.blocks + jnp.where(there, block, shape.blocks - 1 - block))
 
@@ -79,8 +80,8 @@ def _block(shape: Shape, refs: Refs) -> None:
 
 
 def _consume(shape: Shape, refs: Refs, item: Item, role: jax.Array, step: jax.Array) -> jax.Array:
-    # The same, but not before the item is known: else where queries and results lie is worked out once, before the loop
-    # over items, and held in registers that the loop over keys lacks where heads are wide.
+    # The same value, but unknown before the item is. Otherwise the addresses of queries and results are computed once
+    # before the loop over items, and held in registers that the loop over keys lacks if heads are wide.
     here = role + jnp.minimum(item.row, 0) if shape.halves > 1 else role
     pl.when(item.tokens > 0)(partial(_queries, shape, refs, item, here))
     if shape.ping_pong:
@@ -102,7 +103,7 @@ def _consume(shape: Shape, refs: Refs, item: Item, role: jax.Array, step: jax.Ar
 
 
 def _queries(shape: Shape, refs: Refs, item: Item, role: jax.Array) -> None:
-    """The item's queries, from global memory to `q_s`."""
+    """Load the item's queries from global memory into `q_s`."""
     part, head = item.part(shape, role), item.head_block * shape.heads
     for begin in range(0, shape.dim, shape.columns):
         for h, c in product(range(shape.heads), range(0, shape.columns, WIDE)):
@@ -119,7 +120,7 @@ def _queries(shape: Shape, refs: Refs, item: Item, role: jax.Array) -> None:
 
 
 def _hand_over(refs: Refs) -> None:
-    """Let the other warpgroup have the tensor core, and wait until it does the same."""
+    """Hand the tensor core to the other warpgroup, and wait to get it back."""
     plgpu.barrier_arrive(refs.turn)
     plgpu.barrier_wait(refs.turn)
 
@@ -149,9 +150,10 @@ def _tile(
     j: jax.Array,
     state: State,
 ) -> State:
-    """Attend to the j-th tile of keys; `raw` is what products are multiplied by to be scores.
+    """Attend to the j-th tile of keys; `raw` turns products into scores.
 
-    Where the tile needs a mask, `ahead` is the first row's position from tile `start`.
+    If the tile needs a mask, `ahead` is the first row's position relative to tile `start`, else
+    None.
     """
     mixed, peak, total = state
     slot = lax.rem(step + j, jnp.int32(shape.stages))
@@ -160,7 +162,7 @@ def _tile(
     fence(shape.interpret)
     plgpu.barrier_arrive(refs.k_free.at[slot])
 
-    factor = raw * LOG2E  # scores in units of log2, so that exp2 takes them after one multiply-add
+    factor = raw * LOG2E  # scores in log2 units, so that exp2 takes them after one multiply-add
     if shape.softcap is not None:
         score, factor = jnp.tanh(score * (raw / shape.softcap)), shape.softcap * LOG2E
     if ahead is not None:
@@ -190,7 +192,7 @@ def _tile(
 
 
 def _scores(shape: Shape, refs: Refs, role: jax.Array, slot: jax.Array) -> jax.Array:
-    """q k^T [M, keys]. The other warpgroup may go on as soon as the product is issued."""
+    """Compute q k^T [M, keys]; the other warpgroup may continue as soon as the product is issued."""
     if is_interpreting(shape.interpret) and not compat.DETECTS_RACES:
         score = wgmma(refs.q_s.at[role], refs.k_s.at[slot], transposed=True, interpret=shape.interpret)
         if shape.ping_pong:
@@ -209,11 +211,11 @@ def _scores(shape: Shape, refs: Refs, role: jax.Array, slot: jax.Array) -> jax.A
 
 
 def _mask(shape: Shape, score: jax.Array, ahead: jax.Array) -> jax.Array:
-    """MASKED for keys that a row may not attend to; `ahead`: first row's position less that of the first key."""
+    """Mask keys that a row may not attend to; `ahead`: the first row's position minus the first key's."""
     row, column = _iota(shape, (ROWS,), 0), _iota(shape, (ROWS, shape.keys), 1)
     last = ahead + (row if shape.heads == 1 else row & (shape.span - 1))  # the last key that a row sees, as a column
-    # A thread has columns 8 i + 0, 1 of its place: of 8 i and 0, 1 the compiler makes constants and a few sums. Whole
-    # columns would be held in a register each, beside the loop's, and spill.
+    # A thread's columns are 8 i + 0, 1 plus its offset. Split this way, the compiler turns 8 i and 0, 1 into constants
+    # and a few sums. Whole column numbers would take a register each, beside the loop's, and spill.
     eighth, past = column & ~7, _rows(last, shape.keys) - (column & 7)
     score = jnp.where(eighth <= past, score, MASKED)
     return score if shape.window is None else jnp.where(eighth > past - shape.window, score, MASKED)
@@ -228,7 +230,7 @@ def _iota(shape: Shape, size: tuple[int, ...], axis: int) -> jax.Array:
 
 def _finish(shape: Shape, refs: Refs, item: Item, role: jax.Array, state: State) -> None:
     mixed, peak, total = state
-    total = jnp.maximum(total, 1e-30)  # of rows that are not stored
+    total = jnp.maximum(total, 1e-30)  # rows that are not stored have none
     share = (refs.v_scale[item.kv_head(shape)] if shape.quantised else 1.0) / total
     mixed = (mixed * _rows(share, shape.columns)).astype(shape.outer_dtype)
     for c in range(0, shape.columns, WIDE):
@@ -246,9 +248,9 @@ def _finish(shape: Shape, refs: Refs, item: Item, role: jax.Array, state: State)
 
 
 def _store(shape: Shape, refs: Refs, item: Item, role: jax.Array) -> None:
-    """The staged results, to global memory.
+    """Copy the staged results to global memory.
 
-    A copy has a fixed size: a number of tokens goes out as the powers of two that it is the sum of.
+    Copies have fixed sizes, so the tokens are stored as a sum of powers of two.
     """
     part = item.part(shape, role)
     first = item.half * shape.columns if shape.halves > 1 else 0

@@ -7,4 +7,5 @@ import math
 from pallas_kernels.layout import MASKED
 
 LOG2E = math.log2(math.e)
-LEAST = MASKED * 1e-10  # below any score, far above what is masked: a row that sees nothing yet adds up to nothing
+# Peak of a row that saw no key yet: below any score, and so far above MASKED that masked scores get weight 0.
+LEAST = MASKED * 1e-10

@@ -1,4 +1,4 @@
-"""What the compile gate compiles of paged attention for TPU: a plan and its kernel, at the shapes that are served."""
+"""Compile-gate cases of paged attention for TPU: a plan and its kernel, at the shapes of served models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POOL, CONTEXT = 2**19, 2**17  # tokens of a layer's pool, and of the longest row
 
 @dataclass(frozen=True)
 class Layer:
-    """One case."""
+    """The shapes of one case."""
 
     kind: str  # decode or prefill
     model: str
@@ -50,7 +50,7 @@ class Layer:
         )
 
     def _arguments(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """q, the pools, the fields of `Ragged`, and scales where pools are quantised."""
+        """Return the arguments: q, the pools, the fields of `Ragged`, and scales of quantized pools."""
         shape = self.shape
         pool = (POOL // self.page, self.page, shape.kv_heads, DIM)
         scales = [] if self.stored == "bfloat16" else [((shape.kv_heads,), jnp.float32)] * 2
@@ -63,12 +63,12 @@ class Layer:
 
 
 def cases() -> list[Case]:
-    """The kernels by themselves; `attention/cases.py` has whole layers."""
+    """Return the cases of single kernels; `attention/cases.py` has whole layers."""
     return [*decode_cases(), *prefill_cases()]
 
 
 def decode_cases() -> list[Case]:
-    """For the compile gate: pages, pools and query tokens of what is served."""
+    """Return the decode cases: pages, pools and query tokens of served models."""
     found: list[Case] = []
     for model in MODELS:
         found += [_decode_case(model, page) for page in (16, 64, 256)]
@@ -86,7 +86,7 @@ def _decode_case(model: str, page: int, queries: int = 1, stored: str = "bfloat1
 
 
 def prefill_cases() -> list[Case]:
-    """For the compile gate: pages and pools of what is served."""
+    """Return the prefill cases: pages and pools of served models."""
     found: list[Case] = []
     for model in MODELS:
         found += [_prefill_case(model, page, usual=page != 64) for page in (16, 64, 256)]
@@ -105,7 +105,7 @@ def _prefill_case(model: str, page: int, stored: str = "bfloat16", usual: bool =
 
 
 def step_arguments(tokens: int, rows: int, page: int) -> list[tuple[tuple[int, ...], Any]]:
-    """The fields of `Ragged`."""
+    """Return the shapes of the fields of `Ragged`."""
     return [*[((tokens,), jnp.int32)] * 3, *[((rows,), jnp.int32)] * 3, ((rows, CONTEXT // page), jnp.int32)]
 
 

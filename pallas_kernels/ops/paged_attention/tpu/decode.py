@@ -1,7 +1,7 @@
-"""Decode paged attention for TPU: rows of 1 .. Q tokens, an item each (see kernel.py for how).
+"""Decode paged attention for TPU: each row of 1 to Q tokens is one item (see kernel.py).
 
-Keys and values of a row are read once, all its queries together; that is the floor. Tokens of longer rows, which are
-not in the plan, give zeros and MASKED.
+Keys and values of a row are read once for all its queries, which is the floor. Tokens of longer
+rows are not in the plan and give zeros and MASKED.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ paged_decode = paged_attention  # with work of plan_decode(ragged, queries=confi
 
 
 def heuristic(shape: Shape, queries: int = 1) -> Config:
-    """For rows of up to `queries` tokens."""
+    """Return a config for rows of up to `queries` tokens."""
     return Config(queries, tile_keys(shape), mixed=queries * shape.heads <= MIXED_ROWS)

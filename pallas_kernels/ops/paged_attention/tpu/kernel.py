@@ -1,21 +1,25 @@
-"""Paged attention of items for one TPU core: what decode and prefill share.
+"""Paged attention for one TPU core, shared by decode and prefill.
 
-An item is up to Q neighbouring tokens of one row (plan.py). The grid runs over items; inside, a loop runs over tiles
-of C keys, whole pages brought by one copy each from the pool in HBM into one of two slots in VMEM, the next tile's
-(or the next item's first one) under way while this one is computed. Softmax is online in float32. Tiles after an
-item's last token or before its window are not read; only tiles at these edges are masked.
+An item is up to Q consecutive tokens of one row (plan.py). The grid runs over items; within an
+item, a loop runs over tiles of C keys. A tile's pages are copied, one copy each, from the pool in
+HBM into one of two slots in VMEM, while the previous tile is computed; an item's last tile overlaps
+the copies of the next item's first. Softmax is online, in float32. Tiles after an item's last token
+or before its window are not read; only tiles at these edges are masked.
 
-A page is seen as [B * K, D]: for D = 128 that is the pool as it lies in memory, and a free view of it. Its rows belong
-to different kv heads in turn. Two ways to deal with that:
+A page is viewed as [B * K, D], which for D = 128 matches the pool's layout in memory and is free.
+Its rows alternate between kv heads, which can be handled in two ways:
 
-* mixed: all queries [Q * H, D] meet all rows [C * K, D], and scores of other kv heads are masked. K times the
-  arithmetic, but as many loads of the matrix unit, which are what counts while Q * H is small.
-* apart: the tile is spread to float32 once, each kv head's keys [C, D] read back with a stride.
+* mixed: all queries [Q * H, D] meet all rows [C * K, D], and scores of other kv heads are masked.
+  That is K times the arithmetic but no more loads of the matrix unit, which dominate while Q * H is
+  small.
+* apart: the tile is converted to float32 once, and each kv head's keys [C, D] are read back with a
+  stride.
 
-A stream is what one product covers: one if mixed, else one per kv head.
+A *stream* is what one product covers: everything if mixed, one kv head if apart.
 
-Letters: T tokens, S rows, P pages per row, N pages in the pool, B page size, H query heads, K kv heads, G = H / K,
-D head dim, I items, Q tokens of an item, C keys of a tile, R rows of a stream's products.
+Letters: T tokens, S rows, P pages per row, N pages in the pool, B page size, H query heads, K kv
+heads, G = H / K, D head dim, I items, Q tokens of an item, C keys of a tile, R rows of a stream's
+products.
 """
 
 from __future__ import annotations
@@ -36,30 +40,30 @@ from pallas_kernels.layout import MASKED, Ragged, Scales
 from pallas_kernels.ops.paged_attention.tpu.config import Config, Shape, free_view
 from pallas_kernels.ops.paged_attention.tpu.plan import Work
 
-pltpu: Any = _pltpu  # without its types, which change between versions
+pltpu: Any = _pltpu  # as Any: its types change between versions
 Ref = Any
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is static."""
+    """The static parameters of the kernel."""
 
     config: Config
     shape: Shape
     scale: float
     window: int | None
     softcap: float | None
-    scaled: bool  # scores are multiplied by an array, not by `scale`
+    scaled: bool  # scores are multiplied by an array instead of `scale`
     dtype: Any  # of the products
 
     @property
     def pages(self) -> int:
-        """Of a tile."""
+        """The pages of a tile."""
         return self.config.pages(self.shape)
 
     @property
     def keys(self) -> int:
-        """C"""
+        """C, the keys of a tile."""
         return self.pages * self.shape.page
 
     @property
@@ -68,13 +72,13 @@ class Job:
 
     @property
     def heads(self) -> int:
-        """Kv heads whose keys take turns in what one product reads."""
+        """The number of kv heads that alternate in the rows of one product."""
         return self.shape.kv_heads if self.config.mixed else 1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Scalars: see plan.py."""
+    """Scalars of the plan; see plan.py."""
 
     items: Ref
     rows: Ref
@@ -82,7 +86,7 @@ class Plan:
     ends: Ref
 
     def span(self, job: Job, item: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """First tile of an item, and one beyond its last."""
+        """Return the first key tile of an item, and one past its last."""
         stop = (self.ends[item] + job.keys - 1) // job.keys
         if job.window is None:
             return jnp.int32(0), stop
@@ -91,8 +95,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Pages:
-    """The pools in HBM [N, B * K, D] and their two slots in VMEM [2, pages, B * K, D]. Of the block tables scalar
-    memory holds two rows, the item's and the next item's, each [1, 1, P]: it is too small for the tables of a step."""
+    """The pools in HBM, [N, B * K, D], and their two slots in VMEM, [2, pages, B * K, D].
+
+    Scalar memory is too small for the block tables of a step, so it holds two rows of them, each
+    [1, 1, P]: the item's and the next item's.
+    """
 
     job: Job
     plan: Plan
@@ -102,7 +109,7 @@ class Pages:
     arrived: Ref  # semaphores [2 slots, 2 pools]
 
     def start(self, ahead: int, item: jax.Array, tile: jax.Array, slot: jax.Array) -> None:
-        """Fetch the pages of a tile that hold keys of `item`, which is this one or, `ahead` = 1, the next."""
+        """Start fetching the pages of a tile of `item`: the current item, or with `ahead` = 1 the next."""
 
         def one(page: jax.Array, _: None) -> None:
             for copy in self._copies(self.tables[ahead][0, 0, tile * self.job.pages + page], page, slot):
@@ -112,7 +119,7 @@ class Pages:
 
     def wait(self, item: jax.Array, tile: jax.Array, slot: jax.Array) -> None:
         def one(page: jax.Array, _: None) -> None:
-            # Any page will do: what is waited for is as many bytes as a page has.
+            # Any page will do, because only the number of bytes matters to the wait.
             for copy in self._copies(jnp.int32(0), page, slot):
                 copy.wait()
 
@@ -130,7 +137,7 @@ class Pages:
 
 
 def body(job: Job, *refs: Ref) -> None:
-    """One item. `refs` in the order of `kernel._run`: scalars, inputs, outputs, scratch."""
+    """Compute one item; `refs` are scalars, inputs, outputs and scratch, in the order of `_run`."""
     plan, rest = Plan(*refs[:4]), list(refs[4:])
     q, here, there, tokens, kv_heads = rest[:5]
     del rest[:5]
@@ -164,7 +171,7 @@ def body(job: Job, *refs: Ref) -> None:
 
 
 def _fetch_next(pages: Pages, item: jax.Array, tile: jax.Array, slot: jax.Array) -> None:
-    """The item's next tile or, after its last, the next item's first."""
+    """Fetch the item's next tile or, after its last, the next item's first."""
     _, stop = pages.plan.span(pages.job, item)
     last = tile + 1 == stop
     another = item + 1 < pages.plan.items[0]
@@ -193,13 +200,16 @@ class State:
         self.mixed[...] = jnp.zeros(self.mixed.shape, jnp.float32)
 
     def result(self, stream: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """Weighted mean of the values [R, D], and lse [1, R]."""
+        """Return the weighted mean of the values [R, D], and lse [1, R]."""
         mean = self.mixed[stream] / self.total[stream]
         return mean.astype(dtype), (self.peak[stream] + jnp.log(self.total[stream])).T
 
     def add(self, stream: int, score: jax.Array, v: jax.Array, precision: Any) -> None:
-        """score [R, keys], v [keys, D]. Where a row has seen nothing yet its weights are of masked scores; the first
-        real score wipes them out, and every row that counts has one: its own key."""
+        """Add a tile's score [R, keys] and v [keys, D].
+
+        A row that has seen no key yet gets weights from masked scores. Its first real score fades
+        them to zero, and every row that counts has at least one real score: its own key's.
+        """
         peak = jnp.maximum(self.peak[stream], jnp.max(score, axis=1, keepdims=True))
         weight = jnp.exp(score - peak)
         fade = jnp.exp(self.peak[stream] - peak)
@@ -211,7 +221,7 @@ class State:
 
 @dataclass(frozen=True)
 class Rows:
-    """Of each row of a stream: its token in the item, its kv head [R, 1], what its scores are multiplied by."""
+    """For each row of a stream: its token in the item, its kv head [R, 1], and the factor of its scores."""
 
     tokens: Ref
     kv_heads: Ref
@@ -228,7 +238,7 @@ def _attend(
     tile: jax.Array,
     slot: jax.Array,
 ) -> None:
-    """One tile, masked only where some token of the item does not see some key of it."""
+    """Attend to one tile; mask it only if some token of the item does not see some key of it."""
     job, plan, slots = pages.job, pages.plan, pages.slots
     first, end, begin = plan.firsts[item], plan.ends[item], tile * job.keys
     edge = begin + job.keys > first + 1
@@ -245,11 +255,11 @@ def _attend(
 
         score = scored(0)
         for stream in range(job.streams):
-            # The next stream's scores are asked for first: the matrix unit has work while this one's are weighed.
+            # The next stream's scores are issued first, so the matrix unit works during this stream's softmax.
             ahead = scored(stream + 1) if stream + 1 < job.streams else score
             v = v_of(stream)
             if masked:
-                # What a page held before may be NaN, which a weight of zero would let through.
+                # Unwritten keys may be NaN, and 0 * NaN is NaN.
                 held = begin + _key(job, (v.shape[0], 1), 0) < end
                 v = jnp.where(held, v.astype(jnp.float32), 0.0)
             state.add(stream, score, v.astype(job.dtype), _precision(job))
@@ -265,18 +275,18 @@ def _attend(
 
 
 def _keys(job: Job, tile: jax.Array, spread: Ref | None) -> Callable[[int], jax.Array]:
-    """A tile's keys or values [pages, B * K, D] by stream."""
+    """Return a function from streams to a tile's keys or values, given [pages, B * K, D]."""
     flat = (job.keys * job.shape.kv_heads, job.shape.dim)
     if job.streams == 1 or spread is None:
         whole = tile.astype(job.dtype).reshape(flat)
         return lambda stream: whole
-    # Rows are read with a stride only as 32 bits.
+    # Strided reads of rows need 32-bit elements.
     spread[...] = tile.astype(jnp.float32).reshape(flat)
     return lambda stream: spread[pl.ds(stream, job.keys, stride=job.shape.kv_heads), :]
 
 
 def _scores(job: Job, q: jax.Array, k: jax.Array, factors: Ref | None, stream: int) -> jax.Array:
-    """[R, keys] float32"""
+    """Return scores [R, keys] float32."""
     dims = (((1,), (1,)), ((), ()))
     k = k.astype(job.dtype)
     score = lax.dot_general(q, k, dims, precision=_precision(job), preferred_element_type=jnp.float32)
@@ -289,14 +299,14 @@ def _precision(job: Job) -> Any:
 
 
 def _key(job: Job, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """Which key of the tile lies along `axis`; K is a power of two."""
+    """Return the tile's key index along `axis`; K is a power of two."""
     return lax.broadcasted_iota(jnp.int32, shape, axis) >> (job.heads.bit_length() - 1)
 
 
 def _seen(
     job: Job, rows: Rows, shape: tuple[int, ...], first: jax.Array, begin: jax.Array, masked: bool
 ) -> jax.Array | None:
-    """Which scores count; None: all."""
+    """Return which scores count; None for all."""
     seen = None
     if job.heads > 1:
         seen = (lax.broadcasted_iota(jnp.int32, shape, 1) & (job.heads - 1)) == rows.kv_heads[...]
@@ -323,13 +333,14 @@ def paged_attention(
     config: Config,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """out [T, H, D] in the dtype of q, and lse [T, H] float32; zeros and MASKED for tokens not in `work`.
+    """Return out [T, H, D] in the dtype of q, and lse [T, H] float32; zeros and MASKED for tokens not in `work`.
 
         out[t, h] = sum_j softmax_j(cap(scale * q[t, h] . k[j, h // G])) v[j, h // G],  lse[t, h] = log sum_j exp(...)
 
-    over the keys j of t's own row with p - window < j <= p, where p is t's position; cap(x) = softcap * tanh(x /
-    softcap). A step writes first: its own keys and values are read from the pages. `interpret`: None compiles for a
-    TPU; True, or a `pltpu.InterpretParams`, runs it on the host.
+    over the keys j of t's own row with p - window < j <= p, for t's position p, where cap(x) =
+    softcap * tanh(x / softcap). Call it after the step's KV write, because a step's own keys and
+    values are read from the pages. `interpret`: None compiles for a TPU; True or a
+    `pltpu.InterpretParams` runs on the host.
     """
     shape = _shape(q, k_pool, v_pool)
     if not interpret and (reason := free_view(shape)) is not None:
@@ -344,7 +355,7 @@ def paged_attention(
     mixed = out[at]  # [T, H, D]
     if scales is not None:
         mixed = mixed * jnp.repeat(scales.v, shape.heads // shape.kv_heads)[None, :, None]
-    # Selected, not multiplied: an item that never ran left whatever was there.
+    # jnp.where instead of a product, because items that never ran left arbitrary values.
     return jnp.where(taken[..., None], mixed, 0).astype(q.dtype), jnp.where(taken, lse[at], MASKED)
 
 
@@ -358,7 +369,7 @@ def _shape(q: jax.Array, k_pool: jax.Array, v_pool: jax.Array) -> Shape:
 
 
 def _pack(job: Job, q: jax.Array, work: Work) -> jax.Array:
-    """[T, H, D] -> [I, streams, R, D], rows of a stream in the order (token, head)."""
+    """Gather q [T, H, D] by item: [I, streams, R, D], rows of a stream ordered by (token, head)."""
     here = work.tokens[:, None] + jnp.arange(job.config.queries)[None]  # [I, Q]
     taken = q[jnp.minimum(here, q.shape[0] - 1)]  # [I, Q, H, D]
     streams, dim = job.streams, job.shape.dim
@@ -367,15 +378,18 @@ def _pack(job: Job, q: jax.Array, work: Work) -> jax.Array:
 
 
 def _unpack(job: Job, x: jax.Array) -> jax.Array:
-    """[I, streams, R, any] -> [I * Q, H, any]."""
+    """Reshape [I, streams, R, any] to [I * Q, H, any]."""
     items, streams, _, last = x.shape
     split = x.reshape(items, streams, job.config.queries, -1, last).swapaxes(1, 2)
     return split.reshape(items * job.config.queries, job.shape.heads, last)
 
 
 def _constants(job: Job, scales: Scales | None) -> tuple[jax.Array, ...]:
-    """Of each row of a stream: its token in the item [R, 1], its kv head [R, 1], and [streams, R, 1] what its scores
-    are multiplied by, where keys are scaled. Division by G is for the host."""
+    """Return, for each row of a stream, its token in the item [R, 1] and its kv head [R, 1].
+
+    With `scales`, also the factor of its scores [streams, R, 1]. Computed on the host, because they
+    divide by G.
+    """
     shape, rows = job.shape, np.arange(job.config.rows(job.shape), dtype=np.int32)
     group = shape.heads // shape.kv_heads
     per_token = group * job.heads
@@ -398,7 +412,7 @@ def _run(
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
     items, streams, rows, dim = q.shape
-    tables = tables[:, None]  # [S, 1, P]: one row can be fetched by itself
+    tables = tables[:, None]  # [S, 1, P], so that one row can be fetched
     page_rows = job.shape.page * job.shape.kv_heads  # B * K
     block = partial(pl.BlockSpec, index_map=lambda i, *_: (i, 0, 0, 0))
     slots = pltpu.VMEM((2, job.pages, page_rows, dim), k_pool.dtype)
@@ -418,7 +432,7 @@ def _run(
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            # One turn at least: an empty step leaves in it at once.
+            # At least one item: an empty step still runs the grid once and does nothing.
             grid=(jnp.maximum(work.items[0], 1),),
             in_specs=[
                 block((1, streams, rows, dim)),

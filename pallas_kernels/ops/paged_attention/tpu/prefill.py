@@ -1,7 +1,8 @@
 """Ragged prefill paged attention for TPU: chunks of many rows at any offset, in items of Q tokens (see kernel.py).
 
-Keys beyond an item's last token are not read: a prompt of n tokens costs n^2 / 2 scores, and the rest of the tiles at
-the diagonal. Rows of at most `above` tokens, left to decode, give zeros and MASKED.
+Keys after an item's last token are not read: a prompt of n tokens computes n^2 / 2 scores, plus the
+rest of the tiles on the diagonal. Rows of at most `above` tokens are left to decode and give zeros
+and MASKED.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ paged_prefill = paged_attention  # with work of plan_prefill(ragged, queries=con
 
 
 def heuristic(shape: Shape, queries: int = 64) -> Config:
-    """Items of up to `queries` tokens: more share the cost of a tile, and waste more where a row ends. Fewer where
-    vector memory does not hold so many heads."""
+    """Return a config with items of up to `queries` tokens, or fewer if vector memory does not hold that many heads.
+
+    Longer items share the cost of reading a tile, but waste more at the ends of rows.
+    """
     config = Config(queries, tile_keys(shape), mixed=shape.kv_heads == 1)
     while config.queries > LEAST and 2 * config.vmem_bytes(shape) > config.vmem:
         config = replace(config, queries=config.queries // 2)
