@@ -88,7 +88,9 @@ def _case(session: Session, case: Case) -> None:
         raise NotImplementedError(f"a dry run needs the interpreter of jax 0.11; this is {jax.__version__}")
     told = interpreter() if session.dry else None
     chosen = jnp.asarray(case.routed().reshape(-1))
-    spec = grouped.Spec(len(chosen), case.experts, case.width, case.outputs, cores=2 if session.dry else grouped.CORES)
+    spec = grouped.GroupedSpec(
+        len(chosen), case.experts, case.width, case.outputs, cores=2 if session.dry else grouped.CORES
+    )
     if case.stored:
         spec = replace(spec, stored=jnp.dtype(case.stored), scales=case.scales)
     config = grouped.heuristic(spec)

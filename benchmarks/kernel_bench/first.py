@@ -122,7 +122,7 @@ def matmul_ceiling(session: Session) -> None:
 
 def reference() -> Any:
     """tests/support/kernels/reference.py: the float64 formula that the tests hold every kernel to."""
-    path = ROOT / "tests" / "kernels" / "reference.py"
+    path = ROOT / "tests" / "support" / "kernels" / "reference.py"
     spec = importlib.util.spec_from_file_location("kernel_reference", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -69,12 +69,12 @@ def _labels(case: Latent) -> list[str]:
 
 def _measure(session: Session, case: Latent, label: str) -> tuple[Any, str]:
     from pallas_kernels.mosaic.interpret import interpreter
-    from pallas_kernels.mosaic.spec import CORES, Spec
+    from pallas_kernels.mosaic.spec import CORES, AttentionShape
     from pallas_kernels.ops.mla import hopper as latent
 
     if session.dry and label != "xla" and not compat.DETECTS_RACES:
         raise NotImplementedError(f"a dry run needs the interpreter of jax 0.11; this is {jax.__version__}")
-    spec = Spec(
+    spec = AttentionShape(
         len(case.rows), case.heads, 1, case.dim, case.page, case.queries, case.dtype, case.kv_dtype,
         2 if session.dry else CORES, case.values,
     )  # fmt: skip

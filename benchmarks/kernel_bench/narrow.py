@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxserve.models.quantised import Quantised, einsum
 from pallas_kernels.mosaic import compat
 from pallas_kernels.ops.quantized_matmul.cases import MODELS
-from pallas_kernels.ops.quantized_matmul.hopper import Spec
+from pallas_kernels.ops.quantized_matmul.hopper import QuantizedSpec
 
 from .session import POOLS, Session, normal, reading
 
@@ -21,17 +21,19 @@ FORMS = (("int8", False), ("float8_e4m3fn", False), ("float8_e4m3fn", True))  # 
 def times(session: Session) -> None:
     if session.dry:
         for blocks in (False, True):
-            _case(session, "narrow 256x256", Spec(4, 256, 256, 2 if blocks else 1, jnp.float16, jnp.int8, 2))
+            _case(session, "narrow 256x256", QuantizedSpec(4, 256, 256, 2 if blocks else 1, jnp.float16, jnp.int8, 2))
         return
     for model, sizes in MODELS.items():
         for inputs, outputs in sizes:
             for tokens in TOKENS:
                 for stored, blocks in FORMS:
-                    spec = Spec(tokens, inputs, outputs, inputs // 128 if blocks else 1, stored=jnp.dtype(stored))
+                    spec = QuantizedSpec(
+                        tokens, inputs, outputs, inputs // 128 if blocks else 1, stored=jnp.dtype(stored)
+                    )
                     _case(session, f"narrow {model} {inputs}x{outputs}", spec)
 
 
-def _case(session: Session, name: str, spec: Spec) -> None:
+def _case(session: Session, name: str, spec: QuantizedSpec) -> None:
     form = f"{jnp.dtype(spec.stored).name} {'blocks' if spec.scales > 1 else 'channels'}"
     name = f"{name} t{spec.tokens} {form}"
     for label in ("mosaic", "xla", "xla bfloat16"):
@@ -43,7 +45,7 @@ def _case(session: Session, name: str, spec: Spec) -> None:
             session.add(name, label, found, moved=moved, flops=flops)
 
 
-def _measure(session: Session, spec: Spec, label: str) -> Any:
+def _measure(session: Session, spec: QuantizedSpec, label: str) -> Any:
     from pallas_kernels.mosaic.interpret import interpreter
     from pallas_kernels.ops.quantized_matmul.hopper import heuristic, quantized_matmul
 

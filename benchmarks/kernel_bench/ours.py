@@ -47,10 +47,10 @@ def xla(case: Case) -> Kernel:
 
 def spec_of(case: Case, *, dry: bool = False) -> Any:
     """What the kernels' heuristics go by; a dry device has two cores, as each costs the interpreter time."""
-    from pallas_kernels.mosaic.spec import CORES, Spec
+    from pallas_kernels.mosaic.spec import CORES, AttentionShape
 
     shape = len(case.rows), case.heads, case.kv_heads, case.dim, case.page, case.queries, case.dtype, case.kv_dtype
-    return Spec(*shape, 2 if dry else CORES)
+    return AttentionShape(*shape, 2 if dry else CORES)
 
 
 def decode(case: Case, config: Any, label: str, *, dry: bool) -> Kernel:

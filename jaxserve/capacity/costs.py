@@ -24,7 +24,7 @@ LOOKED_UP = ("embed", "positions")  # tables of which a token reads one row
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class LayerWork:
     """Bytes that a device reads or writes in its memory, and FLOPs that it computes."""
 
     bytes: float
@@ -92,14 +92,14 @@ class Costs:
         """
         return 1.0 if self.spec.moe is None else 1 - (1 - _chosen(self.spec)) ** tokens
 
-    def decode(self, rows: int, context: int) -> Work:
+    def decode(self, rows: int, context: int) -> LayerWork:
         """A step of `rows` rows, each of which attends to `context` tokens, its own included."""
         seen = sum(min(context, self.spec.window_of(layer) or context) for layer in range(self.spec.layers))
         weights = self.every + self.head + self.experts * self.touched(rows)
         moved = weights + rows * (self._layer_token * seen + self.kv_token + self._embedded)
-        return Work(moved, rows * (self.token + self.draw + self._pair * seen))
+        return LayerWork(moved, rows * (self.token + self.draw + self._pair * seen))
 
-    def prefill(self, tokens: int, chunk: int) -> Work:
+    def prefill(self, tokens: int, chunk: int) -> LayerWork:
         """A prompt in chunks: each reads the weights, and the keys and values of those before it; one row is drawn."""
         moved, flops = float(self.head), self.draw + tokens * self.token
         for start in range(0, tokens, chunk):
@@ -109,7 +109,7 @@ class Costs:
                 window = self.spec.window_of(layer) or tokens
                 moved += self._layer_token * min(start, window)
                 flops += self._pair * (_pairs(start + length, window) - _pairs(start, window))
-        return Work(moved, flops)
+        return LayerWork(moved, flops)
 
     @property
     def _layer_token(self) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxserve.capacity.activations import Activations
-from jaxserve.capacity.costs import Costs, Work
+from jaxserve.capacity.costs import Costs, LayerWork
 from jaxserve.capacity.devices import Device
 from jaxserve.engine.memory import kv
 from jaxserve.models.spec import ModelSpec
@@ -195,7 +195,7 @@ def remedy(spec: ModelSpec, setting: Setting, fits: list[Fit]) -> str:
     return f"one instance does not fit even {MOST} of {setting.name}"
 
 
-def floors(costs: Costs, setting: Setting, rows: list[int]) -> list[tuple[str, int, Work]]:
+def floors(costs: Costs, setting: Setting, rows: list[int]) -> list[tuple[str, int, LayerWork]]:
     """Steps with their floors: (what, new tokens, work)."""
     decode = [(f"decode {count} x {setting.context}", count, costs.decode(count, setting.context)) for count in rows]
     prompt = costs.prefill(setting.prompt, min(setting.prompt, setting.max_num_batched_tokens))

@@ -21,16 +21,26 @@ from pallas_kernels.choice import resolve as choose
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.ops.grouped_matmul.api import Experts, XlaExperts
 from pallas_kernels.ops.paged_attention.api import Attention as Local
-from pallas_kernels.ops.paged_attention.api import Backend, Pool, Spec
+from pallas_kernels.ops.paged_attention.api import AttentionSpec, Backend, Pool
 from pallas_kernels.ops.quantized_matmul.api import QuantizedMatmul, XlaQuantizedMatmul
 from pallas_kernels.rope import Turn
 
-__all__ = ["Attention", "Choice", "Pool", "Spec", "Unsupported", "attention", "heads_first", "pool_row", "resolve"]
+__all__ = [
+    "Attention",
+    "AttentionSpec",
+    "Choice",
+    "Pool",
+    "Unsupported",
+    "attention",
+    "heads_first",
+    "pool_row",
+    "resolve",
+]
 
 BACKENDS: Mapping[str, Backend] = {"mosaic_gpu": mosaic_gpu, "tpu": tpu, "xla": xla}
 
 
-def resolve(spec: Spec, name: str = "auto") -> Choice:
+def resolve(spec: AttentionSpec, name: str = "auto") -> Choice:
     """Resolve the attention backend for `spec`; see `choice.resolve`."""
     return choose(spec, name, BACKENDS, "attention")
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels.attention import tpu
 from pallas_kernels.gate.cases import Case, shapes
 from pallas_kernels.layout import Ragged
-from pallas_kernels.ops.paged_attention.api import Attention, Spec
+from pallas_kernels.ops.paged_attention.api import Attention, AttentionSpec
 from pallas_kernels.ops.paged_attention.tpu.cases import DIM, MODELS, POOL, step_arguments
 from pallas_kernels.ops.paged_attention.tpu.config import shape_of
 
@@ -28,7 +28,7 @@ def in_place(model: str, page: int, tokens: int, rows: int, scratch: int) -> Cas
     """Return a case of one layer that writes to donated pools and attends; no pool may be copied."""
     heads, kv_heads = MODELS.get(model) or SMALL_HEADS[model]
     decode, dim = tokens == rows, DIM if model in MODELS else SMALL_DIM
-    spec = Spec("bfloat16", heads, kv_heads, dim, page, platform="tpu")
+    spec = AttentionSpec("bfloat16", heads, kv_heads, dim, page, platform="tpu")
     layer, shape = tpu.make(spec, decode), shape_of(spec)
     new = ((tokens, kv_heads, dim), jnp.bfloat16)
     pool = ((POOL // page, page, shape.kv_heads, shape.dim), jnp.bfloat16)

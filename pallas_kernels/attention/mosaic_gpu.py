@@ -19,7 +19,7 @@ from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.mosaic.support import unfit
 from pallas_kernels.ops.mla import api as mla
 from pallas_kernels.ops.paged_attention import xla
-from pallas_kernels.ops.paged_attention.api import Attention, Pool, Spec
+from pallas_kernels.ops.paged_attention.api import Attention, AttentionSpec, Pool
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
 from pallas_kernels.rope import Turn
 
@@ -27,7 +27,7 @@ QUERIES = 16  # tokens of the longest row that the decode kernel takes
 PAGES = (16, 32, 64, 128, 256)
 
 
-class Work(NamedTuple):
+class GpuAttentionWork(NamedTuple):
     """The plans that all layers of a step share."""
 
     ragged: Ragged
@@ -35,12 +35,12 @@ class Work(NamedTuple):
     prefill: tuple[Any, ...]  # one PrefillWork per window; empty if no row is longer than QUERIES
 
 
-def supports(spec: Spec) -> str | None:
+def supports(spec: AttentionSpec) -> str | None:
     """Return None, or the reason why the kernels cannot run `spec`."""
     return unfit(spec) or _refused(spec)
 
 
-def make(spec: Spec | None, decode: bool, few: bool = False) -> Attention:
+def make(spec: AttentionSpec | None, decode: bool, few: bool = False) -> Attention:
     """Build the attention of a bucket.
 
     `decode`: every program row is one token. `few`: no row has more than QUERIES tokens. Either
@@ -50,7 +50,7 @@ def make(spec: Spec | None, decode: bool, few: bool = False) -> Attention:
     return mla.MlaAttention(spec, decode) if spec.latent else MosaicAttention(spec, decode, few)
 
 
-def _refused(spec: Spec) -> str | None:
+def _refused(spec: AttentionSpec) -> str | None:
     """Return None, or the reason why a step shape that is not left to XLA has no valid config."""
     if spec.page not in PAGES:
         return f"pages of {spec.page} tokens; it reads pages of {', '.join(map(str, PAGES))}"
@@ -68,8 +68,8 @@ def _refused(spec: Spec) -> str | None:
     return None
 
 
-def _shape(spec: Spec, queries: int) -> Any:
-    from pallas_kernels.mosaic.spec import Spec as Wanted
+def _shape(spec: AttentionSpec, queries: int) -> Any:
+    from pallas_kernels.mosaic.spec import AttentionShape as Wanted
 
     # The number of rows is unknown until the step, so configs must not depend on it.
     return Wanted(
@@ -85,25 +85,25 @@ def _shape(spec: Spec, queries: int) -> Any:
     )
 
 
-def _left_to_xla(spec: Spec) -> bool:
+def _left_to_xla(spec: AttentionSpec) -> bool:
     """Return whether prefill runs in XLA: 8-bit pools of head dim 256 would spill registers."""
     return spec.head_dim > 128 and jnp.dtype(spec.stored).itemsize == 1
 
 
-def _config(op: str, module: ModuleType, spec: Spec, queries: int) -> tuple[Any, Any]:
+def _config(op: str, module: ModuleType, spec: AttentionSpec, queries: int) -> tuple[Any, Any]:
     """Return the measured config or, without one, the heuristic config, and the spec it is chosen for."""
     wanted = _shape(spec, queries)
     measured = None if spec.interpret else tuned.best(op, wanted, spec.device, module.Config)
     return measured or module.heuristic(wanted), wanted
 
 
-def _decode(spec: Spec, queries: int) -> tuple[Any, Any]:
+def _decode(spec: AttentionSpec, queries: int) -> tuple[Any, Any]:
     from pallas_kernels.ops.paged_attention.hopper import decode
 
     return _config("decode", decode, spec, queries)
 
 
-def _prefill(spec: Spec) -> tuple[Any, Any]:
+def _prefill(spec: AttentionSpec) -> tuple[Any, Any]:
     from pallas_kernels.ops.paged_attention.hopper import prefill
 
     config, wanted = _config("prefill", prefill, spec, 1)
@@ -114,7 +114,7 @@ def _prefill(spec: Spec) -> tuple[Any, Any]:
 class MosaicAttention:
     """Attention of one bucket by the Hopper kernels."""
 
-    spec: Spec
+    spec: AttentionSpec
     decode: bool
     few: bool = False
 
@@ -137,16 +137,16 @@ class MosaicAttention:
     def _queries(self) -> int:
         return 1 if self.decode else QUERIES
 
-    def plan(self, ragged: Ragged) -> Work:
+    def plan(self, ragged: Ragged) -> GpuAttentionWork:
         """Plan the step once per distinct window; layers with the same window share a plan."""
         if self._by_xla:
-            return Work(ragged, (), ())
+            return GpuAttentionWork(ragged, (), ())
 
         def each(config: Any) -> tuple[Any, ...]:
             return tuple(config.plan(ragged, page=self.spec.page, window=window) for window in self.spec.windows)
 
         prefill = each(_prefill(self.spec)[0]) if self._prefills else ()
-        return Work(ragged, each(_decode(self.spec, self._queries)[0]), prefill)
+        return GpuAttentionWork(ragged, each(_decode(self.spec, self._queries)[0]), prefill)
 
     def __call__(
         self,
@@ -155,7 +155,7 @@ class MosaicAttention:
         v: jax.Array | None,
         turn: Turn | None,
         pool: Pool,
-        work: Work,
+        work: GpuAttentionWork,
         *,
         scale: float,
         window: int | None = None,

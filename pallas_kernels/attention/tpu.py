@@ -15,29 +15,29 @@ import jax.numpy as jnp
 
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.ops.kv_write.xla import quantised
-from pallas_kernels.ops.paged_attention.api import Pool, Spec
+from pallas_kernels.ops.paged_attention.api import AttentionSpec, Pool
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
 from pallas_kernels.rope import Turn, rotate
 
 QUERIES = 16  # tokens of the longest row that the decode plan takes
 
 
-class Work(NamedTuple):
+class TpuAttentionWork(NamedTuple):
     """The plans that all layers of a step share."""
 
     ragged: Ragged
-    decode: Any  # paged_attention.tpu.plan.Work
+    decode: Any  # paged_attention.tpu.plan.WorkItems
     prefill: Any  # likewise; None if every row is one token
 
 
-def supports(spec: Spec) -> str | None:
+def supports(spec: AttentionSpec) -> str | None:
     """Return None, or the reason why the kernels cannot run `spec`."""
     from pallas_kernels.ops.paged_attention.tpu import config
 
     return config.supports(spec)
 
 
-def row(spec: Spec) -> tuple[int, int]:
+def row(spec: AttentionSpec) -> tuple[int, int]:
     """Return how many kv heads share a pool row, and the row's width."""
     from pallas_kernels.ops.paged_attention.tpu.lanes import row_of
 
@@ -45,7 +45,7 @@ def row(spec: Spec) -> tuple[int, int]:
     return found.heads, found.width
 
 
-def make(spec: Spec | None, decode: bool, few: bool = False) -> TpuAttention:
+def make(spec: AttentionSpec | None, decode: bool, few: bool = False) -> TpuAttention:
     """Build the attention of a bucket.
 
     `decode`: every program row is one token, so no prefill plan is made. `few` is ignored.
@@ -58,7 +58,7 @@ def make(spec: Spec | None, decode: bool, few: bool = False) -> TpuAttention:
 class TpuAttention:
     """Attention of one bucket by the TPU kernels."""
 
-    spec: Spec
+    spec: AttentionSpec
     decode: bool
 
     def _configs(self) -> tuple[Any, Any]:
@@ -67,12 +67,12 @@ class TpuAttention:
         shape = config.shape_of(self.spec, self.spec.stored)
         return decode.heuristic(shape, 1 if self.decode else QUERIES), prefill.heuristic(shape)
 
-    def plan(self, ragged: Ragged) -> Work:
+    def plan(self, ragged: Ragged) -> TpuAttentionWork:
         from pallas_kernels.ops.paged_attention.tpu.plan import plan_decode, plan_prefill
 
         decode, prefill = self._configs()
         longer = None if self.decode else plan_prefill(ragged, queries=prefill.queries, above=decode.queries)
-        return Work(ragged, plan_decode(ragged, queries=decode.queries), longer)
+        return TpuAttentionWork(ragged, plan_decode(ragged, queries=decode.queries), longer)
 
     def __call__(
         self,
@@ -81,7 +81,7 @@ class TpuAttention:
         v: jax.Array | None,
         turn: Turn | None,
         pool: Pool,
-        work: Work,
+        work: TpuAttentionWork,
         *,
         scale: float,
         window: int | None = None,

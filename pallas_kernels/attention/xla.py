@@ -9,18 +9,18 @@ import jax
 
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.ops.kv_write.xla import rope_and_write_xla, write_latent
-from pallas_kernels.ops.paged_attention.api import Pool, Spec
+from pallas_kernels.ops.paged_attention.api import AttentionSpec, Pool
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
 from pallas_kernels.ops.paged_attention.xla import paged_attention
 from pallas_kernels.rope import Turn, rotate
 
 
-def supports(spec: Spec) -> str | None:
+def supports(spec: AttentionSpec) -> str | None:
     """Return None: XLA runs everywhere."""
     return None
 
 
-def heads_first(spec: Spec) -> bool:
+def heads_first(spec: AttentionSpec) -> bool:
     """Return whether pools are [N, K, B, D].
 
     On a CPU, the keys of one head are then contiguous and need no transpose before the product. A
@@ -29,7 +29,7 @@ def heads_first(spec: Spec) -> bool:
     return spec.platform == "cpu" and not spec.latent
 
 
-def make(spec: Spec | None, decode: bool, few: bool = False) -> XlaAttention:
+def make(spec: AttentionSpec | None, decode: bool, few: bool = False) -> XlaAttention:
     """Build the attention of a bucket; `few` is ignored. Without a `spec`, pools are [N, B, K, D]."""
     return XlaAttention(decode, spec is not None and heads_first(spec))
 

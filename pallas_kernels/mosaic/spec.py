@@ -13,7 +13,7 @@ SMEM = 232_448  # bytes of shared memory available to a block
 
 
 @dataclass(frozen=True)
-class Spec:
+class AttentionShape:
     """The shapes of one step on one device; letters as in layout.py, H and K per shard."""
 
     rows: int  # S

@@ -40,7 +40,7 @@ LEAST = 0.95  # of the tokens per second of plain batching
 REGIMES = ("none", "below", "above", "between", "first", "both", "default", "classes")
 
 
-class Shape(NamedTuple):
+class FloorCase(NamedTuple):
     """A load that saturates `rows` rows. Lengths in tokens."""
 
     rows: int
@@ -59,8 +59,8 @@ class Shape(NamedTuple):
         return sum(self.outputs) / 2
 
 
-ACCELERATOR = Shape(rows=32, tokens=8192, requests=128, prompts=(128, 4096), outputs=(32, 96))
-SMALL = Shape(rows=16, tokens=256, requests=64, prompts=(16, 512), outputs=(24, 72))
+ACCELERATOR = FloorCase(rows=32, tokens=8192, requests=128, prompts=(128, 4096), outputs=(32, 96))
+SMALL = FloorCase(rows=16, tokens=256, requests=64, prompts=(16, 512), outputs=(24, 72))
 
 
 class Floor(NamedTuple):
@@ -72,23 +72,23 @@ class Floor(NamedTuple):
     full: float  # seconds of a step of all rows and a whole chunk of prompt tokens
 
 
-def shape_of(latency: Latency) -> Shape:
+def shape_of(latency: Latency) -> FloorCase:
     return SMALL if latency is CPU else ACCELERATOR
 
 
-def decode_step(latency: Latency, shape: Shape, rows: int) -> float:
+def decode_step(latency: Latency, shape: FloorCase, rows: int) -> float:
     """Predict the seconds of a step that decodes `rows` typical rows."""
     context = int(shape.prompt + shape.output / 2)
     load = Load(0, rows, 0.0, context, rows * context)
     return float(latency.solve().step_time(latency.buckets.placed(load)[1]))
 
 
-def alone(latency: Latency, shape: Shape, tokens: float) -> float:
+def alone(latency: Latency, shape: FloorCase, tokens: float) -> float:
     """Predict the seconds that a prompt takes on an idle instance."""
     return float(latency.solve().prefill_times(np.array([tokens]), np.zeros(1), shape.tokens)[0])
 
 
-def objectives(regime: str, latency: Latency, shape: Shape) -> tuple[SLO, ...]:
+def objectives(regime: str, latency: Latency, shape: FloorCase) -> tuple[SLO, ...]:
     """Return the classes of objectives of a regime, all equally frequent.
 
     A TTFT combined with an unattainable TPOT is ample, and vice versa.
@@ -113,7 +113,7 @@ def objectives(regime: str, latency: Latency, shape: Shape) -> tuple[SLO, ...]:
     }[regime]
 
 
-def arrivals(regime: str, latency: Latency, shape: Shape, instances: int = 1, seed: int = 0) -> list[Arrival]:
+def arrivals(regime: str, latency: Latency, shape: FloorCase, instances: int = 1, seed: int = 0) -> list[Arrival]:
     """Draw requests at one and a half times the rate at which plain batching serves them."""
     random, slos = np.random.default_rng(seed), objectives(regime, latency, shape)
     count = shape.requests * instances

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.capacity.activations import Activations, adjusted
-from jaxserve.capacity.costs import Costs, Work, _pairs
+from jaxserve.capacity.costs import Costs, LayerWork, _pairs
 from jaxserve.capacity.devices import devices
 from jaxserve.models.published import published, published_spec
 from jaxserve.models.registry import spec_from_config
@@ -34,7 +34,7 @@ def test_a_decode_step_by_hand() -> None:
     weights = 4 * (MATRICES + NORMS + HEAD)
     each = 10 * KV + KV + 4 * 32  # reads ten tokens, writes one, and its row of the embedding
     flops = 2 * MATRICES + 2 * HEAD + 10 * 2 * (2 * 4 * 8 + 2 * 4 * 8)  # ten pairs: a score and a sum, in each layer
-    assert made.decode(3, 10) == Work(weights + 3 * each, 3 * flops)
+    assert made.decode(3, 10) == LayerWork(weights + 3 * each, 3 * flops)
 
 
 def test_a_prefill_in_chunks_by_hand() -> None:
@@ -42,7 +42,7 @@ def test_a_prefill_in_chunks_by_hand() -> None:
     every = 4 * (MATRICES + NORMS)
     moved = 3 * every + 4 * HEAD + 10 * (KV + 4 * 32) + (0 + 4 + 8) * KV  # chunks of 4, 4 and 2
     flops = 10 * 2 * MATRICES + 2 * HEAD + 55 * 2 * 4 * 4 * 8
-    assert made.prefill(10, 4) == Work(moved, flops)
+    assert made.prefill(10, 4) == LayerWork(moved, flops)
     assert made.prefill(10, 10).flops == flops
 
 
@@ -145,9 +145,9 @@ def test_weights_of_8_bits_by_hand() -> None:
 
 def test_the_roofline_is_the_slower_of_the_two() -> None:
     device = devices()["h200"]
-    assert Work(4.8e9, 0.0).seconds(device) == pytest.approx(1e-3)
-    assert Work(4.8e9, 989e10).seconds(device) == pytest.approx(1e-2)
-    assert (Work(4.8e9, 0.0).bound(device), Work(4.8e9, 989e10).bound(device)) == ("bytes", "FLOPs")
+    assert LayerWork(4.8e9, 0.0).seconds(device) == pytest.approx(1e-3)
+    assert LayerWork(4.8e9, 989e10).seconds(device) == pytest.approx(1e-2)
+    assert (LayerWork(4.8e9, 0.0).bound(device), LayerWork(4.8e9, 989e10).bound(device)) == ("bytes", "FLOPs")
 
 
 def test_counted_activations_are_near_what_the_compiler_plans() -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from pallas_kernels.choice import Unsupported
 from pallas_kernels.ops.sampling_threshold.api import (
     MosaicThresholds,
-    Spec,
+    ThresholdSpec,
     XlaThresholds,
     resolve_sampling,
     thresholds,
@@ -255,18 +255,18 @@ def test_a_vocabulary_has_a_config_or_a_reason(quarter: int) -> None:
 
 # ---- the choice ----------------------------------------------------------------------------------------------------
 
-HOPPER = Spec(128256, platform="gpu", device="NVIDIA H200", capability="9.0")
-MADE: list[tuple[Spec, Callable[..., Any]]] = [
+HOPPER = ThresholdSpec(128256, platform="gpu", device="NVIDIA H200", capability="9.0")
+MADE: list[tuple[ThresholdSpec, Callable[..., Any]]] = [
     (HOPPER, MosaicThresholds),
     (replace(HOPPER, vocab=50257), XlaThresholds),
     (replace(HOPPER, capability="8.0"), XlaThresholds),
-    (Spec(4096, platform="cpu"), XlaThresholds),
-    (Spec(4096, platform="tpu"), XlaThresholds),
+    (ThresholdSpec(4096, platform="cpu"), XlaThresholds),
+    (ThresholdSpec(4096, platform="tpu"), XlaThresholds),
 ]
 
 
 @pytest.mark.parametrize(("spec", "kind"), MADE)
-def test_what_is_chosen(spec: Spec, kind: type) -> None:
+def test_what_is_chosen(spec: ThresholdSpec, kind: type) -> None:
     choice = resolve_sampling(spec)
     assert isinstance(thresholds(choice), kind)
     assert bool(choice.refusals) == (spec.platform == "gpu" and kind is XlaThresholds)

@@ -20,20 +20,20 @@ from jaxserve.config import ServeConfig
 from pallas_kernels import tuned
 from pallas_kernels.attention import api as dispatch
 from pallas_kernels.attention import mosaic_gpu, tpu
-from pallas_kernels.attention.api import BACKENDS, Choice, Spec, Unsupported, attention, resolve
+from pallas_kernels.attention.api import BACKENDS, AttentionSpec, Choice, Unsupported, attention, resolve
 from pallas_kernels.choice import ORDER
 from pallas_kernels.layout import Ragged
-from pallas_kernels.mosaic.spec import Spec as Wanted
+from pallas_kernels.mosaic.spec import AttentionShape as Wanted
 from pallas_kernels.ops.paged_attention.hopper.decode import Config
 from tests.support.kernels.ragged import deal, make
 from tests.support.kernels.reference import attention as reference
 from tests.support.kernels.reference import rotate, written
 
-CPU = Spec("float32", platform="cpu", heads=4, kv_heads=2, head_dim=16, page=16)
-H200 = Spec(
+CPU = AttentionSpec("float32", platform="cpu", heads=4, kv_heads=2, head_dim=16, page=16)
+H200 = AttentionSpec(
     "bfloat16", platform="gpu", heads=32, kv_heads=8, head_dim=128, page=64, device="NVIDIA H200", capability="9.0"
 )
-V6E = Spec("bfloat16", platform="tpu", heads=32, kv_heads=8, head_dim=128, page=64, device="TPU v6 lite")
+V6E = AttentionSpec("bfloat16", platform="tpu", heads=32, kv_heads=8, head_dim=128, page=64, device="TPU v6 lite")
 PAGE, POOL, DIM, SCALE = 4, 48, 8, 0.3
 
 

@@ -18,13 +18,13 @@ from pallas_kernels.choice import Choice, Unsupported
 from pallas_kernels.ops.grouped_matmul import api as experts
 from pallas_kernels.ops.grouped_matmul.api import resolve_experts
 from pallas_kernels.ops.grouped_matmul.hopper import matmul as grouped
-from pallas_kernels.ops.grouped_matmul.hopper.matmul import Config, Spec, candidates, heuristic, plan
+from pallas_kernels.ops.grouped_matmul.hopper.matmul import Config, GroupedSpec, candidates, heuristic, plan
 from pallas_kernels.ops.grouped_matmul.plan import Groups, plan_experts
 from pallas_kernels.ops.grouped_matmul.xla import grouped_matmul as by_xla
 from tests.support.kernels.interpreted import needs_interpreter, without_races
 from tests.support.kernels.reference import doubles, error
 
-H200 = experts.Spec("bfloat16", 128, 2048, 768, platform="gpu", device="NVIDIA H200", capability="9.0")
+H200 = experts.ExpertsSpec("bfloat16", 128, 2048, 768, platform="gpu", device="NVIDIA H200", capability="9.0")
 # Which of three experts each pair chose: sizes around a tile, none, one, all, and some on other shards.
 ROUTES = {
     "one each": [2, 0, 1],
@@ -186,7 +186,7 @@ def test_the_kernel_in_every_form_of_8_bits(config: str, route: str, stored: Any
     ],
 )
 def test_a_config_that_cannot_be_is_refused(changes: dict[str, Any], reason: str) -> None:
-    refused(Config(8, 128, 4, 2, True), Spec(64, 8, 256, 256), changes, reason)
+    refused(Config(8, 128, 4, 2, True), GroupedSpec(64, 8, 256, 256), changes, reason)
 
 
 @pytest.mark.parametrize(
@@ -201,10 +201,10 @@ def test_a_config_that_cannot_be_is_refused(changes: dict[str, Any], reason: str
     ],
 )
 def test_a_config_that_cannot_be_with_8_bits_is_refused(changes: dict[str, Any], reason: str) -> None:
-    refused(Config(8, 128, 4, 2, True), Spec(64, 8, 256, 256, stored=jnp.int8, scales=4), changes, reason)
+    refused(Config(8, 128, 4, 2, True), GroupedSpec(64, 8, 256, 256, stored=jnp.int8, scales=4), changes, reason)
 
 
-def refused(config: Config, spec: Spec, changes: dict[str, Any], reason: str) -> None:
+def refused(config: Config, spec: GroupedSpec, changes: dict[str, Any], reason: str) -> None:
     config.validate(spec)
     with pytest.raises(ValueError) as caught:
         replace(config, **changes).validate(spec)
@@ -212,7 +212,7 @@ def refused(config: Config, spec: Spec, changes: dict[str, Any], reason: str) ->
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    spec = Spec(64, 8, 256, 256)
+    spec = GroupedSpec(64, 8, 256, 256)
     for changes, reason in (({"width": 40}, "spec.width=40"), ({"dtype": jnp.float32}, "must be bfloat16 or float16")):
         assert reason in (grouped.supports(replace(spec, **changes)) or "")
     x, weight = operands(4, 128, 128, jnp.float16)
@@ -229,7 +229,7 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_there_are_configs_for_what_is_served(sizes: tuple[int, int, int], pairs: int) -> None:
     count, dim, ff_dim = sizes
     for width, outputs in ((dim, 2 * ff_dim), (ff_dim, dim)):
-        spec = Spec(pairs, count, width, outputs)
+        spec = GroupedSpec(pairs, count, width, outputs)
         heuristic(spec).validate(spec)
         assert heuristic(spec).rows == grouped.tile_of(pairs, count) and heuristic(spec).stages > 2
         for stored, scales in ((jnp.int8, 1), (jnp.float8_e4m3fn, width // gcd(width, 128))):
@@ -237,8 +237,8 @@ def test_there_are_configs_for_what_is_served(sizes: tuple[int, int, int], pairs
                 narrow = replace(spec, stored=stored, scales=scales)
                 heuristic(narrow).validate(narrow)
                 assert heuristic(narrow).rows == heuristic(spec).rows and heuristic(narrow).stages > 2
-    assert len({one.swapped for one in candidates(Spec(512, 128, 2048, 1536))}) == 2
-    assert len({one.depth for one in candidates(Spec(512, 128, 2048, 1536, stored=jnp.int8))}) == 2
+    assert len({one.swapped for one in candidates(GroupedSpec(512, 128, 2048, 1536))}) == 2
+    assert len({one.depth for one in candidates(GroupedSpec(512, 128, 2048, 1536, stored=jnp.int8))}) == 2
 
 
 def test_the_choice_is_told_with_its_reasons() -> None:

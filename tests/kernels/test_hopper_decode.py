@@ -13,7 +13,7 @@ import pytest
 
 from pallas_kernels.layout import MASKED, Ragged, Scales
 from pallas_kernels.mosaic import compat
-from pallas_kernels.mosaic.spec import SMEM, Spec
+from pallas_kernels.mosaic.spec import SMEM, AttentionShape
 from pallas_kernels.ops.paged_attention.hopper import decode
 from pallas_kernels.ops.paged_attention.hopper.decode import Config, candidates, heuristic, paged_decode
 from tests.support.kernels.interpreted import needs_interpreter, without_races
@@ -211,7 +211,7 @@ def test_a_barrier_left_out_of_the_kernel_is_caught(monkeypatch: pytest.MonkeyPa
 
 
 def test_configs_that_cannot_be_are_named() -> None:
-    spec = Spec(rows=8, heads=32, kv_heads=8, dim=128, page=64)
+    spec = AttentionShape(rows=8, heads=32, kv_heads=8, dim=128, page=64)
     for config, why in (
         (replace(SMALL, tile=96), "tile=96"),
         (replace(SMALL, stages=3), "stages=3"),
@@ -241,7 +241,7 @@ def test_the_heuristic_and_all_candidates_are_valid(
     heads: int, kv_heads: int, dim: int, page: int, queries: int
 ) -> None:
     for stored in (jnp.bfloat16, jnp.float8_e4m3fn):
-        spec = Spec(64, heads, kv_heads, dim, page, queries, jnp.bfloat16, stored)
+        spec = AttentionShape(64, heads, kv_heads, dim, page, queries, jnp.bfloat16, stored)
         best = heuristic(spec)
         best.validate(spec)
         assert best.smem_bytes(spec) <= SMEM

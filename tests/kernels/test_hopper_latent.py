@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.layout import MASKED, Ragged
-from pallas_kernels.mosaic.spec import SMEM, Spec
+from pallas_kernels.mosaic.spec import SMEM, AttentionShape
 from pallas_kernels.ops.mla import hopper as latent
 from pallas_kernels.ops.mla.hopper import Config, candidates, heuristic, paged_mla
 from tests.support.kernels.interpreted import needs_interpreter, without_races
@@ -175,7 +175,7 @@ def test_weights_that_are_read_before_they_are_written_are_caught(monkeypatch: p
         check(Problem(((1, 200),)), replace(SMALL, workers=1))
 
 
-LITE = Spec(rows=8, heads=16, kv_heads=1, dim=576, page=64, values=512)
+LITE = AttentionShape(rows=8, heads=16, kv_heads=1, dim=576, page=64, values=512)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.mosaic.spec import SMEM
-from pallas_kernels.ops.quantized_matmul.hopper import Config, Spec, Work, candidates, heuristic, quantized_matmul
+from pallas_kernels.ops.quantized_matmul.hopper import (
+    Config,
+    QuantizedSpec,
+    StripWork,
+    candidates,
+    heuristic,
+    quantized_matmul,
+)
 from tests.support.examples import examples
 from tests.support.kernels.interpreted import needs_interpreter, without_races
 from tests.support.kernels.reference import doubles, error
@@ -23,7 +30,7 @@ LARGEST_ERROR = {"bfloat16": 4e-3, "float16": 6e-4}  # relative, over the whole 
 SMALL = Config(tokens=8, depth=64, stages=2, workers=2)
 
 
-def check(spec: Spec, config: Config) -> None:
+def check(spec: QuantizedSpec, config: Config) -> None:
     random = np.random.default_rng(5)
     x = jnp.asarray(random.standard_normal((spec.tokens, spec.inputs)), spec.dtype)
     values = random.standard_normal((spec.inputs, spec.outputs)) * (40 if spec.stored == jnp.int8 else 1)
@@ -45,7 +52,7 @@ def check(spec: Spec, config: Config) -> None:
 @needs_interpreter
 @pytest.mark.parametrize(("stored", "scales"), [(jnp.int8, 2), (jnp.float8_e4m3fn, 1)])
 def test_strips_that_several_blocks_share(stored: Any, scales: int) -> None:
-    check(Spec(5, 256, 384, scales, stored=stored), SMALL)
+    check(QuantizedSpec(5, 256, 384, scales, stored=stored), SMALL)
 
 
 @pytest.mark.full
@@ -54,14 +61,14 @@ def test_strips_that_several_blocks_share(stored: Any, scales: int) -> None:
 @pytest.mark.parametrize("stored", [jnp.int8, jnp.float8_e4m3fn])
 @pytest.mark.parametrize("scales", [1, 2, 4])
 def test_types_and_scales(dtype: Any, stored: Any, scales: int) -> None:
-    check(Spec(8, 256, 256, scales, dtype, stored), replace(SMALL, workers=3))
+    check(QuantizedSpec(8, 256, 256, scales, dtype, stored), replace(SMALL, workers=3))
 
 
 @pytest.mark.full
 @needs_interpreter
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16, 33, 64, 128, 130, 256])
 def test_tokens(tokens: int) -> None:
-    spec = Spec(tokens, 256, 256, 2, stored=jnp.int8, cores=4)
+    spec = QuantizedSpec(tokens, 256, 256, 2, stored=jnp.int8, cores=4)
     check(spec, replace(heuristic(spec), stages=2))
 
 
@@ -69,7 +76,7 @@ def test_tokens(tokens: int) -> None:
 @needs_interpreter
 @pytest.mark.parametrize(("stages", "workers", "depth"), [(2, 1, 64), (3, 1, 128), (2, 7, 64), (5, 16, 128)])
 def test_configs(stages: int, workers: int, depth: int) -> None:
-    check(Spec(8, 512, 256, 4, stored=jnp.int8), Config(8, depth, stages, workers))
+    check(QuantizedSpec(8, 512, 256, 4, stored=jnp.int8), Config(8, depth, stages, workers))
 
 
 @needs_interpreter
@@ -80,13 +87,13 @@ def test_tiles_that_are_freed_before_they_are_read_are_caught(monkeypatch: pytes
     monkeypatch.setattr(narrow_tile, "fence", lambda interpret: None)
     monkeypatch.setattr(narrow_tile.plgpu, "commit_smem", lambda: None)
     with pytest.raises(AssertionError, match="races"):
-        check(Spec(8, 256, 128, 1), replace(SMALL, workers=1, stages=2))
+        check(QuantizedSpec(8, 256, 128, 1), replace(SMALL, workers=1, stages=2))
 
 
 @settings(deadline=None, max_examples=examples(50))
 @given(st.integers(1, 12), st.integers(1, 20), st.integers(1, 140))
 def test_every_step_of_every_strip_is_some_blocks_and_shares_are_equal(strips: int, steps: int, workers: int) -> None:
-    work = Work(strips, steps, workers)
+    work = StripWork(strips, steps, workers)
     done = np.zeros((strips, steps), int)
     for strip, first, count in work.items:
         assert count > 0
@@ -115,13 +122,13 @@ def test_every_step_of_every_strip_is_some_blocks_and_shares_are_equal(strips: i
 )
 def test_configs_that_cannot_be_are_named(config: Config, changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        config.validate(replace(Spec(8, 256, 256), **changes))
+        config.validate(replace(QuantizedSpec(8, 256, 256), **changes))
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 17, 64, 65, 128, 256])
 @pytest.mark.parametrize("size", [(4096, 6144, 32), (14336, 4096, 112), (2048, 5120, 1), (192, 256, 3)])
 def test_heuristics_and_candidates_fit(tokens: int, size: tuple[int, int, int]) -> None:
-    spec = Spec(tokens, *size)
+    spec = QuantizedSpec(tokens, *size)
     found = list(candidates(spec))
     assert found[0] == heuristic(spec)
     for config in found:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.layout import MASKED, Ragged, Scales
-from pallas_kernels.mosaic.spec import SMEM, Spec
+from pallas_kernels.mosaic.spec import SMEM, AttentionShape
 from pallas_kernels.ops.paged_attention.cases import prefill_cases
 from pallas_kernels.ops.paged_attention.hopper.prefill import Config, candidates, heuristic, paged_prefill, supports
 from tests.support.kernels.interpreted import needs_interpreter, without_races
@@ -179,7 +179,7 @@ MODELS = [(32, 8, 128), (8, 2, 128), (16, 2, 128), (40, 8, 128), (24, 8, 128), (
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), MODELS)
 @pytest.mark.parametrize("page", [16, 64, 128, 256])
 def test_heuristic_and_candidates_fit_the_block(heads: int, kv_heads: int, dim: int, page: int) -> None:
-    spec = Spec(64, heads, kv_heads, dim, page)
+    spec = AttentionShape(64, heads, kv_heads, dim, page)
     assert supports(spec) is None
     found = list(candidates(spec))
     assert found[0] == heuristic(spec)
@@ -190,7 +190,7 @@ def test_heuristic_and_candidates_fit_the_block(heads: int, kv_heads: int, dim: 
 
 
 def test_what_is_not_supported_is_named() -> None:
-    spec = Spec(64, 32, 8, 128, 64)
+    spec = AttentionShape(64, 32, 8, 128, 64)
     for change, reason in (
         ({"kv_dtype": jnp.int8, "dim": 256}, "only one tile of keys fits"),
         ({"kv_dtype": jnp.float16}, "must be float8_e4m3fn, int8 or"),

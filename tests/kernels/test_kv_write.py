@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.layout import Ragged, Scales
-from pallas_kernels.mosaic.spec import Spec
+from pallas_kernels.mosaic.spec import AttentionShape
 from pallas_kernels.ops.kv_write.hopper import Config, candidates, heuristic, rope_and_write
 from pallas_kernels.ops.kv_write.xla import rope_and_write_xla
 from tests.support.kernels import reference
@@ -151,14 +151,14 @@ def test_the_kernel_quantises_as_the_twin_does(stored: Any) -> None:
 @pytest.mark.parametrize(
     ("spec", "config", "reason"),
     [
-        (Spec(1, 4, 2, 96, 64), Config(), "spec.dim=96 must be 64, 128 or 256"),
-        (Spec(1, 4, 2, 64, 64, dtype=jnp.float32), Config(), "must be bfloat16 or float16"),
-        (Spec(1, 4, 2, 64, 64, kv_dtype=jnp.uint8), Config(), "must be one of float8_e4m3fn, int8"),
-        (Spec(1, 4, 2, 64, 64), Config(17), "self.tokens=17 must be 1 to 16"),
+        (AttentionShape(1, 4, 2, 96, 64), Config(), "spec.dim=96 must be 64, 128 or 256"),
+        (AttentionShape(1, 4, 2, 64, 64, dtype=jnp.float32), Config(), "must be bfloat16 or float16"),
+        (AttentionShape(1, 4, 2, 64, 64, kv_dtype=jnp.uint8), Config(), "must be one of float8_e4m3fn, int8"),
+        (AttentionShape(1, 4, 2, 64, 64), Config(17), "self.tokens=17 must be 1 to 16"),
     ],
     ids=["dim", "dtype", "stored", "tokens"],
 )
-def test_what_the_kernel_cannot_do_is_refused_by_name(spec: Spec, config: Config, reason: str) -> None:
+def test_what_the_kernel_cannot_do_is_refused_by_name(spec: AttentionShape, config: Config, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         config.validate(spec)
 
@@ -170,7 +170,7 @@ def test_scales_and_the_dtype_of_the_pools_go_together() -> None:
 
 
 def test_configs_are_valid_for_what_they_are_chosen_for() -> None:
-    spec = Spec(1, 32, 8, 128, 64)
+    spec = AttentionShape(1, 32, 8, 128, 64)
     for tokens in (1, 7, 256, 8192):
         for config in (heuristic(tokens), *candidates(tokens)):
             config.validate(spec)

@@ -13,8 +13,8 @@ import pytest
 from jaxserve.models.quantised import Quantised, einsum, multiplied_by
 from pallas_kernels.choice import Unsupported
 from pallas_kernels.ops.quantized_matmul.api import (
+    MatmulSpec,
     MosaicQuantizedMatmul,
-    Spec,
     XlaQuantizedMatmul,
     products,
     resolve_quantized_matmul,
@@ -22,7 +22,7 @@ from pallas_kernels.ops.quantized_matmul.api import (
 from tests.support.kernels.interpreted import needs_interpreter
 from tests.support.kernels.reference import error
 
-H200 = Spec("bfloat16", "float8_e4m3fn", True, platform="gpu", device="NVIDIA H200", capability="9.0")
+H200 = MatmulSpec("bfloat16", "float8_e4m3fn", True, platform="gpu", device="NVIDIA H200", capability="9.0")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def test_a_weight_goes_to_the_backend_that_takes_it_with_its_outputs_together() 
 
 @needs_interpreter
 def test_the_kernel_computes_what_xla_does() -> None:
-    spec = Spec("float16", "float8_e4m3fn", True, platform="cpu", cores=2, interpret=True)
+    spec = MatmulSpec("float16", "float8_e4m3fn", True, platform="cpu", cores=2, interpret=True)
     one = products(resolve_quantized_matmul(spec, "mosaic_gpu"))
     x = jnp.asarray(np.random.default_rng(1).standard_normal((3, 256)), jnp.float16)
     plain = weight(256, 2, 128, scales=2, dtype=jnp.float8_e4m3fn)

@@ -11,11 +11,11 @@ import pytest
 
 from pallas_kernels.attention.cases import cases as layer_cases
 from pallas_kernels.gate.cases import Case
-from pallas_kernels.ops.paged_attention.api import Spec
+from pallas_kernels.ops.paged_attention.api import AttentionSpec
 from pallas_kernels.ops.paged_attention.tpu import config, decode
 from pallas_kernels.ops.paged_attention.tpu import kernel as body
 from pallas_kernels.ops.paged_attention.tpu.cases import decode_cases
-from pallas_kernels.ops.paged_attention.tpu.config import Config, Shape
+from pallas_kernels.ops.paged_attention.tpu.config import Config, TpuShape
 from pallas_kernels.ops.paged_attention.tpu.plan import plan_decode
 from tests.support.kernels.ragged import deal, make
 from tests.support.kernels.tpu import POOL, Options, check, races_found, run, step
@@ -123,7 +123,7 @@ def test_the_plan_places_every_token_of_its_rows_once() -> None:
 
 
 def test_a_config_that_does_not_fit_says_so() -> None:
-    shape = Shape(32, 8, 128, 64)
+    shape = TpuShape(32, 8, 128, 64)
     assert decode.heuristic(shape).mixed and not decode.heuristic(shape, 16).mixed
     decode.heuristic(shape, 16).validate(shape)
     with pytest.raises(ValueError, match=r"needs \d+ bytes of VMEM"):
@@ -158,6 +158,8 @@ def test_the_gate_is_offered_what_is_served() -> None:
     ],
 )
 def test_what_it_supports(change: dict[str, object], reason: str | None) -> None:
-    spec = dataclasses.replace(Spec("bfloat16", platform="tpu", heads=32, kv_heads=8, head_dim=128, page=64), **change)
+    spec = dataclasses.replace(
+        AttentionSpec("bfloat16", platform="tpu", heads=32, kv_heads=8, head_dim=128, page=64), **change
+    )
     told = config.supports(spec)
     assert told is None if reason is None else told is not None and reason in told

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention import tpu
-from pallas_kernels.ops.paged_attention.api import Spec
+from pallas_kernels.ops.paged_attention.api import AttentionSpec
 from pallas_kernels.ops.paged_attention.tpu.lanes import Row, row_of
 from tests.support.kernels import reference
 from tests.support.kernels.ragged import deal, make
 
-SPEC = Spec("float32", platform="cpu", heads=8, kv_heads=4, head_dim=64, page=16, interpret=True)
+SPEC = AttentionSpec("float32", platform="cpu", heads=8, kv_heads=4, head_dim=64, page=16, interpret=True)
 
 
 @pytest.mark.parametrize(("rows", "shared", "group", "pad"), [(1, 1, 2, 4), (2, 2, 3, 0), (3, 2, 1, 1)])
@@ -47,7 +47,7 @@ def test_scores_and_values_are_those_of_the_own_head(rows: int, shared: int, gro
     ],
 )
 def test_what_a_row_holds(heads: int, dim: int, stored: str, found: tuple[int, int]) -> None:
-    spec = Spec("bfloat16", heads, heads, dim, 16, platform="tpu", kv_dtype=stored)
+    spec = AttentionSpec("bfloat16", heads, heads, dim, 16, platform="tpu", kv_dtype=stored)
     assert tpu.row(spec) == found and row_of(spec).plain == (found == (1, dim))
     assert (tpu.supports(spec) is None) == (found[1] >= 128)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.ops.paged_attention.tpu import prefill
 from pallas_kernels.ops.paged_attention.tpu.cases import prefill_cases
-from pallas_kernels.ops.paged_attention.tpu.config import Config, Shape
+from pallas_kernels.ops.paged_attention.tpu.config import Config, TpuShape
 from pallas_kernels.ops.paged_attention.tpu.plan import most_items, plan_prefill
 from tests.support.examples import examples
 from tests.support.kernels.ragged import deal, make
@@ -93,7 +93,7 @@ def test_every_token_of_its_rows_is_in_one_item(rows: list[tuple[int, int]], cut
 
 
 def test_items_get_smaller_where_vector_memory_is_short() -> None:
-    small, large = Shape(32, 8, 128, 64), Shape(128, 16, 256, 64)
+    small, large = TpuShape(32, 8, 128, 64), TpuShape(128, 16, 256, 64)
     assert prefill.heuristic(small).queries > prefill.heuristic(large).queries >= prefill.LEAST
     for shape in (small, large):
         prefill.heuristic(shape).validate(shape)

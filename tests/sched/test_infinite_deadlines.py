@@ -18,7 +18,7 @@ from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, Request, State
 from jaxserve.sched.api.slo import ANSWER, LONGEST, NO_SLO, SHORTEST, SLO, THINKING
 from jaxserve.sched.api.thinking import ThinkingEnd
 from jaxserve.sched.sim.executor import END_THINKING
-from tests.support.sched.harness import Job, Outcome
+from tests.support.sched.harness import Outcome, SimRequest
 from tests.support.sched.laws import Watch
 
 STAGES = [
@@ -108,7 +108,7 @@ def run_extremes(policy: str, roles: list[Role], **shape: Any) -> Outcome:
     rng = random.Random(11)
     slos = [NO_SLO, SLO(ttft=inf), SLO(tpot=inf), *EXTREMES, SLO(ttft=1.0, tpot=0.01, tbt=inf), SLO(tbt=SHORTEST)]
     jobs = [
-        Job(
+        SimRequest(
             range(index * 40, index * 40 + rng.randint(1, 30)),
             rng.randint(1, 12),
             rng.random() * 0.1,

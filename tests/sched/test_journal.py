@@ -12,7 +12,7 @@ from jaxserve.sched.api.errors import InvalidValue
 from jaxserve.sched.journal import replay
 from tests.support.examples import examples
 from tests.support.sched.complete import JOB, ROLES
-from tests.support.sched.harness import Job
+from tests.support.sched.harness import SimRequest
 from tests.support.sched.recorded import perf, recorded
 
 
@@ -23,7 +23,7 @@ from tests.support.sched.recorded import perf, recorded
     every=st.sampled_from([4, 7, 10_000]),
 )
 @settings(max_examples=examples(60))
-def test_replay_reproduces_every_plan(jobs: list[Job], roles: str, policy: str, every: int) -> None:
+def test_replay_reproduces_every_plan(jobs: list[SimRequest], roles: str, policy: str, every: int) -> None:
     text = recorded(jobs, roles, policy, every)
     outcome = replay(text.splitlines(), perf)
     assert outcome.differences == []
@@ -32,13 +32,15 @@ def test_replay_reproduces_every_plan(jobs: list[Job], roles: str, policy: str, 
 
 def test_steps_know_what_was_predicted_of_them() -> None:
     """The schedulers' model is the devices' own."""
-    outcome = replay(recorded([Job(range(30), 6), Job(range(50, 59), 3)], "1x1", "distserve").splitlines(), perf)
+    outcome = replay(
+        recorded([SimRequest(range(30), 6), SimRequest(range(50, 59), 3)], "1x1", "distserve").splitlines(), perf
+    )
     assert len(outcome.steps) > 5
     assert [step.predicted for step in outcome.steps] == pytest.approx([step.seconds for step in outcome.steps])
 
 
 def test_a_changed_plan_shows_as_a_difference() -> None:
-    jobs = [Job(range(100 * i, 100 * i + 12), 6) for i in range(6)]
+    jobs = [SimRequest(range(100 * i, 100 * i + 12), 6) for i in range(6)]
     lines = recorded(jobs, "1x1", "distserve").splitlines()
     for index, line in enumerate(lines):
         record = json.loads(line)
@@ -51,7 +53,7 @@ def test_a_changed_plan_shows_as_a_difference() -> None:
 
 
 def test_no_prompt_is_written() -> None:
-    text = recorded([Job([424242] * 12, 3)], "1x1", "distserve")
+    text = recorded([SimRequest([424242] * 12, 3)], "1x1", "distserve")
     assert "424242" not in text
 
 
@@ -63,7 +65,7 @@ def test_a_broken_line_is_named() -> None:
 @pytest.mark.parametrize("kept", [1, 20, -1])
 def test_a_cut_last_line_is_ignored(kept: int) -> None:
     """A process that is killed, or a disk that is full, cuts the last line."""
-    lines = recorded([Job(range(9), 4, 0.0), Job(range(12), 3, 0.1)], "2x1", "kairos").splitlines()
+    lines = recorded([SimRequest(range(9), 4, 0.0), SimRequest(range(12), 3, 0.1)], "2x1", "kairos").splitlines()
     whole, cut = lines[: len(lines) // 2], lines[len(lines) // 2][:kept]
     outcome = replay([*whole, cut], perf)
     assert outcome.differences == [] and outcome.plans == replay(whole, perf).plans > 0

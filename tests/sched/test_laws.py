@@ -34,7 +34,7 @@ from tests.support.sched.cases import (
     Case,
     drawn,
 )
-from tests.support.sched.harness import COEFFICIENTS, Job, Outcome
+from tests.support.sched.harness import COEFFICIENTS, Outcome, SimRequest
 from tests.support.sched.laws import REQUEST, Watch, check_tokens, check_told, first_difference, sealed
 
 CASES: list[Case] = list(product(MESHES, ROUTERS, ADMISSIONS))
@@ -55,13 +55,15 @@ def test_the_sample_meets_every_pair() -> None:
         assert {(case[one], case[other]) for case in cases} == {(case[one], case[other]) for case in CASES}
 
 
-def serve(policy: str, case: Case, jobs: list[Job], shape: dict[str, Any], *, seal: bool) -> tuple[Watch, Outcome]:
+def serve(
+    policy: str, case: Case, jobs: list[SimRequest], shape: dict[str, Any], *, seal: bool
+) -> tuple[Watch, Outcome]:
     mesh, routing, admission = case
     watch = Watch(policy, seal=seal)
     return watch, watch.run(jobs, MESHES[mesh], routing=routing, admission=admission, **shape)
 
 
-def check(policy: str, case: Case, jobs: list[Job], shape: dict[str, Any]) -> None:
+def check(policy: str, case: Case, jobs: list[SimRequest], shape: dict[str, Any]) -> None:
     """All laws of one run; and of two that differ only in whether the policy is watched: equal histories."""
     watch, outcome = serve(policy, case, jobs, shape, seal=False)
     check_told(outcome, jobs, case[2].endswith(":refuse"))
@@ -98,15 +100,17 @@ def test_best_effort_that_holds_pages_keeps_nobody_from_going_on() -> None:
     check(policy, case, *drawn((policy, case, "full")))
 
 
-def permuted(jobs: list[Job], places: list[int]) -> list[Job]:
+def permuted(jobs: list[SimRequest], places: list[int]) -> list[SimRequest]:
     """The same requests with each other's hidden output lengths."""
     return [
-        Job(job.prompt, jobs[place].output, job.arrival, job.slo, tier=job.tier)
+        SimRequest(job.prompt, jobs[place].output, job.arrival, job.slo, tier=job.tier)
         for job, place in zip(jobs, places, strict=True)
     ]
 
 
-def check_blind(policy: str, case: Case, jobs: list[Job], others: list[Job], shape: dict[str, Any]) -> float:
+def check_blind(
+    policy: str, case: Case, jobs: list[SimRequest], others: list[SimRequest], shape: dict[str, Any]
+) -> float:
     """Plans are equal until it shows that output lengths differ. Returns when that is."""
     (watch, outcome), (other, same) = (serve(policy, case, each, shape, seal=False) for each in (jobs, others))
     shows = first_difference(outcome, same)
@@ -148,7 +152,7 @@ class Lazy:
 
 
 def test_what_watches_sees_an_idle_instance_and_a_look_behind_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = [Job(range(9), 1, arrival) for arrival in (0.0, 0.03)]
+    jobs = [SimRequest(range(9), 1, arrival) for arrival in (0.0, 0.03)]
     monkeypatch.setattr(policies, "make", lambda name: Lazy())
     with pytest.raises(AssertionError, match=r"idle at .*wants none of"):
         serve("lazy", ("1", "least_work", "none"), jobs, {}, seal=False)

@@ -82,7 +82,7 @@ def resolve_backends(config: BackendOptions, spec: ModelSpec, dtype: Any, mesh: 
     """Of all instances. `spec` is that of `for_tp`; raises InvalidValue where what is named cannot run."""
     device = mesh.devices.flat[0]
     # An interpreter runs every block of a kernel, one after the other: few of them.
-    cores = 2 if config.interpret else int(getattr(device, "core_count", 0) or dispatch.Spec.cores)
+    cores = 2 if config.interpret else int(getattr(device, "core_count", 0) or dispatch.AttentionSpec.cores)
     here = {
         "platform": device.platform,
         "device": device.device_kind,
@@ -97,13 +97,16 @@ def resolve_backends(config: BackendOptions, spec: ModelSpec, dtype: Any, mesh: 
             products.resolve_quantized_matmul, _products(config, spec, dtype, here), config.products_backend, "products"
         ),
         _resolved(
-            thresholds.resolve_sampling, thresholds.Spec(**here, vocab=spec.vocab), config.sampling_backend, "sampling"
+            thresholds.resolve_sampling,
+            thresholds.ThresholdSpec(**here, vocab=spec.vocab),
+            config.sampling_backend,
+            "sampling",
         ),
     )
 
 
-def _attention(config: BackendOptions, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]) -> dispatch.Spec:
-    return dispatch.Spec(
+def _attention(config: BackendOptions, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]) -> dispatch.AttentionSpec:
+    return dispatch.AttentionSpec(
         **here,
         dtype=str(dtype),
         heads=spec.heads // config.mesh.tp,
@@ -116,14 +119,16 @@ def _attention(config: BackendOptions, spec: ModelSpec, dtype: Any, here: Mappin
     )
 
 
-def _experts(config: BackendOptions, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]) -> experts.Spec | None:
+def _experts(
+    config: BackendOptions, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]
+) -> experts.ExpertsSpec | None:
     """None: the model has no mixture of experts."""
     if spec.moe is None:
         return None
     narrow = spec.quantised
     if narrow is not None and not any(map(_narrow_experts, registry.abstract_weights(spec, dtype)["layers"])):
         narrow = None  # what is quantised are other weights
-    return experts.Spec(
+    return experts.ExpertsSpec(
         **here,
         dtype=str(dtype),
         experts=spec.moe.experts // config.mesh.tp,
@@ -139,13 +144,15 @@ def _narrow_experts(layer: Any) -> bool:
     return any(isinstance(leaf, Quantised) and leaf.values.axes[0] == "experts" for leaf in leaves)
 
 
-def _products(config: BackendOptions, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]) -> products.Spec | None:
+def _products(
+    config: BackendOptions, spec: ModelSpec, dtype: Any, here: Mapping[str, Any]
+) -> products.MatmulSpec | None:
     """None: no weights are of 8 bits."""
     if spec.quantised is None:
         return None
     blocks = spec.quantised.block is not None
     weights = spec.quantised.dtype
-    return products.Spec(**here, dtype=str(dtype), weights=weights, blocks=blocks, shards=config.mesh.tp)
+    return products.MatmulSpec(**here, dtype=str(dtype), weights=weights, blocks=blocks, shards=config.mesh.tp)
 
 
 A = TypeVar("A")

@@ -31,7 +31,7 @@ from jaxserve.sched.api.preemption import Boundary
 from jaxserve.settings.speculative import Speculative
 from pallas_kernels.gate.cases import Case, Step, shapes
 from pallas_kernels.gate.targets import memory_of
-from pallas_kernels.ops.sampling_threshold.api import MosaicThresholds, Spec
+from pallas_kernels.ops.sampling_threshold.api import MosaicThresholds, ThresholdSpec
 
 ROWS, TOKENS = 256, 8192  # what an engine on a GPU has unless it is told otherwise
 LENGTH = 8192  # tokens of the longest request
@@ -98,7 +98,7 @@ def _cuts(vocab: int) -> Case:
     """Drawing by top-k, top-p and min-p."""
 
     def draw_cut(logits: jax.Array, packed: jax.Array) -> jax.Array:
-        return draw(logits, SamplingRows(packed), MosaicThresholds(Spec(vocab, platform="gpu")))
+        return draw(logits, SamplingRows(packed), MosaicThresholds(ThresholdSpec(vocab, platform="gpu")))
 
     return Case(
         name=f"draw with cuts llama3 r{ROWS}",
@@ -113,7 +113,11 @@ def _fully(vocab: int) -> Case:
 
     def draw_fully(logits: jax.Array, packed: jax.Array, counts: jax.Array, *adjust: jax.Array) -> Any:
         return draw_full(
-            logits, SamplingRows(packed), Adjust(*adjust), counts, MosaicThresholds(Spec(vocab, platform="gpu"))
+            logits,
+            SamplingRows(packed),
+            Adjust(*adjust),
+            counts,
+            MosaicThresholds(ThresholdSpec(vocab, platform="gpu")),
         )
 
     return Case(

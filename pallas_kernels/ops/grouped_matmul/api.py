@@ -25,7 +25,7 @@ GPU_TILE = 64
 
 
 @dataclass(frozen=True)
-class Spec(Here):
+class ExpertsSpec(Here):
     """The dtypes and sizes of one shard's experts."""
 
     dtype: str  # of activations
@@ -67,7 +67,7 @@ class XlaExperts:
 class MosaicExperts:
     """The kernel of `hopper/matmul.py`, whose tile size follows from the number of pairs in a step."""
 
-    spec: Spec
+    spec: ExpertsSpec
 
     @cached_property
     def _interpret(self) -> Any:
@@ -86,7 +86,7 @@ class MosaicExperts:
         from pallas_kernels.ops.grouped_matmul.hopper import matmul
 
         experts, width, outputs = weight.shape
-        shape = matmul.Spec(len(work.place), experts, width, outputs, x.dtype, cores=self.spec.cores)
+        shape = matmul.GroupedSpec(len(work.place), experts, width, outputs, x.dtype, cores=self.spec.cores)
         if scale is not None:
             shape = replace(shape, stored=weight.dtype, scales=scale.shape[1])
         config = matmul.heuristic(shape)
@@ -99,7 +99,7 @@ class _Mosaic:
     """The backend `mosaic_gpu`."""
 
     @staticmethod
-    def supports(spec: Spec) -> str | None:
+    def supports(spec: ExpertsSpec) -> str | None:
         from pallas_kernels.mosaic.support import unfit
         from pallas_kernels.ops.grouped_matmul.hopper import matmul
 
@@ -108,13 +108,15 @@ class _Mosaic:
         stored = jnp.dtype(spec.weights) if spec.weights not in ("", spec.dtype) else None
         for width, outputs in ((spec.dim, 2 * spec.ff_dim), (spec.ff_dim, spec.dim)):
             scales = width // gcd(width, spec.block) if spec.block else 1
-            shape = matmul.Spec(1, spec.experts, width, outputs, jnp.dtype(spec.dtype), stored, scales, spec.cores)
+            shape = matmul.GroupedSpec(
+                1, spec.experts, width, outputs, jnp.dtype(spec.dtype), stored, scales, spec.cores
+            )
             if (reason := matmul.supports(shape)) is not None:
                 return reason
         return None
 
     @staticmethod
-    def make(spec: Spec) -> Experts:
+    def make(spec: ExpertsSpec) -> Experts:
         return MosaicExperts(spec)
 
 
@@ -122,18 +124,18 @@ class _Xla:
     """The backend `xla`."""
 
     @staticmethod
-    def supports(spec: Spec) -> str | None:
+    def supports(spec: ExpertsSpec) -> str | None:
         return None
 
     @staticmethod
-    def make(spec: Spec) -> Experts:
+    def make(spec: ExpertsSpec) -> Experts:
         return XlaExperts(GPU_TILE if spec.platform == "gpu" else TILE)
 
 
 BACKENDS: Mapping[str, Any] = {"mosaic_gpu": _Mosaic, "xla": _Xla}
 
 
-def resolve_experts(spec: Spec, name: str = "auto") -> Choice:
+def resolve_experts(spec: ExpertsSpec, name: str = "auto") -> Choice:
     """Resolve the backend of expert products; see `choice.resolve`."""
     return resolve(spec, name, BACKENDS, "experts")
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gate.cases import Case, shapes
-from pallas_kernels.ops.grouped_matmul.hopper.matmul import Config, Spec, grouped_matmul, heuristic, plan
+from pallas_kernels.ops.grouped_matmul.hopper.matmul import Config, GroupedSpec, grouped_matmul, heuristic, plan
 
 # X, I and O of the two products of a layer: gate and up together, and down.
 MODELS = {
@@ -47,11 +47,11 @@ def _cases(
     """Yield both products of a layer."""
     (experts, dim, ff_dim), pairs = MODELS[model], tokens * CHOSEN[model]
     for part, width, outputs, out_dtype in (("up", dim, 2 * ff_dim, None), ("down", ff_dim, dim, jnp.float32)):
-        spec = Spec(pairs, experts, width, outputs, dtype, stored, width // 128 if blocks else 1)
+        spec = GroupedSpec(pairs, experts, width, outputs, dtype, stored, width // 128 if blocks else 1)
         yield _case(f"{model} {part}", spec, out_dtype, tokens, usual)
 
 
-def _case(name: str, spec: Spec, out_dtype: Any, tokens: int, usual: bool) -> Case:
+def _case(name: str, spec: GroupedSpec, out_dtype: Any, tokens: int, usual: bool) -> Case:
     config = heuristic(spec)
     rows = len(jax.eval_shape(lambda: plan(jnp.zeros(spec.pairs, jnp.int32), spec.experts)).source)
     form, kind = "swapped" if config.swapped else "straight", jnp.dtype(spec.dtype).name

@@ -33,7 +33,7 @@ from jax import lax
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.interpret import Interpret, cast
-from pallas_kernels.mosaic.spec import Spec
+from pallas_kernels.mosaic.spec import AttentionShape
 from pallas_kernels.ops.kv_write.xla import LARGEST
 from pallas_kernels.rope import Turn
 
@@ -46,7 +46,7 @@ class Config:
 
     tokens: int = 1
 
-    def validate(self, spec: Spec) -> None:
+    def validate(self, spec: AttentionShape) -> None:
         if not 1 <= self.tokens <= 16:
             raise ValueError(f"{self.tokens=} must be 1 to 16")
         if spec.dim not in (64, 128, 256):
@@ -89,7 +89,7 @@ def rope_and_write(
     tokens, heads, dim = q.shape
     pages, page, kv_heads, _ = k_pool.shape
     config = config or heuristic(tokens)
-    config.validate(Spec(1, heads, kv_heads, dim, page, dtype=q.dtype, kv_dtype=k_pool.dtype))
+    config.validate(AttentionShape(1, heads, kv_heads, dim, page, dtype=q.dtype, kv_dtype=k_pool.dtype))
     if (scales is None) != (k_pool.dtype == k.dtype):
         raise ValueError(f"pools of {k_pool.dtype} and keys of {k.dtype} need {'no ' * (scales is not None)}scales")
     several = next(n for n in range(config.tokens, 0, -1) if tokens % n == 0)

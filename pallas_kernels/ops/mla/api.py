@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from pallas_kernels import tuned
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.ops.kv_write.xla import write_latent
-from pallas_kernels.ops.paged_attention.api import Pool, Spec
+from pallas_kernels.ops.paged_attention.api import AttentionSpec, Pool
 from pallas_kernels.ops.paged_attention.sinks import with_sinks
 from pallas_kernels.rope import Turn, rotate
 
 MANY = 64  # query tokens of a row that may be a prompt: enough to fill the products
 
 
-def refused(spec: Spec) -> str | None:
+def refused(spec: AttentionSpec) -> str | None:
     """Return None, or the reason why the kernel cannot run `spec`, in steps of single tokens or in others."""
     try:
         for decode in (True, False):
@@ -33,9 +33,9 @@ def refused(spec: Spec) -> str | None:
     return None
 
 
-def _config(spec: Spec, decode: bool) -> tuple[Any, Any]:
+def _config(spec: AttentionSpec, decode: bool) -> tuple[Any, Any]:
     """Return the measured config or, without one, the heuristic config, and the spec it is chosen for."""
-    from pallas_kernels.mosaic.spec import Spec as Wanted
+    from pallas_kernels.mosaic.spec import AttentionShape as Wanted
     from pallas_kernels.ops.mla import hopper
 
     # The number of rows is unknown until the step, so configs must not depend on it.
@@ -59,7 +59,7 @@ def _config(spec: Spec, decode: bool) -> tuple[Any, Any]:
 class MlaAttention:
     """Attention of one bucket to a latent KV cache, by the Hopper kernel."""
 
-    spec: Spec
+    spec: AttentionSpec
     decode: bool
 
     def plan(self, ragged: Ragged) -> tuple[Ragged, tuple[Any, ...]]:

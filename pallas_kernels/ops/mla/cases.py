@@ -11,13 +11,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.gate.cases import Case, shapes
 from pallas_kernels.layout import Ragged
-from pallas_kernels.mosaic.spec import Spec
+from pallas_kernels.mosaic.spec import AttentionShape
 from pallas_kernels.ops.mla.hopper import FEW, Config, heuristic, paged_mla
 
 
 def cases() -> Iterator[Case]:
     """Yield every config in use: pages, dtypes, numbers of heads, and rows of several tokens."""
-    lite = Spec(64, 16, 1, 576, 64, values=512)
+    lite = AttentionShape(64, 16, 1, 576, 64, values=512)
     for name, spec in (
         ("16 heads", lite),
         ("16 heads", replace(lite, page=16)),
@@ -46,7 +46,7 @@ def cases() -> Iterator[Case]:
     yield _case("16 heads prompts", prompts, heuristic(prompts), 8192)
 
 
-def _case(name: str, spec: Spec, config: Config, tokens: int) -> Case:
+def _case(name: str, spec: AttentionShape, config: Config, tokens: int) -> Case:
     row = ((spec.rows,), jnp.int32)
     return Case(
         name=f"mla {name} {'mma' if config.warps else 'wgmma'} {jnp.dtype(spec.kv_dtype).name} page{spec.page}"
@@ -64,7 +64,9 @@ def _case(name: str, spec: Spec, config: Config, tokens: int) -> Case:
     )
 
 
-def _step(q: jax.Array, pool: jax.Array, *fields: jax.Array, spec: Spec, config: Config) -> tuple[jax.Array, jax.Array]:
+def _step(
+    q: jax.Array, pool: jax.Array, *fields: jax.Array, spec: AttentionShape, config: Config
+) -> tuple[jax.Array, jax.Array]:
     """Plan and attend, as one layer of a step does."""
     work = config.plan(Ragged(*fields), page=spec.page, short=spec.queries == 1)
     return paged_mla(q, pool, work, values=spec.values, scale=spec.dim**-0.5, config=config)

@@ -44,10 +44,10 @@ from pallas_kernels.layout import MASKED, Ragged
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.compat import plgpu
 from pallas_kernels.mosaic.interpret import Interpret, cast, wgmma, wgmmas
-from pallas_kernels.mosaic.spec import CORES, SMEM, Spec, allowed
+from pallas_kernels.mosaic.spec import CORES, SMEM, AttentionShape, allowed
 from pallas_kernels.ops.mla.plan import sliced
 from pallas_kernels.ops.paged_attention.hopper.decode import attend
-from pallas_kernels.ops.paged_attention.hopper.decode_block import MEETING, Refs, Shape, each_item, mask, release
+from pallas_kernels.ops.paged_attention.hopper.decode_block import MEETING, DecodeShape, Refs, each_item, mask, release
 from pallas_kernels.ops.paged_attention.hopper.softmax import LEAST, LOG2E
 from pallas_kernels.ops.paged_attention.plan import DecodeWork, plan_decode
 
@@ -80,7 +80,7 @@ class Config:
         work = plan_decode(slices, page=page, queries=self.queries, tile=self.tile, workers=self.workers, window=window)
         return MlaWork(slices, work)
 
-    def validate(self, spec: Spec) -> None:
+    def validate(self, spec: AttentionShape) -> None:
         """Raise ValueError, naming the value, if this config cannot compute the spec."""
         if spec.kv_heads != 1 or spec.heads % self.blocks(spec):
             raise ValueError(
@@ -109,19 +109,19 @@ class Config:
         if (size := self.smem_bytes(spec)) > SMEM:
             raise ValueError(f"{self} needs {size} bytes of shared memory for {spec}; the limit is {SMEM}")
 
-    def blocks(self, spec: Spec) -> int:
+    def blocks(self, spec: AttentionShape) -> int:
         """Return the number of blocks that the query heads are split over."""
         return -(-spec.heads // most(spec))
 
-    def group(self, spec: Spec) -> int:
+    def group(self, spec: AttentionShape) -> int:
         """Return the query heads of a block."""
         return spec.heads // self.blocks(spec)
 
-    def rows(self, spec: Spec) -> int:
+    def rows(self, spec: AttentionShape) -> int:
         """Return M, the rows of a product."""
         return FEW if self.warps else ROWS
 
-    def smem_bytes(self, spec: Spec) -> int:
+    def smem_bytes(self, spec: AttentionShape) -> int:
         """Return the shared memory of a block, including barriers and alignment."""
         rows, latent = self.rows(spec), spec.dim * 2
         if spec.quantised:
@@ -132,12 +132,12 @@ class Config:
         return rows * latent + self.stages * (self.tile // CONSUMERS) * latent + CONSUMERS * rows * 4 + 2048
 
 
-def most(spec: Spec) -> int:
+def most(spec: AttentionShape) -> int:
     """Return the maximum number of query heads of a block."""
     return FEW if spec.quantised else ROWS
 
 
-def heuristic(spec: Spec, *, warps: bool | None = None) -> Config:
+def heuristic(spec: AttentionShape, *, warps: bool | None = None) -> Config:
     """Return a config expected to be good for the spec; `warps` None chooses by the rows of the product.
 
     `spec.queries` is the maximum tokens of a row; rows beyond a product's capacity are cut into
@@ -159,7 +159,7 @@ def heuristic(spec: Spec, *, warps: bool | None = None) -> Config:
     return config
 
 
-def candidates(spec: Spec) -> Iterator[Config]:
+def candidates(spec: AttentionShape) -> Iterator[Config]:
     """Yield configs worth timing for the spec, the heuristic one first; the compile gate drops those that spill."""
     best = heuristic(spec)
     yield best
@@ -190,14 +190,14 @@ def paged_mla(
     everywhere, even where nothing was written, because masked latents are multiplied by zero.
     """
     rows, (_, page, copies, dim) = work.slices.lengths.shape[0], pool.shape
-    spec = Spec(
+    spec = AttentionShape(
         rows, q.shape[1], copies, dim, page, config.queries, q.dtype, pool.dtype, cores=config.workers, values=values
     )
     config.validate(spec)
     if work.decode.workers != config.workers or work.decode.row.shape[0] != config.workers + rows:
         raise ValueError(f"the work has {work.decode.workers} workers but {config.workers=}; plan with this config")
     used = config.queries * config.group(spec)
-    shape = Shape(
+    shape = DecodeShape(
         rows=config.rows(spec),
         packed=-(-used // 8) * 8,
         group=config.group(spec),
@@ -226,7 +226,7 @@ def paged_mla(
 State = tuple[jax.Array, jax.Array, jax.Array]  # mixed [M, R / 2], row maximum [M] in log2 units, row sum [M]
 
 
-def consume(shape: Shape, refs: Refs, me: Any) -> None:
+def consume(shape: DecodeShape, refs: Refs, me: Any) -> None:
     """Attend to every item of a block, sharing each tile with the other consumer."""
     s, block, head = refs.s, lax.axis_index("block"), lax.axis_index("head")
 
@@ -253,7 +253,7 @@ def consume(shape: Shape, refs: Refs, me: Any) -> None:
     each_item(shape, refs, one)
 
 
-def _begin(shape: Shape) -> State:
+def _begin(shape: DecodeShape) -> State:
     layout = shape.layout("ACC")
 
     def full(value: float, dims: tuple[int, ...], layout: Any) -> jax.Array:
@@ -263,7 +263,7 @@ def _begin(shape: Shape) -> State:
     return full(0.0, (shape.rows, shape.width), layout), full(LEAST, (shape.rows,), row), full(0.0, (shape.rows,), row)
 
 
-def _tile(shape: Shape, s: dict[str, Any], me: Any, tile: Any, key: Any, position: Any, state: State) -> State:
+def _tile(shape: DecodeShape, s: dict[str, Any], me: Any, tile: Any, key: Any, position: Any, state: State) -> State:
     """Attend to the block's `tile`th tile; this warpgroup's keys start at `key`."""
     acc, peak, total = state
     slots, mine = [shape.place(tile, part) for part in range(shape.slots)], shape.place(tile, me)
@@ -289,7 +289,7 @@ def _tile(shape: Shape, s: dict[str, Any], me: Any, tile: Any, key: Any, positio
     return acc, top, total
 
 
-def _told(shape: Shape, s: dict[str, Any], me: Any, x: jax.Array) -> jax.Array:
+def _told(shape: DecodeShape, s: dict[str, Any], me: Any, x: jax.Array) -> jax.Array:
     """Exchange x [M] between the two warpgroups; both must `_meet` before the next exchange."""
     s["told"][me] = x
     _meet(s, 0)

@@ -19,7 +19,7 @@ Pool = tuple[jax.Array, ...]
 
 
 @dataclass(frozen=True)
-class Spec(Here):
+class AttentionSpec(Here):
     """The attention of a model on one shard: dtypes, heads, page size, windows."""
 
     dtype: str  # of activations, and of pools unless `kv_dtype` is set
@@ -75,10 +75,10 @@ class Attention(Protocol):
 class Backend(Protocol):
     """A family of kernels."""
 
-    def supports(self, spec: Spec) -> str | None:
+    def supports(self, spec: AttentionSpec) -> str | None:
         """Return None, or the reason why it cannot run `spec`."""
 
-    def make(self, spec: Spec | None, decode: bool, few: bool = False) -> Attention:
+    def make(self, spec: AttentionSpec | None, decode: bool, few: bool = False) -> Attention:
         """Build the attention of a bucket.
 
         `decode`: every program row is exactly one token. `few`: no row has more than 16 tokens.

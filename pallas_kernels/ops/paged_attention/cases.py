@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels.gate.cases import Case, shapes
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.mosaic.fragments import ROWS
-from pallas_kernels.mosaic.spec import Spec
+from pallas_kernels.mosaic.spec import AttentionShape
 from pallas_kernels.ops.paged_attention.hopper import decode, prefill
 
 # H, K and D of a shard of Llama 3, and whether every run of the gate compiles it.
@@ -30,7 +30,7 @@ def decode_cases() -> list[Case]:
     """Return every decode config in use: pages, dtypes, query tokens and head dims of served models."""
     found: list[Case] = []
     for model, ((heads, kv_heads, dim), usual) in DECODE_MODELS.items():
-        spec = Spec(64, heads, kv_heads, dim, 64)
+        spec = AttentionShape(64, heads, kv_heads, dim, 64)
         found += _decode_both(model, spec)
         for page in (16, 128):
             found += _decode_both(model, replace(spec, page=page), usual=usual)
@@ -40,17 +40,19 @@ def decode_cases() -> list[Case]:
         for stored in (jnp.float8_e4m3fn, jnp.int8):
             found += _decode_both(model, replace(spec, kv_dtype=stored), usual=usual)
     for dim in (64, 256):
-        found += _decode_both(f"d{dim}", Spec(64, 16, 4, dim, 64))
+        found += _decode_both(f"d{dim}", AttentionShape(64, 16, 4, dim, 64))
         for stored in (jnp.float8_e4m3fn, jnp.int8):
-            found.append(_decode_case(f"d{dim}", Spec(64, 16, 4, dim, 64, kv_dtype=stored), warps=True, usual=False))
-    eight = Spec(64, 32, 8, 128, 64, 4, kv_dtype=jnp.float8_e4m3fn)
+            found.append(
+                _decode_case(f"d{dim}", AttentionShape(64, 16, 4, dim, 64, kv_dtype=stored), warps=True, usual=False)
+            )
+    eight = AttentionShape(64, 32, 8, 128, 64, 4, kv_dtype=jnp.float8_e4m3fn)
     found.append(_decode_case("softcap window", eight, warps=True, usual=False, window=4096, softcap=50.0))
-    found += _decode_both("d256 window", Spec(64, 4, 1, 256, 64, queries=16), window=512)
-    found += _decode_both("softcap window", Spec(64, 16, 8, 128, 64), window=4096, softcap=50.0)
+    found += _decode_both("d256 window", AttentionShape(64, 4, 1, 256, 64, queries=16), window=512)
+    found += _decode_both("softcap window", AttentionShape(64, 16, 8, 128, 64), window=4096, softcap=50.0)
     return found
 
 
-def _decode_both(name: str, spec: Spec, *, usual: bool = True, **options: Any) -> Iterator[Case]:
+def _decode_both(name: str, spec: AttentionShape, *, usual: bool = True, **options: Any) -> Iterator[Case]:
     """Yield one spec with warp-level and with warpgroup products."""
     for warps in (False, True):
         if warps and spec.queries * spec.group > (ROWS if spec.quantised else 32):
@@ -58,7 +60,7 @@ def _decode_both(name: str, spec: Spec, *, usual: bool = True, **options: Any) -
         yield _decode_case(name, spec, warps, usual=usual, **options)
 
 
-def _decode_case(name: str, spec: Spec, warps: bool, *, usual: bool = True, **options: Any) -> Case:
+def _decode_case(name: str, spec: AttentionShape, warps: bool, *, usual: bool = True, **options: Any) -> Case:
     stored = "" if spec.kv_dtype == spec.dtype else f" {jnp.dtype(spec.kv_dtype).name}"
     return Case(
         name=f"decode {name} {'mma' if warps else 'wgmma'} {jnp.dtype(spec.dtype).name}{stored}"
@@ -71,7 +73,7 @@ def _decode_case(name: str, spec: Spec, warps: bool, *, usual: bool = True, **op
     )
 
 
-def _decode_arguments(spec: Spec) -> tuple[jax.ShapeDtypeStruct, ...]:
+def _decode_arguments(spec: AttentionShape) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Return q, the pools, the fields of `Ragged`, and scales; contexts of up to 32768 tokens, 4096 pages."""
     tokens, pool = spec.rows * spec.queries, (4096, spec.page, spec.kv_heads, spec.dim)
     rows = [((spec.rows,), jnp.int32)] * 3
@@ -92,7 +94,7 @@ def _decode_step(
     k_pool: jax.Array,
     v_pool: jax.Array,
     *rest: jax.Array,
-    spec: Spec,
+    spec: AttentionShape,
     config: decode.Config,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
@@ -108,30 +110,32 @@ def _decode_step(
 def prefill_cases() -> Iterator[Case]:
     """Yield every prefill config in use."""
     for model, (heads, kv_heads, dim) in PREFILL_MODELS.items():
-        spec = Spec(64, heads, kv_heads, dim, 64)
+        spec = AttentionShape(64, heads, kv_heads, dim, 64)
         for page in (16, 64, 128):
             yield _prefill_case(model, replace(spec, page=page), 2048)
-    spec = Spec(64, 32, 8, 128, 64)
+    spec = AttentionShape(64, 32, 8, 128, 64)
     for tokens in (512, 8192):
         yield _prefill_case("8b", spec, tokens)
     yield _prefill_case("8b", replace(spec, dtype=jnp.float16, kv_dtype=jnp.float16), 2048)
     yield _prefill_case("8b registers", spec, 2048, replace(prefill.heuristic(spec), p_in_smem=False, ping_pong=False))
-    yield _prefill_case("d64", Spec(64, 16, 8, 64, 64), 2048)
-    wide = Spec(64, 16, 8, 256, 64)  # Gemma 3 12B
+    yield _prefill_case("d64", AttentionShape(64, 16, 8, 64, 64), 2048)
+    wide = AttentionShape(64, 16, 8, 256, 64)  # Gemma 3 12B
     yield _prefill_case("d256", wide, 2048)
     yield _prefill_case("d256 window", wide, 2048, prefill.heuristic(wide, window=1024), window=1024)
     one = replace(wide, heads=4, kv_heads=1)  # Gemma 3 1B
     yield _prefill_case("d256 group 4 window", one, 8192, prefill.heuristic(one, window=512), window=512)
     for stored in (jnp.float8_e4m3fn, jnp.int8):
         yield _prefill_case("8b", replace(spec, kv_dtype=stored), 2048)
-    yield _prefill_case("group 5", Spec(64, 40, 8, 128, 64), 2048)
-    windowed = Spec(64, 16, 8, 128, 64)
+    yield _prefill_case("group 5", AttentionShape(64, 40, 8, 128, 64), 2048)
+    windowed = AttentionShape(64, 16, 8, 128, 64)
     yield _prefill_case(
         "softcap window", windowed, 2048, prefill.heuristic(windowed, window=4096), window=4096, softcap=50.0
     )
 
 
-def _prefill_case(name: str, spec: Spec, tokens: int, config: prefill.Config | None = None, **options: Any) -> Case:
+def _prefill_case(
+    name: str, spec: AttentionShape, tokens: int, config: prefill.Config | None = None, **options: Any
+) -> Case:
     stored = f" {jnp.dtype(spec.kv_dtype).name}" if spec.quantised else ""
     scales = [((spec.kv_heads,), jnp.float32)] * 2 if spec.quantised else []
     pool, row = (4096, spec.page, spec.kv_heads, spec.dim), ((spec.rows,), jnp.int32)
@@ -152,7 +156,13 @@ def _prefill_case(name: str, spec: Spec, tokens: int, config: prefill.Config | N
 
 
 def _prefill_step(
-    q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array, spec: Spec, config: prefill.Config, **options: Any
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *rest: jax.Array,
+    spec: AttentionShape,
+    config: prefill.Config,
+    **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Plan and attend, as one layer of a step does."""
     fields = len(Ragged._fields)

@@ -19,7 +19,7 @@ from pallas_kernels.choice import Choice, Here, resolve
 
 
 @dataclass(frozen=True)
-class Spec(Here):
+class MatmulSpec(Here):
     """The dtypes, scales and sharding of an engine's quantized weights."""
 
     dtype: str  # of activations
@@ -53,7 +53,7 @@ class XlaQuantizedMatmul:
 class MosaicQuantizedMatmul:
     """The kernel of `hopper.py`, for the few tokens of decode."""
 
-    spec: Spec
+    spec: MatmulSpec
 
     def takes(self, tokens: int, inputs: int, outputs: int, scales: int) -> bool:
         from pallas_kernels.ops.quantized_matmul import hopper
@@ -73,14 +73,14 @@ class MosaicQuantizedMatmul:
         from pallas_kernels.ops.quantized_matmul import hopper
 
         dtype, stored = jnp.dtype(self.spec.dtype), jnp.dtype(self.spec.weights)
-        return hopper.Spec(tokens, inputs, outputs, scales, dtype, stored, self.spec.cores)
+        return hopper.QuantizedSpec(tokens, inputs, outputs, scales, dtype, stored, self.spec.cores)
 
 
 class _Mosaic:
     """The backend `mosaic_gpu`."""
 
     @staticmethod
-    def supports(spec: Spec) -> str | None:
+    def supports(spec: MatmulSpec) -> str | None:
         from pallas_kernels.mosaic.support import unfit
 
         if (reason := unfit(spec)) is not None:
@@ -94,7 +94,7 @@ class _Mosaic:
         return None
 
     @staticmethod
-    def make(spec: Spec) -> QuantizedMatmul:
+    def make(spec: MatmulSpec) -> QuantizedMatmul:
         return MosaicQuantizedMatmul(spec)
 
 
@@ -102,18 +102,18 @@ class _Xla:
     """The backend `xla`."""
 
     @staticmethod
-    def supports(spec: Spec) -> str | None:
+    def supports(spec: MatmulSpec) -> str | None:
         return None
 
     @staticmethod
-    def make(spec: Spec) -> QuantizedMatmul:
+    def make(spec: MatmulSpec) -> QuantizedMatmul:
         return XlaQuantizedMatmul()
 
 
 BACKENDS: Mapping[str, Any] = {"mosaic_gpu": _Mosaic, "xla": _Xla}
 
 
-def resolve_quantized_matmul(spec: Spec, name: str = "auto") -> Choice:
+def resolve_quantized_matmul(spec: MatmulSpec, name: str = "auto") -> Choice:
     """Resolve the backend of products with 8-bit weights; see `choice.resolve`."""
     return resolve(spec, name, BACKENDS, "products")
 

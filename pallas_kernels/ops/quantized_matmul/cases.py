@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.gate.cases import Case, shapes
 from pallas_kernels.ops.quantized_matmul.hopper import (
-    Spec,
+    QuantizedSpec,
     heuristic,
     quantized_matmul,
 )
@@ -46,7 +46,7 @@ def _case(
     usual: bool = True,
 ) -> Case:
     inputs, outputs = size
-    spec = Spec(tokens, inputs, outputs, inputs // 128 if blocks else 1, dtype, stored)
+    spec = QuantizedSpec(tokens, inputs, outputs, inputs // 128 if blocks else 1, dtype, stored)
     return Case(
         name=f"quantized_matmul {name} {jnp.dtype(stored).name} {'blocks' if blocks else 'channels'}"
         f" {jnp.dtype(dtype).name} t{tokens}",

@@ -42,7 +42,7 @@ PRODUCT = 128  # maximum tokens of a product: its sums and one scale block's fil
 
 
 @dataclass(frozen=True)
-class Spec:
+class QuantizedSpec:
     """The shape that a config is chosen for."""
 
     tokens: int  # T
@@ -63,7 +63,7 @@ class Config:
     stages: int = 5  # slots of the ring
     workers: int = CORES  # blocks per group of N tokens
 
-    def validate(self, spec: Spec) -> None:
+    def validate(self, spec: QuantizedSpec) -> None:
         """Raise ValueError, naming the value, if this config cannot compute the spec."""
         if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
             raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
@@ -85,7 +85,7 @@ class Config:
         return self.stages * self.depth * 2 * self.tokens + held(self.depth, self.stages) + 2048
 
 
-def heuristic(spec: Spec) -> Config:
+def heuristic(spec: QuantizedSpec) -> Config:
     """Return a config expected to be good for the spec."""
     tokens = next((n for n in (8, 16, 32, 64) if spec.tokens <= n), PRODUCT)
     depth = 128 if spec.inputs % (128 * spec.scales) == 0 else 64
@@ -94,20 +94,20 @@ def heuristic(spec: Spec) -> Config:
     return next((deep for deep in fits if deep.smem_bytes() <= SMEM), config)
 
 
-def candidates(spec: Spec) -> Iterator[Config]:
+def candidates(spec: QuantizedSpec) -> Iterator[Config]:
     """Yield configs worth timing for the spec, the heuristic one first; the compile gate drops those that spill."""
     best = heuristic(spec)
     some = (replace(best, depth=depth, stages=stages) for depth, stages in product((64, 128), (2, 3, 4, 5, 6, 8, 12)))
     return allowed((best, *some), spec)
 
 
-def supports(spec: Spec) -> str | None:
+def supports(spec: QuantizedSpec) -> str | None:
     """Return None, or the reason why no config computes the spec."""
     return refusal(heuristic, spec)
 
 
 @dataclass(frozen=True)
-class Work:
+class StripWork:
     """The steps of all strips, one strip after the other, cut into equal shares; constants of the trace."""
 
     strips: int  # O / COLUMNS
@@ -150,14 +150,14 @@ def quantized_matmul(
 ) -> jax.Array:
     """Return x @ (values * scale), [T, O] in the dtype of x, summed in float32."""
     (tokens, inputs), outputs, scales = x.shape, values.shape[1], scale.shape[0]
-    config.validate(Spec(tokens, inputs, outputs, scales, x.dtype, values.dtype))
+    config.validate(QuantizedSpec(tokens, inputs, outputs, scales, x.dtype, values.dtype))
     if values.shape != (inputs, outputs) or scale.shape != (scales, outputs):
         raise ValueError(f"x {x.shape}, values {values.shape}, scale {scale.shape} must be [T, I], [I, O], [n, O]")
-    work = Work(outputs // COLUMNS, inputs // config.depth, config.workers)
+    work = StripWork(outputs // COLUMNS, inputs // config.depth, config.workers)
     groups = -(-tokens // config.tokens)
     every = inputs // scales // config.depth if scales > 1 else 0
     tile = Tile(config.depth, every, jnp.dtype(x.dtype), jnp.dtype(values.dtype), interpret)
-    shape = Shape(config.tokens, config.stages, tile)
+    shape = QuantizedShape(config.tokens, config.stages, tile)
     run = compat.kernel(
         body(shape),
         out=jax.ShapeDtypeStruct((groups, len(work.items), COLUMNS, config.tokens), jnp.float32),
@@ -174,7 +174,7 @@ def quantized_matmul(
     return (out * scale if scales == 1 else out).astype(x.dtype)
 
 
-def _added(sums: jax.Array, work: Work) -> jax.Array:
+def _added(sums: jax.Array, work: StripWork) -> jax.Array:
     """Add the items' sums [groups, W, COLUMNS, N] of each strip, in the order of the contraction."""
     whole = sums[:, work.parts[:, 0]]
     for column in work.parts.T[1:]:
@@ -187,7 +187,7 @@ GRID, TOKENS, ROLE = "worker", "tokens", "role"
 
 
 @dataclass(frozen=True)
-class Shape:
+class QuantizedShape:
     """The static parameters of the kernel body."""
 
     tokens: int  # N
@@ -219,7 +219,7 @@ class Refs(NamedTuple):
     free: Any
 
 
-def body(shape: Shape) -> Callable[..., None]:
+def body(shape: QuantizedShape) -> Callable[..., None]:
     """Return the kernel over the grid GRID, TOKENS and the threads ROLE: consumers first, then the producer."""
 
     def run(*arrays: Any) -> None:
@@ -257,7 +257,7 @@ def _each_item(refs: Refs, one: Callable[[jax.Array, jax.Array], None]) -> jax.A
     return steps
 
 
-def _produce(shape: Shape, refs: Refs, item: jax.Array, done: jax.Array) -> None:
+def _produce(shape: QuantizedShape, refs: Refs, item: jax.Array, done: jax.Array) -> None:
     strip, first, token = refs.items[item, 0], refs.items[item, 1], lax.axis_index(TOKENS) * shape.tokens
 
     def step(k: jax.Array, nothing: None) -> None:
@@ -275,7 +275,7 @@ def _produce(shape: Shape, refs: Refs, item: jax.Array, done: jax.Array) -> None
     lax.fori_loop(0, refs.items[item, 2], step, None)
 
 
-def _consume(shape: Shape, refs: Refs, item: jax.Array, done: jax.Array, role: jax.Array) -> None:
+def _consume(shape: QuantizedShape, refs: Refs, item: jax.Array, done: jax.Array, role: jax.Array) -> None:
     first, column = refs.items[item, 1], refs.items[item, 0] * COLUMNS + role * ROWS
 
     def scale_at(k: jax.Array) -> Any:

@@ -20,7 +20,7 @@ from pallas_kernels.ops.sampling_threshold.search import Found, Options
 
 
 @dataclass(frozen=True)
-class Spec(Here):
+class ThresholdSpec(Here):
     """The device and vocabulary of an engine."""
 
     vocab: int  # V
@@ -45,7 +45,7 @@ class XlaThresholds:
 class MosaicThresholds:
     """The kernel of `hopper.py`. With several devices, each has all logits and searches all rows."""
 
-    spec: Spec
+    spec: ThresholdSpec
     mesh: Mesh | AbstractMesh | None = None
 
     def __call__(self, x: jax.Array, options: Options) -> Found:
@@ -67,14 +67,14 @@ class _Mosaic:
     """The backend `mosaic_gpu`."""
 
     @staticmethod
-    def supports(spec: Spec) -> str | None:
+    def supports(spec: ThresholdSpec) -> str | None:
         from pallas_kernels.mosaic.support import unfit
         from pallas_kernels.ops.sampling_threshold import hopper
 
         return unfit(spec) or hopper.supports(spec.vocab)
 
     @staticmethod
-    def make(spec: Spec, mesh: Mesh | AbstractMesh | None) -> Thresholds:
+    def make(spec: ThresholdSpec, mesh: Mesh | AbstractMesh | None) -> Thresholds:
         return MosaicThresholds(spec, mesh)
 
 
@@ -82,18 +82,18 @@ class _Xla:
     """The backend `xla`."""
 
     @staticmethod
-    def supports(spec: Spec) -> str | None:
+    def supports(spec: ThresholdSpec) -> str | None:
         return None
 
     @staticmethod
-    def make(spec: Spec, mesh: Mesh | AbstractMesh | None) -> Thresholds:
+    def make(spec: ThresholdSpec, mesh: Mesh | AbstractMesh | None) -> Thresholds:
         return XlaThresholds()
 
 
 BACKENDS: Mapping[str, Any] = {"mosaic_gpu": _Mosaic, "xla": _Xla}
 
 
-def resolve_sampling(spec: Spec, name: str = "auto") -> Choice:
+def resolve_sampling(spec: ThresholdSpec, name: str = "auto") -> Choice:
     """Resolve the sampling backend; see `choice.resolve`."""
     return resolve(spec, name, BACKENDS, "sampling")
 

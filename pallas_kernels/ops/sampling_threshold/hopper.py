@@ -78,7 +78,7 @@ def thresholds(x: jax.Array, options: Options, *, config: Config, interpret: Int
     config.validate(vocab)
     if x.dtype != jnp.float32 or any(one.shape != (rows,) or one.dtype != jnp.float32 for one in options):
         raise ValueError(f"x {x.dtype} {x.shape} must be float32, and options float32 [{rows}], not {options}")
-    shape = Shape(vocab, config.lanes, config.tile, config.stages)
+    shape = ThresholdShape(vocab, config.lanes, config.tile, config.stages)
     run = compat.kernel(
         body(shape),
         out=(jax.ShapeDtypeStruct((rows,), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.int32)),
@@ -94,7 +94,7 @@ ROW = "row"
 
 
 @dataclass(frozen=True)
-class Shape:
+class ThresholdShape:
     """The static parameters of the kernel body."""
 
     vocab: int  # V
@@ -127,7 +127,7 @@ class Refs(NamedTuple):
     full: Any  # barriers
 
 
-def body(shape: Shape) -> Callable[..., None]:
+def body(shape: ThresholdShape) -> Callable[..., None]:
     """Return the kernel over the grid ROW; rows that ask for no threshold are not read."""
 
     def run(*arrays: Any) -> None:
@@ -150,7 +150,7 @@ def body(shape: Shape) -> Callable[..., None]:
     return run
 
 
-def _found(shape: Shape, refs: Refs, row: jax.Array, options: Options) -> Found:
+def _found(shape: ThresholdShape, refs: Refs, row: jax.Array, options: Options) -> Found:
     zeros = jnp.zeros((shape.lanes,), jnp.float32)
     nothing = (jnp.full((shape.lanes,), NOTHING, jnp.float32),) * DEPTH
 
@@ -188,7 +188,9 @@ def _found(shape: Shape, refs: Refs, row: jax.Array, options: Options) -> Found:
     return search(top, total, caught, options, sweep, shape.vocab)
 
 
-def _each_tile(shape: Shape, refs: Refs, row: jax.Array, one: Callable[[list[jax.Array], Any], Any], start: Any) -> Any:
+def _each_tile(
+    shape: ThresholdShape, refs: Refs, row: jax.Array, one: Callable[[list[jax.Array], Any], Any], start: Any
+) -> Any:
     """Fold one(parts of a tile, state) over a row's tiles; each part has one logit per lane."""
     stages, tiles = min(shape.stages, shape.tiles), shape.tiles
 

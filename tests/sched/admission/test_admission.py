@@ -17,7 +17,7 @@ from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.sarathi import Sarathi
 from tests.support.examples import examples
-from tests.support.sched.harness import Job, simulate
+from tests.support.sched.harness import SimRequest, simulate
 
 # 10 ms a step, 1 ms a prompt token, 1 ms a row
 PERF = Coefficients(0.010, 1e-3, 1e-3, 0.0, 0.0, 0.0)
@@ -96,7 +96,7 @@ def test_the_programme_counts_memory_and_the_budget_does_not() -> None:
 
 
 JOB = st.builds(
-    lambda prompt, output, arrival, ttft, tpot: Job(
+    lambda prompt, output, arrival, ttft, tpot: SimRequest(
         range(1000 * output, 1000 * output + prompt), output, arrival, SLO(ttft, tpot)
     ),
     prompt=st.integers(1, 60),
@@ -122,7 +122,7 @@ def test_refused_requests_are_told_so_and_demoted_ones_lose_no_token(jobs, name,
 
 
 def test_somebody_is_refused_and_somebody_demoted() -> None:
-    jobs = [Job(range(100 * id, 100 * id + 50), 4, 0.0, SLO(0.008, 0.05)) for id in range(6)]
+    jobs = [SimRequest(range(100 * id, 100 * id + 50), 4, 0.0, SLO(0.008, 0.05)) for id in range(6)]
     for name in ("pab", "dp"):  # 2.5 ms each, and 1 ms a step
         tiers = [one.tier for one in simulate(jobs, admission=name, pages=200, tokens=64).requests]
         reasons = [
@@ -134,5 +134,5 @@ def test_somebody_is_refused_and_somebody_demoted() -> None:
 
 
 def test_best_effort_is_never_asked_for() -> None:
-    jobs = [Job(range(50), 4, 0.0, SLO(inf, inf), tier=BEST_EFFORT) for _ in range(4)]
+    jobs = [SimRequest(range(50), 4, 0.0, SLO(inf, inf), tier=BEST_EFFORT) for _ in range(4)]
     assert {one.finish_reason for one in simulate(jobs, admission="pab:refuse").requests} == {"stop"}

@@ -12,7 +12,7 @@ from jaxserve.sched.api.request import State
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.instance.scheduler import Scheduler
 from tests.support.sched.complete import ROLES
-from tests.support.sched.harness import Job, simulate
+from tests.support.sched.harness import SimRequest, simulate
 
 TPOT = 0.125  # a power of two: sums of it are exact
 
@@ -66,6 +66,6 @@ def every(count: int) -> Callable[[str, StepPlan], bool]:
     ids=["planned ahead", "steps fail", "drafts", "drafts in steps that fail", "KV is dropped", "KV is dropped ahead"],
 )
 def test_budgets_count_the_tokens(roles: str, shape: dict[str, Any]) -> None:
-    jobs = [Job(range(100 * i, 100 * i + 5 + i), 12, i * 0.004, SLO(1.0, TPOT)) for i in range(8)]
+    jobs = [SimRequest(range(100 * i, 100 * i + 5 + i), 12, i * 0.004, SLO(1.0, TPOT)) for i in range(8)]
     outcome = simulate(jobs, ROLES[roles], scheduler=Watched, **{"policy": "distserve", **shape})
     assert sum(len(request.output) for request in outcome.requests) > 60

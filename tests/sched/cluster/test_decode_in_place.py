@@ -19,7 +19,7 @@ from jaxserve.sched.sim import Arrival, Mesh, simulate
 from jaxserve.sched.sim.options import Options
 from tests.support.examples import examples
 from tests.support.sched.cases import ADMISSIONS, JOBS, POLICIES, SHAPE
-from tests.support.sched.harness import Job
+from tests.support.sched.harness import SimRequest
 from tests.support.sched.latency import LATENCY
 from tests.support.sched.roles import SEVERAL, TURNS, check, check_replay, journalled, run
 
@@ -66,7 +66,7 @@ def test_who_is_kept_is_journalled(jobs, mesh, policy, first, some) -> None:  # 
 
 def test_who_finds_no_row_decodes_where_it_is_until_one_is_free() -> None:
     """One row there, taken for 30 steps: the second request begins to decode at once, and ends on that row."""
-    jobs = [Job(range(8), 30), Job(range(100, 108), 60)]
+    jobs = [SimRequest(range(8), 30), SimRequest(range(100, 108), 60)]
     with keeping():  # type: ignore[attr-defined]
         outcome = run([], jobs, (P, D), rows=1, routing="least_work")
     first, second = outcome.requests
@@ -77,7 +77,7 @@ def test_who_finds_no_row_decodes_where_it_is_until_one_is_free() -> None:
 
 def test_a_first_token_that_waited_for_its_kv_counts_when_its_request_is_kept() -> None:
     """`--first-token decode`: it is told when there is nothing left to wait for."""
-    jobs = [Job(range(8), 80), Job(range(100, 130), 5)]
+    jobs = [SimRequest(range(8), 80), SimRequest(range(100, 130), 5)]
     shape = {"first_token": "decode", "rows": 1, "roles": (P, D), "routing": "least_work"}
     held = run([], jobs, **shape)  # type: ignore[arg-type]
     with keeping():  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.api.preemption import stopping
 from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.perf.model import GeneralModel
-from tests.support.sched.harness import COEFFICIENTS, Job, simulate
+from tests.support.sched.harness import COEFFICIENTS, SimRequest, simulate
 
 SPLIT = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
 NAMES = ("prefill0", "prefill1", "decode2", "decode3")
@@ -70,8 +70,10 @@ EXPECTED: dict[Fault, set[str]] = {
 }
 
 
-def jobs() -> list[Job]:
-    return [Job(range(index * 50, index * 50 + 4 + index % 9), 3 + index % 7, 0.3 * index) for index in range(COUNT)]
+def jobs() -> list[SimRequest]:
+    return [
+        SimRequest(range(index * 50, index * 50 + 4 + index % 9), 3 + index % 7, 0.3 * index) for index in range(COUNT)
+    ]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -14,7 +14,7 @@ from jaxserve.sched.cluster.kv_transfer import KVTransfer, KVTransferManager
 from jaxserve.sched.instance.kv_manager import Reservation
 from jaxserve.sched.instance.scheduler import Scheduler
 from tests.support.sched.complete import ROLES
-from tests.support.sched.harness import Flaky, Job, simulate
+from tests.support.sched.harness import Flaky, SimRequest, simulate
 
 WRONG: list[str] = []  # what was seen where an exception would be taken for a failed transfer
 
@@ -91,8 +91,8 @@ def test_kv_arrives_whole_and_where_it_belongs(
     jobs = []
     for talk in range(6):
         first = list(range(100 * talk, 100 * talk + draw.randint(9, 23)))
-        jobs.append(Job(first, 9, 0.003 * talk))
-        jobs.append(Job([*first, *[1] * 8, 7, 7, 7], 5, 1.0 + 0.003 * talk))
+        jobs.append(SimRequest(first, 9, 0.003 * talk))
+        jobs.append(SimRequest([*first, *[1] * 8, 7, 7, 7], 5, 1.0 + 0.003 * talk))
     outcome = simulate(
         jobs,
         ROLES[roles],

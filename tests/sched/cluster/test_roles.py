@@ -18,7 +18,7 @@ from jaxserve.sched.sim import Latency, Mesh, Options, Report, simulate
 from jaxserve.sched.sim.workload import Arrival
 from tests.support.examples import examples
 from tests.support.sched.cases import ADMISSIONS, JOBS, POLICIES, ROUTERS, SHAPE, drawn
-from tests.support.sched.harness import COEFFICIENTS, Job
+from tests.support.sched.harness import COEFFICIENTS, SimRequest
 from tests.support.sched.roles import SEVERAL, TURNS, D, M, P, Turns, check, check_replay, journalled, run
 
 
@@ -74,7 +74,7 @@ def test_changes_of_roles_are_journalled(jobs, mesh, policy, first, lead, turns)
 
 def test_what_decodes_moves_where_its_instance_prefills_from_now_on() -> None:
     """Swapped in the middle of decoding: the row goes over, and its KV is not computed again."""
-    jobs = [Job(range(30), 60)]
+    jobs = [SimRequest(range(30), 60)]
     still = run([], jobs)
     swapped = run([(0.02, {0: D, 1: P})], jobs)
     [one], [other] = still.requests, swapped.requests
@@ -88,7 +88,7 @@ def test_what_decodes_moves_where_its_instance_prefills_from_now_on() -> None:
 
 def test_what_decodes_stays_where_there_is_no_room_elsewhere() -> None:
     """The other instance has one row, and it is taken for long: who decodes goes on beside the prompts that come."""
-    jobs = [Job(range(40), 60), Job(range(100, 140), 60), Job(range(200, 230), 4, arrival=0.03)]
+    jobs = [SimRequest(range(40), 60), SimRequest(range(100, 140), 60), SimRequest(range(200, 230), 4, arrival=0.03)]
     outcome = run([(0.025, {1: P, 2: D})], jobs, (P, D, P), rows=1, routing="round_robin")
     gaps = [max(b - a for a, b in pairwise(one.token_times)) for one in outcome.requests[:2]]
     assert all(request.drops == 0 for request in outcome.requests)
@@ -96,7 +96,7 @@ def test_what_decodes_stays_where_there_is_no_room_elsewhere() -> None:
 
 
 def test_prompts_that_wait_go_where_prompts_come_to() -> None:
-    jobs = [Job(range(n * 100, n * 100 + 60), 3) for n in range(6)]
+    jobs = [SimRequest(range(n * 100, n * 100 + 60), 3) for n in range(6)]
     outcome = run([(0.0005, {1: D})], jobs, (P, P, D), routing="round_robin")
     prompts = {name: counters.prompt_tokens for name, counters in outcome.counters.items()}
     assert 0 < prompts["prefill1"] <= 60 and prompts["prefill0"] >= 5 * 60 and prompts["decode2"] == 0
@@ -104,7 +104,7 @@ def test_prompts_that_wait_go_where_prompts_come_to() -> None:
 
 def test_a_first_token_that_waited_for_its_kv_counts_when_it_decodes_where_it_is() -> None:
     """`--first-token decode`, and the only instance that decoded has no room until roles change."""
-    jobs = [Job(range(8), 80), Job(range(100, 130), 5)]
+    jobs = [SimRequest(range(8), 80), SimRequest(range(100, 130), 5)]
     shape = {"first_token": "decode", "rows": 1, "roles": (P, D)}
     held = run([], jobs, **shape)
     freed = run([(0.06, {0: M, 1: M})], jobs, **shape)

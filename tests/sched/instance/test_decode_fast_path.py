@@ -18,10 +18,10 @@ from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.instance.step_builder import StepBuilder
 from tests.support.examples import examples
 from tests.support.sched.complete import ROLES
-from tests.support.sched.harness import Job, Outcome, simulate
+from tests.support.sched.harness import Outcome, SimRequest, simulate
 
 JOB = st.builds(
-    lambda prompt, output, arrival, tpot, tier: Job(
+    lambda prompt, output, arrival, tpot, tier: SimRequest(
         range(prompt), output, arrival, SLO(ttft=0.1, tpot=tpot), tier=tier
     ),
     prompt=st.integers(1, 20),
@@ -77,7 +77,7 @@ def test_most_rows_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
         return again(self, request, start)
 
     monkeypatch.setattr(StepBuilder, "_again", noted)
-    simulate([Job(range(5), 9)], page_size=4)
+    simulate([SimRequest(range(5), 9)], page_size=4)
     assert taken == [(0, start) for start in range(5, 13) if start not in (8, 12)]
 
 

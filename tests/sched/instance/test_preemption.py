@@ -21,23 +21,25 @@ from jaxserve.sched.instance.stats import BLOCKING
 from jaxserve.sched.journal import Journal, replay
 from tests.support.examples import examples
 from tests.support.sched.complete import ROLES, check_complete
-from tests.support.sched.harness import COEFFICIENTS, Job, Outcome, perf, simulate
+from tests.support.sched.harness import COEFFICIENTS, Outcome, SimRequest, perf, simulate
 
 LONG, SHORT = 800, 10  # tokens
 T_LONG, T_SHORT = (COEFFICIENTS.step_time(Load().add_chunk(tokens, 0)) for tokens in (LONG, SHORT))
 SEGMENT = T_LONG / 10
 
 
-def preempting(jobs: list[Job], **shape: Any) -> Outcome:
+def preempting(jobs: list[SimRequest], **shape: Any) -> Outcome:
     fields: dict[str, Any] = {
         "policy": "flowprefill", "preemptible": True, "segments": 10, "pages": 2000, "tokens": 1000,
     }  # fmt: skip
     return simulate(jobs, **{**fields, **shape})
 
 
-def job(length: int, arrival: float = 0.0, ttft: float = 8.0, cancel_at: float | None = None, output: int = 1) -> Job:
+def job(
+    length: int, arrival: float = 0.0, ttft: float = 8.0, cancel_at: float | None = None, output: int = 1
+) -> SimRequest:
     start = round(arrival * 1e7) * 1000  # nobody shares a prefix
-    return Job(range(start, start + length), output, arrival, SLO(ttft=ttft), cancel_at=cancel_at)
+    return SimRequest(range(start, start + length), output, arrival, SLO(ttft=ttft), cancel_at=cancel_at)
 
 
 def firsts(outcome: Outcome) -> list[float]:
@@ -150,7 +152,7 @@ class Chaos:
 
 
 JOB = st.builds(
-    lambda start, prompt, output, arrival, cancel, ttft: Job(
+    lambda start, prompt, output, arrival, cancel, ttft: SimRequest(
         range(start, start + prompt),
         output,
         arrival,
@@ -215,7 +217,7 @@ def test_steps_that_raise_among_suspended_ones_cost_no_token(jobs, every, seed) 
 @settings(max_examples=examples(60))
 def test_preemption_neither_adds_nor_saves_work(jobs, seed, segments) -> None:  # type: ignore[no-untyped-def]
     """One prompt a step in whole chunks: the same steps in any order, so as many seconds as without preemption."""
-    whole = [Job(one.prompt, 1, one.arrival, one.slo) for one in jobs]
+    whole = [SimRequest(one.prompt, 1, one.arrival, one.slo) for one in jobs]
     shape: dict[str, Any] = {"prompts": 1, "tokens": 7, "pages": 100, "prefix_caching": False, "segments": segments}
     policy = "flowprefill:batch=0" if seed is None else lambda: Orderly(seed)
     plain = simulate(whole, policy="distserve", **shape)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.sched.api.plan import StepPlan
 from jaxserve.sched.api.policy import Role
-from tests.support.sched.harness import Job, Outcome, simulate
+from tests.support.sched.harness import Outcome, SimRequest, simulate
 
 MIXED = Role.MIXED
 
@@ -28,14 +28,14 @@ def prefills(outcome: Outcome, request: int) -> int:
     return sum(span.request == request and span.start == 0 for _, plan in outcome.plans for span in plan.spans)
 
 
-def run(fails: Callable[[str, StepPlan], bool], jobs: list[Job], **shape: Any) -> Outcome:
+def run(fails: Callable[[str, StepPlan], bool], jobs: list[SimRequest], **shape: Any) -> Outcome:
     return simulate(jobs, (MIXED,), fails=fails, prefix_caching=False, **{"pages": 256, **shape})
 
 
 @pytest.mark.parametrize("policy", ["distserve", "unified", "kairos", "fairbatching", "slos_serve", "vllm"])
 def test_a_request_that_fails_in_its_first_step_costs_the_others_their_kv_once(policy: str) -> None:
-    jobs = [Job(range(index * 50, index * 50 + 12), 40, 0.001 * index) for index in range(6)]
-    jobs.append(Job(range(500, 512), 40, 0.03))  # the others decode by then
+    jobs = [SimRequest(range(index * 50, index * 50 + 12), 40, 0.001 * index) for index in range(6)]
+    jobs.append(SimRequest(range(500, 512), 40, 0.03))  # the others decode by then
     outcome = run(poison(6), jobs, policy=policy)
     assert [one.finish_reason for one in outcome.requests] == ["stop"] * 6 + ["error"]
     assert outcome.requests[6].error == "the step that computed this request failed twice"
@@ -47,7 +47,7 @@ def test_a_request_that_fails_in_its_first_step_costs_the_others_their_kv_once(p
 @pytest.mark.parametrize("tokens", [5, 32])
 def test_a_request_that_fails_later_is_found_where_it_failed(position: int, tokens: int) -> None:
     """Its prompt computes again without fault: only at the position where the step raised does it raise again."""
-    jobs = [Job(range(index * 50, index * 50 + 12), 40, 0.001 * index) for index in range(5)]
+    jobs = [SimRequest(range(index * 50, index * 50 + 12), 40, 0.001 * index) for index in range(5)]
     outcome = run(poison(2, position), jobs, tokens=tokens)
     assert [one.finish_reason for one in outcome.requests] == ["stop", "stop", "error", "stop", "stop"]
     assert outcome.counters["mixed0"].rebuilds == 2
@@ -55,7 +55,7 @@ def test_a_request_that_fails_later_is_found_where_it_failed(position: int, toke
 
 
 def test_several_poisoned_requests_all_fail_alone() -> None:
-    jobs = [Job(range(index * 50, index * 50 + 12), 20, 0.001 * index) for index in range(8)]
+    jobs = [SimRequest(range(index * 50, index * 50 + 12), 20, 0.001 * index) for index in range(8)]
     outcome = run(lambda name, plan: any(span.request in (1, 4, 5) for span in plan.spans), jobs)
     reasons = [one.finish_reason for one in outcome.requests]
     assert reasons == ["stop", "error", "stop", "stop", "error", "error", "stop", "stop"]
@@ -68,13 +68,13 @@ def test_a_failure_that_does_not_repeat_ends_nothing() -> None:
         done.append(plan.step)
         return len(done) in (5, 40)
 
-    jobs = [Job(range(index * 50, index * 50 + 12), 20, 0.001 * index) for index in range(6)]
+    jobs = [SimRequest(range(index * 50, index * 50 + 12), 20, 0.001 * index) for index in range(6)]
     outcome = run(fails, jobs)
     assert [one.finish_reason for one in outcome.requests] == ["stop"] * 6
 
 
 def test_trials_do_not_deadlock_where_pages_are_short() -> None:
-    jobs = [Job(range(index * 50, index * 50 + 12), 12, 0.001 * index) for index in range(6)]
+    jobs = [SimRequest(range(index * 50, index * 50 + 12), 12, 0.001 * index) for index in range(6)]
     outcome = run(poison(3), jobs, pages=8, rows=4)
     assert [one.finish_reason for one in outcome.requests] == ["stop"] * 3 + ["error"] + ["stop"] * 2
 
@@ -83,7 +83,7 @@ def test_trials_do_not_deadlock_where_pages_are_short() -> None:
 @pytest.mark.parametrize("lead", [0.0, 1e-3])
 def test_trials_wait_for_slots_that_are_reserved(rows: int, lead: float) -> None:
     """On a decode instance those on their way may take the slots before the trials do: they go on all the same."""
-    jobs = [Job(range(index * 50, index * 50 + 12), 30, 0.001 * index) for index in range(14)]
+    jobs = [SimRequest(range(index * 50, index * 50 + 12), 30, 0.001 * index) for index in range(14)]
     raised: list[int] = []
 
     def fails(name: str, plan: StepPlan) -> bool:

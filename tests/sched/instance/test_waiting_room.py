@@ -16,7 +16,7 @@ from jaxserve.sched.api.slo import NO_SLO, SLO
 from jaxserve.sched.instance.request_queues import shown
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.perf.model import GeneralModel
-from tests.support.sched.harness import COEFFICIENTS, Job
+from tests.support.sched.harness import COEFFICIENTS, SimRequest
 from tests.support.sched.laws import Watch
 
 
@@ -76,7 +76,7 @@ def test_all_of_a_long_queue_are_served(policy: str) -> None:
     rng = random.Random(7)
     tiers = [BEST_EFFORT] * 9 + [STANDARD]
     jobs = [
-        Job(
+        SimRequest(
             range(index * 50, index * 50 + rng.randint(3, 30)),
             rng.randint(1, 6),
             rng.random() * 0.2,

@@ -13,14 +13,14 @@ from jaxserve.sched.cluster.cluster import Cluster
 from jaxserve.sched.instance.watchdog import Patience, Watchdog
 from jaxserve.sched.sim import clock
 from tests.support.sched import harness
-from tests.support.sched.harness import Job, Outcome
+from tests.support.sched.harness import Outcome, SimRequest
 
 PREFILL, DECODE, MIXED = Role.PREFILL, Role.DECODE, Role.MIXED
 HANG = 300.0  # seconds
 
 
-def jobs(count: int = 12, every: float = 4.0, output: int = 6) -> list[Job]:
-    return [Job(range(index * 100, index * 100 + 8), output, index * every) for index in range(count)]
+def jobs(count: int = 12, every: float = 4.0, output: int = 6) -> list[SimRequest]:
+    return [SimRequest(range(index * 100, index * 100 + 8), output, index * every) for index in range(count)]
 
 
 def once(name: str, after: float = 0.0, seconds: float = HANG) -> Callable[[str, StepPlan], float]:
@@ -36,7 +36,7 @@ def once(name: str, after: float = 0.0, seconds: float = HANG) -> Callable[[str,
     return late
 
 
-def simulate(jobs: list[Job], roles: tuple[Role, ...] = (MIXED,), **shape: Any) -> Outcome:
+def simulate(jobs: list[SimRequest], roles: tuple[Role, ...] = (MIXED,), **shape: Any) -> Outcome:
     return harness.simulate(jobs, roles, rest=2 * HANG, **shape)
 
 
@@ -89,15 +89,15 @@ def test_a_step_that_hangs_fails_its_requests_and_the_others_are_served(
 
 
 def test_where_nothing_else_serves_requests_are_refused_until_the_step_ends() -> None:
-    early, late = Job(range(8), 6, 0.0), Job(range(100, 108), 6, 400.0)
-    between = Job(range(200, 208), 6, 100.0)
+    early, late = SimRequest(range(8), 6, 0.0), SimRequest(range(100, 108), 6, 400.0)
+    between = SimRequest(range(200, 208), 6, 100.0)
     outcome = simulate([early, between, late], late=once("mixed0"))
     assert reasons(outcome) == [UNAVAILABLE, UNAVAILABLE, "stop"]
     assert outcome.requests[1].error == "a step of instance mixed0 does not end"
 
 
 def test_waiting_prompts_of_an_instance_that_hangs_alone_are_told() -> None:
-    many = [Job(range(index * 100, index * 100 + 8), 6, 0.01 * index) for index in range(10)]
+    many = [SimRequest(range(index * 100, index * 100 + 8), 6, 0.01 * index) for index in range(10)]
     outcome = simulate(many, late=once("mixed0"), rows=2)
     assert reasons(outcome) == [UNAVAILABLE] * 10
     assert all(len(deltas) and deltas[-1].finish_reason == UNAVAILABLE for deltas in outcome.deltas.values())
@@ -156,8 +156,8 @@ def test_a_clock_that_jumped_is_looked_at_twice() -> None:
 def test_a_failing_row_of_steps_is_said_only_where_nothing_succeeds_between() -> None:
     seen = Seen(*[0.05 * step for step in range(1, 60)])
     fails: Any = lambda name, plan: plan.step % 4 == 0  # noqa: E731
-    simulate([Job(range(index * 9, index * 9 + 8), 60) for index in range(4)], fails=fails, watch=seen)
+    simulate([SimRequest(range(index * 9, index * 9 + 8), 60) for index in range(4)], fails=fails, watch=seen)
     assert seen.ailments and not any(seen.ailments)
     dead = Seen(0.5, 1.0, 2.0)
-    simulate([Job(range(8), 4)] * 3, fails=lambda name, plan: True, watch=dead)
+    simulate([SimRequest(range(8), 4)] * 3, fails=lambda name, plan: True, watch=dead)
     assert any("steps of instance mixed0 failed, all within a minute" in str(one) for one in dead.ailments)

@@ -23,7 +23,7 @@ from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
 from tests.support.examples import examples
 from tests.support.sched.colocated import EXACT, STEEP, decoding, prompt, view
 from tests.support.sched.complete import JOB, ROLES, check_complete
-from tests.support.sched.harness import Job
+from tests.support.sched.harness import SimRequest
 from tests.support.sched.harness import simulate as serve
 
 DEVICE = Latency("test", kv_bytes_per_token=1000, kv_tokens=100_000, coefficients=EXACT)
@@ -301,7 +301,7 @@ def test_nothing_is_lost_whatever_the_roles(jobs, roles, policy, pages, rows, to
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("roles", ROLES)
 def test_serves_a_burst(name: str, roles: str) -> None:
-    jobs = [Job(range(1000 * i, 1000 * i + 1 + 7 * i % 60), 1 + 5 * i % 30, 0.002 * (i // 5)) for i in range(30)]
+    jobs = [SimRequest(range(1000 * i, 1000 * i + 1 + 7 * i % 60), 1 + 5 * i % 30, 0.002 * (i // 5)) for i in range(30)]
     check_complete(serve(jobs, ROLES[roles], policy=name), jobs)
 
 

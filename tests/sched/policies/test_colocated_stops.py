@@ -22,7 +22,7 @@ from jaxserve.sched.journal import Journal, replay
 from jaxserve.sched.policies import turns
 from jaxserve.sched.sim import NAMED, Latency, Options
 from jaxserve.sched.sim import simulate as simulated
-from tests.support.sched.harness import COEFFICIENTS, Job, Outcome, perf, simulate
+from tests.support.sched.harness import COEFFICIENTS, Outcome, SimRequest, perf, simulate
 from tests.support.sched.views import PERF, decoding, prompt, view
 
 LONG = 1600  # tokens, 94 ms
@@ -35,13 +35,13 @@ SHAPE: dict[str, Any] = {
 HALVES = ("deadline_edf", "distserve", "edf", "flowprefill:no-preempt", "kairos", "sedf", "sjf")
 
 
-def talk(output: int = 60, tpot: float = TPOT, arrival: float = 0.0) -> Job:
+def talk(output: int = 60, tpot: float = TPOT, arrival: float = 0.0) -> SimRequest:
     """A short prompt with a long answer, of which no token may come later than that after the one before."""
-    return Job(range(90_000, 90_020), output, arrival, SLO(ttft=8.0, tpot=tpot, tbt=tpot))
+    return SimRequest(range(90_000, 90_020), output, arrival, SLO(ttft=8.0, tpot=tpot, tbt=tpot))
 
 
-def document(arrival: float, at: int = 0, ttft: float = 8.0) -> Job:
-    return Job(range(at, at + LONG), 2, arrival, SLO(ttft=ttft, tpot=TPOT))
+def document(arrival: float, at: int = 0, ttft: float = 8.0) -> SimRequest:
+    return SimRequest(range(at, at + LONG), 2, arrival, SLO(ttft=ttft, tpot=TPOT))
 
 
 def gaps(request: Request) -> list[float]:
@@ -101,7 +101,11 @@ def test_prompts_go_on_beside_decodes_that_cannot_be_on_time() -> None:
 
 
 def test_decodes_without_a_promise_take_every_other_step() -> None:
-    jobs = [Job(range(90_000, 90_020), 60, 0.0, SLO(ttft=inf, tpot=inf)), document(0.01), document(0.01, at=5000)]
+    jobs = [
+        SimRequest(range(90_000, 90_020), 60, 0.0, SLO(ttft=inf, tpot=inf)),
+        document(0.01),
+        document(0.01, at=5000),
+    ]
     outcome = simulate(jobs, **SHAPE)
     spans = [max(span.length for span in plan.spans) for _, plan in outcome.plans]
     long = [place for place, most in enumerate(spans) if most > 100]
@@ -109,7 +113,9 @@ def test_decodes_without_a_promise_take_every_other_step() -> None:
 
 
 def test_best_effort_stops_nothing() -> None:
-    outcome = simulate([Job(range(90_000, 90_020), 60, 0.0, SLO(inf, inf), tier=BEST_EFFORT), document(0.01)], **SHAPE)
+    outcome = simulate(
+        [SimRequest(range(90_000, 90_020), 60, 0.0, SLO(inf, inf), tier=BEST_EFFORT), document(0.01)], **SHAPE
+    )
     assert outcome.counters["mixed0"].suspended == 0
 
 

@@ -31,7 +31,7 @@ from jaxserve.sched.policies.slos_serve.dp import admitted, largest_set, tier_of
 from jaxserve.sched.policies.slos_serve.speculation import StepCosts
 from jaxserve.sched.routing.base import Fleet
 from tests.support.examples import examples
-from tests.support.sched.harness import Job, simulate
+from tests.support.sched.harness import SimRequest, simulate
 
 TOKEN = Coefficients(fixed=0, prefill=1 / 6, decode=1 / 6, quadratic=0, longest=0, context=0)  # six tokens per second
 LARGE = Limits(tokens=8192, rows=256, pages=10_000, page_size=16)
@@ -287,7 +287,7 @@ def test_memory_counts() -> None:
 @pytest.mark.parametrize("policy", ["distserve", "slos_serve"])
 def test_refused_requests_are_told_and_cost_nothing(policy: str) -> None:
     """The harness's device computes a prompt of 20 in 2 ms: of ten at once those beyond the first few are refused."""
-    jobs = [Job(range(100 * one, 100 * one + 20), 5, 0.001, slo=SLO(ttft=0.008, tpot=0.05)) for one in range(10)]
+    jobs = [SimRequest(range(100 * one, 100 * one + 20), 5, 0.001, slo=SLO(ttft=0.008, tpot=0.05)) for one in range(10)]
     outcome = simulate(jobs, policy=policy, pages=400, tokens=256, rows=16, admission="dp:refuse")
     reasons = [one.finish_reason for one in outcome.requests]
     assert 1 <= reasons.count("stop") < 10 and set(reasons) <= {"stop", "rejected", "refused"}
@@ -301,7 +301,7 @@ def test_refused_requests_are_told_and_cost_nothing(policy: str) -> None:
 
 
 def test_demoted_requests_are_served_last() -> None:
-    jobs = [Job(range(100 * one, 100 * one + 20), 5, 0.001, slo=SLO(ttft=0.008, tpot=0.05)) for one in range(10)]
+    jobs = [SimRequest(range(100 * one, 100 * one + 20), 5, 0.001, slo=SLO(ttft=0.008, tpot=0.05)) for one in range(10)]
     outcome = simulate(jobs, pages=400, tokens=256, rows=16, admission="dp")
     assert [one.finish_reason for one in outcome.requests] == ["stop"] * 10
     assert 1 <= sum(one.tier == BEST_EFFORT for one in outcome.requests) < 10
@@ -347,7 +347,7 @@ def test_it_asks_the_programme_where_admission_lets_everybody_in() -> None:
 
 
 def test_more_replicas_refuse_less() -> None:
-    jobs = [Job(range(100 * one, 100 * one + 20), 5, 0.001, slo=SLO(ttft=0.008, tpot=0.05)) for one in range(12)]
+    jobs = [SimRequest(range(100 * one, 100 * one + 20), 5, 0.001, slo=SLO(ttft=0.008, tpot=0.05)) for one in range(12)]
     kept = []
     for count in (1, 2, 4):
         outcome = simulate(

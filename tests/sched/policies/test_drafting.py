@@ -17,12 +17,12 @@ from jaxserve.sched.perf.drafted import FIRST, Drafted
 from jaxserve.sched.perf.model import GeneralModel
 from jaxserve.sched.policies import drafting
 from tests.support.examples import examples
-from tests.support.sched.harness import COEFFICIENTS, Job, Outcome, simulate
+from tests.support.sched.harness import COEFFICIENTS, Outcome, SimRequest, simulate
 from tests.support.sched.speculation import JOB, check
 
 CHEAP = replace(COEFFICIENTS, fixed=5e-3, draft=2e-4)
 DEAR = replace(COEFFICIENTS, fixed=1e-3, decode=1e-3, draft=2e-3)
-JOBS = [Job(range(100 * row, 100 * row + 8), 300) for row in range(4)]
+JOBS = [SimRequest(range(100 * row, 100 * row + 8), 300) for row in range(4)]
 
 
 def run(policy: str, **shape: object) -> Outcome:
@@ -80,7 +80,7 @@ def test_the_most_is_always_drafted_where_it_shall_be() -> None:
 
 @settings(max_examples=examples(25), deadline=None)
 @given(jobs=st.lists(JOB, min_size=1, max_size=6), acceptance=st.floats(0, 1), adaptive=st.booleans())
-def test_no_token_is_lost_or_invented(jobs: list[Job], acceptance: float, adaptive: bool) -> None:
+def test_no_token_is_lost_or_invented(jobs: list[SimRequest], acceptance: float, adaptive: bool) -> None:
     policy = "sarathi:tokens=16/draft" + ("" if adaptive else ":no-adaptive")
     outcome = simulate(jobs, policy=policy, draft=3, acceptance=acceptance, pages=40, tokens=24)
     check(outcome, jobs, 3, 4)
@@ -89,7 +89,11 @@ def test_no_token_is_lost_or_invented(jobs: list[Job], acceptance: float, adapti
 def test_a_request_that_draws_one_at_a_time_does_not_draft() -> None:
     params = SamplingParams(max_tokens=None, repetition_penalty=1.2)
     late = SamplingParams(max_tokens=None, min_tokens=20)
-    jobs = [Job(range(8), 40, params=params), Job(range(100, 108), 40), Job(range(200, 208), 40, params=late)]
+    jobs = [
+        SimRequest(range(8), 40, params=params),
+        SimRequest(range(100, 108), 40),
+        SimRequest(range(200, 208), 40, params=late),
+    ]
     outcome = simulate(jobs, policy="distserve/draft:no-adaptive", pages=400, draft=4, tokens=64, acceptance=0.8)
     lengths = {
         id: [s for _, plan in outcome.plans for s in plan.spans if s.request == id and s.draft] for id in range(3)

@@ -16,7 +16,7 @@ from jaxserve.sched.api.request import BEST_EFFORT, Request, State
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.policies.flowprefill import FlowPrefill
-from tests.support.sched.harness import Job, simulate
+from tests.support.sched.harness import SimRequest, simulate
 from tests.support.sched.views import PERF, prompt, view
 
 K = 1024
@@ -202,7 +202,10 @@ def test_a_batch_costs_nobody_the_deadline(rows: list[tuple[int, float]], batch:
 
 SIMPLE = Coefficients(fixed=0.0, prefill=1e-3, decode=0.0, quadratic=0.0, longest=0.0, context=0.0)
 LONG, SHORT = 128 * K / 1000, 8 * K / 1000
-JOBS = [Job(range(128 * K), 1, 0.0, SLO(ttft=400.0)), *(Job(range(8 * K), 1, 1.0, SLO(ttft=100.0)) for _ in range(10))]
+JOBS = [
+    SimRequest(range(128 * K), 1, 0.0, SLO(ttft=400.0)),
+    *(SimRequest(range(8 * K), 1, 1.0, SLO(ttft=100.0)) for _ in range(10)),
+]
 
 
 def times(policy: str, tokens: int, **shape: Any) -> list[float]:

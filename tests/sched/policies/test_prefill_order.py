@@ -16,7 +16,7 @@ from jaxserve.sched.api.request import BEST_EFFORT, Request
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.perf.model import Coefficients
 from jaxserve.sched.policies.ordered import LONG, PERIOD
-from tests.support.sched.harness import Job, simulate
+from tests.support.sched.harness import SimRequest, simulate
 from tests.support.sched.views import begun, order, prompt, view
 
 ORDERS = ("fcfs", "sjf", "edf", "deadline_edf", "sedf", "kairos", "kairos:literal", "kairos:verbatim", "flowprefill")
@@ -119,7 +119,7 @@ def test_long_prompts_get_their_share_under_overload() -> None:
     """A short prompt of 0.6 s comes every 0.5 s: SJF serves the long one when nobody comes any more, unless it has
     four or five steps of 1 s in every 10 s."""
     slow = Coefficients(fixed=0.0, prefill=1e-3, decode=0.0, quadratic=0.0, longest=0.0, context=0.0)
-    jobs = [Job(range(600), 1, index * 0.5) for index in range(400)] + [Job(range(LONG), 1, 0.1)]
+    jobs = [SimRequest(range(600), 1, index * 0.5) for index in range(400)] + [SimRequest(range(LONG), 1, 0.1)]
     shape: dict[str, Any] = {
         "tokens": 1000, "pages": 2000, "page_size": 64, "rows": 64, "prefix_caching": False, "coefficients": slow,
     }  # fmt: skip
@@ -131,7 +131,7 @@ def test_long_prompts_get_their_share_under_overload() -> None:
 
 @pytest.mark.parametrize("name", ["sjf", "edf", "deadline_edf", "sedf", "kairos"])
 def test_a_chunk_holds_one_prompt_or_several(name: str) -> None:
-    jobs = [Job(range(1000 * i, 1000 * i + 10), 1) for i in range(4)]
+    jobs = [SimRequest(range(1000 * i, 1000 * i + 10), 1) for i in range(4)]
     packed = simulate(jobs, policy=name, tokens=32)
     alone = simulate(jobs, policy=f"{name}:no-pack", tokens=32)
     assert [len(plan.spans) for _, plan in packed.plans] == [4, 1]
@@ -140,7 +140,7 @@ def test_a_chunk_holds_one_prompt_or_several(name: str) -> None:
 
 def test_one_prompt_a_step_lets_another_run_where_the_first_gets_no_pages() -> None:
     """A prompt that has begun holds the pages that the first in order waits for."""
-    jobs = [Job(range(40), 1), Job(range(100, 130), 1, 0.001, SLO(ttft=0.1))]
+    jobs = [SimRequest(range(40), 1), SimRequest(range(100, 130), 1, 0.001, SLO(ttft=0.1))]
     began, early = simulate(jobs, policy="edf:no-pack", tokens=16, pages=12, page_size=4).requests
     assert began.token_times[0] < early.token_times[0]
 

@@ -29,7 +29,7 @@ from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.slos_serve.policy import SlosServe
 from jaxserve.sched.sim import Arrival, Latency, Mesh, Options, simulate
 from tests.support.examples import examples
-from tests.support.sched.harness import COEFFICIENTS, Job, Outcome
+from tests.support.sched.harness import COEFFICIENTS, Outcome, SimRequest
 from tests.support.sched.harness import simulate as run
 
 DEVICE = Coefficients(fixed=10e-3, prefill=1e-4, decode=5e-5, quadratic=0, longest=0, context=0)
@@ -297,7 +297,7 @@ def test_every_request_is_served(options: str, mesh: Mesh) -> None:
 
 
 JOB = st.builds(
-    lambda start, prompt, output, arrival, ttft, tpot, tier, cancel: Job(
+    lambda start, prompt, output, arrival, ttft, tpot, tier, cancel: SimRequest(
         range(start, start + prompt),
         output,
         arrival,

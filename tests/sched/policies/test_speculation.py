@@ -17,7 +17,7 @@ from jaxserve.sched.api.request import BEST_EFFORT, STANDARD, State
 from jaxserve.sched.perf.model import Coefficients, GeneralModel
 from jaxserve.sched.policies.slos_serve.speculation import PrefillSupply, StepCosts, accepted, counted_on, prompt_room
 from tests.support.examples import examples
-from tests.support.sched.harness import Job, Outcome, simulate
+from tests.support.sched.harness import Outcome, SimRequest, simulate
 from tests.support.sched.speculation import JOB, check
 
 # ---- what drafting gains, and what steps leave -------------------------------------------------------------------
@@ -209,7 +209,7 @@ def steps(outcome: Outcome) -> int:
 @pytest.mark.parametrize(("acceptance", "expected"), [(1.0, 1 + 8), (0.0, 1 + 32)])
 def test_certain_drafts_by_hand(acceptance: float, expected: int) -> None:
     """33 tokens: the first with the prompt, the others four at a time, or one by one where every draft is wrong."""
-    jobs = [Job(range(10), 33)]
+    jobs = [SimRequest(range(10), 33)]
     outcome = simulate(jobs, policy=lambda: Drafting([3]), draft=3, acceptance=acceptance, pages=64)
     assert steps(outcome) == expected
     check(outcome, jobs, 3, 4)
@@ -217,10 +217,12 @@ def test_certain_drafts_by_hand(acceptance: float, expected: int) -> None:
 
 def test_a_draft_gives_way_to_the_rows_own_token() -> None:
     """No budget for drafts, or no page: the row decodes all the same."""
-    jobs = [Job(range(10), 20)]
+    jobs = [SimRequest(range(10), 20)]
     narrow = simulate(jobs, policy=lambda: Drafting([4]), draft=4, acceptance=1.0, tokens=1)
     assert all(span.draft == 0 for _, plan in narrow.plans for span in plan.spans)
-    full = simulate([Job(range(20), 4), Job(range(100, 120), 4)], policy=lambda: Drafting([4]), draft=4, pages=12)
+    full = simulate(
+        [SimRequest(range(20), 4), SimRequest(range(100, 120), 4)], policy=lambda: Drafting([4]), draft=4, pages=12
+    )
     assert not any(request.drops for request in full.requests), "drafts took somebody's pages"
 
 
@@ -234,7 +236,7 @@ def test_measured_acceptance_converges(truth: float, output: int) -> None:
         policies.append(Drafting([3]))
         return policies[-1]
 
-    jobs = [Job(range(100 * one, 100 * one + 5), output, one * 0.01) for one in range(4000 // output)]
+    jobs = [SimRequest(range(100 * one, 100 * one + 5), output, one * 0.01) for one in range(4000 // output)]
     simulate(jobs, policy=policy, draft=3, acceptance=truth, pages=4000)
     assert policies[0].acceptance == pytest.approx(truth, abs=0.06)
 
@@ -260,7 +262,7 @@ def test_the_deadline_counts_only_tokens_that_came() -> None:
                 deadlines.append((one.deadline - one.first_token_at, one.generated * one.slo.tpot))
             return super().decide(view)
 
-    simulate([Job(range(10), 12)], policy=lambda: Watching([3]), draft=3, acceptance=0.4)
+    simulate([SimRequest(range(10), 12)], policy=lambda: Watching([3]), draft=3, acceptance=0.4)
     assert len(deadlines) > 5 and all(due == pytest.approx(granted) for due, granted in deadlines)
 
 
@@ -269,9 +271,9 @@ def test_the_deadline_counts_only_tokens_that_came() -> None:
 
 def test_objectives_take_the_pages_of_best_effort_and_it_finishes() -> None:
     jobs = [
-        Job(range(16), 30, 0.0, tier=BEST_EFFORT),
-        Job(range(100, 116), 30, 0.001, tier=BEST_EFFORT),
-        Job(range(200, 224), 12, 0.010, tier=STANDARD),
+        SimRequest(range(16), 30, 0.0, tier=BEST_EFFORT),
+        SimRequest(range(100, 116), 30, 0.001, tier=BEST_EFFORT),
+        SimRequest(range(200, 224), 12, 0.010, tier=STANDARD),
     ]
     outcome = simulate(jobs, policy="distserve", pages=14, rows=4, tokens=64)
     first, second, standard = outcome.requests
@@ -314,9 +316,9 @@ def test_a_row_of_best_effort_gives_way_before_a_prompt_with_an_objective() -> N
             return Decision((*rows[:1], *new, *rows[1:]) if rows else (*new, *old))
 
     jobs = [
-        Job(range(4), 30, 0.0),
-        Job(range(100, 120), 2, 0.004, tier=STANDARD),
-        Job(range(200, 204), 30, 0.001, tier=BEST_EFFORT),
+        SimRequest(range(4), 30, 0.0),
+        SimRequest(range(100, 120), 2, 0.004, tier=STANDARD),
+        SimRequest(range(200, 204), 30, 0.001, tier=BEST_EFFORT),
     ]
     outcome = simulate(jobs, policy=lambda: QueueView([0]), pages=14, rows=4, tokens=8)
     drops = [request.drops for request in outcome.requests]
@@ -325,7 +327,7 @@ def test_a_row_of_best_effort_gives_way_before_a_prompt_with_an_objective() -> N
 
 def test_best_effort_gives_its_slot_to_a_prompt_that_comes_from_elsewhere() -> None:
     """One slot where it decodes: best effort in it, taken back at every step and given again, came to no token."""
-    jobs = [Job(range(12), 40, tier=BEST_EFFORT), Job(range(100, 112), 5, 0.01)]
+    jobs = [SimRequest(range(12), 40, tier=BEST_EFFORT), SimRequest(range(100, 112), 5, 0.01)]
     outcome = simulate(jobs, (Role.PREFILL, Role.DECODE), pages=16, rows=1, tokens=11)
     first, second = outcome.requests
     assert (len(first.output), len(second.output)) == (40, 5) and second.drops == 0
@@ -335,7 +337,11 @@ def test_best_effort_gives_its_slot_to_a_prompt_that_comes_from_elsewhere() -> N
 @pytest.mark.parametrize("lead", [0.0, 4e-4, 1.0])
 def test_best_effort_gives_way_also_where_steps_are_planned_ahead(lead: float) -> None:
     """A step is always running then, and always one of best effort in it: it sits one out and gives its pages."""
-    jobs = [Job(range(16), 40, tier=BEST_EFFORT), Job(range(100, 116), 30), Job(range(200, 220), 5, 0.01)]
+    jobs = [
+        SimRequest(range(16), 40, tier=BEST_EFFORT),
+        SimRequest(range(100, 116), 30),
+        SimRequest(range(200, 220), 5, 0.01),
+    ]
     outcome = simulate(jobs, policy=lambda: Drafting([0]), pages=18, rows=4, tokens=64, lead=lead)
     best, *standard = outcome.requests
     assert best.drops >= 1 and not any(one.drops for one in standard)

@@ -24,7 +24,7 @@ from jaxserve.sched.sim import Arrival, Latency, Options, Report, simulate
 from jaxserve.sched.sim.executor import SimExecutor
 from tests.support.examples import examples
 from tests.support.sched.complete import JOB, ROLES, check_complete
-from tests.support.sched.harness import COEFFICIENTS, Job
+from tests.support.sched.harness import COEFFICIENTS, SimRequest
 from tests.support.sched.harness import simulate as serve
 from tests.support.sched.recorded import perf, recorded
 
@@ -119,10 +119,10 @@ PD = (Role.PREFILL, Role.DECODE)
 GIVE = "least_work:write_back"
 
 
-def rounds(output: int, later: float = 10.0, **more: float | None) -> list[Job]:
+def rounds(output: int, later: float = 10.0, **more: float | None) -> list[SimRequest]:
     """A prompt of 16 tokens, its answer, and a prompt of both and 4 more. The harness says 1 for every token."""
     first = list(range(100, 116))
-    return [Job(first, output, **more), Job([*first, *[1] * (output - 1), 7, 7, 7, 7], 3, later)]  # type: ignore[arg-type]
+    return [SimRequest(first, output, **more), SimRequest([*first, *[1] * (output - 1), 7, 7, 7, 7], 3, later)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("output", "cached", "without"), [(9, 24, 16), (10, 24, 16), (8, 20, 16), (2, 16, 16)])
@@ -157,7 +157,7 @@ def test_an_answer_whose_pool_is_just_gone_is_left_out(monkeypatch: pytest.Monke
 
 def test_nothing_comes_back_that_takes_pages_from_those_who_wait() -> None:
     """The prefill instance holds 16 pages; a prompt of 15 waits when the first answer is done."""
-    jobs = [*rounds(9), Job(range(1000, 1060), 2, 0.0), Job(range(2000, 2060), 2, 0.0)]
+    jobs = [*rounds(9), SimRequest(range(1000, 1060), 2, 0.0), SimRequest(range(2000, 2060), 2, 0.0)]
     found = serve(jobs, PD, routing=GIVE, pages=16, prefix_caching=True)
     check_complete(found, jobs)
 
@@ -183,7 +183,7 @@ def test_giving_back_loses_nothing(jobs, roles, pages, every) -> None:  # type: 
 
 @given(jobs=st.lists(JOB, min_size=1, max_size=8), every=st.sampled_from([5, 10_000]))
 @settings(max_examples=examples(30))
-def test_what_comes_back_is_in_the_journal(jobs: list[Job], every: int) -> None:
+def test_what_comes_back_is_in_the_journal(jobs: list[SimRequest], every: int) -> None:
     text = recorded(jobs, "4x1", "distserve", every, GIVE)
     assert replay(text.splitlines(), perf).differences == []
 

@@ -18,7 +18,7 @@ from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.routing.base import Fleet, Move
 from tests.support.examples import examples
 from tests.support.sched.fleet import decodes, fleet, instance, request
-from tests.support.sched.harness import Job
+from tests.support.sched.harness import SimRequest
 from tests.support.sched.harness import simulate as serve
 
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
@@ -261,7 +261,7 @@ def test_moves_are_of_waiting_requests_and_lose_nothing(prompts, name, roles) ->
     made = routing.make(name)
     made.__class__ = Recorded
     jobs = [
-        Job(range(1000 * id, 1000 * id + length), 5, arrival, SLO(ttft, 0.01))
+        SimRequest(range(1000 * id, 1000 * id + length), 5, arrival, SLO(ttft, 0.01))
         for id, (length, arrival, ttft) in enumerate(prompts)
     ]
     with pytest.MonkeyPatch.context() as patch:

@@ -25,7 +25,7 @@ from jaxserve.sched.sim.arrival import Arrival
 from jaxserve.sched.sim.latency import Latency
 from jaxserve.sched.sim.options import Options
 from jaxserve.sched.sim.simulate import Logs
-from tests.support.sched.harness import COEFFICIENTS, Job
+from tests.support.sched.harness import COEFFICIENTS, SimRequest
 from tests.support.sched.recorded import perf, recorded
 
 
@@ -50,7 +50,9 @@ def journalled(file: IO[str], recipe: Recipe, options: Mapping[str, object] | No
 @pytest.mark.parametrize("roles", ["1x1", "2x1", "4x1"])
 def test_a_simulated_run_comes_out_again(roles: str) -> None:
     draw = random.Random(1)
-    jobs = [Job(range(1000 * i, 1000 * i + draw.randint(1, 20)), draw.randint(2, 14), i * 0.004) for i in range(60)]
+    jobs = [
+        SimRequest(range(1000 * i, 1000 * i + draw.randint(1, 20)), draw.randint(2, 14), i * 0.004) for i in range(60)
+    ]
     outcome = again(replay(recorded(jobs, roles, "kairos").splitlines(), perf))
     assert outcome.fit.mape < 1e-6 and outcome.noise < 1e-6
     for name, served, simulated in rows(outcome):
@@ -101,7 +103,7 @@ def test_steps_stop_again_where_the_served_ones_could() -> None:
 
 def test_what_an_instance_rehearsed_is_no_share_of_its_time() -> None:
     """It was before the first request came, so that the shares of a short run came to more than 1."""
-    found = replay(recorded([Job(range(12), 6, 1.0)], "1x1", "kairos").splitlines(), perf)
+    found = replay(recorded([SimRequest(range(12), 6, 1.0)], "1x1", "kairos").splitlines(), perf)
     busy = again(found).busy
     found.steps += [step._replace(ended=step.ended - 1.0) for step in found.steps]
     assert again(found).busy == busy and all(0 < share <= 1 for share in busy)
@@ -109,7 +111,7 @@ def test_what_an_instance_rehearsed_is_no_share_of_its_time() -> None:
 
 def test_times_that_fit_no_model_are_said_to_say_little(capsys: pytest.CaptureFixture[str]) -> None:
     """As those of a few steps on a busy machine: the same sizes take 1 ms and 30 ms."""
-    jobs = [Job(range(100 * i, 100 * i + 8), 12, i * 0.004) for i in range(20)]
+    jobs = [SimRequest(range(100 * i, 100 * i + 8), 12, i * 0.004) for i in range(20)]
     found = replay(recorded(jobs, "1x1", "kairos").splitlines(), perf)
     show(found, 0)
     assert "off by 0% on average" in (said := capsys.readouterr().out) and "says little" not in said

@@ -29,7 +29,7 @@ COEFFICIENTS = Coefficients(fixed=1e-3, prefill=5e-5, decode=1e-5, quadratic=1e-
 
 
 @dataclass
-class Job:
+class SimRequest:
     """A request to be: `output` counts its tokens, the end-of-sequence one included."""
 
     prompt: Sequence[int]
@@ -79,7 +79,7 @@ class Flaky(SimExecutor):
 
 
 @dataclass
-class Shape:
+class SimSetup:
     """The cluster that serves the jobs."""
 
     roles: Sequence[Role]
@@ -111,12 +111,12 @@ class Shape:
     scheduler: Callable[..., Scheduler] = Scheduler
 
 
-def simulate(jobs: Sequence[Job], roles: Sequence[Role] = (Role.MIXED,), **shape: Any) -> Outcome:
+def simulate(jobs: Sequence[SimRequest], roles: Sequence[Role] = (Role.MIXED,), **shape: Any) -> Outcome:
     """Run jobs to their end; every law that can be checked at every step is checked."""
-    return clock.run(_simulate(jobs, Shape(roles, **shape)))
+    return clock.run(_simulate(jobs, SimSetup(roles, **shape)))
 
 
-async def _simulate(jobs: Sequence[Job], shape: Shape) -> Outcome:
+async def _simulate(jobs: Sequence[SimRequest], shape: SimSetup) -> Outcome:
     loop = clock.loop()
     plans: list[tuple[str, StepPlan]] = []
     over: list[Request] = []
@@ -127,7 +127,7 @@ async def _simulate(jobs: Sequence[Job], shape: Shape) -> Outcome:
     cluster = Cluster(instances, place, admits, first_token=shape.first_token, finished=over.append)
     deltas: dict[int, list[Delta]] = {index: [] for index in range(len(jobs))}
 
-    def arrive(id: int, job: Job) -> None:
+    def arrive(id: int, job: SimRequest) -> None:
         request = Request(id, job.prompt, job.params, job.slo, loop.now, tier=job.tier, eos=frozenset([EOS]), seed=id)
         try:
             cluster.submit(request, deltas[id].append)
@@ -171,7 +171,7 @@ async def _simulate(jobs: Sequence[Job], shape: Shape) -> Outcome:
 
 
 def _instances(
-    shape: Shape, outputs: Mapping[int, int], plans: list[tuple[str, StepPlan]], loop: clock.VirtualLoop
+    shape: SimSetup, outputs: Mapping[int, int], plans: list[tuple[str, StepPlan]], loop: clock.VirtualLoop
 ) -> list[Instance]:
     last = [0.0]
     instances = []

@@ -17,7 +17,7 @@ from jaxserve.sched.api.policy import Decision, Policy, QueueView, Task, View
 from jaxserve.sched.api.request import BEST_EFFORT, Request, RequestView, State
 from jaxserve.sched.instance.scheduler import Scheduler
 from jaxserve.sched.sim import clock
-from tests.support.sched.harness import Job, Outcome, simulate
+from tests.support.sched.harness import Outcome, SimRequest, simulate
 
 Record = tuple[float, str, str, Any]  # when, instance, kind, what
 
@@ -108,7 +108,7 @@ class Watch:
         self._instances: list[Scheduler] = []
         self._now = 0.0
 
-    def run(self, jobs: Sequence[Job], roles: Sequence[Any], **shape: Any) -> Outcome:
+    def run(self, jobs: Sequence[SimRequest], roles: Sequence[Any], **shape: Any) -> Outcome:
         jump = clock.VirtualLoop._jump
 
         def watched(loop: clock.VirtualLoop) -> None:
@@ -203,7 +203,7 @@ def check_tokens(outcome: Outcome, records: Sequence[Record], page_size: int) ->
         assert not request.output or at >= request.prompt_length
 
 
-def check_told(outcome: Outcome, jobs: Sequence[Job], refuses: bool) -> None:
+def check_told(outcome: Outcome, jobs: Sequence[SimRequest], refuses: bool) -> None:
     """Each request is told once why it ended, in order, with exactly its tokens."""
     assert [request.id for request in outcome.requests] == list(range(len(jobs)))
     for request, job in zip(outcome.requests, jobs, strict=True):

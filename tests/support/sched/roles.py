@@ -13,7 +13,7 @@ from jaxserve.sched.api.policy import Limits, Role
 from jaxserve.sched.journal import Journal, replay
 from tests.support.sched import harness
 from tests.support.sched.cases import MESHES, Case
-from tests.support.sched.harness import COEFFICIENTS, Job, perf
+from tests.support.sched.harness import COEFFICIENTS, SimRequest, perf
 from tests.support.sched.laws import Watch, check_tokens, check_told
 
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
@@ -23,7 +23,7 @@ TURNS = st.lists(TURN, min_size=1, max_size=8)
 Turns = Sequence[tuple[float, Mapping[int, Role]]]
 
 
-def check(policy: str, case: Case, jobs: list[Job], shape: dict[str, Any], turns: Turns) -> None:
+def check(policy: str, case: Case, jobs: list[SimRequest], shape: dict[str, Any], turns: Turns) -> None:
     """All laws that hold where roles stay, and that equal runs have equal histories."""
     mesh, routing, admission = case
     histories = []
@@ -36,7 +36,7 @@ def check(policy: str, case: Case, jobs: list[Job], shape: dict[str, Any], turns
     assert histories[0] == histories[1]
 
 
-def journalled(jobs: list[Job], mesh: str, policy: str, shape: dict[str, Any], turns: Turns) -> list[str]:
+def journalled(jobs: list[SimRequest], mesh: str, policy: str, shape: dict[str, Any], turns: Turns) -> list[str]:
     file = io.StringIO()
     journal = Journal(file)
     limits = Limits(16, 4, 24, 4)
@@ -58,5 +58,5 @@ def check_replay(lines: list[str]) -> None:
     assert outcome.differences == [] and outcome.plans == sum('"kind":"planned"' in line for line in lines)
 
 
-def run(turns: Turns, jobs: Sequence[Job], roles: Sequence[Role] = (P, D), **shape: Any) -> harness.Outcome:
+def run(turns: Turns, jobs: Sequence[SimRequest], roles: Sequence[Role] = (P, D), **shape: Any) -> harness.Outcome:
     return harness.simulate(list(jobs), roles, turns=turns, **{"pages": 200, **shape})

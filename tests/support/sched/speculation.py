@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import StepPlan
 from jaxserve.sched.sim.executor import EOS, FILLER
-from tests.support.sched.harness import Job, Outcome
+from tests.support.sched.harness import Outcome, SimRequest
 
 
-def check(outcome: Outcome, jobs: list[Job], draft: int, page_size: int) -> None:
+def check(outcome: Outcome, jobs: list[SimRequest], draft: int, page_size: int) -> None:
     for request, job in zip(outcome.requests, jobs, strict=True):
         told = [token for delta in outcome.deltas[request.id] for token in delta.tokens]
         assert told == request.output
@@ -23,7 +23,7 @@ def check(outcome: Outcome, jobs: list[Job], draft: int, page_size: int) -> None
     check_plans(outcome.plans, jobs, draft, page_size)
 
 
-def check_plans(plans: list[tuple[str, StepPlan]], jobs: list[Job], draft: int, page_size: int) -> None:
+def check_plans(plans: list[tuple[str, StepPlan]], jobs: list[SimRequest], draft: int, page_size: int) -> None:
     """Every span has its pages, starts where valid KV ends, and drafts only behind a whole prompt."""
     pages: dict[tuple[str, int], int] = {}
     ends: dict[tuple[str, int], int] = {}
@@ -44,7 +44,7 @@ def check_plans(plans: list[tuple[str, StepPlan]], jobs: list[Job], draft: int, 
 
 
 JOB = st.builds(
-    lambda start, prompt, output, arrival, cancel, most: Job(
+    lambda start, prompt, output, arrival, cancel, most: SimRequest(
         range(start, start + prompt),
         output,
         arrival,

@@ -42,7 +42,7 @@ LEAST = 16  # rows that are always loaded
 
 
 @dataclass(frozen=True)
-class Shape:
+class GroupedShape:
     """The static parameters of the kernel body."""
 
     rows: int  # of a tile
@@ -105,13 +105,13 @@ class Weights(Protocol):
     def copies(self) -> int:
         """The number of copies that load a tile."""
 
-    def scratch(self, shape: Shape) -> list[Any]:
+    def scratch(self, shape: GroupedShape) -> list[Any]:
         """Return the scratch buffers."""
 
-    def bring(self, shape: Shape, refs: Refs, item: Item, k: jax.Array, slot: jax.Array) -> None:
+    def bring(self, shape: GroupedShape, refs: Refs, item: Item, k: jax.Array, slot: jax.Array) -> None:
         """Start copying tile k of an item into a slot."""
 
-    def multiply(self, shape: Shape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> jax.Array:
+    def multiply(self, shape: GroupedShape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> jax.Array:
         """Return a consumer's part of the item, `shape.product` float32, from ring step `done` on."""
 
 
@@ -149,7 +149,7 @@ class Item(NamedTuple):
     column: jax.Array  # first output
 
 
-def body(shape: Shape) -> Callable[..., None]:
+def body(shape: GroupedShape) -> Callable[..., None]:
     """Return the kernel over the grid GRID and the threads ROLE: consumers first, then the producer."""
 
     def run(*arrays: Any) -> None:
@@ -185,14 +185,14 @@ def body(shape: Shape) -> Callable[..., None]:
     return run
 
 
-def _item(shape: Shape, refs: Refs, index: jax.Array) -> Item:
+def _item(shape: GroupedShape, refs: Refs, index: jax.Array) -> Item:
     tile, strip = lax.div(index, jnp.int32(shape.strips)), lax.rem(index, jnp.int32(shape.strips))
     # Divided and multiplied so that the compiler can prove the alignment, which copies to tiled memory require.
     begin = lax.div(refs.begin[tile], jnp.int32(ALIGN)) * ALIGN
     return Item(refs.expert[tile], begin, refs.length[tile], strip * shape.columns)
 
 
-def _produce(shape: Shape, refs: Refs, item: Item, done: jax.Array) -> None:
+def _produce(shape: GroupedShape, refs: Refs, item: Item, done: jax.Array) -> None:
     def step(k: jax.Array, nothing: None) -> None:
         slot = lax.rem(done + k, jnp.int32(shape.stages))
         full = refs.full.at[slot]
@@ -217,7 +217,7 @@ def _produce(shape: Shape, refs: Refs, item: Item, done: jax.Array) -> None:
     lax.fori_loop(0, shape.steps, step, None)
 
 
-def _consume(shape: Shape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> None:
+def _consume(shape: GroupedShape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> None:
     count = item.length if shape.swapped else jnp.clip(item.length - role * shape.stored, 0, shape.stored)
 
     @pl.when(count > 0)
@@ -241,21 +241,21 @@ class Whole:
 
     arrays = copies = 1
 
-    def scratch(self, shape: Shape) -> list[Any]:
+    def scratch(self, shape: GroupedShape) -> list[Any]:
         return [tiled((shape.stages, shape.depth, shape.columns), shape.dtype)]
 
-    def bring(self, shape: Shape, refs: Refs, item: Item, k: jax.Array, slot: jax.Array) -> None:
+    def bring(self, shape: GroupedShape, refs: Refs, item: Item, k: jax.Array, slot: jax.Array) -> None:
         (weight,), (w_s,) = refs.weights, refs.weights_s
         source = weight.at[item.expert, pl.ds(k * shape.depth, shape.depth), pl.ds(item.column, shape.columns)]
         plgpu.copy_gmem_to_smem(source, w_s.at[slot], refs.full.at[slot])
 
-    def multiply(self, shape: Shape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> jax.Array:
+    def multiply(self, shape: GroupedShape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> jax.Array:
         summed = partial(_sum, shape, refs, role, done)
         product: jax.Array = pl.run_scoped(summed, plgpu.ACC(shape.product, jnp.float32))
         return product
 
 
-def _sum(shape: Shape, refs: Refs, role: jax.Array, done: jax.Array, acc: Any) -> jax.Array:
+def _sum(shape: GroupedShape, refs: Refs, role: jax.Array, done: jax.Array, acc: Any) -> jax.Array:
     (height, _), (w_s,) = shape.product, refs.weights_s
 
     def release(k: jax.Array) -> None:
@@ -279,7 +279,7 @@ def _sum(shape: Shape, refs: Refs, role: jax.Array, done: jax.Array, acc: Any) -
     return product
 
 
-def _store(shape: Shape, refs: Refs, role: jax.Array, item: Item, count: jax.Array, product: jax.Array) -> None:
+def _store(shape: GroupedShape, refs: Refs, role: jax.Array, item: Item, count: jax.Array, product: jax.Array) -> None:
     """Store the results of `count` rows through shared memory, rounded up to ALIGN; the extra rows are padding."""
     height, width = shape.product
     product = product.astype(shape.out_dtype)
@@ -317,15 +317,15 @@ class QuantizedWeights:
     arrays = 2
     copies = CONSUMERS
 
-    def scratch(self, shape: Shape) -> list[Any]:
+    def scratch(self, shape: GroupedShape) -> list[Any]:
         return self.tile.scratch(shape.stages)
 
-    def bring(self, shape: Shape, refs: Refs, item: Item, k: jax.Array, slot: jax.Array) -> None:
+    def bring(self, shape: GroupedShape, refs: Refs, item: Item, k: jax.Array, slot: jax.Array) -> None:
         (values, _), (narrow_s, _) = refs.weights, refs.weights_s
         where = item.expert, pl.ds(k * shape.depth, shape.depth)
         bring(values, where, item.column, narrow_s.at[slot], refs.full.at[slot])
 
-    def multiply(self, shape: Shape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> jax.Array:
+    def multiply(self, shape: GroupedShape, refs: Refs, role: jax.Array, item: Item, done: jax.Array) -> jax.Array:
         (_, scale), (narrow_s, wide_s) = refs.weights, refs.weights_s
         outputs = pl.ds(item.column + role * ROWS, ROWS)
 

@@ -44,8 +44,8 @@ from pallas_kernels.ops.grouped_matmul.hopper.body import (
     GRID,
     ROLE,
     WIDE,
+    GroupedShape,
     QuantizedWeights,
-    Shape,
     Whole,
     body,
 )
@@ -55,7 +55,7 @@ ROWS = 64  # minimum rows of a tensor-core product
 
 
 @dataclass(frozen=True)
-class Spec:
+class GroupedSpec:
     """The shape that a config is chosen for; X, I and O are those of one shard."""
 
     pairs: int  # Q
@@ -85,7 +85,7 @@ class Config:
 
     depth: int = DEPTH  # inputs of a tile; with 8-bit weights possibly twice as many
 
-    def validate(self, spec: Spec) -> None:
+    def validate(self, spec: GroupedSpec) -> None:
         """Raise ValueError, naming the value, if this config cannot compute the spec."""
         if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
             raise ValueError(f"{spec.dtype=} must be bfloat16 or float16")
@@ -103,7 +103,7 @@ class Config:
         if (size := self.smem_bytes(spec.quantized)) > SMEM:
             raise ValueError(f"{self} needs {size} bytes of shared memory; the limit is {SMEM}")
 
-    def _validate_whole(self, spec: Spec) -> None:
+    def _validate_whole(self, spec: GroupedSpec) -> None:
         if spec.width % DEPTH or spec.outputs % WIDE:
             raise ValueError(f"{spec.width=} and {spec.outputs=} must be multiples of {DEPTH} and {WIDE}")
         if self.depth != DEPTH:
@@ -115,7 +115,7 @@ class Config:
         if (sums := self.rows * self.columns // self.consumers) > ROWS * 256:
             raise ValueError(f"{self} has {sums} sums per warpgroup; the limit is {ROWS * 256}")
 
-    def _validate_narrow(self, spec: Spec) -> None:
+    def _validate_narrow(self, spec: GroupedSpec) -> None:
         if jnp.dtype(spec.stored).name not in QUANTIZED:
             raise ValueError(f"{spec.stored=} must be one of {', '.join(QUANTIZED)}")
         if spec.outputs % COLUMNS:
@@ -152,7 +152,7 @@ def tile_of(pairs: int, experts: int) -> int:
     return next(rows for rows in (8, 16, 32, 64) if rows >= min(ROWS, 8 * mean, pairs))
 
 
-def heuristic(spec: Spec) -> Config:
+def heuristic(spec: GroupedSpec) -> Config:
     """Return a config expected to be good for the work of `plan`."""
     rows = tile_of(spec.pairs, spec.experts)
     if spec.quantized:
@@ -174,12 +174,12 @@ def _deepest(config: Config, stages: Iterable[int], quantized: bool = False) -> 
     return next((one for one in deep if one.smem_bytes(quantized) <= SMEM), config)
 
 
-def supports(spec: Spec) -> str | None:
+def supports(spec: GroupedSpec) -> str | None:
     """Return None, or the reason why no config computes the spec."""
     return refusal(heuristic, *(replace(spec, pairs=pairs) for pairs in (1, 2 * ROWS * spec.experts)))  # both forms
 
 
-def candidates(spec: Spec) -> Iterator[Config]:
+def candidates(spec: GroupedSpec) -> Iterator[Config]:
     """Yield configs worth timing for the spec, the heuristic one first; the compile gate drops those that spill."""
     stages, depths = (2, 3, 4, 6, 8, 12), (DEPTH, 2 * DEPTH) if spec.quantized else (DEPTH,)
     sizes = product((True, False), (8, 16, 32, 64, 128, 256), (64, 128, 192, 256), stages, (1, 2), depths)
@@ -206,7 +206,7 @@ def grouped_matmul(
     """
     (rows, width), (experts, _, outputs) = x.shape, weight.shape
     out_dtype = jnp.dtype(out_dtype or x.dtype)
-    spec = Spec(rows, experts, width, outputs, x.dtype)
+    spec = GroupedSpec(rows, experts, width, outputs, x.dtype)
     if scale is not None:
         spec = replace(spec, stored=weight.dtype, scales=scale.shape[1])
     config.validate(spec)
@@ -217,7 +217,7 @@ def grouped_matmul(
             f"{x.dtype}{x.shape}, {weight.dtype}{weight.shape}{scales} and {len(work.source)} rows do not match"
         )
     tiles = len(work.expert)
-    shape = Shape(
+    shape = GroupedShape(
         rows=config.rows,
         columns=config.columns,
         stages=config.stages,
@@ -245,7 +245,7 @@ def grouped_matmul(
     return out
 
 
-def _weights(spec: Spec, config: Config, interpret: Interpret) -> Whole | QuantizedWeights:
+def _weights(spec: GroupedSpec, config: Config, interpret: Interpret) -> Whole | QuantizedWeights:
     if not spec.quantized:
         return Whole()
     every = spec.width // spec.scales // config.depth if spec.scales > 1 else 0

@@ -25,9 +25,9 @@ from pallas_kernels.layout import MASKED, Ragged, Scales
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.fragments import ROWS, in_order
 from pallas_kernels.mosaic.interpret import Interpret
-from pallas_kernels.mosaic.spec import CORES, SMEM, Spec, allowed
+from pallas_kernels.mosaic.spec import CORES, SMEM, AttentionShape, allowed
 from pallas_kernels.ops.paged_attention.hopper.combine import combine
-from pallas_kernels.ops.paged_attention.hopper.decode_block import MEETING, Shape
+from pallas_kernels.ops.paged_attention.hopper.decode_block import MEETING, DecodeShape
 from pallas_kernels.ops.paged_attention.hopper.decode_body import Consume, body
 from pallas_kernels.ops.paged_attention.plan import DecodeWork, plan_decode
 
@@ -52,7 +52,7 @@ class Config:
         """Plan a step; all layers of one window share it."""
         return plan_decode(ragged, page=page, queries=self.queries, tile=self.tile, workers=self.workers, window=window)
 
-    def validate(self, spec: Spec) -> None:
+    def validate(self, spec: AttentionShape) -> None:
         """Raise ValueError, naming the value, if this config cannot compute the spec."""
         if spec.heads % spec.kv_heads or spec.group > WGMMA_ROWS:
             raise ValueError(f"{spec.heads=} must be a multiple of {spec.kv_heads=}, at most {WGMMA_ROWS} times it")
@@ -81,19 +81,19 @@ class Config:
         if (size := self.smem_bytes(spec)) > SMEM:
             raise ValueError(f"{self} needs {size} bytes of shared memory for {spec}; the limit is {SMEM}")
 
-    def block(self, spec: Spec) -> int:
+    def block(self, spec: AttentionShape) -> int:
         """Return the query tokens that one block takes."""
         return min(self.queries, WGMMA_ROWS // spec.group)
 
-    def blocks(self, spec: Spec) -> int:
+    def blocks(self, spec: AttentionShape) -> int:
         return -(-self.queries // self.block(spec))
 
-    def rows(self, spec: Spec) -> int:
+    def rows(self, spec: AttentionShape) -> int:
         """Return M, the rows of a product."""
         used = self.block(spec) * spec.group
         return next(m for m in (16, 32, 64) if used <= m) if self.warps else WGMMA_ROWS
 
-    def smem_bytes(self, spec: Spec) -> int:
+    def smem_bytes(self, spec: AttentionShape) -> int:
         """Return the shared memory of a block, including barriers and alignment."""
         wide = 2  # bytes of an operand's element
         ring = 2 * self.stages * self.tile * spec.dim * (1 if spec.quantised else wide)
@@ -105,7 +105,7 @@ class Config:
         return ring + rest + weights + widened
 
 
-def heuristic(spec: Spec, *, warps: bool | None = None) -> Config:
+def heuristic(spec: AttentionShape, *, warps: bool | None = None) -> Config:
     """Return a config expected to be good for the spec; `warps` None chooses by the rows of the product."""
     packed = spec.queries * spec.group
     if warps is None:
@@ -122,7 +122,7 @@ def heuristic(spec: Spec, *, warps: bool | None = None) -> Config:
     return replace(config, stages=1, consumers=1)
 
 
-def candidates(spec: Spec) -> Iterator[Config]:
+def candidates(spec: AttentionShape) -> Iterator[Config]:
     """Yield configs worth timing for the spec, the heuristic one first; the compile gate drops those that spill."""
     best = heuristic(spec)
     yield best
@@ -157,7 +157,7 @@ def paged_decode(
     everywhere, even where nothing was written, because masked keys are multiplied by zero.
     """
     rows, (_, page, kv_heads, dim) = ragged.lengths.shape[0], k_pool.shape
-    spec = Spec(rows, q.shape[1], kv_heads, dim, page, config.queries, q.dtype, k_pool.dtype)
+    spec = AttentionShape(rows, q.shape[1], kv_heads, dim, page, config.queries, q.dtype, k_pool.dtype)
     config.validate(spec)
     if spec.quantised != (scales is not None):
         raise ValueError(
@@ -170,10 +170,10 @@ def paged_decode(
 
 
 def _shape(
-    spec: Spec, config: Config, scale: float, window: int | None, softcap: float | None, interpret: Interpret
-) -> Shape:
+    spec: AttentionShape, config: Config, scale: float, window: int | None, softcap: float | None, interpret: Interpret
+) -> DecodeShape:
     rows, block = config.rows(spec), config.block(spec)
-    return Shape(
+    return DecodeShape(
         rows=rows,
         packed=min(rows, -(-block * spec.group // 8) * 8),
         group=spec.group,
@@ -196,7 +196,7 @@ def _shape(
 
 
 def attend(
-    shape: Shape,
+    shape: DecodeShape,
     q: jax.Array,  # [T, H, D]
     pools: tuple[jax.Array, ...],  # keys and values, or latents
     ragged: Ragged,
@@ -240,7 +240,7 @@ def attend(
     return _unpack(out, lse, ragged, work, shape, kv_heads)
 
 
-def _pack(q: jax.Array, ragged: Ragged, shape: Shape, kv_heads: int, blocks: int) -> jax.Array:
+def _pack(q: jax.Array, ragged: Ragged, shape: DecodeShape, kv_heads: int, blocks: int) -> jax.Array:
     """Gather q [T, H, D] by row for the products: [S, K, blocks, packed, D], query tokens major, G minor."""
     token = ragged.starts[:, None] + jnp.arange(blocks * shape.block)[None]
     got = jnp.take(q, token, axis=0, mode="clip").astype(shape.dtype)  # [S, blocks * block, H, D]
@@ -250,7 +250,7 @@ def _pack(q: jax.Array, ragged: Ragged, shape: Shape, kv_heads: int, blocks: int
 
 
 def _unpack(
-    out: jax.Array, lse: jax.Array, ragged: Ragged, work: DecodeWork, shape: Shape, kv_heads: int
+    out: jax.Array, lse: jax.Array, ragged: Ragged, work: DecodeWork, shape: DecodeShape, kv_heads: int
 ) -> tuple[jax.Array, jax.Array]:
     """Scatter out [S, K * blocks, U, D] to [T, H, D] and lse to [T, H]; zeros and MASKED for tokens not in `work`."""
     rows = out.shape[0]

@@ -25,7 +25,7 @@ MEETING = 64  # columns that warps with their own keys sum at a time
 
 
 @dataclass(frozen=True)
-class Shape:
+class DecodeShape:
     """The static parameters of a block, and what follows from them."""
 
     rows: int  # M
@@ -188,7 +188,7 @@ class Refs:
     s: dict[str, Any]
 
 
-def each_item(shape: Shape, refs: Refs, one: Callable[[Any, Any, Any, Any, Any], None]) -> tuple[Any, Any]:
+def each_item(shape: DecodeShape, refs: Refs, one: Callable[[Any, Any, Any, Any, Any], None]) -> tuple[Any, Any]:
     """Call one(item, its number in this worker, row, tiles, tiles before it) for each item of this worker.
 
     Returns the worker's number of tiles and of items.
@@ -206,7 +206,7 @@ def each_item(shape: Shape, refs: Refs, one: Callable[[Any, Any, Any, Any, Any],
     return lax.fori_loop(begin, end, step, jnp.int32(0)), end - begin
 
 
-def release(shape: Shape, free: Any) -> None:
+def release(shape: DecodeShape, free: Any) -> None:
     """Let the producer overwrite a slot that this consumer has read."""
     if shape.warps:
         plgpu.commit_smem()  # ordinary loads have read the slot, and TMA writes it next
@@ -215,7 +215,7 @@ def release(shape: Shape, free: Any) -> None:
     plgpu.barrier_arrive(free)
 
 
-def mine(shape: Shape, me: Any, tiles: Any, done: Any) -> tuple[Any, Any]:
+def mine(shape: DecodeShape, me: Any, tiles: Any, done: Any) -> tuple[Any, Any]:
     """Return a consumer's first tile in an item and its number of tiles; `done` counts tiles over all items."""
     first = lax.rem(me + shape.consumers - lax.rem(done, shape.consumers), shape.consumers)
     first = jnp.int32(first if shape.consumers > 1 else 0)
@@ -229,7 +229,7 @@ def soften(score: jax.Array, peak: jax.Array, unit: Any) -> tuple[jax.Array, jax
     return weight, jnp.exp2(peak - top), top
 
 
-def mask(shape: Shape, score: jax.Array, key: Any, position: Any, raw: Any) -> jax.Array:
+def mask(shape: DecodeShape, score: jax.Array, key: Any, position: Any, raw: Any) -> jax.Array:
     """Apply the soft cap, then mask keys that row r, of query token position + r // G, may not see."""
     if shape.softcap:
         # tanh(x) = 1 - 2 / (e^2x + 1), because the hardware's own tanh has only 11 bits of precision.
@@ -257,14 +257,14 @@ def mask(shape: Shape, score: jax.Array, key: Any, position: Any, raw: Any) -> j
     return _seen(shape, score, ahead, last)
 
 
-def _seen(shape: Shape, score: jax.Array, ahead: jax.Array, last: Any) -> jax.Array:
+def _seen(shape: DecodeShape, score: jax.Array, ahead: jax.Array, last: Any) -> jax.Array:
     seen = ahead <= last
     if shape.window is not None:
         seen &= ahead > last - shape.window
     return jnp.where(seen, score, MASKED)
 
 
-def produce(shape: Shape, refs: Refs) -> None:
+def produce(shape: DecodeShape, refs: Refs) -> None:
     """Copy the queries, keys and values of all items of this worker into the rings."""
     s, block, head = refs.s, lax.axis_index("block"), lax.axis_index("head")
 
@@ -305,7 +305,7 @@ def produce(shape: Shape, refs: Refs) -> None:
                 plgpu.barrier_wait(s["v_free"].at[slot])
 
 
-def _ids(shape: Shape, refs: Refs, row: Any, first: Any, tiles: Any, tile: Any) -> list[Any]:
+def _ids(shape: DecodeShape, refs: Refs, row: Any, first: Any, tiles: Any, tile: Any) -> list[Any]:
     """Return the page ids of a tile, clamped to the item's tiles."""
     at = first + jnp.maximum(jnp.minimum(tile, tiles - 1), 0)
     if shape.page >= shape.tile:
@@ -313,7 +313,7 @@ def _ids(shape: Shape, refs: Refs, row: Any, first: Any, tiles: Any, tile: Any) 
     return [refs.table[row, at * shape.pages + j] for j in range(shape.pages)]
 
 
-def _copy(shape: Shape, refs: Refs, tile: Any, part: int, pages: list[Any], offset: Any) -> None:
+def _copy(shape: DecodeShape, refs: Refs, tile: Any, part: int, pages: list[Any], offset: Any) -> None:
     """Copy the keys and values of one slot: that `part` of the block's `tile`th tile.
 
     The tile consists of `pages`, and starts at `offset` of a page.

@@ -44,8 +44,8 @@ from pallas_kernels.mosaic.interpret import cast, is_interpreting, mma, wgmma
 from pallas_kernels.mosaic.widen import tiled, widened
 from pallas_kernels.ops.paged_attention.hopper.decode_block import (
     MEETING,
+    DecodeShape,
     Refs,
-    Shape,
     each_item,
     mask,
     mine,
@@ -55,12 +55,12 @@ from pallas_kernels.ops.paged_attention.hopper.decode_block import (
 )
 from pallas_kernels.ops.paged_attention.hopper.softmax import LEAST, LOG2E
 
-Consume = Callable[[Shape, Refs, Any], None]
+Consume = Callable[[DecodeShape, Refs, Any], None]
 PART = 128  # columns widened at a time; more would need registers that wide heads lack
 CHUNK = 64  # dimensions of a latent's scores held in registers at a time
 
 
-def body(shape: Shape, joint: Consume | None = None) -> Callable[..., None]:
+def body(shape: DecodeShape, joint: Consume | None = None) -> Callable[..., None]:
     """Return the kernel over the grid (worker, block, head) and threads `role`: consumers first, then the producer.
 
     `joint` is the consumer to use if two consumers compute every tile together (`shape.joint`).
@@ -88,7 +88,7 @@ def body(shape: Shape, joint: Consume | None = None) -> Callable[..., None]:
     return run
 
 
-def _registers(shape: Shape, *, consumer: bool) -> None:
+def _registers(shape: DecodeShape, *, consumer: bool) -> None:
     if shape.warps and not shape.joint:  # these blocks need few registers, so that two share a core
         return
     # The producer holds the page numbers of a tile, and a shared tile has twice the pages.
@@ -99,7 +99,7 @@ def _registers(shape: Shape, *, consumer: bool) -> None:
         plgpu.set_max_registers(least, action="decrease")
 
 
-def _consume(shape: Shape, refs: Refs, me: Any) -> None:
+def _consume(shape: DecodeShape, refs: Refs, me: Any) -> None:
     s, block, head = refs.s, lax.axis_index("block"), lax.axis_index("head")
     acc_layout = shape.layout("ACC", jnp.float32 if shape.warps else None)
 
@@ -161,7 +161,7 @@ def _consume(shape: Shape, refs: Refs, me: Any) -> None:
     each_item(shape, refs, one)
 
 
-def _scores(shape: Shape, s: dict[str, Any], q: Any, slot: Any, me: Any) -> jax.Array:
+def _scores(shape: DecodeShape, s: dict[str, Any], q: Any, slot: Any, me: Any) -> jax.Array:
     """Compute q k^T [M, C], unscaled, and release the slot of keys, except for a latent."""
     keys = s["k"].at[slot]
     if shape.quantised:
@@ -187,7 +187,7 @@ def _scores(shape: Shape, s: dict[str, Any], q: Any, slot: Any, me: Any) -> jax.
 
 
 def _mix(
-    shape: Shape, s: dict[str, Any], acc: list[jax.Array], weight: jax.Array, slot: Any, me: Any
+    shape: DecodeShape, s: dict[str, Any], acc: list[jax.Array], weight: jax.Array, slot: Any, me: Any
 ) -> list[jax.Array]:
     """Add weight v to acc [M, R], in column parts, and release the slot of values."""
     left: Any = weight
@@ -216,7 +216,7 @@ def _mix(
     return acc
 
 
-def _widen(shape: Shape, s: dict[str, Any], name: str, slot: Any, me: Any) -> Any:
+def _widen(shape: DecodeShape, s: dict[str, Any], name: str, slot: Any, me: Any) -> Any:
     """Widen a slot of 8-bit values into shared memory and release the slot."""
     for begin in range(0, shape.dim, PART):
         columns = pl.ds(begin, min(PART, shape.dim - begin))
@@ -226,7 +226,7 @@ def _widen(shape: Shape, s: dict[str, Any], name: str, slot: Any, me: Any) -> An
     return s["wide"].at[me]
 
 
-def consume_bytes(shape: Shape, refs: Refs, me: Any) -> None:
+def consume_bytes(shape: DecodeShape, refs: Refs, me: Any) -> None:
     """Attend to 8-bit keys and values, each warp with its own keys and softmax (see the module)."""
     s, block, head = refs.s, lax.axis_index("block"), lax.axis_index("head")
     raw = shape.scale * (refs.k_scale[head] if shape.scaled else 1.0)
@@ -268,12 +268,12 @@ def consume_bytes(shape: Shape, refs: Refs, me: Any) -> None:
     each_item(shape, refs, one)
 
 
-def _kept(shape: Shape) -> int:
+def _kept(shape: DecodeShape) -> int:
     """Return the columns of weight sums kept until the end of an item; few for latents, to save registers."""
     return 8 if shape.latent else shape.tile // WARPS
 
 
-def _byte_scores(shape: Shape, s: dict[str, Any], q: jax.Array | None, half: Any, slot: Any) -> jax.Array:
+def _byte_scores(shape: DecodeShape, s: dict[str, Any], q: jax.Array | None, half: Any, slot: Any) -> jax.Array:
     """Compute scores [64, C / 4], and release the slot of keys, except for a latent.
 
     A latent's queries (`q` None) do not fit registers and are read in chunks.
@@ -293,7 +293,7 @@ def _byte_scores(shape: Shape, s: dict[str, Any], q: jax.Array | None, half: Any
 
 
 def _byte_mix(
-    shape: Shape, s: dict[str, Any], mixed: list[jax.Array], weight: jax.Array, slot: Any, me: Any
+    shape: DecodeShape, s: dict[str, Any], mixed: list[jax.Array], weight: jax.Array, slot: Any, me: Any
 ) -> list[jax.Array]:
     """Add weight v to each of mixed [64, W], and release the slot of values."""
     if not shape.latent:
@@ -311,7 +311,7 @@ def _byte_mix(
     return made
 
 
-def _load(shape: Shape, ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
+def _load(shape: DecodeShape, ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
     if is_interpreting(shape.interpret):
         plain: jax.Array = ref[...]
         return plain
@@ -319,7 +319,7 @@ def _load(shape: Shape, ref: Any, layout: Any, *, optimized: bool = True) -> jax
 
 
 def _meet(
-    shape: Shape, refs: Refs, me: Any, place: tuple[Any, ...], state: tuple[list[jax.Array], jax.Array, jax.Array]
+    shape: DecodeShape, refs: Refs, me: Any, place: tuple[Any, ...], state: tuple[list[jax.Array], jax.Array, jax.Array]
 ) -> None:
     """Combine the results of the four warps for an item, and write them to its `place`."""
     mixed, peak, total = state
@@ -352,7 +352,7 @@ def _meet(
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _among(shape: Shape, told: Any, x: jax.Array, join: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+def _among(shape: DecodeShape, told: Any, x: jax.Array, join: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
     """Reduce x [64] with `join` over the same query row of the four warps."""
     for begin in (0, WARPS * ROWS):
         told[pl.ds(begin, WARPS * ROWS)] = x

@@ -29,8 +29,8 @@ import jax.numpy as jnp
 from pallas_kernels.layout import MASKED, Ragged, Scales
 from pallas_kernels.mosaic import compat
 from pallas_kernels.mosaic.interpret import Interpret
-from pallas_kernels.mosaic.spec import CORES, SMEM, Spec, allowed, refusal
-from pallas_kernels.ops.paged_attention.hopper.prefill_block import GRID, MOST, ROLE, ROWS, WARPGROUPS, Shape
+from pallas_kernels.mosaic.spec import CORES, SMEM, AttentionShape, allowed, refusal
+from pallas_kernels.ops.paged_attention.hopper.prefill_block import GRID, MOST, ROLE, ROWS, WARPGROUPS, PrefillShape
 from pallas_kernels.ops.paged_attention.hopper.prefill_body import body
 from pallas_kernels.ops.paged_attention.plan import PrefillWork, plan_prefill
 
@@ -58,7 +58,7 @@ class Config:
         """Plan a step; all layers of one window share it."""
         return plan_prefill(ragged, page=page, tile=self.tile, keys=self.keys, above=self.above, window=window)
 
-    def validate(self, spec: Spec) -> None:
+    def validate(self, spec: AttentionShape) -> None:
         """Raise ValueError, naming the value, if this config cannot compute the spec."""
         if spec.heads % spec.kv_heads:
             raise ValueError(f"{spec.heads=} must be a multiple of {spec.kv_heads=}")
@@ -81,7 +81,7 @@ class Config:
         if (size := self.smem_bytes(spec)) > SMEM:
             raise ValueError(f"{self} needs {size} bytes of shared memory for {spec}; the limit is {SMEM}")
 
-    def smem_bytes(self, spec: Spec) -> int:
+    def smem_bytes(self, spec: AttentionShape) -> int:
         """Return the shared memory of a block: queries, results, the ring, weights, barriers and alignment."""
         wide, rows = int(jnp.dtype(spec.dtype).itemsize), WARPGROUPS * ROWS
         columns = min(spec.dim, MOST)
@@ -90,7 +90,7 @@ class Config:
         return rows * (spec.dim + columns) * wide + ring + weights + 2048
 
 
-def heuristic(spec: Spec, *, window: int | None = None) -> Config:
+def heuristic(spec: AttentionShape, *, window: int | None = None) -> Config:
     """Return a config expected to be good for the spec: up to four heads per tile, the widest keys that fit.
 
     Avoided because they spill: eight heads (jax 0.11.2: 16 bytes), four heads of D = 256 (0.10.2:
@@ -105,12 +105,12 @@ def heuristic(spec: Spec, *, window: int | None = None) -> Config:
     return best
 
 
-def supports(spec: Spec) -> str | None:
+def supports(spec: AttentionShape) -> str | None:
     """Return None, or the reason why no config computes the spec."""
     return refusal(heuristic, spec)
 
 
-def candidates(spec: Spec) -> Iterator[Config]:
+def candidates(spec: AttentionShape) -> Iterator[Config]:
     """Yield configs worth timing for the spec, the heuristic one first; the compile gate drops those that spill."""
     best = heuristic(spec)
     sizes = ((128, 2), (128, 3), (64, 1), (64, 2), (64, 3), (64, 4))  # keys, stages
@@ -147,7 +147,7 @@ def paged_prefill(
     """
     tokens, heads, dim = q.shape
     page, kv_heads = k_pool.shape[1:3]
-    spec = Spec(ragged.lengths.shape[0], heads, kv_heads, dim, page, tokens, q.dtype, k_pool.dtype)
+    spec = AttentionShape(ragged.lengths.shape[0], heads, kv_heads, dim, page, tokens, q.dtype, k_pool.dtype)
     config.validate(spec)
     if spec.quantised != (scales is not None):
         raise ValueError(
@@ -178,7 +178,7 @@ def paged_prefill(
 
 
 def _shape(
-    spec: Spec,
+    spec: AttentionShape,
     config: Config,
     tokens: int,
     tiles: int,
@@ -186,9 +186,9 @@ def _shape(
     window: int | None,
     softcap: float | None,
     interpret: Interpret,
-) -> Shape:
+) -> PrefillShape:
     items = tiles * spec.heads // config.heads * (spec.dim // min(spec.dim, MOST))
-    return Shape(
+    return PrefillShape(
         tokens=tokens,
         group=spec.group,
         kv_heads=spec.kv_heads,
@@ -211,7 +211,7 @@ def _shape(
     )
 
 
-def _by_tokens(lse: jax.Array, place: jax.Array, shape: Shape) -> jax.Array:
+def _by_tokens(lse: jax.Array, place: jax.Array, shape: PrefillShape) -> jax.Array:
     """Gather lse [head blocks, I, 2 M], as the kernel writes it, to [T, H]; arbitrary where `place` < 0."""
     span, tokens = shape.span, place.shape[0]
     within = jnp.maximum(place, 0) % (WARPGROUPS * span)

@@ -32,7 +32,7 @@ GRID, ROLE = "block", "role"
 
 
 @dataclass(frozen=True)
-class Shape:
+class PrefillShape:
     """The static parameters of the kernel body."""
 
     tokens: int  # T, at least `span`
@@ -173,14 +173,14 @@ class Item(NamedTuple):
     steps: jax.Array  # tiles of keys
     masked: jax.Array  # number of those tiles that need a mask
 
-    def part(self, shape: Shape, role: jax.Array) -> Part:
+    def part(self, shape: PrefillShape, role: jax.Array) -> Part:
         """Return the tokens of warpgroup `role`."""
         begin = self.begin + role * shape.span
         back = jnp.maximum(begin + shape.span - shape.tokens, 0)
         left = jnp.clip(self.tokens - role * shape.span, 0, shape.span)
         return Part(begin, back, left, self.position + role * shape.span - back)
 
-    def kv_head(self, shape: Shape) -> jax.Array:
+    def kv_head(self, shape: PrefillShape) -> jax.Array:
         return lax.div(self.head_block * shape.heads, jnp.int32(shape.group))
 
     def key_tile(self, j: jax.Array) -> jax.Array:
@@ -191,7 +191,7 @@ class Item(NamedTuple):
         return jnp.where(j < self.tail, j, j - self.steps)
 
 
-def find_item(shape: Shape, refs: Refs, index: jax.Array) -> Item:
+def find_item(shape: PrefillShape, refs: Refs, index: jax.Array) -> Item:
     """Return the item at `index`; items past the last one have no tokens."""
     tile = jnp.minimum(lax.div(index, jnp.int32(shape.per_tile)), shape.tiles - 1)
     row, begin, tokens, position = (refs.tiles[tile, i] for i in range(4))
@@ -223,7 +223,7 @@ class _Side(NamedTuple):
     columns: tuple[Any, ...]  # index of the columns to load; () for all
 
 
-def _sides(shape: Shape, refs: Refs, item: Item) -> tuple[_Side, _Side]:
+def _sides(shape: PrefillShape, refs: Refs, item: Item) -> tuple[_Side, _Side]:
     part = (pl.ds(item.half * shape.columns, shape.columns),) if shape.halves > 1 else ()
     return (
         _Side(refs.k, refs.k_s, refs.k_full, refs.k_free, refs.k_8, refs.k_in, ()),
@@ -231,7 +231,7 @@ def _sides(shape: Shape, refs: Refs, item: Item) -> tuple[_Side, _Side]:
     )
 
 
-def produce(shape: Shape, refs: Refs, item: Item, step: jax.Array) -> jax.Array:
+def produce(shape: PrefillShape, refs: Refs, item: Item, step: jax.Array) -> jax.Array:
     """Load keys and values of an item; `step` counts key tiles over all items. Return the next item's first step."""
     sides = _sides(shape, refs, item)
     if shape.quantised:
@@ -256,7 +256,7 @@ def produce(shape: Shape, refs: Refs, item: Item, step: jax.Array) -> jax.Array:
     return after
 
 
-def drain(shape: Shape, refs: Refs, steps: jax.Array) -> None:
+def drain(shape: PrefillShape, refs: Refs, steps: jax.Array) -> None:
     """Wait for the last arrivals of every barrier, which the interpreter requires and a device does not."""
     for slot in range(shape.stages):
 
@@ -266,7 +266,7 @@ def drain(shape: Shape, refs: Refs, steps: jax.Array) -> None:
             plgpu.barrier_wait(refs.v_free.at[slot])
 
 
-def _fetch(shape: Shape, refs: Refs, item: Item, side: _Side, j: jax.Array, into: Any, arrived: Any) -> None:
+def _fetch(shape: PrefillShape, refs: Refs, item: Item, side: _Side, j: jax.Array, into: Any, arrived: Any) -> None:
     """Start copying the j-th tile of keys or values."""
     i, head = item.start + item.key_tile(j), item.kv_head(shape)
     size = min(shape.page, shape.keys)
@@ -282,14 +282,14 @@ def _fetch(shape: Shape, refs: Refs, item: Item, side: _Side, j: jax.Array, into
 
 
 def _fetch_both(
-    shape: Shape, refs: Refs, item: Item, sides: tuple[_Side, _Side], step: jax.Array, j: jax.Array
+    shape: PrefillShape, refs: Refs, item: Item, sides: tuple[_Side, _Side], step: jax.Array, j: jax.Array
 ) -> None:
     slot = lax.rem(step + j, jnp.int32(shape.stages))
     for side in sides:
         _fetch(shape, refs, item, side, j, side.narrow.at[slot], side.arrived.at[slot])
 
 
-def _widen(shape: Shape, refs: Refs, item: Item, side: _Side, step: jax.Array, j: jax.Array) -> None:
+def _widen(shape: PrefillShape, refs: Refs, item: Item, side: _Side, step: jax.Array, j: jax.Array) -> None:
     """Widen the j-th tile into the ring that products read, and reuse its slot for tile j + `stages`."""
     slot = lax.rem(step, jnp.int32(shape.stages))
     plgpu.barrier_wait(side.arrived.at[slot])

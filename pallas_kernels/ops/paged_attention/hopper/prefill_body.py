@@ -32,8 +32,8 @@ from pallas_kernels.ops.paged_attention.hopper.prefill_block import (
     WARPGROUPS,
     WIDE,
     Item,
+    PrefillShape,
     Refs,
-    Shape,
     drain,
     find_item,
     produce,
@@ -43,7 +43,7 @@ from pallas_kernels.ops.paged_attention.hopper.softmax import LEAST, LOG2E
 State = tuple[jax.Array, jax.Array, jax.Array]  # mixed [M, columns], row maximum [M] in log2 units, row sum [M]
 
 
-def body(shape: Shape) -> Callable[..., None]:
+def body(shape: PrefillShape) -> Callable[..., None]:
     """Return the kernel over the grid GRID and the threads ROLE."""
 
     def run(*refs: Any) -> None:
@@ -53,7 +53,7 @@ def body(shape: Shape) -> Callable[..., None]:
     return run
 
 
-def _block(shape: Shape, refs: Refs) -> None:
+def _block(shape: PrefillShape, refs: Refs) -> None:
     role, block = lax.axis_index(ROLE), lax.axis_index(GRID)
 
     def rounds() -> jax.Array:
@@ -79,7 +79,7 @@ def _block(shape: Shape, refs: Refs) -> None:
             drain(shape, refs, steps)
 
 
-def _consume(shape: Shape, refs: Refs, item: Item, role: jax.Array, step: jax.Array) -> jax.Array:
+def _consume(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array, step: jax.Array) -> jax.Array:
     # The same value, but unknown before the item is. Otherwise the addresses of queries and results are computed once
     # before the loop over items, and held in registers that the loop over keys lacks if heads are wide.
     here = role + jnp.minimum(item.row, 0) if shape.halves > 1 else role
@@ -102,7 +102,7 @@ def _consume(shape: Shape, refs: Refs, item: Item, role: jax.Array, step: jax.Ar
     return step + item.steps
 
 
-def _queries(shape: Shape, refs: Refs, item: Item, role: jax.Array) -> None:
+def _queries(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array) -> None:
     """Load the item's queries from global memory into `q_s`."""
     part, head = item.part(shape, role), item.head_block * shape.heads
     for begin in range(0, shape.dim, shape.columns):
@@ -129,7 +129,7 @@ def _layout(reduced: bool = False) -> Any:
     return plgpu.Layout.WGMMA.reduce(1) if reduced else plgpu.Layout.WGMMA
 
 
-def _begin(shape: Shape) -> State:
+def _begin(shape: PrefillShape) -> State:
     row = partial(cast, layout=_layout(reduced=True), interpret=shape.interpret)
     mixed = cast(jnp.zeros((ROWS, shape.columns), jnp.float32), _layout(), shape.interpret)
     return mixed, row(jnp.full((ROWS,), LEAST, jnp.float32)), row(jnp.zeros((ROWS,), jnp.float32))
@@ -140,7 +140,7 @@ def _rows(x: jax.Array, columns: int) -> jax.Array:
 
 
 def _tile(
-    shape: Shape,
+    shape: PrefillShape,
     refs: Refs,
     item: Item,
     role: jax.Array,
@@ -191,7 +191,7 @@ def _tile(
     return mixed, higher, total
 
 
-def _scores(shape: Shape, refs: Refs, role: jax.Array, slot: jax.Array) -> jax.Array:
+def _scores(shape: PrefillShape, refs: Refs, role: jax.Array, slot: jax.Array) -> jax.Array:
     """Compute q k^T [M, keys]; the other warpgroup may continue as soon as the product is issued."""
     if is_interpreting(shape.interpret) and not compat.DETECTS_RACES:
         score = wgmma(refs.q_s.at[role], refs.k_s.at[slot], transposed=True, interpret=shape.interpret)
@@ -210,7 +210,7 @@ def _scores(shape: Shape, refs: Refs, role: jax.Array, slot: jax.Array) -> jax.A
     return scores
 
 
-def _mask(shape: Shape, score: jax.Array, ahead: jax.Array) -> jax.Array:
+def _mask(shape: PrefillShape, score: jax.Array, ahead: jax.Array) -> jax.Array:
     """Mask keys that a row may not attend to; `ahead`: the first row's position minus the first key's."""
     row, column = _iota(shape, (ROWS,), 0), _iota(shape, (ROWS, shape.keys), 1)
     last = ahead + (row if shape.heads == 1 else row & (shape.span - 1))  # the last key that a row sees, as a column
@@ -221,14 +221,14 @@ def _mask(shape: Shape, score: jax.Array, ahead: jax.Array) -> jax.Array:
     return score if shape.window is None else jnp.where(eighth > past - shape.window, score, MASKED)
 
 
-def _iota(shape: Shape, size: tuple[int, ...], axis: int) -> jax.Array:
+def _iota(shape: PrefillShape, size: tuple[int, ...], axis: int) -> jax.Array:
     if is_interpreting(shape.interpret) and not compat.DETECTS_RACES:
         return lax.broadcasted_iota(jnp.int32, size, axis)
     counted: jax.Array = plgpu.broadcasted_iota(jnp.int32, size, axis, layout=_layout(reduced=len(size) == 1))
     return counted
 
 
-def _finish(shape: Shape, refs: Refs, item: Item, role: jax.Array, state: State) -> None:
+def _finish(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array, state: State) -> None:
     mixed, peak, total = state
     total = jnp.maximum(total, 1e-30)  # rows that are not stored have none
     share = (refs.v_scale[item.kv_head(shape)] if shape.quantised else 1.0) / total
@@ -247,7 +247,7 @@ def _finish(shape: Shape, refs: Refs, item: Item, role: jax.Array, state: State)
     _store(shape, refs, item, role)
 
 
-def _store(shape: Shape, refs: Refs, item: Item, role: jax.Array) -> None:
+def _store(shape: PrefillShape, refs: Refs, item: Item, role: jax.Array) -> None:
     """Copy the staged results to global memory.
 
     Copies have fixed sizes, so the tokens are stored as a sum of powers of two.

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from pallas_kernels.gate.cases import Case, shapes
 from pallas_kernels.layout import Ragged, Scales
 from pallas_kernels.ops.paged_attention.tpu import decode, prefill
-from pallas_kernels.ops.paged_attention.tpu.config import Config, Shape
+from pallas_kernels.ops.paged_attention.tpu.config import Config, TpuShape
 from pallas_kernels.ops.paged_attention.tpu.kernel import paged_attention
-from pallas_kernels.ops.paged_attention.tpu.plan import Work, plan_decode, plan_prefill
+from pallas_kernels.ops.paged_attention.tpu.plan import WorkItems, plan_decode, plan_prefill
 
 MODELS = {"8b": (32, 8), "8b-tp4": (8, 2)}  # H, K of a shard of Llama 3
 DIM = 128
@@ -36,11 +36,11 @@ class Layer:
     usual: bool = True
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> TpuShape:
         heads, kv_heads = MODELS[self.model]
-        return Shape(heads, kv_heads, DIM, self.page, pool_bytes=jnp.dtype(self.stored).itemsize)
+        return TpuShape(heads, kv_heads, DIM, self.page, pool_bytes=jnp.dtype(self.stored).itemsize)
 
-    def case(self, config: Config, plan: Callable[[Ragged], Work], **options: Any) -> Case:
+    def case(self, config: Config, plan: Callable[[Ragged], WorkItems], **options: Any) -> Case:
         quantised = "" if self.stored == "bfloat16" else f" {self.stored}"
         return Case(
             name=f"tpu {self.kind} {self.model}{quantised} page{self.page}{self.note}",
@@ -114,7 +114,7 @@ def _run(
     k_pool: jax.Array,
     v_pool: jax.Array,
     *rest: jax.Array,
-    plan: Callable[[Ragged], Work],
+    plan: Callable[[Ragged], WorkItems],
     config: Config,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:

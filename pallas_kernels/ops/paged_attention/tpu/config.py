@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.ops.paged_attention.api import Spec
+from pallas_kernels.ops.paged_attention.api import AttentionSpec
 from pallas_kernels.ops.paged_attention.tpu.lanes import LANES, row_of
 
 VMEM = 128 * 2**20  # bytes of vector memory of a v5e or v6e core
@@ -22,7 +22,7 @@ MIXED_ROWS = 128  # query rows up to which the compiler's schedule of a mixed ti
 
 
 @dataclass(frozen=True)
-class Shape:
+class TpuShape:
     """The shapes that a config is checked against and its memory follows from; heads are those of one shard."""
 
     heads: int  # H
@@ -42,18 +42,18 @@ class Config:
     mixed: bool = True
     vmem: int = 96 * 2**20  # bytes the compiler may use; kernels that need more do not compile
 
-    def pages(self, shape: Shape) -> int:
+    def pages(self, shape: TpuShape) -> int:
         """Return the pages of a tile."""
         return -(-self.keys // shape.page)
 
-    def streams(self, shape: Shape) -> int:
+    def streams(self, shape: TpuShape) -> int:
         return 1 if self.mixed else shape.kv_heads
 
-    def rows(self, shape: Shape) -> int:
+    def rows(self, shape: TpuShape) -> int:
         """Return R, the rows of a stream's products."""
         return self.queries * shape.heads // self.streams(shape)
 
-    def validate(self, shape: Shape) -> None:
+    def validate(self, shape: TpuShape) -> None:
         """Raise ValueError, naming the field and what is allowed."""
         if self.queries < 1 or self.keys < 1:
             raise ValueError(f"{self.queries=} and {self.keys=} must be at least 1")
@@ -62,7 +62,7 @@ class Config:
         if (needed := self.vmem_bytes(shape)) > self.vmem:
             raise ValueError(f"{self} needs {needed} bytes of VMEM for {shape}; {self.vmem=} is the limit")
 
-    def vmem_bytes(self, shape: Shape) -> int:
+    def vmem_bytes(self, shape: TpuShape) -> int:
         """Estimate the buffers plus one stream's scores and weights.
 
         The compiler adds what it spills, so only compiling shows whether a kernel fits.
@@ -78,15 +78,15 @@ class Config:
         return fetched + spread + blocks + state + scores
 
 
-def shape_of(spec: Spec, pool_dtype: Any = None) -> Shape:
+def shape_of(spec: AttentionSpec, pool_dtype: Any = None) -> TpuShape:
     """Return the shapes that the kernels see; `pool_dtype` if it is not the dtype of the activations."""
     own = jnp.dtype(spec.dtype)
     stored = own if pool_dtype is None else jnp.dtype(pool_dtype)
     row = row_of(spec)
-    return Shape(spec.heads, spec.kv_heads // row.heads, row.width, spec.page, own.itemsize, stored.itemsize)
+    return TpuShape(spec.heads, spec.kv_heads // row.heads, row.width, spec.page, own.itemsize, stored.itemsize)
 
 
-def supports(spec: Spec) -> str | None:
+def supports(spec: AttentionSpec) -> str | None:
     """Return None, or the reason why decode and prefill cannot run `spec`.
 
     Whether a config fits VMEM is known to libtpu only.
@@ -106,7 +106,7 @@ def supports(spec: Spec) -> str | None:
     return None if spec.interpret else free_view(shape_of(spec, spec.stored))
 
 
-def free_view(shape: Shape) -> str | None:
+def free_view(shape: TpuShape) -> str | None:
     """Return None, or the reason why reading a pool [N, B, K, D] as pages [B * K, D] would copy it.
 
     Such a pool would be copied whole at each layer. The rules follow XLA's default layouts, as
@@ -127,7 +127,7 @@ def free_view(shape: Shape) -> str | None:
     return None
 
 
-def tile_keys(shape: Shape) -> int:
+def tile_keys(shape: TpuShape) -> int:
     """Return C for a tile of the bytes of `TILE_ROWS` bf16 rows of 128; at least a page."""
     rows = TILE_ROWS * 2 // max(shape.pool_bytes, 2) * LANES // max(shape.dim, LANES)
     return max(rows // shape.kv_heads, shape.page)

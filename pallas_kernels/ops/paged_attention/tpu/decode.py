@@ -6,15 +6,15 @@ rows are not in the plan and give zeros and MASKED.
 
 from __future__ import annotations
 
-from pallas_kernels.ops.paged_attention.tpu.config import MIXED_ROWS, Config, Shape, supports, tile_keys
+from pallas_kernels.ops.paged_attention.tpu.config import MIXED_ROWS, Config, TpuShape, supports, tile_keys
 from pallas_kernels.ops.paged_attention.tpu.kernel import paged_attention
-from pallas_kernels.ops.paged_attention.tpu.plan import Work, plan_decode
+from pallas_kernels.ops.paged_attention.tpu.plan import plan_decode
 
-__all__ = ["Config", "Work", "heuristic", "paged_decode", "plan_decode", "supports"]
+__all__ = ["Config", "heuristic", "paged_decode", "plan_decode", "supports"]
 
 paged_decode = paged_attention  # with work of plan_decode(ragged, queries=config.queries)
 
 
-def heuristic(shape: Shape, queries: int = 1) -> Config:
+def heuristic(shape: TpuShape, queries: int = 1) -> Config:
     """Return a config for rows of up to `queries` tokens."""
     return Config(queries, tile_keys(shape), mixed=queries * shape.heads <= MIXED_ROWS)

@@ -37,19 +37,19 @@ from jax import lax
 from jax.experimental.pallas import tpu as _pltpu
 
 from pallas_kernels.layout import MASKED, Ragged, Scales
-from pallas_kernels.ops.paged_attention.tpu.config import Config, Shape, free_view
-from pallas_kernels.ops.paged_attention.tpu.plan import Work
+from pallas_kernels.ops.paged_attention.tpu.config import Config, TpuShape, free_view
+from pallas_kernels.ops.paged_attention.tpu.plan import WorkItems
 
 pltpu: Any = _pltpu  # as Any: its types change between versions
 Ref = Any
 
 
 @dataclass(frozen=True)
-class Job:
+class KernelStatics:
     """The static parameters of the kernel."""
 
     config: Config
-    shape: Shape
+    shape: TpuShape
     scale: float
     window: int | None
     softcap: float | None
@@ -85,7 +85,7 @@ class Plan:
     firsts: Ref
     ends: Ref
 
-    def span(self, job: Job, item: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def span(self, job: KernelStatics, item: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the first key tile of an item, and one past its last."""
         stop = (self.ends[item] + job.keys - 1) // job.keys
         if job.window is None:
@@ -101,7 +101,7 @@ class Pages:
     [1, 1, P]: the item's and the next item's.
     """
 
-    job: Job
+    job: KernelStatics
     plan: Plan
     tables: Sequence[Ref]
     pools: Sequence[Ref]  # k, v
@@ -136,7 +136,7 @@ class Pages:
         ]
 
 
-def body(job: Job, *refs: Ref) -> None:
+def body(job: KernelStatics, *refs: Ref) -> None:
     """Compute one item; `refs` are scalars, inputs, outputs and scratch, in the order of `_run`."""
     plan, rest = Plan(*refs[:4]), list(refs[4:])
     q, here, there, tokens, kv_heads = rest[:5]
@@ -146,7 +146,7 @@ def body(job: Job, *refs: Ref) -> None:
     wide = rest[6:-5]
     peak, total, mixed, arrived, turn = rest[-5:]
     pages = Pages(job, plan, (here, there), (k_pool, v_pool), (k_slots, v_slots), arrived)
-    state, rows = State(peak, total, mixed), Rows(tokens, kv_heads, factors)
+    state, rows = State(peak, total, mixed), RowRefs(tokens, kv_heads, factors)
     item = pl.program_id(0)
 
     def step(tile: jax.Array, slot: jax.Array) -> jax.Array:
@@ -220,7 +220,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowRefs:
     """For each row of a stream: its token in the item, its kv head [R, 1], and the factor of its scores."""
 
     tokens: Ref
@@ -232,7 +232,7 @@ def _attend(
     pages: Pages,
     state: State,
     q: Ref,
-    rows: Rows,
+    rows: RowRefs,
     wide: Sequence[Ref],
     item: jax.Array,
     tile: jax.Array,
@@ -274,7 +274,7 @@ def _attend(
         compute(False)
 
 
-def _keys(job: Job, tile: jax.Array, spread: Ref | None) -> Callable[[int], jax.Array]:
+def _keys(job: KernelStatics, tile: jax.Array, spread: Ref | None) -> Callable[[int], jax.Array]:
     """Return a function from streams to a tile's keys or values, given [pages, B * K, D]."""
     flat = (job.keys * job.shape.kv_heads, job.shape.dim)
     if job.streams == 1 or spread is None:
@@ -285,7 +285,7 @@ def _keys(job: Job, tile: jax.Array, spread: Ref | None) -> Callable[[int], jax.
     return lambda stream: spread[pl.ds(stream, job.keys, stride=job.shape.kv_heads), :]
 
 
-def _scores(job: Job, q: jax.Array, k: jax.Array, factors: Ref | None, stream: int) -> jax.Array:
+def _scores(job: KernelStatics, q: jax.Array, k: jax.Array, factors: Ref | None, stream: int) -> jax.Array:
     """Return scores [R, keys] float32."""
     dims = (((1,), (1,)), ((), ()))
     k = k.astype(job.dtype)
@@ -294,17 +294,17 @@ def _scores(job: Job, q: jax.Array, k: jax.Array, factors: Ref | None, stream: i
     return score if job.softcap is None else job.softcap * jnp.tanh(score / job.softcap)
 
 
-def _precision(job: Job) -> Any:
+def _precision(job: KernelStatics) -> Any:
     return lax.Precision.HIGHEST if job.dtype == jnp.float32 else None
 
 
-def _key(job: Job, shape: tuple[int, ...], axis: int) -> jax.Array:
+def _key(job: KernelStatics, shape: tuple[int, ...], axis: int) -> jax.Array:
     """Return the tile's key index along `axis`; K is a power of two."""
     return lax.broadcasted_iota(jnp.int32, shape, axis) >> (job.heads.bit_length() - 1)
 
 
 def _seen(
-    job: Job, rows: Rows, shape: tuple[int, ...], first: jax.Array, begin: jax.Array, masked: bool
+    job: KernelStatics, rows: RowRefs, shape: tuple[int, ...], first: jax.Array, begin: jax.Array, masked: bool
 ) -> jax.Array | None:
     """Return which scores count; None for all."""
     seen = None
@@ -324,7 +324,7 @@ def paged_attention(
     k_pool: jax.Array,  # [N, B, K, D]
     v_pool: jax.Array,  # [N, B, K, D]
     ragged: Ragged,
-    work: Work,  # of this step, cut into items of config.queries tokens
+    work: WorkItems,  # of this step, cut into items of config.queries tokens
     *,
     scale: float,
     window: int | None = None,
@@ -346,7 +346,7 @@ def paged_attention(
     if not interpret and (reason := free_view(shape)) is not None:
         raise ValueError(reason)
     config.validate(shape)
-    job = Job(config, shape, scale, window, softcap, scales is not None, q.dtype)
+    job = KernelStatics(config, shape, scale, window, softcap, scales is not None, q.dtype)
     packed, constants = _pack(job, q, work), _constants(job, scales)
     out, lse = _run(job, packed, constants, k_pool, v_pool, ragged.block_tables, work, interpret)
     out, lse = _unpack(job, out), _unpack(job, lse[..., None])[..., 0]  # [I * Q, H, D], [I * Q, H]
@@ -359,16 +359,16 @@ def paged_attention(
     return jnp.where(taken[..., None], mixed, 0).astype(q.dtype), jnp.where(taken, lse[at], MASKED)
 
 
-def _shape(q: jax.Array, k_pool: jax.Array, v_pool: jax.Array) -> Shape:
+def _shape(q: jax.Array, k_pool: jax.Array, v_pool: jax.Array) -> TpuShape:
     if q.ndim != 3 or k_pool.ndim != 4 or k_pool.shape != v_pool.shape or k_pool.dtype != v_pool.dtype:
         raise ValueError(f"q [T, H, D] is {q.shape}; pools [N, B, K, D] are {k_pool.shape} and {v_pool.shape}")
     if q.shape[2] != k_pool.shape[3] or q.shape[1] % k_pool.shape[2]:
         raise ValueError(f"{q.shape[1:]=} (H, D) must fit {k_pool.shape[2:]=} (K, D): equal D, H a multiple of K")
     _, page, kv_heads, dim = k_pool.shape
-    return Shape(q.shape[1], kv_heads, dim, page, q.dtype.itemsize, k_pool.dtype.itemsize)
+    return TpuShape(q.shape[1], kv_heads, dim, page, q.dtype.itemsize, k_pool.dtype.itemsize)
 
 
-def _pack(job: Job, q: jax.Array, work: Work) -> jax.Array:
+def _pack(job: KernelStatics, q: jax.Array, work: WorkItems) -> jax.Array:
     """Gather q [T, H, D] by item: [I, streams, R, D], rows of a stream ordered by (token, head)."""
     here = work.tokens[:, None] + jnp.arange(job.config.queries)[None]  # [I, Q]
     taken = q[jnp.minimum(here, q.shape[0] - 1)]  # [I, Q, H, D]
@@ -377,14 +377,14 @@ def _pack(job: Job, q: jax.Array, work: Work) -> jax.Array:
     return split.swapaxes(1, 2).reshape(here.shape[0], streams, -1, dim)
 
 
-def _unpack(job: Job, x: jax.Array) -> jax.Array:
+def _unpack(job: KernelStatics, x: jax.Array) -> jax.Array:
     """Reshape [I, streams, R, any] to [I * Q, H, any]."""
     items, streams, _, last = x.shape
     split = x.reshape(items, streams, job.config.queries, -1, last).swapaxes(1, 2)
     return split.reshape(items * job.config.queries, job.shape.heads, last)
 
 
-def _constants(job: Job, scales: Scales | None) -> tuple[jax.Array, ...]:
+def _constants(job: KernelStatics, scales: Scales | None) -> tuple[jax.Array, ...]:
     """Return, for each row of a stream, its token in the item [R, 1] and its kv head [R, 1].
 
     With `scales`, also the factor of its scores [streams, R, 1]. Computed on the host, because they
@@ -402,13 +402,13 @@ def _constants(job: Job, scales: Scales | None) -> tuple[jax.Array, ...]:
 
 
 def _run(
-    job: Job,
+    job: KernelStatics,
     q: jax.Array,  # [I, streams, R, D]
     constants: tuple[jax.Array, ...],
     k_pool: jax.Array,
     v_pool: jax.Array,
     tables: jax.Array,
-    work: Work,
+    work: WorkItems,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
     items, streams, rows, dim = q.shape

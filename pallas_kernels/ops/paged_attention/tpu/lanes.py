@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops.paged_attention.api import Spec
+from pallas_kernels.ops.paged_attention.api import AttentionSpec
 
 LANES = 128
 
@@ -62,7 +62,7 @@ class Row:
         return x.reshape(tokens, self.kv_heads // self.heads, self.heads, heads // self.kv_heads, last)
 
 
-def row_of(spec: Spec) -> Row:
+def row_of(spec: AttentionSpec) -> Row:
     """Return the row layout for `spec`.
 
     8-bit pools keep one head per row: each head has its own scale, so two cannot share a row, and

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels.layout import Ragged
 
 
-class Work(NamedTuple):
+class WorkItems(NamedTuple):
     """Items in the order of their tokens; items after the first `items` are padding and never run."""
 
     items: jax.Array  # [1] int32, number of items
@@ -28,12 +28,12 @@ class Work(NamedTuple):
     slots: jax.Array  # [T] int32, place of each token: item * Q + offset; I * Q if not computed
 
 
-def plan_decode(ragged: Ragged, *, queries: int) -> Work:
+def plan_decode(ragged: Ragged, *, queries: int) -> WorkItems:
     """Plan rows of 1 to `queries` tokens, one item each; I = S."""
     return _cut(ragged, queries, 1, queries, ragged.starts.shape[0])
 
 
-def plan_prefill(ragged: Ragged, *, queries: int, above: int) -> Work:
+def plan_prefill(ragged: Ragged, *, queries: int, above: int) -> WorkItems:
     """Plan rows of more than `above` tokens, in items of `queries` tokens; the last item of a row may be shorter."""
     tokens, rows = ragged.positions.shape[0], ragged.starts.shape[0]
     return _cut(ragged, queries, above + 1, tokens, most_items(tokens, rows, queries=queries, above=above))
@@ -44,7 +44,7 @@ def most_items(tokens: int, rows: int, *, queries: int, above: int) -> int:
     return max(1, tokens // queries + min(rows, tokens // (above + 1)))
 
 
-def _cut(ragged: Ragged, queries: int, least: int, most: int, items: int) -> Work:
+def _cut(ragged: Ragged, queries: int, least: int, most: int, items: int) -> WorkItems:
     rows = ragged.starts.shape[0]
     mine = (ragged.lengths >= least) & (ragged.lengths <= most)  # [S]
     pieces = jnp.where(mine, (ragged.lengths + queries - 1) // queries, 0)
@@ -59,7 +59,7 @@ def _cut(ragged: Ragged, queries: int, least: int, most: int, items: int) -> Wor
     inside = jnp.arange(ragged.rows.shape[0], dtype=jnp.int32) - ragged.starts[owner]
     slots = (bounds - pieces)[owner] * queries + inside  # the items of a row are consecutive, so no division is needed
     taken = (ragged.rows < rows) & mine[owner]
-    return Work(
+    return WorkItems(
         bounds[-1:].astype(jnp.int32),
         row,
         firsts.astype(jnp.int32),

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pallas_kernels.ops.paged_attention.tpu.config import Config, Shape, supports, tile_keys
+from pallas_kernels.ops.paged_attention.tpu.config import Config, TpuShape, supports, tile_keys
 from pallas_kernels.ops.paged_attention.tpu.kernel import paged_attention
-from pallas_kernels.ops.paged_attention.tpu.plan import Work, plan_prefill
+from pallas_kernels.ops.paged_attention.tpu.plan import plan_prefill
 
-__all__ = ["Config", "Work", "heuristic", "paged_prefill", "plan_prefill", "supports"]
+__all__ = ["Config", "heuristic", "paged_prefill", "plan_prefill", "supports"]
 LEAST = 16  # tokens of an item
 
 paged_prefill = paged_attention  # with work of plan_prefill(ragged, queries=config.queries, above=...)
 
 
-def heuristic(shape: Shape, queries: int = 64) -> Config:
+def heuristic(shape: TpuShape, queries: int = 64) -> Config:
     """Return a config with items of up to `queries` tokens, or fewer if vector memory does not hold that many heads.
 
     Longer items share the cost of reading a tile, but waste more at the ends of rows.
