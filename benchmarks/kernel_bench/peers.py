@@ -32,7 +32,7 @@ def jax_attention(session: Session, case: Case, implementation: str) -> list[flo
     rows, length, context = _even(case)
     if length not in (1, context):
         raise NotImplementedError("a chunk after a context needs a mask")
-    dtype = jnp.float32 if session.dry else case.dtype  # CPUs lack the narrow dtypes
+    dtype = jnp.float32 if session.dry else case.dtype  # a dtype that CPUs multiply
     q = normal((rows, length, case.heads, case.dim), dtype, 0)
     shape = rows, context, case.kv_heads, case.dim
     pools = [tuple(normal(shape, dtype, 10 * i + part) for part in (1, 2)) for i in range(case.pools)]

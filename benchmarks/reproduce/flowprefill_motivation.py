@@ -79,7 +79,7 @@ def batch_efficiency(args: argparse.Namespace) -> Table:
             cells.append(f"{batch * length / seconds:,.0f} / {seconds / alone:.1f}")
         rows.append([length, *cells])
     titles = ["prompt", *(f"batch of {batch}" for batch in BATCHES)]
-    return Table("Tokens/s and normalised TTFT of batches (Figure 4)", titles, rows)
+    return Table("Tokens/s and normalized TTFT of batches (Figure 4)", titles, rows)
 
 
 MAKERS = (tasks, chunk_efficiency, batch_efficiency)

@@ -193,7 +193,7 @@ def test_compare(repo: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ("--server llamacpp=llama-server", "compared as a server only: give --http"),
+        ("--server llamacpp=llama-server", "can only be compared as a server: add --http"),
         ("--http --server vllm=llama-server", "must be SIDE=FILE with a side of llamacpp"),
         ("--http --server llamacpp", "must be SIDE=FILE"),
     ],
