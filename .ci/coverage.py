@@ -1,4 +1,4 @@
-"""Print coverage of what decides (jaxserve/sched) and of what computes and serves (the rest of jaxserve)."""
+"""Print the test coverage of jaxserve/sched and of the rest of jaxserve."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def shares(report: dict[str, dict[str, dict[str, int]]]) -> dict[str, float]:
-    """Share of statements that ran, by part, of a report of `coverage json`."""
+    """Return the share of covered statements of each part of a `coverage json` report."""
     found: dict[str, list[int]] = {"sched": [0, 0], "jaxserve": [0, 0]}
     for name, file in report["files"].items():
         counts = found["sched" if "jaxserve/sched/" in Path(name).as_posix() else "jaxserve"]

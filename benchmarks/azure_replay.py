@@ -1,8 +1,8 @@
-"""Replay of a production trace through HTTP, one policy after another, on the same machine in the same run.
+"""Replay a production trace over HTTP under several policies.
 
-The first `--num-prompts` requests of the trace, in their order and with their burstiness. A small model on a CPU
-is no production machine, so lengths are divided and times multiplied by stated factors; objectives are given.
-Policies take turns, `--repeats` times, each time on a fresh server.
+Sends the first `--num-prompts` requests of the trace at their recorded arrival times. A small model on a CPU is slower
+than the production system of the trace, so lengths are divided and times are multiplied by the given factors. All
+policies run on a fresh server in each of `--repeats` rounds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KEYS = {
 
 
 def replay(policy: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One policy on a fresh server. Returns the bench's JSON."""
+    """Replay the trace on a fresh server with one policy, and return the JSON of `jaxserve bench`."""
     flags = [
         *("--trace", str(args.trace), "--num-prompts", str(args.num_prompts), "--client", args.client),
         *("--time-scale", str(args.time_scale), "--prompt-scale", str(args.prompt_scale)),
@@ -46,23 +46,23 @@ def replay(policy: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="Azure LLM inference CSV, or others")
+    parser.add_argument(
+        "--trace", type=Path, required=True, metavar="FILE", help="Azure LLM inference CSV or another trace"
+    )
     parser.add_argument("--policies", nargs="+", default=["distserve", "kairos"])
     parser.add_argument("--mesh", default="4x2")
     parser.add_argument("--num-prompts", type=int, default=200)
     parser.add_argument(
-        "--time-scale", type=float, default=1.0, metavar="X", help="arrival times are multiplied by this"
+        "--time-scale", type=float, default=1.0, metavar="X", help="factor that multiplies arrival times"
     )
-    parser.add_argument(
-        "--prompt-scale", type=float, default=16.0, metavar="X", help="prompt lengths are divided by this"
-    )
-    parser.add_argument("--output-scale", type=float, default=16.0, metavar="X", help="output lengths likewise")
+    parser.add_argument("--prompt-scale", type=float, default=16.0, metavar="X", help="divisor of prompt lengths")
+    parser.add_argument("--output-scale", type=float, default=16.0, metavar="X", help="divisor of output lengths")
     parser.add_argument("--ttft-slo", default="2s")
     parser.add_argument("--tpot-slo", default="100ms")
     parser.add_argument("--client", default="openai", choices=("openai", "http"))
     parser.add_argument("--repeats", type=int, default=1)
     common.add_output(parser, "azure_replay")
-    parser.add_argument("flags", nargs="*", help="more for the server, after --")
+    parser.add_argument("flags", nargs="*", help="further server flags, after --")
     args = parser.parse_args()
     runs: dict[str, list[dict[str, Any]]] = {policy: [] for policy in args.policies}
     for _ in range(args.repeats):

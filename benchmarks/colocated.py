@@ -1,15 +1,15 @@
-"""Long prompts and short ones beside running decodes on one mixed instance, served: how long each waits.
+"""Measure how long prompts wait beside running decodes on one mixed instance that serves.
 
     python benchmarks/colocated.py            # the demo model on --mesh 1x1: a table and JSON
 
-FlowPrefill's colocated setting (section 6.5) at the size of the demo model. A few requests decode all the time; long
-prompts come one after the other, each promised its first token in `--long-slo` times what it takes alone; short
-prompts come, Poisson, promised theirs in half of that time. Tokens are promised in a quarter of the time that a long
-prompt takes, so a step of a whole prompt breaks every promise of the decodes. Systems run in turn, `--rounds` times,
-step times and the time of a long prompt measured before each.
+FlowPrefill's colocated setting (section 6.5) at the size of the demo model. Let t be the time that a long prompt takes
+alone. A few requests decode throughout. Long prompts arrive at a fixed interval with a TTFT objective of `--long-slo`
+times t; short prompts arrive as a Poisson process with an objective of t / 2. Every TPOT objective is t / 4, so a step
+that computes a whole long prompt violates the objectives of all running decodes. Each of `--rounds` rounds runs every
+system, and measures step times and t before each run.
 
-Wait: from the arrival of a short prompt to the start of its first step. Blocking: from asking a step to stop until it
-had stopped. Gap: between two tokens of a running decode.
+Wait: from the arrival of a short prompt to the start of its first step. Blocking: from the request to stop a step until
+the step has stopped. Gap: time between two tokens of a running decode.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TALK, SHORT, LONG = (32, 1800), (48, 4), (1800, 2)  # tokens of prompt and outpu
 
 @dataclass(frozen=True)
 class System:
-    """A policy, and where its steps can be stopped."""
+    """A policy and the boundary at which its steps can be stopped."""
 
     policy: str
     boundary: str = "chunk"
@@ -67,7 +67,7 @@ class Run:
 
 
 def machines(systems: Sequence[System]) -> dict[str, Machine]:
-    """Warm executors by boundary; those of `chunk` are any others that do not stop."""
+    """Return one warm machine per boundary, shared by all systems with that boundary."""
     made: dict[str, Machine] = {}
     for boundary in dict.fromkeys(one.boundary for one in systems):
         config = ServeConfig(
@@ -79,7 +79,7 @@ def machines(systems: Sequence[System]) -> dict[str, Machine]:
 
 
 def serve(base: Machine, system: System, arrivals: Sequence[Arrival]) -> Run:
-    """Every arrival at its time."""
+    """Serve every arrival at its time."""
     return asyncio.run(_serve(base.serving(replace(base.config, policy=system.policy)), arrivals))
 
 
@@ -90,12 +90,12 @@ async def _serve(machine: Machine, arrivals: Sequence[Arrival]) -> Run:
         while any(arrivals[id].class_ != "talk" for id in set(range(len(arrivals))) - {one.id for one in over}):
             await asyncio.sleep(0.02)
         for id in set(range(len(arrivals))) - {one.id for one in over}:
-            cluster.cancel(id)  # what decodes was only company
+            cluster.cancel(id)  # the background decodes are not measured to their end
     return Run(over, [one.class_ for one in arrivals], cluster.cores[0].scheduler.counters)
 
 
 def alone(base: Machine) -> float:
-    """Seconds that a long prompt takes with nothing beside it: the shortest of a few, as the machine may be busy."""
+    """Return the seconds that a long prompt takes alone: the minimum of a few, because the machine may be busy."""
     arrivals = [Arrival(0.0, *LONG, NO_SLO, "long") for _ in range(5)]
     found = serve(base, System("distserve"), arrivals)
     times = [0.0, *(one.token_times[0] - one.arrival for one in found.requests)]
@@ -103,7 +103,7 @@ def alone(base: Machine) -> float:
 
 
 def mix(taken: float, args: argparse.Namespace, seed: int) -> list[Arrival]:
-    """Running decodes, long prompts at the pace of `--load`, and short ones all the time."""
+    """Return running decodes, long prompts at the rate that `--load` sets, and Poisson arrivals of short prompts."""
     draw, end = np.random.default_rng(seed), args.prompts * taken / args.load
     talk, short, long = (SLO(ttft, taken / 4, taken / 4) for ttft in (10 * taken, taken / 2, args.long_slo * taken))
     made = [Arrival(0.01 * n, *TALK, talk, "talk") for n in range(args.decodes)]
@@ -115,7 +115,7 @@ def mix(taken: float, args: argparse.Namespace, seed: int) -> list[Arrival]:
 
 
 def row(taken: float, run: Run) -> dict[str, Any]:
-    """Times in shares of `taken`, the time of a long prompt alone."""
+    """Return the figures of a run, with times divided by `taken`, the time of a long prompt alone."""
     shorts, longs, talks = (run.of(name) for name in ("short", "long", "talk"))
     waits = [(one.scheduled_at or one.token_times[0]) - one.arrival for one in shorts]
     gaps = [after - before for one in talks for before, after in pairwise(one.token_times)]
@@ -141,12 +141,21 @@ def row(taken: float, run: Run) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--decodes", type=int, default=2, help="requests that decode all the time [%(default)s]")
-    parser.add_argument("--prompts", type=int, default=12, help="long ones in a run [%(default)s]")
-    parser.add_argument("--load", type=float, default=0.4, help="of long prompts, share of the time [%(default)s]")
-    parser.add_argument("--short", type=float, default=1.5, help="in the time of a long one [%(default)s]")
-    parser.add_argument("--long-slo", type=float, default=6.0, help="TTFT, in that time [%(default)s]")
+    parser.add_argument("--prompts", type=int, default=12, help="long prompts per run [%(default)s]")
+    parser.add_argument(
+        "--load", type=float, default=0.4, help="share of the time that long prompts take [%(default)s]"
+    )
+    parser.add_argument(
+        "--short", type=float, default=1.5, help="short prompts per time of a long prompt [%(default)s]"
+    )
+    parser.add_argument(
+        "--long-slo",
+        type=float,
+        default=6.0,
+        help="TTFT objective of long prompts, in times of a long prompt [%(default)s]",
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--systems", default=";".join(SYSTEMS), help="some of the systems, split by ;")
+    parser.add_argument("--systems", default=";".join(SYSTEMS), help="systems to run, separated by ;")
     add_output(parser, "colocated")
     args = parser.parse_args()
     names = args.systems.split(";")
@@ -155,13 +164,13 @@ def main() -> int:
     for number in range(args.rounds):
         for name in names:
             base = by_boundary[SYSTEMS[name].boundary]
-            base.measure()  # the machine may have been busy with something else before
+            base.measure()  # other load on the machine may have changed its step times
             taken = alone(base)
             rows[name].append(row(taken, serve(base, SYSTEMS[name], mix(taken, args, number))))
             print(number, name, rows[name][-1], flush=True)
     columns = [column for column in rows[names[0]][0] if column != "alone_ms"]
     table = [[name, *(_median([one[column] for one in rows[name]]) for column in columns)] for name in names]
-    print_table("medians of rounds; times in shares of a long prompt's", ["system", *columns], table)
+    print_table("medians of rounds; times relative to a long prompt's", ["system", *columns], table)
     save(args, {"rows": rows})
     return 0
 

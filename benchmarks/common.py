@@ -1,4 +1,4 @@
-"""What the scripts share: where results go, what they say of their origin, and a server to measure."""
+"""Shared helpers of the benchmark scripts: result files, their origin, and servers to measure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def git(*words: str) -> str:
 
 
 def processor() -> str:
-    """The CPU as the system names it."""
+    """Return the CPU's name as the system reports it."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
         return next(line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name"))
@@ -46,7 +46,7 @@ def processor() -> str:
 
 
 def origin() -> dict[str, Any]:
-    """Commit, machine and versions: what a figure means nothing without."""
+    """Return the commit, machine and package versions, which every result file states."""
     versions: dict[str, str] = {}
     for name in PACKAGES:
         try:
@@ -65,16 +65,16 @@ def origin() -> dict[str, Any]:
 
 
 def add_output(parser: argparse.ArgumentParser, name: str) -> None:
-    """`--output`, and `--note` for what a reader must know (a busy machine)."""
+    """Add `--output`, and `--note` for circumstances that a reader must know, such as a busy machine."""
     default = RESULTS / f"{name}-{time.strftime('%Y-%m-%d')}.json"
     parser.add_argument("--output", type=Path, default=default, metavar="FILE", help="JSON [%(default)s]")
-    parser.add_argument("--note", default="", help="kept in the JSON file")
+    parser.add_argument("--note", default="", help="stored in the JSON file")
 
 
 def save(args: argparse.Namespace, payload: dict[str, Any], *, quiet: bool = False) -> None:
-    """Write the JSON that `payload` makes with its origin and the command that was run; `quiet`: and do not say so."""
+    """Write `payload` with its origin and settings to `args.output` as JSON; `quiet` prints no message."""
     settings = {
-        name: value.name if isinstance(value, Path) else value  # where a file lay on this machine is nobody's business
+        name: value.name if isinstance(value, Path) else value  # folders of this machine are not part of the result
         for name, value in vars(args).items()
         if name not in ("output", "note")
     }
@@ -102,16 +102,16 @@ def healthy(url: str) -> bool:
 @dataclass(frozen=True)
 class Server:
     url: str
-    seconds: float  # from the command to a 200 of /health
+    seconds: float  # from the command to the first 200 of /health
     log: Path
-    pid: int  # of its process, which leads a process group of its own
+    pid: int  # leads a process group of its own
 
 
 @contextmanager
 def server(flags: Sequence[str], *, cache: Path | None = None, timeout: float = 900.0) -> Iterator[Server]:
-    """`python -m jaxserve.run` with these flags on a free port, up and healthy; ended afterwards.
+    """Start `python -m jaxserve.run` on a free port, yield it once it is healthy, and end it afterwards.
 
-    cache: folder of the persistent compilation cache. Raises RuntimeError with the end of its log where it dies.
+    cache: folder of the persistent compilation cache. Raises RuntimeError with the end of the log if the server dies.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     if cache is not None:
@@ -122,9 +122,10 @@ def server(flags: Sequence[str], *, cache: Path | None = None, timeout: float = 
 
 @contextmanager
 def launched(command: Sequence[str], environment: Mapping[str, str], *, timeout: float = 900.0) -> Iterator[Server]:
-    """Any server that takes --host and --port and has /health, on a free port, up and healthy; ended afterwards.
+    """Start a server on a free port, yield it once it is healthy, and end it afterwards.
 
-    Raises RuntimeError with the end of its log where it dies or takes more than `timeout` seconds.
+    The server must accept --host and --port and answer /health. Raises RuntimeError with the end of its log if it dies
+    or takes more than `timeout` seconds.
     """
     port = free_port()
     command = [*command, "--host", "127.0.0.1", "--port", str(port)]
@@ -149,11 +150,11 @@ def launched(command: Sequence[str], environment: Mapping[str, str], *, timeout:
                 process.kill()
                 process.wait()
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # children that outlive it
+                os.killpg(process.pid, signal.SIGKILL)  # children that outlive the server
 
 
 def bench(url: str, flags: Sequence[str]) -> dict[str, Any]:
-    """`jaxserve bench` on a server, in a process of its own; returns its JSON."""
+    """Run `jaxserve bench` in a subprocess against a server, and return its JSON."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "jaxserve", "bench", "--base-url", url, *flags]
         command += ["--save-result", "--result-dir", folder, "--result-filename", "found.json"]
@@ -165,8 +166,11 @@ def bench(url: str, flags: Sequence[str]) -> dict[str, Any]:
 
 @asynccontextmanager
 async def clustered(machine: Any, over: list[Any]) -> AsyncIterator[Any]:
-    """A cluster that runs on a machine. At the end all it was given has ended and is in `over`, by id, nothing is lost,
-    and the machine is free for another."""
+    """Run a cluster on a machine, and drain it on exit.
+
+    On exit every submitted request has ended and is in `over`, sorted by id, the cluster's invariants hold, and the
+    machine can serve another cluster.
+    """
     cluster = machine.cluster(over.append)
     running = asyncio.ensure_future(cluster.run())
     await asyncio.sleep(0)
@@ -183,7 +187,7 @@ async def clustered(machine: Any, over: list[Any]) -> AsyncIterator[Any]:
 
 
 async def submit(cluster: Any, now: Callable[[], float], arrivals: Sequence[Any]) -> None:
-    """Every arrival at its time, to a cluster that runs: random tokens, greedy, an output of just its length."""
+    """Submit every arrival to a running cluster at its time: random prompt, greedy, exactly its output length."""
     from jaxserve.sched.api.params import SamplingParams
     from jaxserve.sched.api.request import Request
 

@@ -1,34 +1,34 @@
-"""jaxserve beside other engines on this machine: the same weights and prompts, in turns, in one run.
+"""Compare jaxserve with other engines on this machine: the same weights and prompts, alternating in one run.
 
-Greedy, float32, fixed lengths, every side on the same cores; a side that waits is stopped. Two models: the demo model,
-and a Llama of 185 M random parameters that is written for the run (hidden 1024, 16 layers, 16 heads of 64, 4 kv heads,
-feed-forward 2816, vocabulary 4096).
+Greedy, float32, fixed lengths, every engine ("side") on the same cores; sides that are not being measured are stopped.
+Two models: the demo model, and a Llama of 185 M random parameters that is written for the run (hidden 1024, 16 layers,
+16 heads of 64, 4 kv heads, feed-forward 2816, vocabulary 4096).
 
     python benchmarks/compare.py --python vllm=/opt/vllm/bin/python        # jaxserve, transformers and vLLM
-    python benchmarks/compare.py --sides jaxserve transformers             # what the extra `test` has
+    python benchmarks/compare.py --sides jaxserve transformers             # needs only the extra `test`
 
-Sides: `jaxserve`; `vllm`, which wants a Python of its own (docs/guide/compare.md says how to make one for CPUs);
-`transformers`, batched `generate`; `continuous`, its continuous batching. What is measured, medians of `--repeats`:
+Sides: `jaxserve`; `vllm`, which needs a Python of its own (docs/guide/compare.md says how to build one for CPUs);
+`transformers`, batched `generate`; `continuous`, transformers' continuous batching. Figures, medians of `--repeats`:
 
     tokens/s   requests * tokens / seconds of the whole call
-    step, ms   (seconds of `tokens` - seconds of 1) / (tokens - 1): one token of each request
-    prompt, s  one prompt of a length, one token out
-    start, s   imports, weights, compiling or whatever a side does before it answers; `--warm` is how often before
-    memory     the most that the process has held, GB
+    step, ms   (seconds for `tokens` tokens - seconds for 1 token) / (tokens - 1): one token of every request
+    prompt, s  one prompt with one output token
+    start, s   imports, loading, compilation and anything else before the first possible request
+    memory     peak RSS of the process, GB
 
     python benchmarks/compare.py --http --python vllm=/opt/vllm/bin/python # OpenAI servers of jaxserve and vLLM
 
-`--http` starts each side's server with its own defaults and sends the same requests to each in turns, at Poisson times
-of `--rates` requests/s: half of class `chat` (32 to 128 tokens in, 32 to 64 out, TTFT 0.5 s, TPOT 60 ms), half of class
-`documents` (256 to 512 in, 16 to 32 out, 8 s, 200 ms). `--slo-scale` multiplies all objectives, which every request
-carries in its body: jaxserve schedules by them, vLLM ignores fields that it does not know. Reported are percentiles of
-TTFT and TPOT, the share of requests sent that kept both objectives, seconds from the command to the first 200 of
-/health, and peak RSS, added up over the processes of a server. The load generator runs on the same cores.
+`--http` starts each side's server with its own defaults and sends the same requests to one side after another, at
+Poisson times of `--rates` requests/s: half of class `chat` (32 to 128 tokens in, 32 to 64 out, TTFT 0.5 s, TPOT 60 ms),
+half of class `documents` (256 to 512 in, 16 to 32 out, 8 s, 200 ms). `--slo-scale` multiplies all objectives. Every
+request body carries its objectives: jaxserve schedules by them, vLLM ignores unknown fields. Reported are percentiles
+of TTFT and TPOT, the share of sent requests that attained both objectives, seconds from the command to the first 200
+of /health, and peak RSS summed over the processes of a server. The load generator runs on the same cores.
 
-    python benchmarks/compare.py --http --server llamacpp=build/bin/llama-server # llama.cpp beside jaxserve
+    python benchmarks/compare.py --http --server llamacpp=build/bin/llama-server # jaxserve and llama.cpp
 
-llama.cpp's server gets the same weights as a GGUF file of float32, written for the run, 32 slots of 1024 tokens, a
-float32 KV cache and no prompt cache. docs/guide/compare.md says how to build it.
+llama.cpp's server gets the same weights as a float32 GGUF file that is written for the run, 32 slots of 1024 tokens, a
+float32 KV cache and no prompt cache. docs/guide/compare.md says how to build the server.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ from jaxserve.report.table import print_table
 
 
 def turns(sides: Sequence[Side], requests: int, prompt: int, tokens: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each side by its name, once more than `repeats`: the first time compiles and allocates."""
+    """Run all sides in turns, and return `repeats` times in seconds by side.
+
+    One extra run first, which compiles and allocates, is not counted.
+    """
     found: dict[str, list[float]] = {side.name: [] for side in sides}
     for seed in range(repeats + 1):
         firsts = set()
@@ -90,7 +93,7 @@ def prompting(sides: Sequence[Side], length: int, args: argparse.Namespace) -> l
 
 
 def compared(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """All figures of one model."""
+    """Measure all sides on one model, and return its figures."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     longest = min(config["max_position_embeddings"], max(args.prompt + args.tokens, *args.prompts) + 2)
     settings = {
@@ -112,7 +115,7 @@ def compared(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any
 
 
 def show(found: dict[str, Any], sides: Sequence[str]) -> None:
-    """Tables with a column for each side, and what the first has over each other."""
+    """Print a table with a column for each side and the ratios of the first side to the others."""
 
     def line(what: str, values: Sequence[float], less: bool) -> list[str]:
         ratios = [value / values[0] if less else values[0] / value for value in values[1:]]
@@ -137,7 +140,7 @@ def show(found: dict[str, Any], sides: Sequence[str]) -> None:
 
 
 def by_side(parser: argparse.ArgumentParser, flag: str, texts: Sequence[str], sides: Sequence[str]) -> dict[str, str]:
-    """The files of `--python` or `--server` by their sides."""
+    """Return the files given to `--python` or `--server` by side."""
     if unknown := [text for text in texts if text.partition("=")[0] not in sides or not text.partition("=")[2]]:
         parser.error(f"{flag} {unknown[0]!r} must be SIDE=FILE with a side of {', '.join(sides)}")
     return dict(text.split("=", 1) for text in texts)
@@ -146,13 +149,19 @@ def by_side(parser: argparse.ArgumentParser, flag: str, texts: Sequence[str], si
 def add_online(group: Any) -> None:
     add = group.add_argument
     add("--http", action="store_true", help="compare OpenAI servers under open-loop load")
-    add("--server", nargs="+", default=[], metavar="SIDE=FILE", help="the program of a side that is not in Python")
+    add(
+        "--server",
+        nargs="+",
+        default=[],
+        metavar="SIDE=FILE",
+        help="server program of a side that is not written in Python",
+    )
     add("--rates", nargs="+", type=float, default=[0.5, 1.0, 2.0], metavar="RPS",
         help=f"requests/s; the demo model gets {online.RATE_FACTORS['demo']:g} times as many [0.5 1 2]")  # fmt: skip
-    add("--duration", type=float, default=40.0, metavar="S", help="of each rate, side and repeat [40]")
-    add("--slo-scale", type=float, default=1.0, metavar="X", help="all objectives are multiplied by this [1]")
-    add("--starts", type=int, default=2, help="how often a server is started, so that caches are warm at the last [2]")
-    add("--warmups", type=int, default=8, metavar="N", help="requests to each server that are not counted [8]")
+    add("--duration", type=float, default=40.0, metavar="S", help="load duration per rate, side and repeat [40]")
+    add("--slo-scale", type=float, default=1.0, metavar="X", help="factor that multiplies all objectives [1]")
+    add("--starts", type=int, default=2, help="starts per server; the last one has warm caches [2]")
+    add("--warmups", type=int, default=8, metavar="N", help="uncounted requests to each server [8]")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -160,17 +169,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     choices = [*SIDES, *online.BINARIES]
     add("--sides", nargs="+", choices=choices, help="[jaxserve, those of --python and --server, transformers]")
-    add("--python", nargs="+", default=[], metavar="SIDE=FILE", help="an interpreter that has the side's packages")
+    add("--python", nargs="+", default=[], metavar="SIDE=FILE", help="Python interpreter with the side's packages")
     add("--models", nargs="+", default=["demo", "llama"], help="demo, llama, or a folder with safetensors [demo llama]")
     add("--requests", nargs="+", type=int, default=[1, 8, 16, 32], metavar="N")
-    add("--prompt", type=int, default=128, metavar="TOKENS", help="of each request [128]")
-    add("--tokens", type=int, default=128, metavar="TOKENS", help="out of each request [128]")
-    add("--prompts", nargs="+", type=int, default=[128, 512, 2048], metavar="TOKENS", help="measured alone")
-    add("--policy", default="unified", help="of jaxserve [unified]")
+    add("--prompt", type=int, default=128, metavar="TOKENS", help="prompt length of each request [128]")
+    add("--tokens", type=int, default=128, metavar="TOKENS", help="output length of each request [128]")
+    add(
+        "--prompts",
+        nargs="+",
+        type=int,
+        default=[128, 512, 2048],
+        metavar="TOKENS",
+        help="prompt lengths that are measured alone",
+    )
+    add("--policy", default="unified", help="jaxserve's policy [unified]")
     add("--threads", type=int, default=2)
     add("--repeats", type=int, default=3)
     add_online(parser.add_argument_group("servers"))
-    add("--page", type=Path, metavar="FILE", help="put the tables between the marks of this page")
+    add("--page", type=Path, metavar="FILE", help="write the tables between the markers of this page")
     common.add_output(parser, "compare")
     args = parser.parse_args(argv)
     if args.http and args.output == parser.get_default("output"):
@@ -178,12 +194,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (min(args.rates) > 0 < args.slo_scale and min(args.starts, args.warmups, args.repeats) > 0 < args.duration):
         parser.error("--rates, --slo-scale, --duration, --starts, --warmups and --repeats must be positive")
     if args.tokens < 2:
-        parser.error(f"--tokens {args.tokens} must be at least 2: a step is what the tokens after the first take")
+        parser.error(
+            f"--tokens {args.tokens} must be at least 2: the step time is measured on the tokens after the first"
+        )
     args.python = by_side(parser, "--python", args.python, list(SIDES))
     args.server = by_side(parser, "--server", args.server, online.BINARIES)
     args.sides = args.sides or ["jaxserve", *args.python, *args.server, "transformers"]
     if not args.http and (only := [side for side in args.sides if side in online.BINARIES]):
-        parser.error(f"{only[0]} is compared as a server only: give --http")
+        parser.error(f"{only[0]} can only be compared as a server: add --http")
     found = []
     with tempfile.TemporaryDirectory() as room:
         for name in args.models:
@@ -197,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 show(found[-1], args.sides)
     if args.page is not None:
         page.write(args.page, found, args.sides)
-    # Where interpreters and models lie on this machine is not part of the result.
+    # Paths of this machine are not part of the result.
     args.python, args.server = sorted(args.python), sorted(args.server)
     args.models = [Path(name).name for name in args.models]
     common.save(args, {"models": found})

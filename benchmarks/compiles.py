@@ -1,7 +1,7 @@
-"""Whole models compiled for a device that is not there: memory of each device, and how long compiling takes.
+"""Compile whole models for a device that is not present, and report memory per device and compile time.
 
-Every layer is compiled, as the engine has it: unrolled, the layers of a kind traced once. Programs: a decode step of
-`--rows` rows, a prefill of 8,192 tokens, and drawing. Needs the packages of the `gate` extra, no GPU.
+Every layer is compiled as in the engine: unrolled, with each kind of layer traced once. Programs: a decode step of
+`--rows` rows, a prefill of 8,192 tokens, and sampling. Needs the packages of the `gate` extra, but no GPU.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=DEFAULT, metavar="MODEL:TP", help="%(default)s")
     parser.add_argument("--target", default="h200", help="[%(default)s]")
-    parser.add_argument("--rows", type=int, default=64, help="of the decode step [%(default)s]")
+    parser.add_argument("--rows", type=int, default=64, help="rows of the decode step [%(default)s]")
     parser.add_argument("--jobs", type=int, default=1, help="programs compiled at once [%(default)s]")
-    parser.add_argument("--limit", type=float, default=7200.0, help="seconds for one program [%(default)s]")
+    parser.add_argument("--limit", type=float, default=7200.0, help="timeout of one program in seconds [%(default)s]")
     common.add_output(parser, "compiles")
     args = parser.parse_args()
     from pallas_kernels.gate.targets import TARGETS, prepare
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace, target: Any) -> list[dict[str, Any]]:
-    """One row per program."""
+    """Compile every program, and return one row per program."""
     from jaxserve.capacity.costs import Costs
     from jaxserve.engine.startup import aot
     from pallas_kernels.gate.compiling import compile_all

@@ -1,14 +1,15 @@
-"""What this CPU allows a step of the 185 M Llama of `compare.py`: bandwidth, and the products of all its layers.
+"""Measure the lower bound of a step of `compare.py`'s 185 M Llama on this CPU: memory bandwidth and matmuls.
 
     python benchmarks/cpu_floor.py
 
-One table, a row for each number of tokens in a step. No step is faster than reading its weights and its KV once, nor
-than its products. Products are timed over all layers, each with weights of its own, so that weights come from memory
-as they do in a step: XLA's in the layout that the engine uses on CPUs, and torch's, which vLLM and transformers call.
+Prints a row for each number of tokens in a step. A step cannot be faster than reading its weights and KV once, nor than
+its matmuls. Matmuls are timed over all layers, each with its own weights, so that weights come from memory as in a real
+step: by XLA in the layout that the engine uses on CPUs, and by torch, which vLLM and transformers use.
 
-    weights, ms    bytes of all products / measured bandwidth
-    KV, ms         bytes of keys and values at `--context` tokens a row / measured bandwidth; prompts: 0
-    XLA, torch     ms of all products, medians of `--repeats`, and the FLOP rate of the faster one
+    weights, ms    bytes of all weights / measured bandwidth
+    KV, ms         bytes of keys and values at `--context` tokens per row / measured bandwidth; 0 for prefill steps
+    XLA, torch     ms of all matmuls, medians of `--repeats`
+    GFLOP/s        FLOP rate of the faster one
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SHAPES = (((HEADS + 2 * KV_HEADS) * HEAD_DIM, DIM), (DIM, HEADS * HEAD_DIM), (2 
 
 
 def seconds(run: Callable[[], Any], repeats: int) -> float:
-    """Median over `repeats`, after one run that is not counted."""
+    """Return the median time of `repeats` runs after one warm-up run."""
     taken = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
@@ -43,7 +44,7 @@ def seconds(run: Callable[[], Any], repeats: int) -> float:
 
 
 def bandwidth(threads: int, repeats: int) -> float:
-    """Bytes per second of `threads` that read memory, beyond what caches hold."""
+    """Return the read bandwidth of `threads` threads in bytes per second, on arrays larger than the caches."""
     parts = np.split(np.ones(threads << 26, np.float32), threads)
 
     def read() -> None:
@@ -57,7 +58,7 @@ def bandwidth(threads: int, repeats: int) -> float:
 
 
 def xla(tokens: int, weights: Sequence[np.ndarray], repeats: int) -> float:
-    """Seconds of all products of `tokens` rows by XLA."""
+    """Return the seconds that XLA takes for all matmuls of a step of `tokens` tokens."""
     inputs = {inputs: jnp.ones((tokens, inputs), jnp.float32) for _, inputs in SHAPES}
     on_device = [jnp.asarray(weight) for weight in weights]
     step = jax.jit(lambda inputs, weights: [product(inputs[one.shape[1]], one) for one in weights])
@@ -65,7 +66,7 @@ def xla(tokens: int, weights: Sequence[np.ndarray], repeats: int) -> float:
 
 
 def torch(tokens: int, weights: Sequence[np.ndarray], threads: int, repeats: int) -> float:
-    """The same by torch."""
+    """Return the seconds that torch takes for all matmuls of a step of `tokens` tokens."""
     import torch
 
     torch.set_num_threads(threads)
@@ -82,9 +83,22 @@ def torch(tokens: int, weights: Sequence[np.ndarray], threads: int, repeats: int
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--tokens", nargs="+", type=int, default=[1, 8, 16, 32, 128, 512], metavar="N", help="in a step")
-    add("--context", type=int, default=192, metavar="TOKENS", help="of a decoding row [192]")
-    add("--decoding", type=int, default=32, metavar="N", help="steps of up to so many tokens are decode steps [32]")
+    add(
+        "--tokens",
+        nargs="+",
+        type=int,
+        default=[1, 8, 16, 32, 128, 512],
+        metavar="N",
+        help="numbers of tokens in a step",
+    )
+    add("--context", type=int, default=192, metavar="TOKENS", help="context length of a running decode [192]")
+    add(
+        "--decoding",
+        type=int,
+        default=32,
+        metavar="N",
+        help="largest number of tokens that counts as a decode step [32]",
+    )
     add("--threads", type=int, default=2)
     add("--repeats", type=int, default=5)
     common.add_output(parser, "cpu_floor")

@@ -1,7 +1,9 @@
-"""What each request got under every fault of the fault matrix, as a table.
+"""Write a table of the outcome of each request under every fault of the fault matrix.
 
-Runs the tests of the matrix (`pytest -m full`), which note what they saw, and writes one row a test with the origin of
-the figures: python benchmarks/fault_matrix.py
+    python benchmarks/fault_matrix.py
+
+Runs the tests of the matrix (`pytest -m full`), which record what they observe as JUnit properties, and writes one row
+per test with the commit and machine of the run.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ COLUMNS = ("fault", "at", "got")
 
 
 def rows(report: Path) -> Iterator[tuple[str, ...]]:
-    """One row for each test case of a JUnit report: its columns and its outcome."""
+    """Yield the recorded columns and the outcome of each test case of a JUnit report."""
     for case in ElementTree.parse(report).iter("testcase"):
         noted = {one.get("name", ""): one.get("value", "") for one in case.iter("property")}
         outcome = next((tag for tag in ("failure", "error", "skipped") if case.find(tag) is not None), "passed")
@@ -32,7 +34,7 @@ def rows(report: Path) -> Iterator[tuple[str, ...]]:
 
 
 def table(found: list[tuple[str, ...]], about: dict[str, Any]) -> str:
-    """The rows as aligned text, after what they were measured on."""
+    """Return the rows as aligned text, after a header that states their origin."""
     titles = ("fault", "where", "what each request got", "test")
     widths = [max(len(row[column]) for row in (titles, *found)) for column in range(len(titles))]
     lines = [f"pytest -m full {' '.join(TESTS)}", ", ".join(f"{name} {value}" for name, value in about.items()), ""]

@@ -1,13 +1,14 @@
-"""The throughput floor on an engine: every policy at saturation, with objectives that cannot be kept.
+"""Measure the throughput floor on an engine: every policy at saturation, with unattainable objectives.
 
     python benchmarks/floor_served.py                                # a Llama of 185 M random parameters, every policy
     python benchmarks/floor_served.py --policies unified kairos --model demo
 
-One machine is loaded and compiled once, and serves the same requests under one policy after another, all handed in at
-once; plain batching (`vllm`) before each round. `below`: every request is promised `--tight` per token, which no step
-keeps. `none`: nothing is promised. A cell is output tokens per second as a share of plain batching's, the median over
-rounds, and where that is less than 0.95, the requests that attained their objectives, of the policy and of plain
-batching: a policy may leave rows out only where others gain by it.
+The engine is loaded and compiled once. It serves the same requests, all submitted at once, under one policy after
+another; each round starts with plain batching (`vllm`). Regime `below`: every request has a TPOT objective of
+`--tight`, which no step can meet. Regime `none`: requests have no objectives. A cell is the median ratio of the
+policy's output tokens per second to plain batching's. If the ratio is below 0.95, the cell adds the number of requests
+that attained their objectives, of the policy and of plain batching: a policy may leave rows out of a step only if more
+requests attain their objectives.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ REGIMES = ("none", "below")
 
 
 def served(machine: Machine, policy: str, slo: SLO, args: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """One policy on one load: seconds, tokens per second, and how many requests attained `slo`."""
+    """Serve one load under one policy: seconds, tokens per second, and the number of requests that attained `slo`."""
     draw = np.random.default_rng(seed)
     prompts = [one.tolist() for one in draw.integers(16, 4000, (args.requests, args.prompt))]
     params = SamplingParams(max_tokens=args.tokens, temperature=0.0, ignore_eos=True)
@@ -55,9 +56,9 @@ def served(machine: Machine, policy: str, slo: SLO, args: argparse.Namespace, se
 
 
 def measured(machine: Machine, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every policy in every regime, in turns."""
+    """Measure every policy in every regime, in turns."""
     slos = {"none": NO_SLO, "below": SLO(args.tight * 100, args.tight)}
-    served(machine, PLAIN, NO_SLO, args, 0)  # what happens once
+    served(machine, PLAIN, NO_SLO, args, 0)  # warm up
     rows = []
     for number in range(args.repeats):
         for regime in REGIMES:
@@ -88,9 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--policies", nargs="+", default=[name for name in policies.names() if name != PLAIN], help="[all]")
     add("--model", default="llama", help="llama, demo, or a folder with safetensors [llama]")
     add("--requests", type=int, default=16)
-    add("--prompt", type=int, default=64, metavar="TOKENS", help="of each request [64]")
-    add("--tokens", type=int, default=48, metavar="TOKENS", help="out of each request [48]")
-    add("--tight", type=float, default=0.002, metavar="S", help="per token, which cannot be kept [0.002]")
+    add("--prompt", type=int, default=64, metavar="TOKENS", help="prompt length of each request [64]")
+    add("--tokens", type=int, default=48, metavar="TOKENS", help="output length of each request [48]")
+    add("--tight", type=float, default=0.002, metavar="S", help="unattainable TPOT objective [0.002]")
     add("--repeats", type=int, default=3)
     common.add_output(parser, "floor_served")
     args = parser.parse_args(argv)

@@ -1,10 +1,10 @@
-"""A long simulation at full load: attainment by length of prompt in the steady state, and how busy the instances are.
+"""Simulate full load for a long time: steady-state attainment by prompt length, and utilization of the instances.
 
     python benchmarks/full_load.py                          # K128 on one prefill and one decode instance: a table, JSON
     python benchmarks/full_load.py --policy kairos --routing auto --qps 2 2.5
 
-The first and last requests are not counted (`--skip`), so that neither the empty start nor the queue that drains when
-the last one has come flatters a policy.
+The first and last `--skip` requests are not counted: the empty queues at the start and the draining queues at the end
+would overstate attainment.
 """
 
 from __future__ import annotations

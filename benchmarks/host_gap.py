@@ -1,7 +1,7 @@
-"""Host time that is not hidden: the gap between one step's completion and the next one's start, as a share of the step.
+"""Measure the host time that is not hidden behind steps: the gap between the end of a step and the start of the next.
 
-Decodes a full batch through `LLM.generate` with a journal, and reads every step's start and end from it. Then the
-same load through HTTP, with the client on the same cores, so that what the server and its client cost shows apart.
+Decodes a full batch through `LLM.generate`, and reads the start and end of every step from the journal. Then sends the
+same load over HTTP, with the client on the same cores, to show the cost of server and client.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def load(args: argparse.Namespace) -> list[list[int]]:
 
 
 def offline(args: argparse.Namespace) -> dict[str, Any]:
-    """Gaps and steps of the second of two equal runs, full batches only."""
+    """Return gaps and step times of full batches in the second of two equal runs."""
     from jaxserve import LLM, SamplingParams
 
     params = SamplingParams(max_tokens=args.tokens, temperature=0.0, ignore_eos=True)
@@ -54,7 +54,7 @@ def offline(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def over_http(args: argparse.Namespace) -> float:
-    """Output tokens per second of the same load, streamed."""
+    """Return the output tokens per second of the same load, streamed over HTTP."""
     flags = [
         *("--dataset-name", "random", "--random-input-len", str(args.prompt), "--random-output-len", str(args.tokens)),
         *("--num-prompts", str(2 * args.requests), "--max-concurrency", str(args.requests), "--client", "http"),
@@ -78,7 +78,7 @@ def main() -> int:
         ["step, median ms", found["step_ms"]],
         ["gap, mean ms", found["gap_ms_mean"]],
         ["gap / (gap + step), %", 100 * found["gap_share"]],
-        ["steps submitted before the one before ended, %", 100 * found["planned_ahead"]],
+        ["steps submitted before the previous one ended, %", 100 * found["planned_ahead"]],
         ["tokens/s through LLM.generate", found["tokens_per_s"]],
         ["tokens/s through HTTP, client on the same cores", found["http_tokens_per_s"]],
     ]

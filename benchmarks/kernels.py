@@ -1,16 +1,16 @@
-"""Our attention kernels on the device that is here, against its ceilings and what others offer. One command.
+"""Benchmark the kernels on this device against its ceilings and other implementations.
 
-In order: does the device compute rightly (eager and jit against numpy); the two ceilings, copy and bfloat16 products;
-every kernel against float64 on random data; times, ours and the peers'; the two slopes of decode; the questions that
-only a device answers; a sweep of the kernels' configs, in the time that is left. A part that fails costs one line.
-`--dry` runs all of it on a CPU with tiny shapes: interpreted kernels, and no figure that means anything.
+In order: correctness of the device (eager and jit against numpy); the copy and bfloat16 matmul ceilings; every kernel
+against float64 on random data; times of the kernels and their peers; the two slopes of decode; design questions that
+only a device answers; a sweep of kernel configs in the remaining time. A part that fails adds one line to the report.
+`--dry` tests the script on a CPU with tiny shapes and interpreted kernels; its figures are meaningless.
 """
 
 from __future__ import annotations
 
 import os
 
-# torch wants memory of its own, and pools come and go: set before jax starts.
+# Leave memory to torch, and allocate pools on demand. Must be set before jax is imported.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import argparse
@@ -27,22 +27,24 @@ from kernel_bench.session import Session
 
 from jaxserve.report.progress import bar
 
-RESERVE = 100.0  # seconds that the peers leave to the sweep
-PARTS = 150  # about as many as there are; the bar learns the rest
+RESERVE = 100.0  # seconds that the peers leave for the sweep
+PARTS = 150  # estimate for the progress bar, which grows if there are more
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = common.RESULTS / f"kernels-{time.strftime('%Y-%m-%d')}"
     parser.add_argument("--output", type=Path, default=default, metavar="FOLDER", help="JSON and table [%(default)s]")
-    parser.add_argument("--note", default="", help="kept in the JSON file")
-    parser.add_argument("--dry", action="store_true", help="tiny shapes on a CPU: does the script work?")
+    parser.add_argument("--note", default="", help="stored in the JSON file")
+    parser.add_argument("--dry", action="store_true", help="test the script on a CPU with tiny shapes")
     parser.add_argument(
-        "--minutes", type=float, default=7.5, help="skip what would begin later, unless dry [%(default)s]"
+        "--minutes", type=float, default=7.5, help="skip parts that would start later, unless --dry [%(default)s]"
     )
     parser.add_argument("--only", type=sections, default=list(SECTIONS), metavar="A,B", help=", ".join(SECTIONS))
-    parser.add_argument("--executable", type=Path, metavar="FILE", help="run what --build-executable made elsewhere")
-    parser.add_argument("--build-executable", type=Path, metavar="FILE", help="compile for a H200 without one, and end")
+    parser.add_argument("--executable", type=Path, metavar="FILE", help="run an executable of --build-executable")
+    parser.add_argument(
+        "--build-executable", type=Path, metavar="FILE", help="compile for an H200 without one, and exit"
+    )
     return parser.parse_args()
 
 
@@ -56,7 +58,7 @@ def writes(session: Session) -> None:
         session.part(f"kv write {tokens}", lambda tokens=tokens, rows=rows: times.kv_write(session, tokens, rows))
 
 
-# In this order: what other parts divide by, then what matters most, so that a run that is cut off has it.
+# Ordered: the ceilings that other sections need, then the most important ones, in case the run is interrupted.
 SECTIONS: dict[str, Callable[[Session], Any]] = {
     "sanity": lambda session: session.part("sanity", lambda: first.sanity(session)),
     "ceilings": ceilings,
@@ -79,7 +81,7 @@ SECTIONS: dict[str, Callable[[Session], Any]] = {
 def sections(text: str) -> list[str]:
     names = text.split(",")
     if unknown := set(names) - set(SECTIONS):
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)} unknown; there are {', '.join(SECTIONS)}")
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is no section; choose from {', '.join(SECTIONS)}")
     return [name for name in SECTIONS if name in names]
 
 
@@ -99,7 +101,7 @@ def main() -> None:
         questions.build(args.build_executable)
         return
     if jax.default_backend() != "gpu" and not args.dry:
-        raise SystemExit(f"no GPU here, only {jax.default_backend()}: --dry tries the script with tiny shapes")
+        raise SystemExit(f"needs a GPU, but the backend is {jax.default_backend()}; --dry tests the script without one")
     began = time.perf_counter()
     with bar("kernels") as show:
         deadline = math.inf if args.dry else began + 60 * args.minutes

@@ -1,8 +1,8 @@
-"""What 8 bits cost a latent cache: the error of one layer's mixed latents, in float64, against those of exact latents.
+"""Measure the attention error that an 8-bit latent cache (MLA) causes, against exact latents in float64.
 
-Latents are made up, of the sizes of DeepSeek (512 columns and 64 that turn); what they are divided by is measured on
-the first 256 tokens and applied to all, as an engine does. `alike`: all columns are of one size. `outliers`: one in 64
-is thirty times as large, of those that turn too, and queries look at all of them alike.
+Latents are synthetic, with DeepSeek's sizes (512 columns and 64 RoPE columns). As in the engine, scales are calibrated
+on the first 256 tokens and applied to all. `alike`: all columns have similar magnitudes. `outliers`: one column in 64
+is thirty times as large, RoPE columns included; queries weight all columns equally.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from jaxserve.report.table import print_table
 from pallas_kernels.ops.kv_write.xla import LARGEST, fitted
 
 RANK, TURNED, HEADS, CONTEXT = 512, 64, 16, 8192
-SHARP = 2.5  # standard deviation of scores: how much heads look at few tokens
+SHARP = 2.5  # standard deviation of scores: larger values focus heads on fewer tokens
 Floats = npt.NDArray[np.float64]
 
 
 def latents(outliers: bool) -> tuple[Floats, Floats]:
-    """Queries [H, D] and latents [C, D]."""
+    """Return queries [H, D] and latents [C, D]."""
     random = np.random.default_rng(0)
     size = np.exp(random.normal(0.0, 0.3, RANK + TURNED))
     if outliers:
@@ -36,14 +36,14 @@ def latents(outliers: bool) -> tuple[Floats, Floats]:
 
 
 def attention(q: Floats, kept: Floats) -> Floats:
-    """Mixed latents [H, R]."""
+    """Return the attention outputs [H, R]."""
     score = q @ kept.T
     weight = np.exp(score - score.max(axis=1, keepdims=True))
     return (weight / weight.sum(axis=1, keepdims=True)) @ kept[:, :RANK]
 
 
 def narrowed(kept: Floats, dtype: str, by: str) -> Floats:
-    """What comes back of latents that were kept in `dtype`, with scales of each column, of each part, or none."""
+    """Return the latents after storage in `dtype`, with scales per column, per part, or none."""
     scale: Floats = np.ones(RANK + TURNED)
     if by != "none":
         peak = np.abs(kept[:TOKENS]).max(axis=0)

@@ -1,11 +1,11 @@
-"""What the engine's predictor costs: policies that know the true step times, and with what a server fits and learns.
+"""Measure the attainment that the engine's learned step-time model costs, compared with the true model.
 
     python benchmarks/learned_predictor.py                            # eleven workloads, five policies (slow)
     python benchmarks/learned_predictor.py --workload K128 --padded   # on devices that pad steps to compiled sizes
 
-For each workload and policy: the rate at which the true form attains 90 %, and what both attain there, as means over
-seeds. Noise of the step times as given; without any the learned form is the true one after its first profile. What is
-in the output file already is not run again.
+For each workload and policy: the rate at which the policy attains 90 % with the true model, and the attainment with
+both models at that rate, as means over seeds. Without noise in the step times, the learned model equals the true one
+after its first profile. Results that are already in the output file are not computed again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
 
 def run(case: Case) -> tuple[Case, float, Mapping[str, float]]:
-    """The rate in requests/s, and the attained share by step-time model."""
+    """Return the case, its rate in requests/s, and the attained share by step-time model."""
     load, coefficients, others = workload(case.workload, case.requests)
     latency = load_yaml(preset("latency", "minimax-m2.5-h200-tp4"), Latency)
     if coefficients:
@@ -91,8 +91,8 @@ def main() -> int:
     parser.add_argument("--policy", action="append", choices=POLICIES, help="may be repeated")
     parser.add_argument("--requests", type=int, default=400, metavar="N")
     parser.add_argument("--seeds", type=int, default=3, metavar="N")
-    parser.add_argument("--noise", type=float, default=0.1, metavar="S", help="of step times, as a share [0.1]")
-    parser.add_argument("--padded", action="store_true", help="devices pad steps to an engine's compiled sizes")
+    parser.add_argument("--noise", type=float, default=0.1, metavar="S", help="relative noise of step times [0.1]")
+    parser.add_argument("--padded", action="store_true", help="pad steps to an engine's compiled sizes")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
     add_output(parser, "learned_predictor")
     args = parser.parse_args()

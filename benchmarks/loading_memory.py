@@ -1,8 +1,8 @@
-"""How much memory of the host loading takes beyond the weights themselves: of a checkpoint of several files.
+"""Measure the host memory that loading a checkpoint of several files needs beyond the weights themselves.
 
-Each way to load is a process of its own. On a CPU the devices' memory is the host's, so what is told is the highest
-resident memory during the load less that before it, and less the weights that lay on the devices at that moment, the
-one that is being put there included. The bound is one file of the checkpoint and the largest tensor.
+Each way to load runs in its own process. On a CPU, device memory is host memory. The figure is therefore the peak over
+the load of the resident memory, minus that before the load, minus the weights that are on the devices at that moment
+(including the one being placed). The bound is the size of one checkpoint file plus the largest tensor.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WAYS = ("bfloat16", "int8", "fp8_per_block", "orbax")
 
 
 def write(folder: Path, config: Mapping[str, Any], files: int) -> dict[str, int]:
-    """A random checkpoint in bfloat16; bytes of all, of its largest file and of its largest fused weight."""
+    """Write a random bfloat16 checkpoint, and return its bytes, files, largest file and largest fused weight."""
     import jax
     import ml_dtypes
 
@@ -70,7 +70,10 @@ def write(folder: Path, config: Mapping[str, Any], files: int) -> dict[str, int]
 
 
 class Watch:
-    """Resident memory every millisecond, less what is on the devices."""
+    """A thread that samples resident memory minus placed weights every millisecond, and keeps the peaks.
+
+    Writers: the thread (peaks) and the loading code (`placed`).
+    """
 
     def __init__(self) -> None:
         self.placed = self.peak = self.anonymous = 0
@@ -94,13 +97,13 @@ class Watch:
 
 
 def resident() -> tuple[int, int]:
-    """Bytes in memory, and those of them that no file backs."""
+    """Return the resident bytes and the anonymous ones, which no file backs."""
     told = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines())
     return int(told["VmRSS"].split()[0]) * 1024, int(told["RssAnon"].split()[0]) * 1024
 
 
 def measure(folder: Path, way: str) -> dict[str, Any]:
-    """In a process of its own."""
+    """Load the checkpoint one way. Call in a fresh process."""
     import jax
     from jax.sharding import Mesh
 
@@ -118,7 +121,7 @@ def measure(folder: Path, way: str) -> dict[str, Any]:
     mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
     jax.block_until_ready(jax.device_put(np.zeros(1, np.float32), mesh.devices.flat[0]))
     if way == "orbax":
-        import orbax.checkpoint  # noqa: F401  its modules are not the load's
+        import orbax.checkpoint  # noqa: F401  do not count the memory of its modules
     tree = registry.abstract_weights(spec, "bfloat16")
     parts = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, (Info, Quantised)))
     if way == "orbax":
@@ -174,8 +177,8 @@ def main() -> int:
                 mb = [seen[key] / 1e6 for key in ("weights", "above", "anonymous")]
                 bound = f"{found[-1]['bound'] / 1e6:.0f}"
                 rows.append([name, way, *(f"{x:.0f}" for x in mb), bound, f"{seen['seconds']:.1f}"])
-    titles = ["model", "way", "weights, MB", "above them", "of it no file's", "one file + tensor", "s"]
-    print_table("memory of the host while loading", titles, rows)
+    titles = ["model", "way", "weights, MB", "above, MB", "above, anonymous", "bound: file + tensor", "s"]
+    print_table("host memory during loading", titles, rows)
     common.save(args, {"loads": found})
     return 0
 

@@ -1,13 +1,13 @@
-"""What a long queue costs: decisions and simulated tokens per second by the number of requests that wait, by policy.
+"""Measure the cost of a long queue: planning time and simulated tokens per second by policy and queue length.
 
-    python benchmarks/overload.py                                  # best effort waits: a table and JSON
+    python benchmarks/overload.py                                  # best-effort requests wait: a table and JSON
     python benchmarks/overload.py --objectives --waiting 300 3000  # requests with the default objectives wait
     python benchmarks/overload.py --policies unified --rows 8
 
-One mixed instance decodes as many rows as it has and is kept at so many waiting requests. A step takes what a model of
-8B parameters takes on one accelerator; the next one is planned `--lead` seconds before its end, as an engine does, so
-that what a plan takes beyond that is added to the step. `plan` is the CPU time of Scheduler.plan, `decide` the policy's
-part of it. `serial share` is for plans that overlap no step, which is worse than any engine.
+One mixed instance runs `--rows` decodes while the queue is kept at `--waiting` requests. Step times are those of an 8B
+model on one accelerator. As in the engine, a step is planned `--lead` seconds before the previous one ends; a plan that
+takes longer delays the step by the excess. `plan` is the CPU time of Scheduler.plan, `decide` the policy's part.
+`serial share` assumes that no plan overlaps a step, a pessimistic bound for any engine.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from jaxserve.sched.perf.model import Coefficients, GeneralModel
 
 COEFFICIENTS = Coefficients(fixed=5e-3, prefill=2e-5, decode=1e-5, quadratic=1e-10, longest=1e-8, context=1e-8)
 PAGE = 16
-LEAST = 0.95  # of the tokens per second of the shortest queue
+LEAST = 0.95  # minimum share of the tokens per second with the shortest queue
 PROMPT, OUTPUT = 64, 64  # tokens
 
 
 class Timed:
-    """A policy whose CPU time is added up. Writer: `decide`."""
+    """A wrapper that sums the CPU time of a policy. Writer: `decide`."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -51,7 +51,7 @@ class Timed:
 
 
 class Overload:
-    """A scheduler that is kept at so many waiting requests. Writer: its own `step`."""
+    """A scheduler whose queue is kept at a fixed number of waiting requests. Writer: `step`."""
 
     def __init__(self, name: str, rows: int, waiting: int, *, objectives: bool) -> None:
         self.policy = Timed(policies.make(name))
@@ -72,7 +72,7 @@ class Overload:
         self.count += 1
 
     def step(self) -> tuple[float, float]:
-        """(seconds of the step, CPU seconds of its plan); both 0 where nothing ran."""
+        """Run one step, and return its seconds (0 if nothing ran) and the CPU seconds of its plan."""
         while len(self.scheduler) < self._total:
             self._arrive()
         began = time.process_time()
@@ -90,7 +90,7 @@ class Overload:
 
 
 def measure(name: str, rows: int, waiting: int, steps: int, lead: float, *, objectives: bool) -> dict[str, Any]:
-    """Means over `steps` steps, after as many again to reach the steady state."""
+    """Return means over `steps` steps, after the same number of warm-up steps."""
     run = Overload(name, rows, waiting, objectives=objectives)
     for _ in range(steps):
         run.step()
@@ -110,7 +110,7 @@ def measure(name: str, rows: int, waiting: int, steps: int, lead: float, *, obje
 
 
 def compared(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One policy at every length of the queue, each the best of `--repeats`: what runs beside it only ever adds."""
+    """Measure one policy at every queue length: the minimum of `--repeats`, since other load only adds time."""
     found = []
     for waiting in args.waiting:
         many = [
@@ -131,14 +131,16 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=64, help="max_num_seqs of the instance [%(default)s]")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lead", type=float, default=3e-3, metavar="SECONDS", help="[%(default)s]")
-    parser.add_argument("--objectives", action="store_true", help="the default objectives, not best effort")
+    parser.add_argument(
+        "--objectives", action="store_true", help="requests have the default objectives instead of best effort"
+    )
     parser.add_argument("--repeats", type=int, default=1, metavar="N")
     common.add_output(parser, "overload")
     args = parser.parse_args()
     rows = [row for name in args.policies for row in compared(name, args)]
     titles = ["policy", "waiting", "decide ms", "plan ms", "tokens/s", "share", "serial share"]
     keys = ["policy", "waiting", "decide_ms", "plan_ms", "tokens_per_s", "share", "serial_share"]
-    print_table(f"{args.rows} rows decode", titles, [[row[key] for key in keys] for row in rows])
+    print_table(f"{args.rows} running decodes", titles, [[row[key] for key in keys] for row in rows])
     worst = min((row["share"] for row in rows), default=inf)
     print(f"least share of the tokens per second at {args.waiting[0]} waiting: {worst:.3f} (at least {LEAST} wanted)")
     common.save(args, {"rows": rows, "least_share": worst})

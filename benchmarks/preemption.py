@@ -1,11 +1,11 @@
-"""How soon a short prompt begins while a long one is computed, and what it costs to be able to stop a step.
+"""Measure how soon a short prompt starts while a long one is computed, and the cost of preemptible steps.
 
-For each chunk, boundary and depth: a step of one chunk of a long prompt is under way; at a random moment of it a short
-prompt arrives, and the step is asked to stop. Latency: from there until the short prompt's step is with the devices.
-Expected: its 99th percentile is at most (depth + 1) segments + 0.5 ms.
+For each chunk size, boundary and depth: while a step computes a chunk of a long prompt, a short prompt arrives at a
+random time, and the step is asked to stop. Latency: from the arrival to the submission of the short prompt's step.
+Expected: a 99th percentile of at most (depth + 1) segments + 0.5 ms.
 
-Beside it what segments lose when nobody stops them: their time over that of the same chunk in one program, in turn so
-that a busy machine slows both; of medians, of the best of each, and of the processors' time.
+Also reports the overhead of segments without preemption: their time relative to the same chunk as one program, of
+medians, of minima, and of CPU time. The two alternate, so that other load on the machine slows both.
 
 On a GPU: `python benchmarks/preemption.py --model llama3-8b --chunks 512,2048,8192 --context 32768 --dtype bfloat16`.
 """
@@ -37,13 +37,13 @@ from jaxserve.sched.api.params import SamplingParams
 from jaxserve.sched.api.plan import Begin, Span, StepPlan, StepResult, Suspended
 from jaxserve.sched.api.preemption import Boundary
 
-SHORT = 64  # tokens of the prompt that comes
+SHORT = 64  # tokens of the short prompt
 GREEDY = SamplingParams(temperature=0.0)
 Spans = tuple[Span, ...]
 
 
 def spec_of(args: argparse.Namespace) -> ModelSpec:
-    """The model, for prompts of any length: its weights are drawn, so that no position is too far."""
+    """Return the model's spec with enough positions for any prompt; weights are random, so this is harmless."""
     spec = registry.load_spec(common.DEMO) if args.model == "demo" else published_spec(args.model)
     length = args.context + max(args.chunks) + SHORT
     return replace(spec, layers=args.layers or spec.layers, max_positions=max(spec.max_positions, length))
@@ -62,7 +62,7 @@ def executor_of(args: argparse.Namespace, chunk: int, boundary: str) -> JaxExecu
 
 
 def span(executor: JaxExecutor, slot: int, start: int, length: int) -> Spans:
-    """A chunk that begins at `start`, over pages of nobody: what they hold does not change the time."""
+    """Return a chunk that starts at `start`, over unwritten pages: their contents do not change the time."""
     each = executor.pages // 2
     pages = range(slot * each, slot * each - (-(start + length) // executor.page_size))
     begin = Begin(GREEDY, 0, (), (), start + length, ())
@@ -70,7 +70,7 @@ def span(executor: JaxExecutor, slot: int, start: int, length: int) -> Spans:
 
 
 async def step(executor: JaxExecutor, spans: Spans, preemptible: bool) -> tuple[float, float]:
-    """Seconds of a step, and of all processors."""
+    """Run a step, and return its wall-clock and CPU seconds."""
     began, worked = executor.now(), time.process_time()
     result = await executor.submit(StepPlan(1, spans, preemptible))
     assert isinstance(result, StepResult)
@@ -78,7 +78,7 @@ async def step(executor: JaxExecutor, spans: Spans, preemptible: bool) -> tuple[
 
 
 async def interrupted(executor: JaxExecutor, long: Spans, short: Spans, after: float) -> tuple[float, float]:
-    """Seconds from the arrival to the submission of the short step, and to its first token."""
+    """Return the seconds from the arrival to the submission of the short step, and to its first token."""
     running = executor.submit(StepPlan(1, long, preemptible=True))
     await asyncio.wait([running], timeout=after)
     arrival = executor.now()
@@ -93,7 +93,7 @@ async def interrupted(executor: JaxExecutor, long: Spans, short: Spans, after: f
 
 
 async def measure(args: argparse.Namespace, executor: JaxExecutor, chunk: int, depth: int) -> dict[str, Any]:
-    """One row of the table. Times in ms."""
+    """Measure one row of the table. Times are in ms."""
     draw, executor.depth = random.Random(1), depth
     long, short = span(executor, 0, args.context, chunk), span(executor, 1, 0, SHORT)
     for preemptible in (False, True):
@@ -145,15 +145,15 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="demo", help="demo, or a name of configs/model/published.yaml [demo]")
-    parser.add_argument("--layers", type=int, help="so many layers instead of the model's")
+    parser.add_argument("--model", default="demo", help="demo, or a model of configs/model/published.yaml [demo]")
+    parser.add_argument("--layers", type=int, help="number of layers instead of the model's")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--chunks", type=lambda text: [int(x) for x in text.split(",")], default=[512, 1024])
     parser.add_argument("--context", type=int, default=0, help="tokens of the long prompt before the chunk [0]")
     parser.add_argument("--boundaries", type=lambda text: text.split(","), default=["op", "layer", "layers:2", "chunk"])
     parser.add_argument("--depths", type=lambda text: [int(x) for x in text.split(",")], default=[1, 2, 4])
-    parser.add_argument("--runs", type=int, default=12, help="steps of each kind, in turn [12]")
+    parser.add_argument("--runs", type=int, default=12, help="steps of each kind, alternating [12]")
     parser.add_argument("--arrivals", type=int, default=60)
     parser.add_argument("--kv-cache-memory", type=int, default=None, help="bytes of the pool")
     common.add_output(parser, "preemption")

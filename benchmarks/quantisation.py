@@ -1,8 +1,7 @@
-"""What 8 bits cost the demo model and what they save: perplexity on code held out of its training, and bytes.
+"""Measure the cost and savings of 8-bit weights and KV cache for the demo model: perplexity and bytes.
 
-Each form is an `LLM` of its own, with weights or KV cache, or both, kept narrow. Perplexity comes from the
-log-probabilities of prompt tokens, in prompts of a thousand tokens computed in chunks: keys and values are read from
-the cache.
+Perplexity is measured on code that is not in the model's training data, from the log-probabilities of prompt tokens.
+Prompts of a thousand tokens are computed in chunks, so that keys and values are read from the cache.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ FORMS: tuple[dict[str, str], ...] = (
 
 
 def measure(form: dict[str, str]) -> dict[str, Any]:
-    """Perplexity over the whole module, bytes of the layers' weights, and of a token in the cache."""
+    """Return the perplexity of one form, the bytes of its weights, and its KV bytes per token."""
     sizes: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 2, "max_num_batched_tokens": 256}
     with LLM(**sizes, kv_cache_memory=64 << 20, enable_prefix_caching=False, **form) as llm:
         tokens = llm.tokenizer.encode(inspect.getsource(textwrap))
@@ -66,7 +65,7 @@ def main() -> int:
         words = ", ".join(f"{name} {value}" for name, value in one["form"].items())
         mb = (f"{one[name] / 1e6:.2f}" for name in ("layers", "weights"))
         rows.append([words, f"{one['perplexity']:.4f}", f"{change:+.3%}", *mb, one["kv_token"]])
-    titles = ["form", "perplexity", "change", "layers, MB", "all weights, MB", "KV bytes a token"]
+    titles = ["form", "perplexity", "change", "layers, MB", "all weights, MB", "KV bytes per token"]
     print_table("the demo model in 8 bits", titles, rows)
     common.save(args, {"forms": found})
     return 0

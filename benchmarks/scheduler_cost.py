@@ -1,12 +1,14 @@
-"""What deciding costs: CPU time of one step's `decide` and `plan`, by policy and by number of requests.
+"""Measure the CPU time of scheduling: `decide` and `plan` of one step, by policy and number of requests.
 
-A mixed instance is kept at so many running and waiting requests: about one ends in each step, and one arrives for it,
-or one in several steps where answers are longer than there are rows (`--answer`). `in a step` is how many requests a
-decision puts in a step: more of them take longer to choose. `quiet` and `event` are the steps without and with a new
-request since the one before (of `plan`; of `decide` alone they are in the JSON). `observe` is what the step-time model
-takes to learn from a step; it is part of neither. `recompute` is a decision with nothing kept from earlier steps:
-every table of the instance is filled anew. Then what placing one request costs in a fleet of full instances, its
-redirects included, and what one run of the dynamic program of SLOs-Serve costs.
+A mixed instance is kept at a fixed number of running and waiting requests: when a request ends, another arrives, about
+one per step, or fewer if outputs are longer than the number of rows (`--answer`). `in a step` is the number of requests
+that a decision puts in a step; larger decisions take longer. `quiet` and `event` are the times of `plan` in steps
+without and with a new request since the previous step (those of `decide` are in the JSON). `observe` is the time in
+which the step-time model learns from a step; `decide` and `plan` exclude it. `recompute` is a decision without state
+from earlier steps, so that every table of the instance is rebuilt.
+
+Two further tables: the cost to route one request, redirects included, among full instances, and the cost of one run of
+the DP of SLOs-Serve.
 """
 
 from __future__ import annotations
@@ -44,12 +46,12 @@ from jaxserve.sched.policies.slos_serve.dp import admitted
 from jaxserve.sched.routing import ROUTERS
 from jaxserve.sched.routing.base import Fleet
 
-# About an 8B model on one large accelerator; the cost of deciding does not depend on them.
+# Roughly an 8B model on one large accelerator; the measured CPU time does not depend on them.
 COEFFICIENTS = Coefficients(fixed=5e-3, prefill=2e-5, decode=1e-5, quadratic=1e-10, longest=1e-8, context=1e-8)
 PAGE = 16
 PERF = "learned"
-NOISE = 0.05  # of the simulated steps, so that there is something to learn
-BUCKETS = Buckets((1, 4, 8, 16, 32, 64, 128, 256, 512), (64, 128, 512, 2048, 8192))  # what an engine pads steps to
+NOISE = 0.05  # relative noise of simulated steps, so that the step-time model has something to learn
+BUCKETS = Buckets((1, 4, 8, 16, 32, 64, 128, 256, 512), (64, 128, 512, 2048, 8192))  # sizes that an engine pads to
 VARIANTS = [
     "fairbatching:anchor=arrival",
     "fairbatching:budget=fixed",
@@ -71,7 +73,7 @@ PLACED = [*ROUTERS, "deflect:faster", "deflect:dropped"]
 
 @dataclass
 class Timed:
-    """A policy that notes its own CPU time. Writer: `decide`."""
+    """A wrapper that records the CPU time of a policy's decisions. Writer: `decide`."""
 
     policy: Policy
     seconds: list[float] = field(default_factory=list)
@@ -88,7 +90,7 @@ class Timed:
 
 
 class Steady:
-    """A scheduler held at `running` and `waiting` requests by arrivals for every end."""
+    """A scheduler kept at `running` plus `waiting` requests: an arrival replaces each request that ends."""
 
     def __init__(self, name: str, running: int, waiting: int, answer: int = 0, seed: int = 0, perf: str = PERF) -> None:
         self.random = np.random.default_rng(seed)
@@ -97,7 +99,7 @@ class Steady:
         self.total = running + waiting
         self.now = 0.0
         self.count = 0
-        self.event = False  # somebody came before the last step
+        self.event = False  # whether a request arrived before the last step
         pages = running * (4096 + 1024) // PAGE
         limits = Limits(tokens=8192, rows=running, pages=pages, page_size=PAGE)
         model = registry.make(perf, COEFFICIENTS, buckets=BUCKETS)
@@ -107,13 +109,13 @@ class Steady:
         self.scheduler = Scheduler(self.policy, model, limits, Role.MIXED, prefix_caching=False)
 
     def observe(self, load: Load, seconds: float) -> None:
-        """What learning from a step costs."""
+        """Learn from a step, and record the CPU time."""
         began = time.process_time()
         self._observe(load, seconds)
         self.observed.append(time.process_time() - began)
 
     def arrive(self) -> None:
-        """One request: 32 to 4096 tokens, an output of half to one and a half times `answer`."""
+        """Add one request: 32 to 4096 prompt tokens, an output of 0.5 to 1.5 times `answer`."""
         prompt = int(np.exp(self.random.uniform(np.log(32), np.log(4096))))
         output = int(self.random.integers(self.answer // 2, self.answer * 3 // 2)) + 1
         slo = SLO(ttft=float(self.random.uniform(0.5, 8)), tpot=float(self.random.uniform(0.02, 0.1)))
@@ -122,7 +124,7 @@ class Steady:
         self.count += 1
 
     def step(self) -> float | None:
-        """One step with its arrivals; CPU seconds of `plan`, None where nothing could run."""
+        """Run one step with its arrivals, and return the CPU seconds of `plan`, or None if nothing could run."""
         self.event = len(self.scheduler) < self.total
         while len(self.scheduler) < self.total:
             self.arrive()
@@ -142,7 +144,7 @@ class Steady:
         self.scheduler.settle(StepResult(plan.step, started, self.now, tokens))
 
     def recompute(self) -> float:
-        """CPU seconds of a decision whose tables are filled from nothing."""
+        """Return the CPU seconds of a decision whose tables are rebuilt."""
         began = time.process_time()
         queues = RequestQueues(Role.MIXED, PrefixHits(KVManager(BlockPool(1, PAGE, prefix_caching=False), 1)))
         for request in self.scheduler:
@@ -159,7 +161,7 @@ def milliseconds(label: str, seconds: list[float]) -> dict[str, object]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Without the garbage collector, which the engine runs in idle gaps only."""
+    """Disable the garbage collector, which the engine runs only in idle gaps."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -169,7 +171,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def measure(name: str, running: int, waiting: int, steps: int, answer: int = 0, perf: str = PERF) -> dict[str, object]:
-    """Milliseconds of CPU time over `steps` steps, after as many again to reach the steady state."""
+    """Return the milliseconds of CPU time over `steps` steps, after warm-up steps to reach the steady state."""
     steady = Steady(name, running, waiting, answer, perf=perf)
     for _ in range(max(steps, 2 * steady.answer)):
         steady.step()
@@ -199,7 +201,7 @@ def measure(name: str, running: int, waiting: int, steps: int, answer: int = 0, 
 
 
 class Full:
-    """Instances with so many residents each: prompts that wait, or rows that decode. Writer: who measures."""
+    """Instances with `residents` waiting prompts or running decodes each. Writer: the measuring function."""
 
     def __init__(self, roles: list[Role], residents: int, seed: int = 0) -> None:
         self.random = np.random.default_rng(seed)
@@ -226,7 +228,7 @@ class Full:
 
     @staticmethod
     def decodes(request: Request, one: Scheduler) -> None:
-        """As a request whose prompt another instance has computed."""
+        """Make an instance accept a request whose prompt another instance has computed."""
         request.computed = request.prompt_length
         request.output.append(7)
         request.first_token_at = 0.2
@@ -240,7 +242,7 @@ class Full:
 
 
 def place(name: str, instances: int, residents: int, requests: int) -> dict[str, object]:
-    """CPU time of placing a request: `prefill`, and `redirect` once it waits there."""
+    """Return the CPU time to route a request: `prefill`, and `redirect` once it waits there."""
     half = [Role.PREFILL] * (instances // 2)
     full = Full([*half, *([Role.DECODE] * (instances - len(half)))], residents)
     fleet, router = Fleet(0.2, full.instances, lambda tokens: 1e-3 + 1e-7 * tokens), routing.make(name)
@@ -262,7 +264,7 @@ def place(name: str, instances: int, residents: int, requests: int) -> dict[str,
 
 
 def promise(new: int, running: int, times: int) -> dict[str, object]:
-    """CPU time of the dynamic program for `new` requests beside `running` rows of three tiers."""
+    """Return the CPU time of the DP for `new` requests beside `running` decodes of three tiers."""
     full = Full([Role.MIXED], running)
     for _ in range(new):
         full.instances[0].add(full.request())
@@ -280,7 +282,7 @@ def promise(new: int, running: int, times: int) -> dict[str, object]:
 
 
 def best(by: str, rounds: list[list[dict[str, object]]]) -> list[dict[str, object]]:
-    """Of each row the round with the least: what others computed beside it only ever adds."""
+    """Return for each row the round with the minimum, since other load only adds time."""
     return [min(each, key=lambda row: cast(float, row[by])) for each in zip(*rounds, strict=True)]
 
 
@@ -290,14 +292,23 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", default=["64+256", "512+4096"], metavar="RUNNING+WAITING")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument(
-        "--answer", type=int, default=0, metavar="N", help="mean tokens of one [as many as there are rows]"
+        "--answer",
+        type=int,
+        default=0,
+        metavar="N",
+        help="mean output tokens per request [the number of running requests]",
     )
     common.add_output(parser, "scheduler_cost")
     parser.add_argument("--perf", default=PERF, choices=KINDS, metavar="NAME", help=f"step-time model [{PERF}]")
     parser.add_argument("--routers", nargs="*", default=PLACED)
-    parser.add_argument("--fleet", default="64x256", metavar="INSTANCESxRESIDENTS", help="half of them prefill")
+    parser.add_argument(
+        "--fleet",
+        default="64x256",
+        metavar="INSTANCESxRESIDENTS",
+        help="fleet for routing; half of the instances prefill",
+    )
     parser.add_argument("--program", default="10+200", metavar="NEW+RUNNING")
-    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="rounds over all; the best of each counts")
+    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="rounds; the minimum counts")
     args = parser.parse_args()
     sizes = [(int(size.split("+")[0]), int(size.split("+")[1])) for size in args.sizes]
     instances, residents = map(int, args.fleet.split("x"))
@@ -332,7 +343,7 @@ def main() -> int:
     keys += [f"{s}_{label}_ms" for label in ("decide", "plan") for s in ("median", "p99")]
     keys += ["median_observe_ms", "median_quiet_ms", "median_event_ms", "median_recompute_ms", "p99_recompute_ms"]
     print_table("CPU ms per step: median and 99th percentile", titles, [[row[key] for key in keys] for row in rows])
-    for title, found in (("CPU ms per request placed", placed), ("CPU ms per decision on new requests", program)):
+    for title, found in (("CPU ms per routed request", placed), ("CPU ms per decision on new requests", program)):
         if found:
             names = [key.removesuffix("_ms").replace("_", " ") for key in found[0]]
             print_table(title, names, [list(row.values()) for row in found])

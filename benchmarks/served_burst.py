@@ -1,17 +1,17 @@
-"""Bursts of long prompts among short ones, served and simulated: attainment by policy, side by side.
+"""Compare served and simulated attainment by policy under bursts of long prompts among short requests.
 
     python benchmarks/served_burst.py            # the demo model on --mesh 4x2: a table and JSON
 
-Everything is relative to what this machine can do at the moment: before each run the engine serves a pile of short
-requests, and a pile of long prompts. Short requests then come, Poisson, at `--short` of the rate at which the first
-pile was served; every `1 / --long` times as long as the second pile took, as many long prompts come at once. A short
-prompt is promised its first token in half of that time, a long one in 2.5 times that time; tokens in 4 times what they
-took in the pile of short requests.
+The load is relative to the current speed of this machine: before each run the engine serves a batch of short requests
+and a batch of long prompts; let t be the time of the latter. Short requests then arrive as a Poisson process at
+`--short` times the rate at which the first batch was served. A burst of long prompts, the size of the second batch,
+arrives every t / `--long`. The TTFT objective is t / 2 for short and 2.5 t for long prompts; the TPOT objective is 4
+times the TPOT in the batch of short requests.
 
-The very arrivals of each served run are then simulated, with step times fitted (a) to the profile that the engine makes
-of itself, idle, just before, and (b) to the steps of that very run. (a) knows nothing of instances that share cores,
-nor of the time between steps; (b) knows their mean. Systems run in turn, `--rounds` times, in one process on the same
-executors.
+The arrivals of each served run are then simulated with step times fitted (a) to a profile of the idle engine taken just
+before the run, and (b) to the steps of that run. (a) does not include the effect of instances that share cores, nor the
+time between steps; (b) includes their means. Each of `--rounds` rounds runs every system, all in one process on the
+same executors.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from jaxserve.sched.sim.latency import Latency
 
 MESH, LENGTH, CHUNK, ROWS, PAGE = "4x2", 2048, 512, 32, 16
 SHORT, LONG = (48, 24), (1400, 8)  # tokens of prompt and output
-PILE = 48, 6  # short and long ones
+PILE = 48, 6  # short requests and long prompts of the calibration batches
 
 
 @dataclass(frozen=True)
 class System:
-    """A policy with its routing; whether its steps can be stopped between layers."""
+    """A policy with its routing. preempts: whether its steps can be stopped between layers."""
 
     policy: str
     routing: str = "least_work"
@@ -73,13 +73,13 @@ class Run:
 
     measured: list[Measured]
     steps: list[tuple[Load, float]]
-    move: float  # least seconds from a first token to the next plan of where it decodes: others wait for a step too
+    move: float  # minimum seconds from a first token to the decode instance's next plan; others also wait for a step
     deflections: int
     mape: dict[str, float]
 
 
 class Bench:
-    """Executors that are warm, and what is asked of them."""
+    """Warm executors that serve one system after another."""
 
     def __init__(self, instances: str, sizes: tuple[int, int, int]) -> None:
         length, chunk, rows = sizes
@@ -98,11 +98,11 @@ class Bench:
         return self._machine.limits.pages
 
     def profile(self) -> None:
-        """Measure steps anew: the machine may have been busy with something else before."""
+        """Measure step times again, because other load on the machine may have changed them."""
         self._machine.measure()
 
     def serve(self, system: System, arrivals: Sequence[Arrival]) -> Run:
-        """Every arrival at its time."""
+        """Serve every arrival at its time."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "journal"
             config = replace(
@@ -116,7 +116,7 @@ class Bench:
             assert machine._file is not None
             machine._file.close()
             outcome = replay(path.read_text(encoding="utf-8").splitlines(), perf_of)
-        assert not outcome.differences, "the journal does not give its plans again"
+        assert not outcome.differences, "replaying the journal gives other plans"
         return replace(found, steps=outcome.timed, move=min(outcome.moves, default=0.0))
 
 
@@ -139,16 +139,16 @@ def pile(count: int, shape: tuple[int, int], name: str) -> list[Arrival]:
 
 @dataclass(frozen=True)
 class Scale:
-    """What this machine can do."""
+    """The measured capacity of this machine."""
 
     short_rate: float  # requests/s
-    burst: float  # seconds for a pile of long prompts, to the last first token
-    tpot: float  # seconds, in the pile of short ones
+    burst: float  # seconds to the last first token of a batch of long prompts
+    tpot: float  # seconds, in a batch of short requests
     move: float
 
     @classmethod
     def of(cls, bench: Bench) -> Scale:
-        bench.serve(SYSTEMS["distserve"], pile(4, SHORT, "short"))  # first calls
+        bench.serve(SYSTEMS["distserve"], pile(4, SHORT, "short"))  # warm up
         shorts = bench.serve(SYSTEMS["distserve"], pile(PILE[0], SHORT, "short"))
         longs = bench.serve(SYSTEMS["distserve"], pile(PILE[1], LONG, "long"))
         ended = max(one.ended for one in shorts.measured) - shorts.measured[0].arrival
@@ -157,7 +157,7 @@ class Scale:
 
 
 def burst(scale: Scale, args: argparse.Namespace, seed: int) -> list[Arrival]:
-    """Short requests all the time, and the bursts."""
+    """Return Poisson arrivals of short requests, and bursts of long prompts."""
     draw, period = np.random.default_rng(seed), scale.burst / args.long
     short = SLO(0.5 * scale.burst, 4 * scale.tpot)
     long = SLO(2.5 * scale.burst, 4 * scale.tpot)
@@ -178,7 +178,7 @@ def simulated(
     move: float,
     sizes: tuple[int, int, int],
 ) -> list[Measured]:
-    """The same arrivals, on virtual time."""
+    """Simulate the same arrivals with the step times `truth`."""
     instances, tensor_parallel = Mesh.parse(MESH).instances, Mesh.parse(MESH).tensor_parallel
     latency = Latency(
         "this engine", kv_bytes_per_token=0, kv_tokens=bench.pages * PAGE, tensor_parallel=tensor_parallel,
@@ -202,8 +202,8 @@ class Cell:
     scale: Scale
     run: Run
     measured: dict[str, list[Measured]]  # by kind
-    slower: float  # median of measured by profiled seconds of a step
-    fits: tuple[float, float]  # mean absolute errors: of the profile, of the run's steps
+    slower: float  # median ratio of measured to profiled step times
+    fits: tuple[float, float]  # MAPE of the fits to the profile and to the run's steps
 
 
 def cell(bench: Bench, system: System, args: argparse.Namespace, seed: int, sizes: tuple[int, int, int]) -> Cell:
@@ -219,12 +219,12 @@ def cell(bench: Bench, system: System, args: argparse.Namespace, seed: int, size
         "steps": simulated(system, arrivals, own.coefficients, bench, run.move, sizes),
     }
     predicted = [(idle.coefficients.step_time(load), seconds) for load, seconds in run.steps]
-    slower = median(seconds / told for told, seconds in predicted if told > 0)  # a poor fit may tell nothing of some
+    slower = median(seconds / told for told, seconds in predicted if told > 0)  # a poor fit may predict 0
     return Cell(scale, run, measured, slower, (idle.mape, own.mape))
 
 
 def shares(measured: Sequence[Measured]) -> dict[str, float]:
-    """Attained, by class and phase."""
+    """Return attained shares by class and phase."""
     whole = summarize(measured)
     of = {name: [one for one in measured if one.class_ == name] for name in ("short", "long")}
     return {
@@ -239,11 +239,15 @@ def shares(measured: Sequence[Measured]) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", type=float, default=0.35, help="load of short requests [%(default)s of capacity]")
-    parser.add_argument("--long", type=float, default=0.35, help="load of long prompts, likewise [%(default)s]")
-    parser.add_argument("--bursts", type=int, default=4, help="in a run [%(default)s]")
+    parser.add_argument(
+        "--short", type=float, default=0.35, help="load of short requests, share of capacity [%(default)s]"
+    )
+    parser.add_argument(
+        "--long", type=float, default=0.35, help="load of long prompts, share of capacity [%(default)s]"
+    )
+    parser.add_argument("--bursts", type=int, default=4, help="bursts per run [%(default)s]")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--systems", default=";".join(SYSTEMS), help="some of the systems, split by ;")
+    parser.add_argument("--systems", default=";".join(SYSTEMS), help="systems to run, separated by ;")
     add_output(parser, "served_burst")
     args = parser.parse_args(argv)
     names, sizes = args.systems.split(";"), (LENGTH, CHUNK, ROWS)
@@ -279,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "attained: all, short, long", ("system", *(f"{w} {k}" for w in ("all", "short", "long") for k in kinds)), rows
     )
     slower = [each.slower for ones in cells.values() for each in ones]
-    print(f"served steps take {min(slower):.2f} to {max(slower):.2f} times (medians) what the idle profile says")
+    print(f"served steps take {min(slower):.2f} to {max(slower):.2f} times (medians) as long as in the idle profile")
     save(args, {"mesh": MESH, "table": table})
     return 0
 

@@ -1,21 +1,20 @@
-"""Every policy served over HTTP, on the same arrivals, and simulated with the step times of that very run.
+"""Serve the same arrivals over HTTP under every policy, and simulate each run with its own step times.
 
     python benchmarks/served_policies.py --page docs/research/served.md     # all: two models, four mixes, every policy
     python benchmarks/served_policies.py --models demo --mixes chat --policies "unified sarathi unified@mixed"
 
-Models: `llama`, 104 M random parameters, and `demo`, the one that comes with jaxserve; two instances, of one CPU core
-each where there are two. A policy made of two halves, or with a router of its own, gets one instance that prefills
-and one that decodes; the others get two mixed ones (`NAME@split` and `NAME@mixed` say otherwise).
+Models: `llama`, with 104 M random parameters, and `demo`, which is part of jaxserve. Two instances, of one CPU core
+each on two cores. A policy that is made of two halves or has its own router gets a prefill and a decode instance;
+others get two mixed instances. `NAME@split` and `NAME@mixed` override this.
 
-Mixes: `chat`, chats and long documents; `tasks`, four tasks with promises of their own, which are tiers of the server;
-`bursts`, the same as chat with documents that come four at once and chats that come in bunches; `half`, as chat at
-half the load, for how well first tokens are predicted. Lengths, promises and rates follow from a profile of the idle
-machine: outputs are as long as makes decoding and prompts equal work, and `--load` is a share of what the instances
-could do if every step took what the profile says. They are printed and stored.
+Mixes: `chat`, chats and long documents; `tasks`, four tasks with their own objectives, which are tiers of the server;
+`bursts`, like chat, but with four documents at once and bursty chats; `half`, like chat at half the load, to compare
+TTFT predictions. Lengths, objectives and rates follow from a profile of the idle machine: output lengths make decoding
+and prefill equal work, and `--load` is a share of the capacity that the profile predicts. They are printed and stored.
 
-Each case is stored as it is done; what is in the output file is not run again. A case is a fresh scheduler on warm
-executors, a server in this process and clients in another. The simulator gets the same requests and the step times and
-noise fitted to that run's journal; its schedulers have the step-time model of the server.
+Each finished case is stored; cases that are already in the output file are not run again. A case is a fresh scheduler
+on warm executors, a server in this process, and clients in another. The simulator gets the same requests, with step
+times and noise fitted to the journal of the run; its schedulers use the server's step-time model.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from jaxserve.sched.perf.recipe import DEFAULT
 from jaxserve.sched.sim import Mesh
 
 MESH = "2x1"
-KEPT = ("requests", "seed", "load", "mesh", "perf", "routing")  # settings that all cases of a file share
+KEPT = ("requests", "seed", "load", "mesh", "perf", "routing")  # settings that all cases of a file must share
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,20 +67,22 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--models", type=str.split, default=["llama", "demo"], help="[llama demo]")
     add("--mixes", type=str.split, default=["chat", "tasks", "bursts", "half"], help="[chat tasks bursts half]")
     add("--policies", type=str.split, default=policies.names(), help="[all of the registry]")
-    add("--requests", type=int, default=60, help="of a case at full load; the demo model gets twice as many [60]")
+    add("--requests", type=int, default=60, help="per case at full load; twice as many for the demo model [60]")
     add("--seed", type=int, default=0)
-    add("--rounds", type=int, default=1, help="with other arrivals in each [1]")
-    add("--load", type=float, default=0.8, metavar="SHARE", help="of what the profile says is possible [0.8]")
+    add("--rounds", type=int, default=1, help="rounds, each with other arrivals [1]")
+    add(
+        "--load", type=float, default=0.8, metavar="SHARE", help="share of the capacity that the profile predicts [0.8]"
+    )
     add("--mesh", default=MESH, help="[%(default)s]")
-    add("--perf", default=DEFAULT, choices=KINDS, help="the step-time model of servers and simulations [%(default)s]")
-    add("--routing", default="auto", help="of all policies [what goes with each]")
-    add("--profile-time", type=float, default=None, metavar="S", help="seconds to measure steps")
+    add("--perf", default=DEFAULT, choices=KINDS, help="step-time model of servers and simulations [%(default)s]")
+    add("--routing", default="auto", help="router of all policies [auto: the policy's own]")
+    add("--profile-time", type=float, default=None, metavar="S", help="duration of the profile")
     add("--page", type=Path, metavar="FILE", help="write the tables between the markers of this page")
     add_output(parser, "served_policies")
     args = parser.parse_args(argv)
     for flag, given, known in (("models", args.models, MODELS), ("mixes", args.mixes, MIXES)):
         if unknown := [name for name in given if name not in known]:
-            parser.error(f"--{flag} {unknown[0]!r} must be of {', '.join(known)}")
+            parser.error(f"--{flag} {unknown[0]!r} must be one of {', '.join(known)}")
     try:
         _ = [System.parse(text) for text in args.policies]
     except InvalidValue as error:
@@ -90,15 +91,15 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _stored(args: argparse.Namespace) -> dict[str, Any]:
-    """What an earlier run has left. Raises SystemExit where it was set up otherwise."""
+    """Return the results of an earlier run. Raises SystemExit if its settings differ."""
     if not args.output.exists():
         return {"scales": {}, "cases": []}
     kept = json.loads(args.output.read_text(encoding="utf-8"))
     for name in KEPT:
         if kept["settings"][name] != getattr(args, name):
             raise SystemExit(
-                f"{args.output} has {name}={kept['settings'][name]!r}, not {getattr(args, name)!r}: its cases cannot "
-                "stand beside these; name another --output"
+                f"{args.output} has {name}={kept['settings'][name]!r}, not {getattr(args, name)!r}, so its cases are "
+                "not comparable; choose another --output"
             )
     return {"scales": kept["scales"], "cases": kept["cases"]}
 
@@ -108,7 +109,7 @@ def _key(case: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _model(name: str, args: argparse.Namespace, found: dict[str, Any], clients: Executor, folder: Path) -> None:
-    """The cases of one model that are not there yet."""
+    """Run the missing cases of one model."""
     done = set(map(_key, found["cases"]))
     todo = [
         {"model": name, "mix": mix, "policy": policy, "round": number}
@@ -119,11 +120,11 @@ def _model(name: str, args: argparse.Namespace, found: dict[str, Any], clients: 
     todo = [case for case in todo if _key(case) not in done]
     if not todo:
         return
-    from policy_bench.served import Host  # on demand: the clients' process reads this file too, and needs no jax
+    from policy_bench.served import Host  # imported here because the clients' process imports this file without jax
 
     settings = {"perf": args.perf, "routing": args.routing, "profile_time": args.profile_time}
     host = Host(name, args.mesh, folder, **settings)
-    host.machine.measure()  # what is kept may be of a busier or an idler machine
+    host.machine.measure()  # a cached profile may be from a time with other load on the machine
     instances = len(host.machine.executors)
     if name not in found["scales"]:
         step_time = host.machine.recipe.make().step_time
@@ -178,7 +179,7 @@ def _case(
 
 
 def _rounded(value: Any) -> Any:
-    """Four significant digits: the file is kept small."""
+    """Round floats to four significant digits, to keep the file small."""
     if isinstance(value, dict):
         return {key: _rounded(one) for key, one in value.items()}
     if isinstance(value, list):

@@ -1,9 +1,9 @@
-"""What a simulation costs: CPU seconds of one run, by policy, on a prefill and a decode instance and on two mixed ones.
+"""Measure the CPU seconds of one simulation by policy, on one prefill and one decode instance and on two mixed ones.
 
     python benchmarks/simulation_cost.py                    # 1,000 requests of K128 at 3 requests/s: a table, JSON
 
-Processor time of this process, which does nothing else: what other processes compute beside it counts only as far as
-they take its caches. Loading modules and drawing the workload is part of it.
+CPU time of this process, so that other load on the machine matters only through shared caches. Includes lazy imports
+and drawing the workload.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", default="K128", choices=sorted(NAMED), metavar="NAME", help="[K128]")
     parser.add_argument("--policies", nargs="+", default=policies.names(), metavar="NAME", help="[all]")
-    parser.add_argument("--routing", default="auto", metavar="NAME", help="[auto: what goes with the policy]")
+    parser.add_argument("--routing", default="auto", metavar="NAME", help="[auto: the policy's own]")
     parser.add_argument("--qps", type=float, default=3.0, metavar="RATE", help="requests/s [3]")
     parser.add_argument("--requests", type=int, default=1000, metavar="N", help="[1000]")
     common.add_output(parser, "simulation_cost")
@@ -55,7 +55,7 @@ def main() -> int:
         for policy, mesh in cases:
             rows.append(run(policy, mesh, args))
             tick(len(rows), len(cases))
-    titles = ["policy", "mesh", "steps", "attained", "CPU s", "CPU ms a step"]
+    titles = ["policy", "mesh", "steps", "attained", "CPU s", "CPU ms per step"]
     print_table(
         f"{args.requests} requests of {args.workload} at {args.qps:g}/s", titles, [[*row.values()] for row in rows]
     )

@@ -1,16 +1,16 @@
-"""A server under twice the load that it sustains, for long, with everything that can happen happening at random.
+"""Run a server for a long time at twice its sustainable load, with random cancellations and role changes.
 
-    python benchmarks/soak.py                    # 20 minutes: a table and JSON; ends with 1 where anything is wrong
+    python benchmarks/soak.py                    # 20 minutes: a table and JSON; exits with 1 if a check fails
     python benchmarks/soak.py --minutes 0.5
 
-A real server in a process of its own. What it sustains is measured first, with as many clients as it has rows; then
-requests come, Poisson, at `--load` times that. Some are best effort, some are promised more than can be kept (and
-become best effort), some are given up by their client: before an answer, in the middle of one, by a closed connection
-or by one that is cut. Every few seconds instances change their roles. Prompts are preempted at boundaries of layers.
+The server runs in its own process. Its capacity is measured first, with as many clients as it has rows; then requests
+arrive as a Poisson process at `--load` times that rate. Some are best effort, some have unattainable objectives (and
+are demoted to best effort), and some are abandoned by their clients before or during the answer, by a closed or by a
+reset connection. Every few seconds the instances change roles. Prefills are preempted between layers.
 
-In the end nobody is left, and the server is asked: no page held, no request known, no step suspended, no task more
-than before, every page and slot accounted for, nothing compiled, memory flat. Every request that was accepted has
-finished, or its client was told why.
+At the end, when all requests have ended, the script checks that the server holds no pages, requests, suspended steps or
+additional tasks, that pages and slots are conserved, that nothing was compiled, and that memory did not grow. Every
+accepted request must have finished or have ended with an error that its client received.
 """
 
 from __future__ import annotations
@@ -38,20 +38,18 @@ from common import ROOT, add_output, save
 from jaxserve.report.table import print_table
 
 ROLES = ("prefill", "decode", "mixed")
-ROWS, LENGTH = 8, 384  # of an instance; tokens of a request
-TIGHT_MS = 1.0  # a TTFT that no machine keeps
-PATIENCE = (
-    3600.0  # seconds without any news after which a request counts as lost: best effort waits for the load to fall
-)
+ROWS, LENGTH = 8, 384  # rows per instance; maximum tokens of a request
+TIGHT_MS = 1.0  # an unattainable TTFT objective
+PATIENCE = 3600.0  # seconds without output after which a request counts as lost; best effort waits until the load falls
 
-ADMIN = "soak"  # the key of the routes that change roles
+ADMIN = "soak"  # API key of the route that changes roles
 
 
-# the server's side: what only its own process can say
+# ---- the server process ----
 
 
 def child(flags: Sequence[str]) -> int:
-    """Serve; each line on stdin is answered by one of JSON with what is left in the engine, an empty one ends it."""
+    """Serve, and answer each line on stdin with the state of the engine as JSON, until an empty line."""
     from jaxserve.config import ServeConfig
     from jaxserve.server.main import Ending, listen_on, log_to_stderr, serve, start_service
 
@@ -80,7 +78,7 @@ def child(flags: Sequence[str]) -> int:
 
 
 def left(engine: Any, loop: asyncio.AbstractEventLoop) -> dict[str, Any]:
-    """What an engine holds, and whether it adds up."""
+    """Return what the engine still holds, and the error of its consistency check, if any."""
     cores, stats = engine._cluster.cores, engine.stats()
     try:
         engine.check()
@@ -110,12 +108,12 @@ def left(engine: Any, loop: asyncio.AbstractEventLoop) -> dict[str, Any]:
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Child:
-    """The server's process. Writer: the main task."""
+    """The server process. Writer: the main task."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         command = [sys.executable, str(Path(__file__).resolve()), "--child", json.dumps(settings)]
@@ -144,10 +142,10 @@ class Child:
         self._process.stdin.flush()
 
     def end(self) -> int:
-        """Its status."""
+        """End the process, and return its exit status; -1 if it had to be killed."""
         if self._process.poll() is None:
             self._say("\n")
-        with self._process:  # whose pipes are closed then
+        with self._process:  # closes the pipes
             try:
                 return self._process.wait(60)
             except subprocess.TimeoutExpired:
@@ -155,12 +153,12 @@ class Child:
                 return -1
 
 
-# the clients' side
+# ---- the clients ----
 
 
 @dataclass
 class Tally:
-    """What became of the requests. Writer: the clients' loop."""
+    """Outcomes of the requests. Writer: the clients' event loop."""
 
     ends: Counter[str] = field(default_factory=Counter)
     lost: list[str] = field(default_factory=list)
@@ -169,7 +167,7 @@ class Tally:
 
 
 def body_of(draw: random.Random) -> dict[str, Any]:
-    """A request: many short prompts, some long, some that share a beginning."""
+    """Draw a request: mostly short prompts, some long, some with a shared prefix."""
     length = min(LENGTH - 80, max(1, int(draw.lognormvariate(3.6, 1.0))))
     shared = [7 + n % 90 for n in range(64)] if draw.random() < 0.3 else []
     prompt = (shared + [draw.randrange(8, 4000) for _ in range(length)])[: LENGTH - 80]
@@ -186,7 +184,7 @@ def body_of(draw: random.Random) -> dict[str, Any]:
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any], quits: float | None) -> str:
-    """One request to its end, or until its client has had enough after so many events. Returns what became of it."""
+    """Send a request and read its stream, or leave after `quits` events. Returns the outcome."""
     events, reason = 0, ""
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         if answer.status_code != 200:
@@ -208,7 +206,7 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], quits: float | No
 
 
 async def cut(port: int, body: dict[str, Any], after: float) -> str:
-    """A client that is gone: the connection is reset, answer or not."""
+    """Send a request, and reset the connection after `after` seconds or some of the answer."""
     raw = json.dumps(body).encode()
     about = "Host: x\r\nContent-Type: application/json\r\n"
     head = f"POST /v1/completions HTTP/1.1\r\n{about}Content-Length: {len(raw)}\r\n\r\n"
@@ -236,7 +234,7 @@ async def one(tally: Tally, client: httpx.AsyncClient, port: int, draw: random.R
 
 
 async def capacity(url: str, clients: int, seconds: float) -> float:
-    """Requests/s that end where so many clients ask one after the other."""
+    """Measure the requests/s that end when `clients` clients send one request after another."""
     ended, draw, until = 0, random.Random(1), time.monotonic() + seconds
 
     async def asks() -> None:
@@ -268,7 +266,7 @@ async def memory(tally: Tally, client: httpx.AsyncClient, every: float) -> None:
 
 
 async def storm(args: argparse.Namespace, url: str, port: int, rate: float, instances: int) -> Tally:
-    """Requests at `rate` for the time asked for, and until all have ended."""
+    """Send requests at `rate` for `--minutes`, and wait until all have ended."""
     tally, draw, until = Tally(), random.Random(args.seed), time.monotonic() + args.minutes * 60
     requests: set[asyncio.Task[None]] = set()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
@@ -292,13 +290,13 @@ async def storm(args: argparse.Namespace, url: str, port: int, rate: float, inst
 
 
 def slope(memory: Sequence[tuple[float, float]]) -> float:
-    """MiB an hour, over the last two thirds: what is filled once is filled by then."""
+    """Return the growth in MiB per hour over the last two thirds, when caches are full."""
     later = np.array([point for point in memory if point[0] > memory[-1][0] / 3]) if memory else np.zeros((0, 2))
     return float(np.polyfit(later[:, 0], later[:, 1], 1)[0] * 3600) if len(later) > 2 else 0.0
 
 
 def quiet(server: Child, before: dict[str, Any], timeout: float = 120.0) -> dict[str, Any]:
-    """What is left when nothing happens any more, or after the timeout."""
+    """Return the state of the server once it is idle, or after the timeout."""
     end = time.monotonic() + timeout
     while True:
         found = server.left()
@@ -309,7 +307,7 @@ def quiet(server: Child, before: dict[str, Any], timeout: float = 120.0) -> dict
 
 
 def faults(args: argparse.Namespace, tally: Tally, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Everything that is wrong, in words."""
+    """Return a message for every failed check."""
     found = [
         f"{name}: {after[name]} left" for name in ("pages", "requests", "suspended", "transferring") if after[name]
     ]
@@ -337,16 +335,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return child(given[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--load", type=float, default=2.0, help="times what the server sustains [%(default)s]")
+    parser.add_argument("--load", type=float, default=2.0, help="load relative to the server's capacity [%(default)s]")
     parser.add_argument("--mesh", default="3x1")
     parser.add_argument("--policy", default="unified")
     parser.add_argument("--routing", default="auto")
     parser.add_argument("--admission", default="pab")
     parser.add_argument("--preempt-boundary", default="layer")
-    parser.add_argument("--speculative-config", help="JSON, as of the server")
-    parser.add_argument("--turn-every", type=float, default=5.0, help="seconds between changes of roles [%(default)s]")
-    parser.add_argument("--measure", type=float, default=20.0, help="seconds of measuring capacity [%(default)s]")
-    parser.add_argument("--most-growth", type=float, default=64.0, help="MiB by which memory may grow [%(default)s]")
+    parser.add_argument("--speculative-config", help="JSON, as for the server")
+    parser.add_argument("--turn-every", type=float, default=5.0, help="seconds between role changes [%(default)s]")
+    parser.add_argument("--measure", type=float, default=20.0, help="seconds to measure capacity [%(default)s]")
+    parser.add_argument("--most-growth", type=float, default=64.0, help="maximum growth of memory in MiB [%(default)s]")
     parser.add_argument("--seed", type=int, default=0)
     add_output(parser, "soak")
     args = parser.parse_args(given)
@@ -355,7 +353,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "mesh": args.mesh, "policy": args.policy, "routing": args.routing, "admission": args.admission,
         "preempt_boundary": args.preempt_boundary, "max_model_len": LENGTH, "max_num_seqs": ROWS,
         "max_num_batched_tokens": 64, "max_num_queued_reqs": 96, "disable_log_stats": True,
-        "kv_cache_memory": f"{instances * 100 * 96}KiB",  # 100 pages each of the demo model's
+        "kv_cache_memory": f"{instances * 100 * 96}KiB",  # 100 pages of the demo model per instance
         **({"speculative_config": args.speculative_config} if args.speculative_config else {}),
     }  # fmt: skip
     server = Child(settings)
@@ -368,12 +366,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         status = server.end()
     wrong = faults(args, tally, before, after) + ([f"the server ended with {status}"] if status else [])
-    print_table("requests", ("what became of them", "count"), [(end, str(n)) for end, n in tally.ends.most_common()])
+    print_table("requests", ("outcome", "count"), [(end, str(n)) for end, n in tally.ends.most_common()])
     shown = ("pages", "requests", "transferring", "suspended", "tasks", "threads", "preempted", "dropped", "demoted",
              "deflected", "moved", "drafted", "steps", "compiled")  # fmt: skip
     print_table("server", ("", "before", "after"), [(name, str(before[name]), str(after[name])) for name in shown])
-    print(f"roles changed {tally.turns[200]} times; memory {slope(tally.memory):+.1f} MiB an hour")
-    print("nothing is wrong" if not wrong else "WRONG:\n" + "\n".join(wrong))
+    print(f"roles changed {tally.turns[200]} times; memory {slope(tally.memory):+.1f} MiB per hour")
+    print("all checks passed" if not wrong else "FAILED:\n" + "\n".join(wrong))
     save(args, {
         "sustained": sustained, "requests": sum(tally.ends.values()), "ends": dict(tally.ends), "before": before,
         "after": after, "role_changes": tally.turns[200], "roles_refused": tally.turns[400],

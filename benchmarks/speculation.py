@@ -1,8 +1,8 @@
-"""What drafting gains on this machine: tokens per second without drafts, with always as many, and with as many as pay.
+"""Measure the gain of speculative decoding: tokens per second without, with a fixed and with an adaptive draft length.
 
-The three engines live in one process and take turns, in every order, on the same prompts; what is compared is the
-ratio within a turn, so a busy machine disturbs all alike. Prompts are heads of functions of the standard library,
-the text that the demo model was trained on; outputs have a fixed length.
+The three engines share one process and alternate on the same prompts, in every order. Reported are ratios within a
+turn, so that other load on the machine affects all engines alike. Prompts are heads of functions of the standard
+library, on which the demo model was trained; outputs have a fixed length.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SIDES = ("none", "fixed", "adaptive")
 
 
 def prompts_of(count: int, seed: int) -> list[str]:
-    """Heads of functions, each with the line that follows."""
+    """Return random function heads, each with the line that follows."""
     folder, found = Path(sysconfig.get_path("stdlib")), []
     for name in ("textwrap", "heapq", "shlex", "fractions", "graphlib", "csv", "fnmatch", "argparse", "ast", "zipfile"):
         lines = (folder / f"{name}.py").read_text(encoding="utf-8").splitlines()
@@ -62,14 +62,14 @@ def counted(llm: LLM) -> dict[str, Any]:
 
 
 def turn(llm: LLM, prompts: list[str], params: SamplingParams) -> float:
-    """Tokens per second."""
+    """Generate for all prompts, and return the tokens per second."""
     began = time.perf_counter()
     found = llm.generate(prompts, params)
     return sum(len(one.outputs[0].token_ids) for one in found) / (time.perf_counter() - began)
 
 
 def measured(engines: dict[str, LLM], size: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Rates by side, and what was drafted, for batches of `size`."""
+    """Measure batches of `size`: the rates and the draft statistics of each engine."""
     params = SamplingParams(max_tokens=args.tokens, temperature=args.temperature, ignore_eos=True, seed=0)
     rates: dict[str, list[float]] = {side: [] for side in engines}
     orders = list(permutations(engines))
@@ -93,19 +93,21 @@ def measured(engines: dict[str, LLM], size: int, args: argparse.Namespace) -> di
 
 
 def ratio(rates: dict[str, list[float]], side: str, *others: str) -> float:
-    """Of a side to the better of others, the median over the turns."""
+    """Return the median over turns of a side's rate relative to the better of the others."""
     best = max(others, key=lambda other: median(rates[other]))
     return median(a / b for a, b in zip(rates[side], rates[best], strict=True))
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    made.add_argument("--model", type=Path, default=common.DEMO, metavar="FOLDER", help="the target")
+    made.add_argument("--model", type=Path, default=common.DEMO, metavar="FOLDER", help="the target model")
     made.add_argument("--draft", type=Path, default=DRAFT, metavar="FOLDER", help="the draft model")
     made.add_argument("--method", choices=("draft_model", "ngram"), default="draft_model", help="[%(default)s]")
-    made.add_argument("--draft-tokens", type=int, default=4, metavar="K", help="most tokens to draft [%(default)s]")
-    made.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="requests at once")
-    made.add_argument("--tokens", type=int, default=96, metavar="N", help="tokens of each answer [%(default)s]")
+    made.add_argument(
+        "--draft-tokens", type=int, default=4, metavar="K", help="maximum number of drafted tokens [%(default)s]"
+    )
+    made.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="batch sizes")
+    made.add_argument("--tokens", type=int, default=96, metavar="N", help="output length of each request [%(default)s]")
     made.add_argument("--turns", type=int, default=30, metavar="N", help="turns of each engine [%(default)s]")
     made.add_argument("--temperature", type=float, default=0.0, metavar="T", help="[%(default)s]")
     common.add_output(made, "speculation")

@@ -1,7 +1,7 @@
-"""How long from the command to the first healthy answer, and to the first tokens, with a cold and a warm cache.
+"""Measure the time from the command to the first 200 of /health, and the first TTFTs, with a cold and a warm cache.
 
-Each run is a new process. `cold` has an empty compilation cache; `warm` has the cache that the cold run left. Then
-ten requests are sent one after another: the first must not be slower than the tenth, or warm-up has missed a program.
+Each run is a new process. `cold` has an empty compilation cache, `warm` the cache that the cold run left. Then ten
+requests are sent one after another: if the first is slower than the tenth, the warm-up has missed a program.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxserve.report.table import print_table
 
 
 def requests(url: str, args: argparse.Namespace) -> list[Outcome]:
-    """Requests one after another on one connection."""
+    """Send requests one after another on one connection."""
 
     async def run() -> list[Outcome]:
         target, vocabulary = await discover(Target(url, ""), ())
@@ -59,7 +59,7 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=64, metavar="TOKENS")
     parser.add_argument("--tokens", type=int, default=16, metavar="TOKENS")
     common.add_output(parser, "startup")
-    parser.add_argument("flags", nargs="*", default=["--mesh", "4x2"], help="for the server, after -- [--mesh 4x2]")
+    parser.add_argument("flags", nargs="*", default=["--mesh", "4x2"], help="server flags, after -- [--mesh 4x2]")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         labels = ["cold", *["warm"] * args.repeats]

@@ -1,13 +1,13 @@
-"""The throughput floor: every policy at saturation, with objectives that cannot be kept, beside plain batching.
+"""Measure the throughput floor in simulation: every policy at saturation, compared with plain batching.
 
     python benchmarks/throughput_floor.py                            # all policies, presets, regimes: a table and JSON
-    python benchmarks/throughput_floor.py --split                    # two instances that prefill and two that decode
+    python benchmarks/throughput_floor.py --split                    # two prefill and two decode instances
     python benchmarks/throughput_floor.py --policy unified --preset cpu-185m --regime default
 
-Plain batching is `vllm` on one mixed instance, and `distserve` where prefill and decode are split: it leaves nothing
-out, and `vllm` there is the same. A table cell is output tokens per second, as a share of plain batching's; behind it,
-where that is less than 0.95, requests attained per second, of the policy and of plain batching. `starved`: how long a
-row that could decode waited at most, in steps of all rows and a whole chunk of prompts. Regimes: sched/sim/floor.py.
+Plain batching is `vllm` on one mixed instance, and `distserve` with split roles, where `vllm` makes the same plans. A
+table cell is the ratio of output tokens per second to plain batching's. If it is below 0.95, the cell adds the attained
+requests per second of the policy and of plain batching. `starved` is the maximum time that a running decode was left
+out, in steps of all rows and a whole chunk of prefill. sched/sim/floor.py defines the regimes of objectives.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VARIANTS = [
 
 
 def presets() -> dict[str, Latency]:
-    """Every latency preset, and a CPU's."""
+    """Return all latency presets, and step times of a CPU."""
     names = sorted(file.stem for file in (ROOT / "configs" / "latency").glob("*.yaml"))
     return {CPU.name: CPU} | {name: load_yaml(preset("latency", name), Latency) for name in names}
 
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--policy", nargs="*", default=[*policies.names(), *VARIANTS])
     parser.add_argument("--preset", nargs="*", default=list(presets()))
     parser.add_argument("--regime", nargs="*", default=list(REGIMES), choices=REGIMES)
-    parser.add_argument("--split", action="store_true", help="2 instances that prefill and 2 that decode")
+    parser.add_argument("--split", action="store_true", help="two prefill and two decode instances")
     parser.add_argument("--seed", type=int, default=0)
     add_output(parser, "throughput_floor")
     args = parser.parse_args()

@@ -1,12 +1,12 @@
-"""`unified` beside the five papers as published, as repaired, and the clairvoyant bound: goodput at 90 % attained.
+"""Compare the goodput of `unified` with the policies of five papers, as published and repaired, and with upper bounds.
 
-    python benchmarks/unified.py                         # all workloads on 1P+1D: a table, JSON and a plot (slow)
-    python benchmarks/unified.py --workload K128 --mesh 2x4 --systems "published;unified"
+    python benchmarks/unified.py                         # all workloads on 1P+1D: a table (slow)
+    python benchmarks/unified.py --workload K128 --mesh 2x4 --systems "published;unified" --output found.json
 
-A system is a policy with its routing and mesh: colocated ones have all instances mixed. For every workload the
-highest rate (requests/s) at which 90 % of 1,000 requests attain both objectives is searched to 3 %; traces are
-stretched to the rate, their order and burstiness kept. The bounds are of the same servers, with deflection allowed and
-with prompts on prefill instances only.
+A system is a policy with its routing and roles; colocated systems have only mixed instances. Goodput is the highest
+rate (requests/s) at which 90 % of 1,000 requests attain both objectives, searched to within 3 %. Traces are stretched
+to the rate, which keeps their order and burstiness. The clairvoyant bounds are for the same servers, with deflection
+and with prompts on prefill instances only.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from jaxserve.sched.sim.traces import load_trace
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 GOAL = 0.9
 CHUNK = Options().tokens
-# With deflection; None: on a load without end.
+# Whether deflection is allowed; None: the bound for an endless load.
 BOUNDS = {"bound": True, "bound, prompts on prefill instances": False, "bound, load without end": None}
 
 
 class System(NamedTuple):
-    """What is compared: a policy, where it places, and whether its instances are mixed."""
+    """A compared system: a policy, its routing, and whether its instances are mixed."""
 
     kind: str  # published, repaired, unified
     policy: str
@@ -81,14 +81,14 @@ class Case(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What to serve, and what differs from the preset and the options."""
+    """A load, and its changes to the latency preset and the options."""
 
     load: Any  # a workload to draw, or arrivals
     coefficients: Mapping[str, float] = MappingProxyType({})
     options: Mapping[str, Any] = MappingProxyType({})
 
 
-# K128 where something is not as the schedulers, or the papers, would have it.
+# K128 under conditions that the schedulers or the papers do not assume.
 VARIATIONS = {
     "K128 beta=0": Served(NAMED["K128"], {"context": 0.0}),
     "K128 beta=40ns": Served(NAMED["K128"], {"context": 40e-9}),
@@ -123,7 +123,7 @@ WORKLOADS = (
 
 
 def run(case: Case) -> tuple[Case, float, float]:
-    """Goodput of one cell in requests/s, and what was attained there."""
+    """Return the goodput of one cell in requests/s, and the share attained at that rate."""
     load, coefficients, options = workload(case.workload, case.requests)
     latency = load_yaml(preset("latency", "minimax-m2.5-h200-tp4"), Latency)
     if coefficients:
@@ -183,12 +183,10 @@ def main() -> int:
     parser.add_argument("--systems", default="all", help="all, or kinds and names with semicolons: published;unified")
     parser.add_argument("--requests", type=int, default=1000, metavar="N")
     parser.add_argument("--seeds", type=int, default=1, metavar="N")
-    parser.add_argument(
-        "--skip", type=int, default=0, metavar="N", help="requests at either end that are not counted [0]"
-    )
-    parser.add_argument("--no-bounds", action="store_true", help="leave the clairvoyant bounds out")
+    parser.add_argument("--skip", type=int, default=0, metavar="N", help="uncounted requests at either end [0]")
+    parser.add_argument("--no-bounds", action="store_true", help="omit the clairvoyant bounds")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON; what is in it already is not run again")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON; cases that it already has are not run again")
     args = parser.parse_args()
     done: dict[str, float] = {}
     if args.output is not None and args.output.exists():

@@ -1,7 +1,7 @@
-"""The same load on jaxserve and on sglang-jax, two servers that are already running: tokens per second and TTFT.
+"""Compare tokens per second and TTFT of running jaxserve and sglang-jax servers under the same load.
 
-Both must serve the same weights at the same precision; the servers take turns, so that a busy machine disturbs both
-alike. sglang-jax needs Python 3.12 or newer and its source:
+Both must serve the same weights at the same precision. The servers alternate, so that other load on the machine affects
+both alike. sglang-jax needs Python 3.12 or newer and its source:
 
     python3.12 -m venv v && v/bin/pip install -e 'sglang-jax/python[cpu]'
     JAX_PLATFORMS=cpu v/bin/python -m sgl_jax.launch_server --model-path MODEL --device cpu --dtype float32 \\
@@ -10,7 +10,7 @@ alike. sglang-jax needs Python 3.12 or newer and its source:
       --disable-precompile --skip-server-warmup --host 127.0.0.1 --port 31000
     python -m jaxserve.run --mesh 1x1 --model MODEL --port 8000
 
-Its native backend wants a head_dim of 128, and a tokenizer that maps ids to printable words.
+Its native backend needs a head_dim of 128, and a tokenizer that maps ids to printable words.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def load(name: str, url: str, args: argparse.Namespace, seed: int) -> dict[str, 
 
 @contextmanager
 def resting(group: int | None) -> Iterator[None]:
-    """Nothing of this process group runs meanwhile."""
+    """Stop a process group during the block."""
     if group is None:
         yield
         return
@@ -70,13 +70,13 @@ def main() -> int:
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=16)
     parser.add_argument("--random-ids", default="16:256", metavar="LOW:HIGH", help="token ids that both models have")
-    seed = int(time.time()) % 1_000_000  # prompts that no prefix cache has seen in an earlier run of this script
+    seed = int(time.time()) % 1_000_000  # the servers' prefix caches may hold the prompts of an earlier run
     parser.add_argument("--seed", type=int, default=seed, help="[from the clock]")
     parser.add_argument(
-        "--rest", type=int, metavar="PGID", help="process group of sglang-jax, stopped in jaxserve's turns: its "
-        "scheduler polls, which takes a core from whoever runs beside it even when it has nothing to do"
+        "--rest", type=int, metavar="PGID", help="process group of sglang-jax, which is stopped during jaxserve's "
+        "turns: its idle scheduler polls, which occupies a core"
     )  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=3, help="after one that warms both up")
+    parser.add_argument("--repeats", type=int, default=3, help="counted runs, after one warm-up run")
     common.add_output(parser, "vs_sglang_jax")
     args = parser.parse_args()
     urls = {"jaxserve": args.jaxserve_url, "sglang-jax": args.sglang_url}

@@ -1,4 +1,4 @@
-"""Stream from several prompts at once, and leave one of them early: `python examples/async_stream.py`."""
+"""Stream several prompts concurrently, and cancel one of them early: `python examples/async_stream.py`."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ async def read(llm: AsyncLLM, name: str, prompt: str, slo: SLO) -> None:
 
 
 async def first_words(llm: AsyncLLM, prompt: str) -> str:
-    """Stops reading after a few tokens: closing the stream cancels the request in the engine."""
+    """Read a few tokens, then close the stream, which cancels the request in the engine."""
     text, stream = "", llm.stream(prompt, PARAMS)
     async for news in stream:
         text += news.outputs[0].text
@@ -29,7 +29,7 @@ async def main(llm: AsyncLLM) -> None:
         read(llm, "relaxed", "import os\n", SLO(ttft=30.0, tpot=0.5)),
         first_words(llm, "class Stack:\n"),
     )
-    print("left after", repr(words))
+    print("cancelled after", repr(words))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Talk to a server with OpenAI's client, with an objective of one's own per request.
+"""Send requests with OpenAI's client, each with its own latency objectives.
 
 python -m jaxserve.run &
 python examples/client.py http://127.0.0.1:8000
@@ -17,7 +17,7 @@ def main(url: str) -> None:
 def talk(client: OpenAI) -> None:
     model = client.models.list().data[0].id
 
-    # Somebody is waiting for this one: first token within 500 ms, then 30 ms per token.
+    # An interactive request: first token within 500 ms, then 30 ms per token.
     stream = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": "What does os.path.join do?"}],
@@ -32,13 +32,13 @@ def talk(client: OpenAI) -> None:
         else:
             print(f"\n{chunk.usage.total_tokens} tokens")
 
-    # Nobody waits for this one: it runs when nothing else needs the devices.
+    # A background request: it runs when no other request needs the devices.
     made = client.completions.create(
         model=model, prompt="def main(", max_tokens=32, extra_body={"service_tier": "flex"}
     )
     print(made.choices[0].text)
 
-    # A gateway can say the same with headers.
+    # A gateway can set objectives with headers.
     made = client.completions.create(
         model=model, prompt="import os", max_tokens=8, extra_headers={"x-llm-d-slo-ttft-ms": "2000"}
     )

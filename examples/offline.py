@@ -13,7 +13,7 @@ def main(llm: LLM) -> None:
         print(f"--- first token after {times.ttft:.3f} s, then {times.tpot:.4f} s per token")
         print(output.prompt + output.outputs[0].text)
 
-    # Several outputs of one prompt, with the alternatives of each token.
+    # Several outputs for one prompt, with the log-probabilities of the top alternatives of each token.
     (output,) = llm.generate(PROMPTS[0], SamplingParams(n=2, seed=1, max_tokens=8, logprobs=2), use_tqdm=False)
     for one in output.outputs:
         print(one.index, repr(one.text), one.cumulative_logprob)
@@ -23,6 +23,6 @@ def main(llm: LLM) -> None:
 
 
 if __name__ == "__main__":
-    # Without a model the demo model is used. On a machine with accelerators try model="Qwen/Qwen3-8B", mesh="4x2".
+    # Without a model name, the demo model is used. With accelerators, try model="Qwen/Qwen3-8B", mesh="4x2".
     with LLM(mesh="2x1", max_model_len=512, max_num_seqs=16) as llm:
         main(llm)

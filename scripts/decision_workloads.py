@@ -1,4 +1,4 @@
-"""The ten workloads of scripts/decisions: drawn by a seed, small, and each of another shape."""
+"""The ten small workloads of scripts/decisions, each drawn from a seed and with its own characteristics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Job(NamedTuple):
-    """A request to come. `follows`: it arrives `arrival` seconds after the end of that one, and continues it."""
+    """A request of a workload. `follows`: the request that it continues, `arrival` seconds after that one has ended."""
 
     arrival: float
     prompt: int
@@ -20,7 +20,7 @@ class Job(NamedTuple):
     priority: int = 0
     best_effort: bool = False
     thinking: int = 0
-    prefix: int = 0  # leading tokens that all requests of the same `family` share
+    prefix: int = 0  # number of leading tokens shared by all requests of the same `family`
     family: int = 0
     follows: int | None = None
     cancel_at: float | None = None
@@ -31,7 +31,7 @@ class Setting:
     """The cluster that serves a workload."""
 
     jobs: Sequence[Job]
-    roles: str  # of each instance: P prefills, D decodes, M does both
+    roles: str  # one letter per instance: P prefill, D decode, M mixed
     pages: int = 600
     page_size: int = 16
     rows: int = 24
@@ -42,12 +42,12 @@ class Setting:
     draft: int = 0
     admission: str = "none"
     behind: bool = False
-    failing: int = 0  # every so many steps one fails; 0: none
+    failing: int = 0  # every `failing`-th step fails; 0: none
     role_changes: Sequence[tuple[float, Mapping[int, str]]] = field(default=())
 
 
 def drawn(seed: int, count: int, gap: float, prompt: tuple[int, int], output: tuple[int, int]) -> list[Job]:
-    """Requests with exponential gaps, and lengths and objectives that are uniform."""
+    """Draw requests with exponential gaps, and uniform lengths and objectives."""
     draw, now, jobs = random.Random(seed), 0.0, []
     for _ in range(count):
         now += draw.expovariate(1 / gap)

@@ -1,19 +1,19 @@
 """Digest the decisions of every policy under every router, over ten small workloads in virtual time.
 
-The control of changes that must not change behavior, such as renames and moves. Before the change:
+Verifies changes that must not change behavior, such as renames and moves. Before the change:
 
     scripts/decisions --out before.txt
 
-and after it, on the same machine:
+and after the change, on the same machine:
 
     scripts/decisions --compare before.txt
 
-A line is one combination: policy, router, workload, submitted steps, and the SHA-256 of what was decided. The digest
+Each line is one combination: policy, router, workload, submitted steps, and the SHA-256 of the decisions. The digest
 covers each submitted plan (virtual time, instance, spans with their pages and tokens), each request to stop a running
 step, each KV transfer, and for each request the times of its tokens and of its end, the instances that computed it,
-and whether it was demoted to best effort. All of it is hashed as numbers: no name of a class, module, field or journal
-entry is part of it. A combination that the configuration refuses says `refused` and has no digest. The comparison
-prints one line for each difference, and exits 1 if there is any.
+and whether it was demoted to best effort. Only numbers are hashed, no names of classes, modules, fields or journal
+entries. An invalid combination has `refused` instead of a digest. The comparison prints one line for each difference,
+and exits with 1 if there is any.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "scripts")]
 
-# All that this script uses of the project: a rename touches these lines and the part "the adapter" below.
+# A rename in the project affects only these imports and the section "the adapter" below.
 from common import origin  # noqa: E402
 from decision_workloads import WORKLOADS, Job, Setting  # noqa: E402
 
@@ -51,7 +51,7 @@ from jaxserve.sched.sim.executor import END_THINKING, EOS, Device, SimExecutor  
 
 POLICIES = sorted(policies.names())
 ROUTERS = sorted(routing.ROUTERS)
-# Options that take a path of their own, under names that stay when an option is renamed.
+# Options with code paths of their own, under names that do not change when an option is renamed.
 VARIANTS = {
     "kairos-literal": "kairos:literal",
     "sjf-and-kairos": "prefill=sjf,decode=kairos",
@@ -71,14 +71,14 @@ EXTRA = (  # (policy, router)
 ROLES = {"P": Role.PREFILL, "D": Role.DECODE, "M": Role.MIXED}
 TRUTH = Coefficients(fixed=4e-3, prefill=6e-5, decode=1e-4, quadratic=1e-8, longest=2e-6, context=1e-7)
 BELIEVED = Coefficients(fixed=5e-3, prefill=5e-5, decode=8e-5, quadratic=1e-8, longest=2e-6, context=1e-7)
-HORIZON = 1e4  # virtual seconds after which a run is stuck
+HORIZON = 1e4  # virtual seconds after which a run counts as stuck
 
 
-# ---- the adapter: what of the project is driven and read, by its present names ---------------------------------------
+# ---- the adapter: drives the project and reads its decisions ---------------------------------------------------------
 
 
 class Digest:
-    """Hash of tuples of numbers, in the order in which they come."""
+    """A running hash of tuples of numbers."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -91,11 +91,11 @@ class Digest:
         return self._hash.hexdigest()
 
 
-PLAN, STOP, EXPORT, IMPORT, REQUEST = range(5)  # kinds of what is hashed
+PLAN, STOP, EXPORT, IMPORT, REQUEST = range(5)  # kinds of hashed events
 
 
 class Recorded(SimExecutor):
-    """Simulated devices that hash what they are told to do."""
+    """A simulated executor that hashes its calls."""
 
     def record(self, instance: int, digest: Digest, computed: dict[int, set[int]]) -> None:
         self._instance, self._digest, self._computed = instance, digest, computed
@@ -123,7 +123,7 @@ class Recorded(SimExecutor):
 
 
 def numbers(span: Any) -> tuple[Any, ...]:
-    """One request's work in a step, as numbers."""
+    """Return a span as numbers."""
     begin = span.begin
     first = () if begin is None else (begin.seed, begin.prompt_length, tuple(begin.output), tuple(begin.eos))
     work = span.request, span.slot, span.start, span.length, span.draft, int(span.samples)
@@ -136,8 +136,8 @@ class Run:
     def __init__(self, policy: str, router: str, setting: Setting) -> None:
         self._policy, self._router, self._setting = policy, router, setting
         self.digest = Digest()
-        self._computed: dict[int, set[int]] = {}  # request -> instances that computed some of it
-        self._tokens: dict[int, list[tuple[float, int]]] = {}  # request -> (time, tokens) as they came out
+        self._computed: dict[int, set[int]] = {}  # request -> instances that computed part of it
+        self._tokens: dict[int, list[tuple[float, int]]] = {}  # request -> (time, number of tokens) of its outputs
         self._ended: dict[int, float] = {}
         self._requests: dict[int, Request] = {}
         self._prompts: dict[int, tuple[int, ...]] = {}
@@ -147,7 +147,7 @@ class Run:
                 self._followers.setdefault(job.follows, []).append(id)
 
     async def run(self) -> None:
-        """Serve all requests. Raises InvalidValue where the configuration is refused."""
+        """Serve all requests. Raises InvalidValue if the configuration is invalid."""
         self._loop = clock.loop()
         self._over: asyncio.Future[None] = self._loop.create_future()
         instances = [self._instance(index, ROLES[role]) for index, role in enumerate(self._setting.roles)]
@@ -164,8 +164,8 @@ class Run:
         if machine.done():
             machine.result()
         if not self._over.done():
-            raise RuntimeError(f"{self._policy} {self._router}: requests that do not end: {self._unfinished()}")
-        await asyncio.sleep(1.0)  # surplus steps and transfers end
+            raise RuntimeError(f"{self._policy} {self._router}: requests that did not end: {self._unfinished()}")
+        await asyncio.sleep(1.0)  # let surplus steps and transfers end
         self._cluster.check()
         machine.cancel()
         await asyncio.wait([machine])
@@ -183,7 +183,7 @@ class Run:
 
     def _instance(self, index: int, role: Role) -> Instance:
         setting, policy = self._setting, self._policy
-        if setting.draft and not policy.startswith("slos_serve"):  # which drafts by itself
+        if setting.draft and not policy.startswith("slos_serve"):  # slos_serve drafts by itself
             policy = f"{policy}/draft"
         segments = 8
         limits = Limits(
@@ -226,7 +226,7 @@ class Run:
     def _change(self, roles: Mapping[int, Role]) -> None:
         try:
             self._cluster.set_roles(roles)
-        except InvalidValue:  # the router's own role changes came first, and no instance of a role would be left
+        except InvalidValue:  # after the router's own role changes, no instance of some role would be left
             self.digest.add(-1, self._loop.now)
 
     def _submit(self, id: int) -> None:
@@ -273,7 +273,7 @@ Key = tuple[str, str, str]  # policy, router, workload
 
 
 class Decided(NamedTuple):
-    """What came of one combination; `digest` is `refused` where it cannot be configured."""
+    """The result of one combination; `digest` is `refused` if it is invalid."""
 
     steps: int
     digest: str
@@ -290,7 +290,7 @@ def decide(policy: str, router: str, workload: str) -> Decided:
 
 
 def combinations(words: Sequence[str]) -> Iterator[Key]:
-    """All combinations, or those that have each of `words` as policy, router or workload."""
+    """Yield the combinations in which each of `words` is the policy, router or workload; all without words."""
     pairs = [(policy, router) for policy in POLICIES for router in ROUTERS]
     for policy, router in [*pairs, *EXTRA]:
         for workload in WORKLOADS:
@@ -308,7 +308,7 @@ def decide_all(keys: Sequence[Key]) -> dict[Key, Decided]:
 
 
 def text(found: Mapping[Key, Decided]) -> str:
-    """The lines of the table."""
+    """Return the lines of the table."""
     rows = [(*key, str(one.steps), one.digest) for key, one in found.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     return "".join(
@@ -317,7 +317,7 @@ def text(found: Mapping[Key, Decided]) -> str:
 
 
 def read(path: Path) -> dict[Key, Decided]:
-    """A table that `--out` wrote. Raises ValueError for a line that is not of one."""
+    """Read a table written by `--out`. Raises ValueError for an invalid line."""
     found = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.startswith("#") or not line.strip():
@@ -330,7 +330,7 @@ def read(path: Path) -> dict[Key, Decided]:
 
 
 def differences(before: Mapping[Key, Decided], after: Mapping[Key, Decided]) -> Iterator[str]:
-    """One line for each combination that is not decided alike."""
+    """Yield one line for each combination whose decisions differ."""
     for key in {**before, **after}:
         was, now = before.get(key), after.get(key)
         if was == now:
@@ -351,7 +351,7 @@ def header(keys: Sequence[Key], seconds: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of scripts/decisions."""
+    """Run scripts/decisions."""
     parser = argparse.ArgumentParser(
         prog="scripts/decisions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -365,7 +365,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     keys = list(combinations(args.words))
     if not keys:
         known = ", ".join([*POLICIES, *ROUTERS, *WORKLOADS])
-        parser.error(f"no combination has {' and '.join(map(repr, args.words))}; words are of {known}")
+        parser.error(f"no combination has {' and '.join(map(repr, args.words))}; choose from {known}")
     before = read(args.compare) if args.compare else {}
     begun = time.monotonic()
     found = decide_all(keys)

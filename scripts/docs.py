@@ -1,7 +1,7 @@
-"""Write the reference pages that follow from the code: flags, metrics, names of policies and the like.
+"""Generate the reference pages of flags, metrics, and names of policies, routers and admissions from the code.
 
 python scripts/docs.py            write docs/reference/{flags,metrics,names}.md
-python scripts/docs.py --check    exit 1 and name the pages that differ from what the code says
+python scripts/docs.py --check    name the pages that are out of date, and exit with 1
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NOTE = "<!-- Written by scripts/docs.py from the code: edit that, not this page.
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table; bars inside cells are escaped."""
+    """Return the lines of a Markdown table, with bars inside cells escaped."""
     lines = [[cell.replace("|", "\\|") for cell in row] for row in (head, *rows)]
     lines.insert(1, ["---"] * len(head))
     return [f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines] + [""]
@@ -69,7 +69,7 @@ def flags_page() -> str:
 
 
 def flag_row(parser: argparse.ArgumentParser, action: argparse.Action) -> tuple[str, str]:
-    """Return the cells of one flag. Help texts are plain text, so what Markdown would read as markup is escaped."""
+    """Return the cells of one flag, with Markdown characters in its help text escaped."""
     value = action.metavar or ""
     if action.choices is not None:
         value = "{" + ",".join(map(str, action.choices)) + "}"
@@ -101,7 +101,7 @@ def sample_stats() -> Stats:
 
 
 def families() -> list[Metric]:
-    """Return every metric family that `/metrics` shows, those of the Python process aside."""
+    """Return every metric family of `/metrics`, except those of the Python process."""
     info = EngineInfo(
         model="model",
         max_model_len=1024,
@@ -142,7 +142,7 @@ def metrics_page() -> str:
 
 
 def options_of(make: Callable[..., Any], given: Sequence[str] = ()) -> str:
-    """Return the options that a factory takes behind a colon, as they are typed, with their defaults."""
+    """Return the options of a factory as typed after the colon, with their defaults."""
     shown = []
     for one in inspect.signature(make).parameters.values():
         if one.name in given:
@@ -154,7 +154,7 @@ def options_of(make: Callable[..., Any], given: Sequence[str] = ()) -> str:
 
 
 def names_page() -> str:
-    """Return the page of everything that is chosen by name, from the registries."""
+    """Return the page of policies, routers, admissions and step-time models, from the registries."""
 
     def rows(entries: Mapping[str, str], package: str, given: Sequence[str] = ()) -> list[tuple[str, str]]:
         return [(f"`{name}`", options_of(factory(entries, name, package), given)) for name in sorted(entries)]
@@ -189,9 +189,9 @@ PAGES = {"flags.md": flags_page, "metrics.md": metrics_page, "names.md": names_p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the pages, or compare them with what is committed."""
+    """Write the pages, or with --check compare them with the files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a page is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
     check = parser.parse_args(argv).check
     stale = []
     for name, make in PAGES.items():

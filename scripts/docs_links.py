@@ -1,7 +1,7 @@
-"""Hook of MkDocs: a link from a page to a file outside docs/ becomes the file's path, or a link to the repository.
+"""MkDocs hook that replaces links to files outside docs/ by links to the repository, or by the file's path.
 
-Pages link to results, presets and READMEs of the repository, as readers of the repository expect. The site holds
-docs/ only, and a strict build refuses links that leave it. Links to files that do not exist stay, and fail it.
+Pages link to results, presets and READMEs in the repository. The site contains only docs/, and a strict build refuses
+links that leave it. Links to missing files are unchanged, so that they fail the build.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def outside(page: str, target: str) -> str | None:
-    """Return the path in the repository that a page under docs/ links to, if that is a file or folder outside docs/."""
+    """Return the repository path of a link from a page if it is an existing file or folder outside docs/."""
     if "://" in target:
         return None
     path = os.path.normpath(os.path.join("docs", os.path.dirname(page), target))
@@ -24,7 +24,7 @@ def outside(page: str, target: str) -> str | None:
 
 
 def rewrite(markdown: str, page: str, repository: str | None) -> str:
-    """Return a page's text with the links that leave docs/ replaced."""
+    """Return the text of a page with the links that leave docs/ replaced."""
 
     def replace(match: re.Match[str]) -> str:
         text, path = match[1], outside(page, match[2])

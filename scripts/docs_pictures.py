@@ -1,4 +1,4 @@
-"""Draw the pictures of the README: goodput of the policies, and two requests under slack.
+"""Draw the pictures of the README: goodput by policy, and a timeline of two requests.
 
     python scripts/docs_pictures.py
 
@@ -24,8 +24,8 @@ from jaxserve.sched.sim.timeline import decodes, prompt_lengths
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FOLDER = ROOT / "docs" / "images"
-OLDER, NEWER = "unified-2026-11-22-e.json", "unified-2026-11-24.json"  # the newer one has some systems only
-SYSTEMS = {  # as published; name in the results
+OLDER, NEWER = "unified-2026-11-22-e.json", "unified-2026-11-24.json"  # the newer file has only some systems
+SYSTEMS = {  # label -> name in the results; as published unless the label says otherwise
     "DistServe": "distserve",
     "Kairos": "kairos as written",
     "FairBatching": "fairbatching as written",
@@ -48,7 +48,7 @@ STYLE = {
 
 
 def goodput() -> dict[str, float]:
-    """Return requests per second by `workload | mesh | system`, the newer results first."""
+    """Return requests per second by `workload | mesh | system`; newer results override older ones."""
     found: dict[str, float] = {}
     for name in (OLDER, NEWER):
         found |= json.loads((RESULTS / name).read_text(encoding="utf-8"))["goodput"]
@@ -56,14 +56,14 @@ def goodput() -> dict[str, float]:
 
 
 def save(figure: plt.Figure, name: str) -> None:
-    """Write an SVG without a date, so that the same figures give the same file."""
+    """Write an SVG without a date, so that equal figures give equal files."""
     figure.tight_layout()
     figure.savefig(FOLDER / name, metadata={"Date": None, "Creator": "scripts/docs_pictures.py"})
     plt.close(figure)
 
 
 def draw_goodput() -> None:
-    """Draw bars of goodput by system, a panel for each workload."""
+    """Draw goodput by system, with a panel for each workload."""
     rates = goodput()
     figure, axes = plt.subplots(1, len(WORKLOADS), figsize=(8.4, 2.7), sharey=True)
     for panel, (workload, title) in zip(axes, WORKLOADS.items(), strict=True):
@@ -76,7 +76,7 @@ def draw_goodput() -> None:
 
 
 def stretches(recorder: Recorder, request: int) -> list[tuple[str, float, float]]:
-    """Return when a request was computed, as (color, start, end); steps of one kind in a row are one."""
+    """Return the intervals (color, start, end) in which a request was computed; consecutive equal steps are merged."""
     found: list[tuple[str, float, float]] = []
     lengths = prompt_lengths(recorder)
     for step in recorder.stretches:
@@ -91,7 +91,7 @@ def stretches(recorder: Recorder, request: int) -> list[tuple[str, float, float]
 
 
 def draw_slack() -> None:
-    """Draw when a mixed instance computes a long and a short prompt, first come first served and by slack."""
+    """Draw when a mixed instance computes a long and a short prompt: first come, first served, and by slack."""
     latency = load_yaml(preset("latency", "minimax-m2.5-h200-tp4"), Latency)
     loose, tight = SLO(ttft=8.0, tpot=0.1), SLO(ttft=0.6, tpot=0.05)
     arrivals = [Arrival(0.0, 65536, 40, loose), Arrival(0.5, 1024, 40, tight)]
@@ -117,7 +117,7 @@ def draw_slack() -> None:
 
 
 def main() -> None:
-    """Draw both."""
+    """Draw both pictures."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     with plt.rc_context(STYLE):
         draw_goodput()

@@ -4,12 +4,12 @@
     scripts/imports jaxserve/engine --mermaid
     scripts/imports --check
 
-A room is a sub-package or a top-level module of the package. An arrow says that a module of one room imports a module
-of another, wherever the import stands: in a function, a `try`, or under `TYPE_CHECKING`, since a type that is only
-imported for the checker still ties two files together. Not counted: modules that a table names as text and
-`import_module` loads, and the implicit import of a parent package. The level of a room is the number of rooms on the
-longest path of arrows down from it; rooms of a circle share one. `--check` looks at the modules of the whole
-repository and at the rooms of each package, and exits 1 for a circle that ALLOWED in the script does not list.
+A room is a sub-package or a top-level module of the package. An arrow means that a module of one room imports a module
+of another. Imports in functions, in `try` and under `TYPE_CHECKING` count too, since an import only for type checking
+still couples two files. Modules that a registry names as text and `import_module` loads do not count, nor does the
+implicit import of a parent package. The level of a room is the number of rooms on the longest path of arrows down from
+it; rooms of a circle share a level. `--check` looks for circles among the modules of the whole repository and among the
+rooms of each package, and exits with 1 for a circle that ALLOWED in the script does not list.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("benchmarks", "configs", "examples", "jaxserve", "pallas_kernels", "scripts", "sched", "tests")
-IMPORTED_AS = {"sched": "jaxserve.sched", "configs": "jaxserve.presets"}  # folders behind tracked symlinks
-PATHS = ("benchmarks", "scripts")  # folders whose files are run, so that they are on sys.path
-ALLOWED: tuple[frozenset[str], ...] = ()  # modules, or rooms, that import one another and may for now
+IMPORTED_AS = {"sched": "jaxserve.sched", "configs": "jaxserve.presets"}  # folders that tracked symlinks point to
+PATHS = ("benchmarks", "scripts")  # folders of scripts, which are on sys.path when a script runs
+ALLOWED: tuple[frozenset[str], ...] = ()  # circles of modules or rooms that are tolerated for now
 
-Graph = dict[str, set[str]]  # name -> names that it imports
+Graph = dict[str, set[str]]  # name -> imported names
 
 
 def files(root: Path) -> dict[str, Path]:
-    """Module name -> file, each file once: what lies behind a symlink has the name that it is imported by."""
+    """Return each Python file by module name. A file behind a symlink has the name by which it is imported."""
     found = {}
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
@@ -43,7 +43,7 @@ def files(root: Path) -> dict[str, Path]:
 
 
 def imported(tree: ast.AST, package: str) -> Iterator[tuple[str, str]]:
-    """(module, name) of each import in a file of `package`; the name is empty for `import module`."""
+    """Yield (module, name) of each import in a file of `package`; the name is empty for `import module`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
@@ -54,7 +54,7 @@ def imported(tree: ast.AST, package: str) -> Iterator[tuple[str, str]]:
 
 
 def module_graph(root: Path) -> Graph:
-    """Which module of the repository imports which."""
+    """Return the import graph of the repository's modules."""
     paths = files(root)
     graph: Graph = {}
     for name, path in paths.items():
@@ -72,7 +72,7 @@ def module_graph(root: Path) -> Graph:
 
 
 def room_graph(graph: Graph, package: str) -> Graph:
-    """Which room of a package imports which. The package's own `__init__` is a room where it imports or is imported."""
+    """Return the import graph of a package's rooms. Its `__init__` is a room if it imports or is imported."""
 
     def room(module: str) -> str | None:
         if module == package:
@@ -92,7 +92,7 @@ def room_graph(graph: Graph, package: str) -> Graph:
 
 
 def components(graph: Graph) -> list[list[str]]:
-    """Strongly connected components, each after those that it imports (Tarjan)."""
+    """Return the strongly connected components, each after those that it imports (Tarjan)."""
     order: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -119,12 +119,12 @@ def components(graph: Graph) -> list[list[str]]:
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    """Names that import one another, directly or not."""
+    """Return the sets of names that import one another, directly or indirectly."""
     return [one for one in components(graph) if len(one) > 1]
 
 
 def levels(graph: Graph) -> dict[str, int]:
-    """Name -> level; 1 imports nothing of the graph."""
+    """Return the level of each name; names on level 1 import nothing in the graph."""
     level: dict[str, int] = {}
     for component in components(graph):
         below = [level[target] for name in component for target in graph[name] if target in level]
@@ -133,7 +133,7 @@ def levels(graph: Graph) -> dict[str, int]:
 
 
 def package_of(root: Path, text: str) -> str:
-    """Import name of a folder given by its path. Raises ValueError."""
+    """Return the import name of a folder. Raises ValueError if it is not a package of the repository."""
     path = (root / text).resolve()
     if not path.is_dir() or root.resolve() not in path.parents or not list(path.glob("*.py")):
         raise ValueError(f"package={text!r} must be a folder of Python files in the repository, as in jaxserve/engine")
@@ -142,7 +142,7 @@ def package_of(root: Path, text: str) -> str:
 
 
 def picture(graph: Graph, package: str, title: str) -> Iterator[str]:
-    """The lines of the picture."""
+    """Yield the lines of the picture."""
     rooms = room_graph(graph, package)
     inside = {
         name: {target for target in targets if target.startswith(f"{package}.") or target == package}
@@ -166,7 +166,7 @@ def picture(graph: Graph, package: str, title: str) -> Iterator[str]:
 
 
 def mermaid(rooms: Graph) -> Iterator[str]:
-    """The rooms as a Mermaid graph."""
+    """Yield the lines of a Mermaid graph of the rooms."""
     yield "flowchart TD"
     for name in sorted(rooms):
         yield f'  {name}["{name}"]'
@@ -175,12 +175,12 @@ def mermaid(rooms: Graph) -> Iterator[str]:
 
 
 def parents(graph: Mapping[str, object]) -> list[str]:
-    """All packages of the graph, by import name, parents of modules included."""
+    """Return the import names of all packages that contain modules of the graph."""
     return sorted({name[:at] for name in graph for at, letter in enumerate(name) if letter == "."})
 
 
 def all_circles(graph: Graph) -> Iterator[tuple[str, list[str]]]:
-    """(kind, full names) of every circle of modules, and of rooms in every package."""
+    """Yield (kind, full names) of every circle of modules, and of rooms in every package."""
     yield from (("modules", circle) for circle in circles(graph))
     for package in parents(graph):
         for circle in circles(room_graph(graph, package)):
@@ -188,25 +188,25 @@ def all_circles(graph: Graph) -> Iterator[tuple[str, list[str]]]:
 
 
 def check(root: Path, allowed: Sequence[frozenset[str]], say: Callable[[str], None] = print) -> int:
-    """Print the circles that are not allowed, and what is allowed and gone. Returns the exit status."""
+    """Print circles that are not in `allowed`, and entries of `allowed` without a circle. Returns the exit status."""
     found = list(all_circles(module_graph(root)))
     wrong = [(kind, circle) for kind, circle in found if not any(set(circle) <= one for one in allowed)]
     for kind, circle in wrong:
         say(f"circle of {kind}: {' <-> '.join(circle)}")
     for one in allowed:
         if not any(set(circle) <= one for _, circle in found):
-            say(f"note: no circle is left among {', '.join(sorted(one))}; take it out of ALLOWED in scripts/imports.py")
+            say(f"note: no circle is left among {', '.join(sorted(one))}; remove it from ALLOWED in scripts/imports.py")
     return 1 if wrong else 0
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """Entry of scripts/imports."""
+    """Run scripts/imports."""
     parser = argparse.ArgumentParser(
         prog="scripts/imports", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("package", nargs="*", help="folder of a package, as in sched or jaxserve/engine")
     parser.add_argument("--mermaid", action="store_true", help="print the rooms as a Mermaid graph")
-    parser.add_argument("--check", action="store_true", help="exit 1 where imports of the repository run in a circle")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if imports of the repository are circular")
     args = parser.parse_args(argv)
     if args.check == bool(args.package):
         parser.error("give a package, or --check")

@@ -1,7 +1,7 @@
-"""Plant known bugs, one at a time, in a copy of the tree, and see whether the tests notice.
+"""Plant known bugs, one at a time, in a copy of the tree, and check that the tests catch them.
 
-A bug is an exact replacement of text that must occur once in its file (scripts/mutants.yaml). The tests named with it
-must pass without it and fail with it. Exits 1 where a bug survives, or where its text is not found exactly once.
+A bug replaces text that must occur exactly once in its file (scripts/mutants.yaml). Its tests must pass without the bug
+and fail with it. Exits with 1 if a bug survives or its text does not occur exactly once.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import yaml
 
 TABLE = Path(__file__).with_suffix(".yaml")
 SKIPPED = {".git", "__pycache__", "build", "dist", ".venv", "shared", "results"}
-FAILED = 1  # pytest's status where tests failed; any other one but 0 says nothing about the bug
-TIMEOUT = 240  # seconds for the tests of one bug: a bug may well make them hang
+FAILED = 1  # pytest's status for failed tests; any other status but 0 says nothing about the bug
+TIMEOUT = 240  # seconds for the tests of one bug, which may make them hang
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Mutant:
     tests: tuple[str, ...]
 
     def problem(self, root: Path) -> str | None:
-        """Why the bug cannot be planted; None where it can."""
+        """Return the reason why the bug cannot be planted, or None."""
         path = root / self.file
         if not path.is_file():
             return f"{self.file} does not exist"
@@ -50,20 +50,20 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one bug. `verdict`: caught, SURVIVED or BROKEN."""
+    """The result of one bug. `verdict`: caught, SURVIVED or BROKEN (tests could not run)."""
 
     verdict: str
-    by: str  # the first test that failed, or what went wrong
+    by: str  # the first test that failed, or the last line of output
     seconds: float
 
 
 def load(table: Path) -> list[Mutant]:
-    """Read the table. Raises ValueError for an entry that lacks something, changes nothing or is there twice."""
+    """Read the table. Raises ValueError for missing or unknown keys, equal `old` and `new`, or duplicate names."""
     made = []
     for entry in yaml.safe_load(table.read_text(encoding="utf-8")):
         missing = {"name", "file", "old", "new", "tests"} ^ set(entry)
         if missing or entry["old"] == entry["new"]:
-            raise ValueError(f"{entry.get('name')!r}: missing or unknown {sorted(missing)}, or nothing is changed")
+            raise ValueError(f"{entry.get('name')!r}: missing or unknown {sorted(missing)}, or old equals new")
         made.append(Mutant(entry["name"], entry["file"], entry["old"], entry["new"], tuple(entry["tests"].split())))
     names = [one.name for one in made]
     twice = {name for name in names if names.count(name) > 1}
@@ -73,13 +73,13 @@ def load(table: Path) -> list[Mutant]:
 
 
 def copy_tree(root: Path, target: Path) -> None:
-    """Copy what tests need. Links stay links, so that jaxserve/sched is the copied sched/."""
+    """Copy the files that tests need. Symlinks are kept, so that jaxserve/sched is the copied sched/."""
     shutil.copytree(root, target, symlinks=True, ignore=lambda _, names: [n for n in names if n in SKIPPED])
 
 
 def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
-    """Run pytest in a copy -> (status, the first test that failed, or the last line)."""
-    # Files change within a second and may keep their size, by which Python would take old bytecode for theirs.
+    """Run pytest in a copy, and return its status and the first failed test, or the last line of output."""
+    # No bytecode: a file that changes within a second and keeps its size would run with stale bytecode.
     environment = {
         **os.environ,
         "PYTHONPATH": str(tree),
@@ -99,7 +99,7 @@ def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
 
 @contextmanager
 def planted(tree: Path, mutant: Mutant) -> Iterator[None]:
-    """The copy with the bug in it."""
+    """Plant the bug in the copy during the block."""
     path = tree / mutant.file
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
@@ -110,7 +110,7 @@ def planted(tree: Path, mutant: Mutant) -> Iterator[None]:
 
 
 def try_one(tree: Path, mutant: Mutant) -> Outcome:
-    """Plant a bug and run its tests."""
+    """Plant a bug, and run its tests."""
     begun = time.monotonic()
     with planted(tree, mutant):
         status, by = run_tests(tree, mutant.tests)
@@ -119,7 +119,7 @@ def try_one(tree: Path, mutant: Mutant) -> Outcome:
 
 
 def try_all(root: Path, mutants: Sequence[Mutant], jobs: int) -> list[Outcome]:
-    """Try each bug, `jobs` at a time, each in a copy of its own. Exits where the tests fail without any bug."""
+    """Try each bug, `jobs` at a time, in separate copies. Raises SystemExit if tests fail without any bug."""
     with tempfile.TemporaryDirectory(prefix="jaxserve-mutants-") as folder:
         trees: SimpleQueue[Path] = SimpleQueue()
         for number in range(jobs):
@@ -141,7 +141,7 @@ def try_all(root: Path, mutants: Sequence[Mutant], jobs: int) -> list[Outcome]:
             sound = pool.map(lambda tests: (tests, borrowed(None, tests)), selections)
             wrong = [f"{' '.join(tests)}: {outcome.by}" for tests, outcome in sound if outcome.verdict]
             if wrong:
-                sys.exit("these tests do not pass without any bug:\n" + "\n".join(wrong))
+                sys.exit("these tests fail without any bug:\n" + "\n".join(wrong))
             outcomes = []
             for mutant, outcome in zip(mutants, pool.map(lambda one: borrowed(one, ()), mutants), strict=True):
                 show(mutant, outcome)
@@ -157,18 +157,20 @@ def show(mutant: Mutant, outcome: Outcome) -> None:
 
 
 def main(argv: Sequence[str] | None = None, root: Path = TABLE.parent.parent, table: Path = TABLE) -> int:
-    """Entry of scripts/mutants."""
+    """Run scripts/mutants."""
     parser = argparse.ArgumentParser(prog="scripts/mutants", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("words", nargs="*", metavar="WORD", help="only bugs whose name or file has one of these")
-    parser.add_argument("--check", action="store_true", help="only see whether each can be planted")
-    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), metavar="N", help="at a time [2]")
+    parser.add_argument("words", nargs="*", metavar="WORD", help="only bugs whose name or file contains a word")
+    parser.add_argument("--check", action="store_true", help="only check that each bug can be planted")
+    parser.add_argument(
+        "--jobs", type=int, default=min(2, os.cpu_count() or 1), metavar="N", help="bugs tried concurrently [2]"
+    )
     args = parser.parse_args(argv)
     mutants = [
         one for one in load(table) if not args.words or any(word in f"{one.name} {one.file}" for word in args.words)
     ]
     problems = [f"{one.name}: {problem}" for one in mutants if (problem := one.problem(root)) is not None]
     if problems or not mutants:
-        print("\n".join(problems) or f"no bug has one of {args.words} in its name", file=sys.stderr)
+        print("\n".join(problems) or f"no bug has one of {args.words} in its name or file", file=sys.stderr)
         return 1
     if args.check:
         print(f"{len(mutants)} bugs can be planted")

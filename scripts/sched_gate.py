@@ -1,7 +1,7 @@
-"""`sched/` imports the standard library and numpy only, and never reads a clock, opens a socket or starts a thread.
+"""Check that `sched/` imports only the standard library and numpy, and uses no clock, socket or thread.
 
-`Executor.now` is its only clock, so the code cannot know whether time is real. import-linter sees imports between
-packages; this sees every import statement of the folder, and the calls that would bring the time in by another door.
+`Executor.now` is its only clock, so that the code runs the same in real and in virtual time. import-linter checks
+imports between packages; this checks every import statement of the folder, and calls that read the time by other means.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ THREADS = {"run_in_executor", "call_soon_threadsafe", "run_coroutine_threadsafe"
 
 
 def name_of(node: ast.expr) -> str:
-    """Dotted name of an expression, as far as it has one: `asyncio.get_running_loop()` -> asyncio.get_running_loop."""
+    """Return the dotted name of an expression, or "": `asyncio.get_running_loop()` -> asyncio.get_running_loop."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -53,7 +53,7 @@ def name_of(node: ast.expr) -> str:
 
 
 def faults(tree: ast.Module, depth: int) -> Iterator[tuple[int, str]]:
-    """(line, fault) of a file `depth` folders below `sched/`."""
+    """Yield (line, fault) for a file `depth` folders below `sched/`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
@@ -65,7 +65,7 @@ def faults(tree: ast.Module, depth: int) -> Iterator[tuple[int, str]]:
             modules = []
             owner, dotted = name_of(node.value), ".".join(name_of(node).split(".")[-2:])
             if dotted in CALLS or node.attr in THREADS:
-                yield node.lineno, f"{name_of(node)}: time comes from Executor.now, threads are the executor's business"
+                yield node.lineno, f"{name_of(node)}: sched/ takes the time from Executor.now and starts no threads"
             if node.attr == "time" and owner.split(".")[-1].endswith("loop"):
                 yield node.lineno, f"{name_of(node)}: the only clock is Executor.now"
         else:
@@ -74,7 +74,7 @@ def faults(tree: ast.Module, depth: int) -> Iterator[tuple[int, str]]:
             if module.partition(".")[0] not in ALLOWED:
                 yield (
                     node.lineno,
-                    f"import of {module}: only numpy and the standard library without its clocks and threads",
+                    f"import of {module}: allowed are numpy, and the standard library without clocks and threads",
                 )
 
 

@@ -1,7 +1,7 @@
-"""Warn of long files and functions, and fail at very long ones: size is a signal.
+"""Warn about long files and functions, and fail for very long ones.
 
-A file warns above 500 lines and fails above 800, a function above 60 and 100; a kernel body, which is one thing that
-cannot be cut, fails above 150. Prints what is too long, and exits 1 for what fails.
+A file warns above 500 lines and fails above 800; a function warns above 60 and fails above 100. A kernel body, which
+cannot be split, fails above 150. Exits with 1 if a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-FILE, FUNCTION, KERNEL = (500, 800), (60, 100), (60, 150)  # lines: warns above the first, fails above the second
+FILE, FUNCTION, KERNEL = (500, 800), (60, 100), (60, 150)  # lines: (warning, failure)
 FOLDERS = ("benchmarks", "configs", "examples", "jaxserve", "pallas_kernels", "sched", "scripts", "tests")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def sources(root: Path) -> Iterator[Path]:
-    """Every Python file of the repository once: what lies behind a symlink is read where it points."""
+    """Yield every Python file of the repository once, without the paths through symlinks."""
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
             if path.resolve() == (root.resolve() / path.relative_to(root)):
@@ -25,7 +25,7 @@ def sources(root: Path) -> Iterator[Path]:
 
 
 def limits(path: Path, function: Function) -> tuple[int, int]:
-    """Return the lines above which a function warns and fails; a kernel body, or its wrapper, may be longer."""
+    """Return the lines above which a function warns and fails. A kernel body or its wrapper may be longer."""
     if "pallas_kernels" not in path.parts:
         return FUNCTION
     names = [node.name for node in ast.walk(function) if isinstance(node, Function)]
@@ -33,7 +33,7 @@ def limits(path: Path, function: Function) -> tuple[int, int]:
 
 
 def too_long(root: Path, path: Path) -> Iterator[tuple[bool, str]]:
-    """(whether it fails, what to say) of a file and its functions."""
+    """Yield (whether it fails, message) for a file and its functions."""
     text = path.read_text(encoding="utf-8")
     name, lines = path.relative_to(root), len(text.splitlines())
     if lines > FILE[0]:
@@ -47,7 +47,7 @@ def too_long(root: Path, path: Path) -> Iterator[tuple[bool, str]]:
 
 
 def allowed(lines: int, bounds: tuple[int, int]) -> str:
-    """Say which of two bounds is exceeded."""
+    """Return which of two bounds is exceeded, in words."""
     return f"the limit is {bounds[1]}" if lines > bounds[1] else f"above {bounds[0]} is long"
 
 

@@ -1,17 +1,16 @@
-"""Walk one request through the code: list the files that it enters, in order.
+"""List the files of the repository that one request runs through, in order.
 
     scripts/walk             # one POST /v1/completions, and one prompt of LLM.generate
     scripts/walk http        # only the first
     scripts/walk --stays     # every stay instead of every file
 
-Serves the demo model in this process, sends one request to warm up and a second one that is recorded: a prompt of a few
-tokens, two tokens out, not streamed. Every function of the repository that is called, and every coroutine that goes on
-after a wait, enters its file; consecutive entries of one file are one stay. A stay is a return where its thread was in
-that file before. Files are listed by first entry, with the number of stays, each thread by itself, since threads
-interleave by chance. The engine's thread wakes at other moments from run to run, so that its stays vary by a fifth and
-a file of its housekeeping may be missing. The part of the HTTP walk that `Service.prepare` spans is also listed alone,
-every stay of it, which is the same from run to run: the calls that it makes, and what they call, until it returns.
-Generated code, libraries, and imports are not part of a walk.
+Serves the demo model in this process, sends one warm-up request, and records a second one: a prompt of a few tokens and
+two output tokens, not streamed. Each call of a function of the repository, and each resumption of a coroutine, enters
+its file; consecutive entries of the same file are one stay. A stay is a return if its thread was in that file before.
+Files are listed by first entry with their number of stays, separately for each thread, since threads interleave at
+random. The engine's thread wakes at different times in each run, so its stays vary by a fifth, and a file of its
+housekeeping may be missing. All stays within `Service.prepare`, up to its return, are also listed separately; they are
+the same in every run. Generated code, libraries and imports are not recorded.
 """
 
 from __future__ import annotations
@@ -42,24 +41,27 @@ SETTINGS: dict[str, Any] = {
     "kv_cache_memory": "32MiB",
 }
 PROMPT, TOKENS = "def main(", 2
-SETTLES = 0.5  # seconds after an answer in which the threads of the engine come to rest
+SETTLES = 0.5  # seconds after an answer until the engine's threads are idle
 
-Walk = list[str]  # files entered, one a stay
+Walk = list[str]  # one file per stay
 
 
 class Recorder:
-    """Profile function of all threads. Records between `start` and `stop`."""
+    """A profile function for all threads, which records inside `recording`.
+
+    Writers: every profiled thread, each to its own walk.
+    """
 
     def __init__(self, root: Path = ROOT, within: str = WITHIN) -> None:
         self.walks: dict[str, Walk] = {}  # thread -> files
-        self.inside: Walk = []  # of `within` alone
+        self.inside: Walk = []  # stays during `within`
         self._root, self._within = root, within
         self._on = False
-        self._names: dict[CodeType, str] = {}  # code -> its file in the repository, "" outside of it
-        self._open: dict[int, int] = {}  # thread -> activations of `within` on its stack
+        self._names: dict[CodeType, str] = {}  # code -> its file, or "" if outside the repository
+        self._open: dict[int, int] = {}  # thread -> frames of `within` on its stack
 
     def install(self) -> None:
-        """Call before any other thread starts: Python 3.11 cannot reach threads that run."""
+        """Install for this and future threads; Python 3.11 cannot profile threads that already run."""
         threading.setprofile(self)
         sys.setprofile(self)
 
@@ -101,23 +103,23 @@ class Recorder:
 
 
 def thread_name() -> str:
-    """Name of the running thread without its number in a pool: which one of a pool takes a task is chance."""
+    """Return the name of the current thread without its number in a pool, which is random."""
     return re.sub(r"[-_]\d+$", "", threading.current_thread().name)
 
 
 def enter(walk: Walk, name: str) -> None:
-    """Begin a stay, unless the walk is in that file already."""
+    """Append a stay, unless the walk is already in that file."""
     if not walk or walk[-1] != name:
         walk.append(name)
 
 
 def counts(walk: Walk) -> str:
-    """Stays, files, and returns to a file where the walk had been."""
+    """Return the counts of stays, files and returns in words."""
     return f"{len(walk)} stays in {len(set(walk))} files, {len(walk) - len(set(walk))} returns"
 
 
 def every_stay(title: str, walk: Walk) -> Iterator[str]:
-    """A walk as lines, one a stay; `<` marks a return."""
+    """Yield a line per stay; `<` marks a return."""
     yield f"{title}: {counts(walk)}"
     been: set[str] = set()
     for name in walk:
@@ -126,13 +128,13 @@ def every_stay(title: str, walk: Walk) -> Iterator[str]:
 
 
 def every_file(title: str, walk: Walk) -> Iterator[str]:
-    """A walk as lines, one a file, in the order of first entry, with the number of stays."""
+    """Yield a line per file, in the order of first entry, with its number of stays."""
     yield f"{title}: {counts(walk)}"
     yield from (f"  {stays:4d}  {name}" for name, stays in Counter(walk).items())
 
 
 def report(title: str, walks: dict[str, Walk], stays: bool) -> Iterator[str]:
-    """All threads of a walk."""
+    """Yield the report on the walks of all threads."""
     files = len({name for walk in walks.values() for name in walk})
     total = sum(map(len, walks.values()))
     yield f"{title}: {total} stays in {files} files and {len(walks)} threads"
@@ -141,7 +143,7 @@ def report(title: str, walks: dict[str, Walk], stays: bool) -> Iterator[str]:
 
 
 def http_walk(recorder: Recorder) -> None:
-    """One POST /v1/completions to a server in this process."""
+    """Record one POST /v1/completions to a server in this process."""
     from jaxserve.config import ServeConfig
     from jaxserve.server.main import listen_on, serve, start_service
 
@@ -157,7 +159,7 @@ def http_walk(recorder: Recorder) -> None:
     thread.start()
     try:
         if not ready.wait(60):
-            raise RuntimeError("the server did not come up within 60 s")
+            raise RuntimeError("the server did not start within 60 s")
         port = sock.getsockname()[1]
         post(port)
         time.sleep(SETTLES)
@@ -174,7 +176,7 @@ def http_walk(recorder: Recorder) -> None:
 
 
 def post(port: int) -> None:
-    """Send the request. Raises RuntimeError for any other answer than 200."""
+    """Send the request. Raises RuntimeError if the status is not 200."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         body = json.dumps({"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0})
@@ -188,7 +190,7 @@ def post(port: int) -> None:
 
 
 def prompt_walk(recorder: Recorder) -> None:
-    """One prompt of LLM.generate."""
+    """Record one prompt of LLM.generate."""
     from jaxserve import LLM, SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS)
@@ -207,7 +209,7 @@ WALKS: dict[str, tuple[str, Callable[[Recorder], None]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of scripts/walk."""
+    """Run scripts/walk."""
     parser = argparse.ArgumentParser(
         prog="scripts/walk", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

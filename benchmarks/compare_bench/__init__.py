@@ -1,1 +1,1 @@
-"""What `compare.py` is made of: the sides of a comparison, each in a process of its own."""
+"""The parts of `compare.py`: the compared engines, each in a process of its own."""

@@ -1,4 +1,4 @@
-"""Write a Hugging Face Llama as a GGUF file of float32, for llama.cpp.
+"""Write a Hugging Face Llama as a float32 GGUF file for llama.cpp.
 
 The module is not called `gguf`: worker.py runs with this folder at the front of sys.path, where vLLM and transformers
 would import it instead of the package.
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401 - makes numpy know bfloat16, which safetensors asks for by name
+import ml_dtypes  # noqa: F401 - registers bfloat16 with numpy, which safetensors looks up by name
 import numpy as np
 
 

@@ -1,4 +1,4 @@
-"""The larger model of a comparison, on disk as its makers would have it."""
+"""The larger model of a comparison, saved in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
 def llama(folder: Path, **changes: int) -> Path:
-    """A Llama of 185 M random parameters in `folder`, with the demo model's tokenizer. `changes`: of its sizes."""
+    """Save a Llama of 185 M random parameters to `folder`, with the demo model's tokenizer.
+
+    `changes` override fields of its config.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

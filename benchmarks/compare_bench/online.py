@@ -1,7 +1,8 @@
-"""Servers beside one another: each side's OpenAI endpoint under the same open-loop load.
+"""Compare OpenAI servers under the same open-loop load.
 
 Every side gets the same prompts (random token ids), arrival times (Poisson) and request bodies, and is judged by the
-same objectives. `jaxserve bench` sends and times them. Servers take turns: one that waits is stopped.
+same objectives. The client of `jaxserve bench` sends and times the requests. Servers take turns; those that are not
+being measured are stopped.
 """
 
 from __future__ import annotations
@@ -31,25 +32,25 @@ from jaxserve.report.table import print_table
 from . import gguf_file
 from .sides import environment_of
 
-COMMANDS = {  # what follows the interpreter; the model's folder comes next
+COMMANDS = {  # arguments between the interpreter and the model's folder
     "jaxserve": ["-m", "jaxserve.run", "--model"],
     "vllm": ["-m", "vllm.entrypoints.openai.api_server", "--dtype", "float32", "--model"],
 }
-BINARIES = ("llamacpp",)  # sides whose server is a program of its own: --server
-SLOTS, SLOT_TOKENS = 32, 1024  # of llama.cpp: requests at once, and the context of each
+BINARIES = ("llamacpp",)  # sides with a native server program: --server
+SLOTS, SLOT_TOKENS = 32, 1024  # llama.cpp: concurrent requests, and the context length of each
 ENVIRONMENT = {
     "vllm": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-    # ggml has a barrier after every operation. A decode step takes 20 to 40 % longer where threads sleep there, and
-    # ten times as long with GNU OpenMP's default of 300000 spins while another process has a core.
+    # ggml has a barrier after every operation. A decode step takes 20 to 40 % longer if threads sleep there, and ten
+    # times as long with GNU OpenMP's default of 300000 spins while another process occupies a core.
     "llamacpp": {"GOMP_SPINCOUNT": "3000"},
 }
-RATE_FACTORS = {"demo": 8.0}  # of --rates, which suit the Llama: the demo model is that much faster
-WARMUP_SEED = 1_000_003  # prompts that no measured round has
+RATE_FACTORS = {"demo": 8.0}  # multiplies --rates, which are chosen for the Llama; the demo model is this much faster
+WARMUP_SEED = 1_000_003  # no measured round uses this seed, so warm-up prompts are never sent again
 
 
 @dataclass(frozen=True)
 class LoadClass:
-    """Requests of one kind: tokens from the first to the second number, objectives in seconds."""
+    """A class of requests: ranges of prompt and output tokens (inclusive), and objectives in seconds."""
 
     name: str
     prompt: tuple[int, int]
@@ -58,7 +59,7 @@ class LoadClass:
     tpot: float
 
     def calls(self, count: int, scale: float, vocabulary: Sequence[int], rng: np.random.Generator) -> list[Call]:
-        """`count` requests with their objectives times `scale`; `at` is 0."""
+        """Return `count` requests with `at` 0 and objectives multiplied by `scale`."""
         slo = Objective(1e3 * scale * self.ttft, 1e3 * scale * self.tpot, self.name)
         prompts = rng.integers(self.prompt[0], self.prompt[1] + 1, count)
         outputs = rng.integers(self.output[0], self.output[1] + 1, count)
@@ -75,7 +76,7 @@ CLASSES = (
 
 
 def mixed(count: int, rate: float, seed: int, scale: float, vocabulary: Sequence[int]) -> list[Call]:
-    """`count` requests, as many of each class, in random order, at Poisson times of `rate` per second."""
+    """Return about `count` requests, equally many per class, shuffled, at Poisson times of `rate` per second."""
     rng = np.random.default_rng([seed, 2])
     each = -(-count // len(CLASSES))
     calls = [call for one in CLASSES for call in one.calls(each, scale, vocabulary, rng)]
@@ -84,13 +85,13 @@ def mixed(count: int, rate: float, seed: int, scale: float, vocabulary: Sequence
 
 
 async def send(url: str, model: str, calls: Sequence[Call]) -> Run:
-    """Send all calls at their times, greedy and with outputs of just their length."""
+    """Send all calls at their times, greedy and with their exact output lengths."""
     async with open_sender("http", Target(url, model, ignore_eos=True)) as sender:
         return await drive(calls, sender)
 
 
 def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Percentiles in ms of the requests that succeeded; attainment as a share of those sent."""
+    """Return latency percentiles in ms over successful requests, and attainment as a share of all sent requests."""
     kept = [all(Goals().kept(one).values()) for one in outcomes]
     found: dict[str, Any] = {
         "requests": len(outcomes),
@@ -106,28 +107,28 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def by_class(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Figures of each class, and of all."""
+    """Return the figures of each class and of all requests."""
     parts = {one.name: [o for o in outcomes if o.call.slo.name == one.name] for one in CLASSES}
     return [{"class": name, **figures(part)} for name, part in {**parts, "all": outcomes}.items()]
 
 
 def process_tree(root: int) -> list[int]:
-    """Ids of a process and all that descend from it."""
+    """Return the ids of a process and all its descendants."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text(encoding="utf-8").rpartition(")")[2].split()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         children.setdefault(int(fields[1]), []).append(int(path.parent.name))
     found = [root]
-    for pid in found:  # grows meanwhile
+    for pid in found:  # `found` grows during the loop
         found += children.get(pid, [])
     return found
 
 
 def peak_memory(root: int) -> int:
-    """Peak RSS of each process of a tree, added up; bytes. Pages that they share count in each."""
+    """Return the summed peak RSS of a process tree in bytes. Shared pages count once per process."""
     total = 0
     for pid in process_tree(root):
         try:
@@ -139,10 +140,10 @@ def peak_memory(root: int) -> int:
 
 
 class OnlineSide:
-    """A server of one engine, which is stopped (SIGSTOP) except while it is sent something."""
+    """The server of one engine, stopped (SIGSTOP) except during `run`."""
 
     def __init__(self, name: str, model: str, servers: Sequence[common.Server]) -> None:
-        """`servers`: its starts so far; the last one is up."""
+        """Wrap the last of `servers`, which is up; the others are its earlier starts."""
         self.name = name
         self.start = [one.seconds for one in servers]
         self.memory = 0  # bytes
@@ -153,7 +154,7 @@ class OnlineSide:
         os.killpg(self._server.pid, number)
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Send the calls. Raises RuntimeError where an output has another length than it asked for."""
+        """Send the calls and return their outcomes. Raises RuntimeError if an output has a wrong length."""
         self.signal(signal.SIGCONT)
         outcomes = asyncio.run(send(self._server.url, self._model, calls)).outcomes
         self.memory = peak_memory(self._server.pid)
@@ -162,21 +163,21 @@ class OnlineSide:
             print(f"{self.name}: {line}")
         if wrong := [one for one in outcomes if one.ok and one.output_tokens != one.call.output_tokens]:
             asked = wrong[0].call.output_tokens
-            raise RuntimeError(f"{self.name} gave {wrong[0].output_tokens} tokens where {asked} were asked for")
+            raise RuntimeError(f"{self.name} gave {wrong[0].output_tokens} tokens, but {asked} were requested")
         return list(outcomes)
 
 
 def llama_server(program: str, model: Path, threads: int) -> list[str]:
-    """The command of llama.cpp's server: float32 KV cache, and no reuse of prompts."""
+    """Return the command of llama.cpp's server, with a float32 KV cache and no prompt cache."""
     flags = {"--model": model, "--threads": threads, "--parallel": SLOTS, "--ctx-size": SLOTS * SLOT_TOKENS}
     flags |= {"--cache-type-k": "f32", "--cache-type-v": "f32", "--cache-ram": 0}
     return [program, *(str(part) for pair in flags.items() for part in pair), "--no-cache-prompt", "--offline"]
 
 
 def command_of(name: str, folder: Path, args: argparse.Namespace, stack: ExitStack) -> list[str]:
-    """The command of a side's server; files that it reads last until `stack` ends.
+    """Return the command of a side's server. `stack` owns the files that the server reads.
 
-    Raises RuntimeError where the side has no server, ValueError where the model cannot be written for it.
+    Raises RuntimeError if the side has no server, ValueError if the model cannot be written in its format.
     """
     if name in COMMANDS:
         return [args.python.get(name) or sys.executable, *COMMANDS[name], str(folder)]
@@ -189,9 +190,9 @@ def command_of(name: str, folder: Path, args: argparse.Namespace, stack: ExitSta
 
 
 def start(name: str, folder: Path, args: argparse.Namespace, stack: ExitStack) -> OnlineSide:
-    """Start a side `--starts` times and leave the last server up until `stack` ends.
+    """Start a side `--starts` times, and keep the last server up until `stack` closes.
 
-    Raises RuntimeError, ValueError or OSError that ends with a line that says why it cannot serve.
+    Raises RuntimeError, ValueError or OSError, whose last line says why the side cannot serve.
     """
     command = command_of(name, folder, args, stack)
     environment = environment_of(name, args.threads) | ENVIRONMENT.get(name, {})
@@ -208,14 +209,14 @@ def start(name: str, folder: Path, args: argparse.Namespace, stack: ExitStack) -
 
 
 def started(folder: Path, args: argparse.Namespace, stack: ExitStack) -> tuple[list[OnlineSide], dict[str, str]]:
-    """All sides that start, and why others do not, by name. Raises RuntimeError where none does."""
+    """Return all sides that start, and the reasons of the others by name. Raises RuntimeError if none starts."""
     sides: list[OnlineSide] = []
     left_out: dict[str, str] = {}
     for name in args.sides:
         try:
             sides.append(start(name, folder, args, stack))
         except (RuntimeError, ValueError, OSError) as error:
-            # Where a program lies is not part of the result.
+            # Paths of this machine are not part of the result.
             program = args.server.get(name) or args.python.get(name) or sys.executable
             left_out[name] = str(error).strip().splitlines()[-1].replace(program, Path(program).name)
             print(f"{name} is left out: {left_out[name]}")
@@ -225,21 +226,21 @@ def started(folder: Path, args: argparse.Namespace, stack: ExitStack) -> tuple[l
 
 
 def measured(sides: Sequence[OnlineSide], rate: float, number: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of one rate: all sides in turns, `--repeats` times, the outcomes of a side together."""
+    """Run all sides in turns at one rate, `--repeats` times, and return rows over the pooled outcomes of each side."""
     pooled: dict[str, list[Outcome]] = {side.name: [] for side in sides}
     for repeat in range(args.repeats):
-        # A seed of its own for each rate and repeat: no prefix cache knows the prompts.
+        # A different seed for each rate and repeat, so that no prefix cache holds the prompts.
         calls = mixed(round(rate * args.duration), rate, 1000 * number + repeat, args.slo_scale, args.vocabulary)
-        first = repeat % len(sides)  # no side is always the one that goes first
+        first = repeat % len(sides)  # rotate, so that no side always goes first
         for side in (*sides[first:], *sides[:first]):
             pooled[side.name] += side.run(calls)
     return [{"rate": rate, "side": name, **row} for name, outcomes in pooled.items() for row in by_class(outcomes)]
 
 
 def compared(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """All figures of one model, as JSON. Raises RuntimeError where no side starts."""
+    """Measure all sides on one model, and return its figures. Raises RuntimeError if no side starts."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    args = argparse.Namespace(**{**vars(args), "vocabulary": range(16, config["vocab_size"])})  # the first are special
+    args = argparse.Namespace(**{**vars(args), "vocabulary": range(16, config["vocab_size"])})  # skip special tokens
     rates = [rate * RATE_FACTORS.get(name, 1.0) for rate in args.rates]
     with ExitStack() as stack:
         sides, left_out = started(folder, args, stack)
@@ -251,7 +252,7 @@ def compared(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """A table for each rate, and one of the servers."""
+    """Print one table per rate and one of the servers."""
     names = ["ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms"]
     for rate in dict.fromkeys(row["rate"] for row in found["online"]):
         rows = [

@@ -1,4 +1,4 @@
-"""The tables of a comparison as Markdown, put between the marks of a page."""
+"""Write the tables of a comparison as Markdown between the markers of a page."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from jaxserve.report.table import markdown
 
 
 def write(page: Path, models: Sequence[Mapping[str, Any]], sides: Sequence[str]) -> None:
-    """Replace what lies between `<!-- table: KIND MODEL -->` and `<!-- end -->` for each table that was measured; KIND
-    is `offline` or `online`. Raises SystemExit where a page has no such lines."""
+    """Replace the text between `<!-- table: KIND MODEL -->` and `<!-- end -->` for each measured table.
+
+    KIND is `offline` or `online`. Raises SystemExit if the page lacks these lines.
+    """
     text = page.read_text(encoding="utf-8")
     for found in models:
         kind, made = ("online", online(found)) if "online" in found else ("offline", offline(found, sides))
@@ -24,7 +26,7 @@ def write(page: Path, models: Sequence[Mapping[str, Any]], sides: Sequence[str])
 
 
 def offline(found: Mapping[str, Any], sides: Sequence[str]) -> str:
-    """A row for each figure; ratios are what the first side is ahead by: above 1 it is faster, or takes less."""
+    """Return a table with a row per figure. A ratio above 1 means that the first side is faster or uses less."""
 
     def line(what: str, values: Sequence[float], less: bool) -> list[str]:
         ratios = [value / values[0] if less else values[0] / value for value in values[1:]]
@@ -44,7 +46,7 @@ def offline(found: Mapping[str, Any], sides: Sequence[str]) -> str:
 
 
 def online(found: Mapping[str, Any]) -> str:
-    """A row for each rate, class and side."""
+    """Return a table with a row for each rate, class and side, and one of the servers."""
     names = ["ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms"]
     rows = sorted(found["online"], key=lambda row: (row["rate"], row["class"]))
     cells = [

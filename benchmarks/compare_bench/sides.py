@@ -1,5 +1,8 @@
-"""Processes that take turns: while one computes, the others are stopped (SIGSTOP), so that no thread pool of a side
-that waits takes a core from the side that runs, and a busy machine disturbs all alike."""
+"""Engines in processes that take turns.
+
+While one computes, the others are stopped (SIGSTOP), so that their thread pools take no core from it. Alternating also
+spreads other load on the machine evenly.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +21,24 @@ from common import ROOT
 from .worker import MARK
 
 WORKER = Path(__file__).with_name("worker.py")
-ALONE = {  # one process, which is the one that is stopped; no look at the network
+ALONE = {  # a single process per side, because only that process is stopped
     "vllm": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "all"},
     "jaxserve": {"PYTHONPATH": str(ROOT)},
 }
 
 
 def environment_of(name: str, threads: int) -> dict[str, str]:
-    """Variables of a side's process: this one's, no network, `threads` threads that sleep while they wait."""
+    """Return the environment of a side's process: offline, `threads` threads, which sleep while they wait."""
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads)}
     environment |= {"JAX_PLATFORMS": "cpu", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
     return environment | {"HF_HUB_OFFLINE": "1", **ALONE.get(name, {})}
 
 
 class Side:
-    """An engine that generates when asked. It is stopped between two calls of `run`."""
+    """An engine in a subprocess, stopped between calls of `run`."""
 
     def __init__(self, name: str, python: str, settings: Mapping[str, Any]) -> None:
-        """`python` runs it: one that has that engine. Raises RuntimeError where it does not start."""
+        """Start the engine with the interpreter `python`. Raises RuntimeError if it does not start."""
         self.name = name
         environment = environment_of(name, settings["threads"])
         self._told = tempfile.TemporaryFile("w+")  # noqa: SIM115
@@ -65,6 +68,6 @@ class Side:
 
     def close(self) -> None:
         if self._process.poll() is None:
-            self._process.kill()  # also where it is stopped
+            self._process.kill()  # SIGKILL also ends a stopped process
         self._process.wait()
         self._told.close()

@@ -1,10 +1,9 @@
-"""One engine in a process of its own, which generates when it is told to. Run by any Python that has that engine; needs
-nothing of jaxserve unless it is that.
+"""Run one engine in a process of its own, driven by lines on stdin.
 
     python worker.py SIDE SETTINGS      SETTINGS: a JSON object with the fields of `Settings`
 
-Reads lines `requests prompt tokens seed`, answers each with a JSON object: seconds, the first tokens, and the most
-memory that the process has held.
+Answers each line `requests prompt tokens seed` with a JSON object: seconds, the first tokens and the peak memory of the
+process. Runs in any Python that has the engine; only the side `jaxserve` imports jaxserve.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-MARK = "@@"  # before the lines that are for the parent
+MARK = "@@"  # prefix of lines that the parent reads
 Generate = Callable[[list[list[int]], int], list[list[int]]]
 
 
@@ -29,9 +28,9 @@ class Settings:
     model: str  # a folder with safetensors
     vocabulary: int
     threads: int
-    rows: int  # most requests at once
-    length: int  # longest prompt and output together
-    options: Mapping[str, Any]  # of `LLM`, for jaxserve
+    rows: int  # maximum number of concurrent requests
+    length: int  # maximum of prompt plus output, tokens
+    options: Mapping[str, Any]  # further arguments of jaxserve's `LLM`
 
 
 def jaxserve(settings: Settings) -> Generate:
@@ -82,7 +81,7 @@ def _torch_model(settings: Settings) -> Any:
 
 
 def transformers(settings: Settings) -> Generate:
-    """Batched `generate`: prompts of one length, all at once."""
+    """Return batched `generate` over prompts of equal length."""
     import torch
 
     loaded = _torch_model(settings)
@@ -98,7 +97,7 @@ def transformers(settings: Settings) -> Generate:
 
 
 def continuous(settings: Settings) -> Generate:
-    """Continuous batching of transformers."""
+    """Return transformers' continuous batching."""
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -138,7 +137,7 @@ SIDES: Mapping[str, Callable[[Settings], Generate]] = {
 
 
 def prompts_of(count: int, length: int, seed: int, vocabulary: int) -> list[list[int]]:
-    """Random ids, of which the first sixteen are left out: they tend to be special."""
+    """Return prompts of random ids, without the first sixteen ids, which are often special tokens."""
     draw = random.Random(seed)
     return [[draw.randrange(16, vocabulary) for _ in range(length)] for _ in range(count)]
 

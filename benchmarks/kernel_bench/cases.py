@@ -1,4 +1,4 @@
-"""The shapes that are measured: steps of one layer of a Llama-3-8B, what they must move and compute.
+"""The measured attention shapes: steps of one layer of Llama-3-8B, with their bytes and FLOPs.
 
 Letters: T tokens, S rows, N pages in the pool, B page size, H query heads, K kv heads, D head dim.
 """
@@ -21,7 +21,7 @@ from .session import POOLS, normal
 
 @dataclass(frozen=True)
 class Case:
-    """One step: rows of (new tokens, context with them), heads, and how the pool is kept."""
+    """One step: rows of (new tokens, context including them), heads, and the layout of the KV pool."""
 
     name: str
     rows: tuple[tuple[int, int], ...]
@@ -30,7 +30,7 @@ class Case:
     kv_heads: int = 8  # K
     dim: int = 128  # D
     dtype: Any = jnp.bfloat16
-    pool_dtype: Any = None  # as `dtype`
+    pool_dtype: Any = None  # None: `dtype`
     pools: int = POOLS
 
     @property
@@ -51,18 +51,18 @@ class Case:
 
     @property
     def moved(self) -> float:
-        """Bytes that must be moved: keys and values once per row, queries in, mixed values out."""
+        """Bytes that a kernel must move: keys and values once per row, queries in, attention outputs out."""
         kv = sum(context for _, context in self.rows) * 2 * self.kv_heads * self.dim * jnp.dtype(self.kv_dtype).itemsize
         return kv + 2 * self.tokens * self.heads * self.dim * jnp.dtype(self.dtype).itemsize
 
     @property
     def flops(self) -> float:
-        """Two products over the keys that each token sees."""
+        """FLOPs of both matmuls over the keys that each token attends to."""
         seen = sum(length * context - length * (length - 1) // 2 for length, context in self.rows)
         return 4.0 * seen * self.heads * self.dim
 
     def ragged(self, seed: int = 0) -> tuple[Ragged, int]:
-        """The step over a random permutation of the pages, and N. Page 0 is nobody's."""
+        """Return the step over randomly permuted pages, and N. Page 0 belongs to no row."""
         need = [-(-context // self.page) for _, context in self.rows]
         pages = 1 + sum(need)
         order = 1 + np.random.default_rng(seed).permutation(pages - 1).astype(np.int32)
@@ -88,7 +88,7 @@ class Case:
         return k, v
 
     def all_pools(self, pages: int) -> list[tuple[jax.Array, jax.Array]]:
-        """Those of the case asked for last are kept: its kernels share them."""
+        """Return the pools of the case. Only the latest case's pools are cached; its kernels share them."""
         return _pools(self, pages)
 
 
@@ -106,7 +106,7 @@ def _drawn(count: int, contexts: Sequence[int] | np.ndarray) -> tuple[tuple[int,
 
 
 def decode_cases(dry: bool) -> list[Case]:
-    """Of kernels.md section 2, and mixtures of contexts of about the same bytes."""
+    """Return the decode cases: uniform contexts, and mixtures of contexts of about the same size in bytes."""
     if dry:
         tiny = partial(Case, heads=4, kv_heads=2, dim=64, page=16, dtype=jnp.float16, pools=2)
         return [tiny("decode B2", _same(2, 37))]
@@ -126,7 +126,7 @@ def decode_cases(dry: bool) -> list[Case]:
         Case("decode B8 ctx1024", _same(8, 1024)),
         Case("decode B64 ctx4096 fp8", _same(64, 4096), pool_dtype=jnp.float8_e4m3fn),
         Case("decode B64 ctx4096 int8", _same(64, 4096), pool_dtype=jnp.int8),
-        # One kv head: its page lies in one piece, as all would if heads came before tokens.
+        # With one kv head a page is contiguous per head, as all pages would be if heads came before tokens.
         Case("decode B64 ctx32768 H4K1", _same(64, 32768), heads=4, kv_heads=1),
     ]
 
@@ -146,7 +146,7 @@ def prefill_cases(dry: bool) -> list[Case]:
 
 
 def numeric_cases(dry: bool, decode: bool) -> list[Case]:
-    """Small enough for the float64 reference on the host."""
+    """Return cases that are small enough for the float64 reference on the host."""
     if dry:
         return decode_cases(True)[:1] if decode else prefill_cases(True)
     if decode:

@@ -1,6 +1,6 @@
-"""How long the products of a mixture of experts take: our kernel in both forms, the XLA path, `ragged_dot`, torch.
+"""Time the grouped matmul of mixture-of-experts layers: both forms of the kernel, XLA, `ragged_dot` and torch.
 
-With weights of 8 bits: our kernel and the XLA path.
+With 8-bit weights only the kernel and the XLA path are timed.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from pallas_kernels.ops.grouped_matmul.xla import grouped_matmul as by_xla
 from .first import reference
 from .session import Session, normal, reading
 
-MOST = 8e-3  # relative error that rounding explains
+MOST = 8e-3  # maximum relative error that rounding explains
 
 
 @dataclass(frozen=True)
 class Case:
-    """Gate and up of a layer: tokens that choose `chosen` experts each, any as likely as any other."""
+    """The fused gate and up projection of a layer, whose tokens are routed to `chosen` uniformly drawn experts each."""
 
     tokens: int
     experts: int = 128
     chosen: int = 8
     width: int = 2048
     outputs: int = 1536
-    stored: str = ""  # dtype of weights of 8 bits
-    scales: int = 1  # of these, along the width
+    stored: str = ""  # dtype of 8-bit weights; "": bfloat16
+    scales: int = 1  # number of scales along the width
 
     @property
     def name(self) -> str:
@@ -48,14 +48,14 @@ class Case:
         return np.stack([draw.permutation(self.experts)[: self.chosen] for _ in range(self.tokens)]).astype(np.int32)
 
     def moved(self) -> float:
-        """Bytes: weights of experts that are chosen, rows in and out."""
+        """Return the bytes that a kernel must move: weights of the chosen experts, rows in and out."""
         touched = len(np.unique(self.routed()))
         rows = self.tokens * self.chosen
         size = 1 if self.stored else 2
         return size * touched * self.width * self.outputs + 2.0 * rows * (self.width + self.outputs)
 
     def weights(self) -> tuple[jax.Array, jax.Array | None]:
-        """Of all experts, and their scales."""
+        """Return the weights of all experts and, for 8-bit weights, their scales."""
         shape, size = (self.experts, self.width, self.outputs), self.width**-0.5
         if not self.stored:
             return normal(shape, jnp.bfloat16, 2) * jnp.bfloat16(size), None
@@ -67,7 +67,7 @@ class Case:
 
 
 def cases(dry: bool) -> list[Case]:
-    """Qwen3-30B-A3B; dry, both forms of the kernel at sizes that an interpreter can do."""
+    """Return the cases of Qwen3-30B-A3B, or in a dry run small cases of both kernel forms."""
     if dry:
         return [Case(5, 3, 2, 64, 128), Case(80, 2, 1, 64, 128), Case(5, 3, 2, 128, 128, "int8", 2)]
     narrow = [
@@ -109,7 +109,7 @@ def _case(session: Session, case: Case) -> None:
 
     label = "mosaic swapped" if config.swapped else "mosaic"
     found: list[tuple[str, Callable[..., Any]]] = [(label, mosaic), ("xla tiles", tiles)]
-    if case.tokens <= 64 and not case.stored:  # it computes every expert for every row
+    if case.tokens <= 64 and not case.stored:  # ragged_dot computes every expert for every row
         found.append(("ragged_dot", ragged))
     for name, call in found:
         error = _error(jax.jit(call)(rows, weight, scale, work), x, weight, scale, chosen, work)
@@ -122,7 +122,7 @@ def _case(session: Session, case: Case) -> None:
 
 
 def _error(out: Any, x: Any, weight: Any, scale: Any, chosen: Any, work: Groups) -> float:
-    """Of some pairs, in float64 on the host."""
+    """Return the relative error of some (token, expert) pairs against float64 on the host."""
     some = np.random.default_rng(1).permutation(len(chosen))[:64]
     doubles = reference().doubles
 
@@ -136,7 +136,7 @@ def _error(out: Any, x: Any, weight: Any, scale: Any, chosen: Any, work: Groups)
 
 
 def _torch(session: Session, case: Case) -> None:
-    """Its grouped product of the same sizes, where this torch has one."""
+    """Time torch's grouped matmul of the same sizes."""
     import torch
 
     sizes = np.bincount(case.routed().reshape(-1), minlength=case.experts)

@@ -1,4 +1,4 @@
-"""What comes before any figure: does the device compute rightly, how fast can it be at all, are our kernels right?"""
+"""Checks before any timing: correctness of the device, its bandwidth and FLOP ceilings, correctness of the kernels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def machine() -> dict[str, Any]:
-    """Device, driver and compilers: figures of one ptxas need not be those of another."""
+    """Return device, driver and compilers: another ptxas may give other figures."""
     device = jax.devices()[0]
     facts = {
         "device": device.device_kind,
@@ -50,7 +50,7 @@ def _first_line(*command: str, last: bool = False) -> str:
 
 
 def sanity(session: Session) -> None:
-    """Eager and jitted programs against numpy. Raises where they differ: no figure of such a device means anything."""
+    """Compare eager and jitted programs with numpy. Raises AssertionError if they differ."""
     draw = np.random.default_rng(0)
     a, b = (draw.standard_normal((256, 256), np.float32) for _ in range(2))
     index = draw.integers(0, 256, 97)
@@ -82,7 +82,7 @@ def _scattered(a: np.ndarray, b: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 def _rounds(session: Session, loop: Any, x: Any, per: int) -> float:
-    """Seconds of one of the `per` rounds of a loop that takes and gives back its arrays."""
+    """Return the seconds of one of the `per` rounds of a loop that donates and returns its arrays."""
     x = jax.block_until_ready(loop(x))
     times = []
     for _ in range(2 if session.dry else 20):
@@ -93,7 +93,7 @@ def _rounds(session: Session, loop: Any, x: Any, per: int) -> float:
 
 
 def copy_ceiling(session: Session) -> None:
-    """Read and write 512 MiB, four arrays in turn, in place."""
+    """Measure the copy bandwidth: read and write four arrays of 512 MiB in turn, in place."""
     size, per = (1 << 16, 2) if session.dry else (1 << 28, 20)
     arrays = [normal((size,), jnp.bfloat16, i) for i in range(4)]
 
@@ -107,7 +107,7 @@ def copy_ceiling(session: Session) -> None:
 
 
 def matmul_ceiling(session: Session) -> None:
-    """bfloat16 products of 8192 x 8192."""
+    """Measure the FLOP rate of bfloat16 matmuls of 8192 x 8192."""
     size, per = (128, 2) if session.dry else (8192, 20)
     weight = normal((size, size), jnp.bfloat16, 1) * jnp.bfloat16(size**-0.5)
 
@@ -121,7 +121,7 @@ def matmul_ceiling(session: Session) -> None:
 
 
 def reference() -> Any:
-    """tests/support/kernels/reference.py: the float64 formula that the tests hold every kernel to."""
+    """Load the float64 reference that the kernel tests use."""
     path = ROOT / "tests" / "support" / "kernels" / "reference.py"
     spec = importlib.util.spec_from_file_location("kernel_reference", path)
     assert spec is not None and spec.loader is not None
@@ -132,7 +132,7 @@ def reference() -> Any:
 
 
 def numerics(session: Session, case: Case, kernels: Any) -> None:
-    """Relative error of each kernel on random data; more than rounding explains is a failure of its own."""
+    """Check each kernel on random data; an error above what rounding explains fails that kernel's part."""
     ragged, pages = case.ragged()
     q, (k, v) = case.queries_of(), case.pool(pages, 1)
     formula = reference()
@@ -153,7 +153,7 @@ def _hold(session: Session, case: Case, kernel: Kernel, want: Any, most: float) 
 
 
 def all_numerics(session: Session) -> None:
-    """Every kernel on random data, before anything is timed."""
+    """Check every kernel on random data."""
     dry = session.dry
     for case in numeric_cases(dry, decode=True):
         session.part(case.name, lambda case=case: numerics(session, case, [ours.xla(case)]))
@@ -168,6 +168,6 @@ def all_numerics(session: Session) -> None:
 
 
 def _with_registers(kernels: Any, case: Case, dry: bool) -> list[Kernel]:
-    """Each kernel, and on a device also with its weights in registers: does this ptxas compile that rightly?"""
+    """Return the kernels and, on a device, their variants with weights in registers, which some ptxas miscompile."""
     found = list(kernels(case, dry=dry))
     return found if dry else found + [one for k in found if (one := ours.registers(k, case, dry=dry)) is not None]

@@ -1,4 +1,4 @@
-"""How long attention to latents takes (MLA): the kernel and XLA, steps of one layer of DeepSeek-V2-Lite and V3."""
+"""Time MLA attention by the kernel and by XLA: steps of one layer of DeepSeek-V2-Lite and V3."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .session import Session, normal, reading
 
 @dataclass(frozen=True)
 class Latent(Case):
-    """A step whose cache is a latent of `dim` columns, the first `values` of which are the values."""
+    """A step whose cache holds latents of `dim` columns, the first `values` of which are the values."""
 
     values: int = 512  # R
 
     @property
     def moved(self) -> float:
-        """Bytes that must be moved: latents once per row, queries in, mixed latents out."""
+        """Bytes that a kernel must move: latents once per row, queries in, attention outputs out."""
         latents = sum(context for _, context in self.rows) * self.dim * jnp.dtype(self.kv_dtype).itemsize
         return float(latents + self.tokens * self.heads * (self.dim + self.values) * 2)
 
     @property
     def flops(self) -> float:
-        """Two products over the latents that each token sees."""
+        """FLOPs of both matmuls over the latents that each token attends to."""
         seen = sum(length * context - length * (length - 1) // 2 for length, context in self.rows)
         return 2.0 * seen * self.heads * (self.dim + self.values)
 
@@ -61,7 +61,7 @@ def times(session: Session) -> None:
 
 
 def _labels(case: Latent) -> list[str]:
-    if jnp.dtype(case.kv_dtype).itemsize == 1:  # of one form
+    if jnp.dtype(case.kv_dtype).itemsize == 1:  # 8-bit latents have one kernel form
         return ["mosaic mma", "xla"]
     few = compat.HAS_MMA and case.queries * case.heads <= 16
     return [*(["mosaic mma"] if few else []), "mosaic wgmma", "xla"]

@@ -1,4 +1,4 @@
-"""How long products with 8-bit weights take at decode: the kernel, XLA, and XLA with the weights in bfloat16."""
+"""Time matmuls with 8-bit weights at decode: the kernel, XLA, and XLA with bfloat16 weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pallas_kernels.ops.quantized_matmul.hopper import QuantizedSpec
 from .session import POOLS, Session, normal, reading
 
 TOKENS = (8, 64, 256)
-FORMS = (("int8", False), ("float8_e4m3fn", False), ("float8_e4m3fn", True))  # values, and whether scales are of blocks
+FORMS = (("int8", False), ("float8_e4m3fn", False), ("float8_e4m3fn", True))  # (dtype, scales per block)
 
 
 def times(session: Session) -> None:
@@ -58,7 +58,7 @@ def _measure(session: Session, spec: QuantizedSpec, label: str) -> Any:
             return quantized_matmul(x, values, scale, config=config, interpret=interpret)
         return einsum("ti,io->to", x, values if label == "xla bfloat16" else Quantised(values, scale, 0))
 
-    # As many weights as the level-2 cache cannot hold.
+    # Enough weights to exceed the level-2 cache.
     count = 2 if session.dry else max(POOLS, -(-(200 << 20) // (spec.inputs * spec.outputs)))
     kind = spec.dtype if label == "xla bfloat16" else spec.stored
     weights = [

@@ -1,4 +1,4 @@
-"""Our kernels, each as something that can be measured: how to plan, and how to call it."""
+"""The attention kernels of this repository, in a form that can be timed: a plan and a call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .cases import Case
 
 @dataclass(frozen=True)
 class Kernel:
-    """`call(q, k_pool, v_pool, ragged, work)` gives [T, H, D], or that and the lse."""
+    """A kernel whose `call(q, k_pool, v_pool, ragged, work)` returns [T, H, D], or that and the log-sum-exp."""
 
     label: str
     plan: Callable[[Ragged], Any]
@@ -28,7 +28,7 @@ class Kernel:
 
 
 def scales_of(case: Case) -> Scales | None:
-    """8-bit pools hold values of about one, so that scales of one fit."""
+    """Return scales of one for 8-bit pools, whose random values are about one; None for wider pools."""
     if jnp.dtype(case.kv_dtype).itemsize > 1:
         return None
     return Scales(jnp.ones(case.kv_heads), jnp.ones(case.kv_heads))
@@ -46,7 +46,7 @@ def xla(case: Case) -> Kernel:
 
 
 def spec_of(case: Case, *, dry: bool = False) -> Any:
-    """What the kernels' heuristics go by; a dry device has two cores, as each costs the interpreter time."""
+    """Return the spec that the kernels' heuristics use; a dry run has two cores to save interpreter time."""
     from pallas_kernels.mosaic.spec import CORES, AttentionShape
 
     shape = len(case.rows), case.heads, case.kv_heads, case.dim, case.page, case.queries, case.dtype, case.kv_dtype
@@ -81,7 +81,7 @@ def _mosaic(kernel: Callable[..., Any], case: Case, config: Any, label: str, dry
 
 
 def decode_kernels(case: Case, *, dry: bool) -> Iterator[Kernel]:
-    """What an engine would run, with the other kind of product where this jax has both."""
+    """Yield the kernel that an engine would run and, if this jax has both mma and wgmma, the other variant."""
     from pallas_kernels.ops.paged_attention.hopper.decode import WGMMA_ROWS, heuristic
 
     spec = spec_of(case, dry=dry)
@@ -96,7 +96,7 @@ def prefill_kernels(case: Case, *, dry: bool) -> Iterator[Kernel]:
 
 
 def registers(kernel: Kernel, case: Case, *, dry: bool) -> Kernel | None:
-    """The same kernel with its weights kept in registers, which ptxas before 13.3 may compile wrongly."""
+    """Return the kernel with its weights in registers, which ptxas before 13.3 may miscompile; None if it has none."""
     if not getattr(kernel.config, "p_in_smem", False):
         return None
     make = prefill if "prefill" in type(kernel.config).__module__ else decode

@@ -1,6 +1,6 @@
-"""What others offer for the same work, measured the same way: torch SDPA, cuDNN through jax, jax's Triton kernel.
+"""Time other implementations the same way: torch SDPA, cuDNN through jax, jax's Triton kernel.
 
-Most need the keys of a row in one piece: they get them so, without the cost of putting them there.
+Most need contiguous keys per row. They get contiguous keys, and the time to copy them is not counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .session import Session, normal, reading
 
 
 def _even(case: Case) -> tuple[int, int, int]:
-    """Rows, new tokens and context of a step whose rows are all alike."""
+    """Return rows, new tokens and context of a step of equal rows. Raises NotImplementedError for other steps."""
     if len(set(case.rows)) != 1:
         raise NotImplementedError("rows of different lengths")
     length, context = case.rows[0]
@@ -28,11 +28,11 @@ def _even(case: Case) -> tuple[int, int, int]:
 
 
 def jax_attention(session: Session, case: Case, implementation: str) -> list[float]:
-    """`jax.nn.dot_product_attention` over keys in one piece."""
+    """Time `jax.nn.dot_product_attention` over contiguous keys."""
     rows, length, context = _even(case)
     if length not in (1, context):
         raise NotImplementedError("a chunk after a context needs a mask")
-    dtype = jnp.float32 if session.dry else case.dtype  # what a CPU multiplies
+    dtype = jnp.float32 if session.dry else case.dtype  # a dtype that CPUs multiply
     q = normal((rows, length, case.heads, case.dim), dtype, 0)
     shape = rows, context, case.kv_heads, case.dim
     pools = [tuple(normal(shape, dtype, 10 * i + part) for part in (1, 2)) for i in range(case.pools)]
@@ -45,7 +45,7 @@ def jax_attention(session: Session, case: Case, implementation: str) -> list[flo
 
 
 def cudnn_paged(session: Session, case: Case) -> list[float]:
-    """jax's private binding of cuDNN's paged attention, which wants as many pages as the rows have."""
+    """Time cuDNN's paged attention by jax's private binding, which needs a pool of exactly the rows' pages."""
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, paged_attention
 
     rows, length, context = _even(case)
@@ -65,15 +65,15 @@ def cudnn_paged(session: Session, case: Case) -> list[float]:
 
 
 def jax_triton(session: Session, case: Case) -> list[float]:
-    """jax's own paged attention in Pallas for Triton: pools are [K, N, B, D], one token a row."""
+    """Time jax's Pallas Triton paged attention: pools [K, N, B, D], one query token per row."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # 0.11 has nothing in its place
+        warnings.simplefilter("ignore", DeprecationWarning)  # jax 0.11 has no replacement
         from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
     if case.queries != 1:
         raise NotImplementedError("more than one query token a row")
     ragged, pages = case.ragged()
-    # Tables must divide by the 16 splits and by the pages of a block.
+    # The width of the tables must be divisible by the 16 splits and by the pages per block.
     table = jnp.pad(ragged.block_tables, ((0, 0), (0, -ragged.block_tables.shape[1] % 128)))
     q = case.queries_of() * jnp.asarray(case.scale, case.dtype)
     shape = case.kv_heads, pages, case.page, case.dim
@@ -87,7 +87,7 @@ def jax_triton(session: Session, case: Case) -> list[float]:
 
 
 def torch_sdpa(session: Session, case: Case, backend: str) -> list[float]:
-    """`torch.nn.functional.scaled_dot_product_attention` by one backend, over keys in one piece."""
+    """Time one backend of `torch.nn.functional.scaled_dot_product_attention` over contiguous keys."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.bias import causal_lower_right
@@ -136,18 +136,18 @@ def _timed(run: Callable[[], None], session: Session, calls: int) -> list[float]
 
 
 def least(session: Session, case: Case) -> float:
-    """Seconds that no kernel can beat, or some where a ceiling could not be measured."""
+    """Return the seconds that no kernel can beat, or 1 ms if a ceiling could not be measured."""
     floors = case.moved / session.ceilings.copy, case.flops / session.ceilings.matmul
     return 1e-3 if any(map(math.isnan, floors)) else max(floors)
 
 
 def measure(session: Session, case: Case, *, decode: bool, reserve: float) -> None:
-    """Every peer that can do the case, a row each, while more than `reserve` seconds are left."""
+    """Time every peer that supports the case, while more than `reserve` seconds are left."""
     todo: dict[str, Callable[[], list[float]]] = {}
     if decode:
         todo["jax triton paged"] = lambda: jax_triton(session, case)
     todo["cudnn paged"] = lambda: cudnn_paged(session, case)
-    if "page" not in case.name:  # keys in one piece are in none
+    if "page" not in case.name:  # contiguous keys have no page size
         todo["torch sdpa flash"] = lambda: torch_sdpa(session, case, "FLASH_ATTENTION")
         todo["torch sdpa cudnn"] = lambda: torch_sdpa(session, case, "CUDNN_ATTENTION")
         todo["jax cudnn"] = lambda: jax_attention(session, case, "xla" if session.dry else "cudnn")

@@ -1,5 +1,7 @@
-"""The questions that only a device can answer (page size, order of the axes, kind of product, this ptxas), put to the
-rows that were measured, and a program that was compiled where no GPU was."""
+"""Design questions that only a device can answer: page size, axis order, kind of matmul, and this ptxas.
+
+Answers come from the measured rows. Also checks an executable that was compiled on a machine without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from .session import Session
 
 
 def registers(session: Session) -> None:
-    """Time of the kernels with their weights in registers, beside those through shared memory."""
+    """Time the kernels with their weights in registers, to compare with shared memory."""
     pairs = (decode_cases(session.dry)[0], ours.decode_kernels), (prefill_cases(session.dry)[0], ours.prefill_kernels)
     for case, kernels in pairs:
         found = session.part(case.name, lambda case=case, kernels=kernels: list(kernels(case, dry=session.dry)))
@@ -29,7 +31,7 @@ def registers(session: Session) -> None:
 
 
 def answers(session: Session) -> None:
-    """One figure for each question, NaN where a row is missing. Ratios above 1: the first is slower."""
+    """Compute one figure per question, NaN if a row is missing. A ratio above 1 means that the first is slower."""
 
     def us(case: str, kernel: str) -> float:
         rows = (row for row in session.rows if row["case"] == case and row["kernel"] == kernel)
@@ -59,7 +61,7 @@ def answers(session: Session) -> None:
 
 
 def _portable() -> tuple[Callable[..., Any], Case]:
-    """The program that travels: decode of a few rows, on shapes of its own."""
+    """Return the program that is compiled elsewhere, a decode of a few rows, and its case."""
     case = Case("travelled decode", ((1, 700), (1, 64), (1, 333)))
     kernel = next(iter(ours.decode_kernels(case, dry=False)))
 
@@ -71,7 +73,7 @@ def _portable() -> tuple[Callable[..., Any], Case]:
 
 
 def build(path: Path) -> None:
-    """Compile for a H200 that is not there, and keep the executable. Run this on the machine with the newer ptxas."""
+    """Compile for an H200 without one, and write the executable to `path`. Run on the machine with the newer ptxas."""
     from jax.experimental.serialize_executable import serialize
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -93,14 +95,14 @@ def build(path: Path) -> None:
 
 
 def load(session: Session, path: Path) -> None:
-    """Run what `build` made elsewhere, and hold it to the XLA path."""
+    """Run an executable that `build` made elsewhere, and compare it with the XLA path."""
     from jax.experimental.serialize_executable import deserialize_and_load
 
     _, case = _portable()
     ragged, pages = case.ragged()
     q, (k, v) = case.queries_of(), case.pool(pages, 1)
     began = time.perf_counter()
-    # A file of our own making: unpickling one that is not would run whatever it says.
+    # Safe only for files that `build` wrote: unpickling runs arbitrary code.
     loaded = deserialize_and_load(*pickle.loads(path.read_bytes()))
     seconds = time.perf_counter() - began
     got, want = loaded(q, k, v, ragged), ours.xla(case).call(q, k, v, ragged, ())

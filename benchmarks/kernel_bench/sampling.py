@@ -1,8 +1,7 @@
-"""How long it takes to find what top-k and top-p keep: the kernel, XLA's search, and a sort of all logits; and to draw
-tokens of what each of them found, as the engine does.
+"""Time the search for top-k and top-p thresholds, and sampling with the thresholds found, as the engine does.
 
-Bytes are those of one look at the logits, so "x floor" counts looks; `sweeps` is how often a row was looked at for its
-threshold, on average and at most.
+Compares the kernel, the XLA search, and a sort of all logits. Bytes are those of one pass over the logits, so "x floor"
+counts passes; `sweeps` is the number of passes over a row to find its threshold, mean and maximum.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ ASKS = {"k50": (50.0, 1.0), "p0.9": (0.0, 0.9), "k50 p0.9": (50.0, 0.9)}
 
 
 def logits(kind: str, rows: int, vocab: int) -> jax.Array:
-    """normal: no model's, which keeps most of the vocabulary; zipf: weights fall as a power of the rank."""
+    """Return logits [rows, vocab]. zipf: probabilities fall as a power of the rank; normal: unrealistically flat."""
     x = jax.random.normal(jax.random.key(7), (rows, vocab), jnp.float32)
     if kind == "zipf":
         rank = jnp.argsort(jnp.argsort(-jax.random.uniform(jax.random.key(8), (rows, vocab))))
@@ -53,8 +52,8 @@ def _case(session: Session, name: str, kind: str, asks: str, rows: int, vocab: i
         found = jax.jit(call)(x, options)
         mine = np.asarray(jnp.sum(x >= found.threshold[:, None], axis=1))
         kept = mine if kept is None else kept
-        apart = np.abs(mine - kept).max()  # sums in another order may differ by a token of thousands
-        assert apart <= 1 + 1e-3 * kept.max(), f"{label} keeps {apart} tokens more or less than what came first"
+        apart = np.abs(mine - kept).max()  # summation order may change the count by one token in a thousand
+        assert apart <= 1 + 1e-3 * kept.max(), f"{label} keeps {apart} tokens more or fewer than the first variant"
         turns = 1 if session.dry else 20
         moved = 4.0 * rows * vocab
         took = session.seconds(
@@ -68,7 +67,7 @@ def _case(session: Session, name: str, kind: str, asks: str, rows: int, vocab: i
 
 
 def _rows(rows: int, top_k: float, top_p: float) -> jax.Array:
-    """What the engine is told of rows that ask for this, at temperature 1."""
+    """Return the engine's packed sampling parameters of rows with this top-k and top-p, at temperature 1."""
     packed = np.zeros((rows, len(Column)), np.int32)
     packed[:, Column.SEED] = np.arange(rows)
     packed[:, Column.TOP_K] = int(top_k)
@@ -86,7 +85,7 @@ def _calls(session: Session, vocab: int) -> dict[str, Callable[[jax.Array, Optio
 
 
 def _sorted(x: jax.Array, options: Options) -> Found:
-    """All logits in order, and the first place where enough are kept."""
+    """Find the thresholds by sorting all logits."""
     falling = -lax.sort(-x, dimension=1)
     place = jnp.arange(x.shape[1], dtype=jnp.float32)[None]
     few = (options.top_k[:, None] == 0) | (place < options.top_k[:, None])

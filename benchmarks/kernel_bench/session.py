@@ -1,7 +1,8 @@
-"""One run: what was found, what failed, how long is left, and the clock that every part measures by.
+"""One run of the kernel benchmark: its rows, failures, deadline, and timing loops.
 
-A part that fails costs one line. A kernel is measured inside one jitted loop, over several pools in turn so that the
-level-2 cache cannot hold what is read, each turn depending on the one before.
+A part that fails adds one line to the failures, and the run goes on. A kernel is timed inside one jitted loop that
+cycles through several pools, so that reads miss the level-2 cache. Each call depends on the previous one, so that XLA
+neither reorders nor removes calls.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from jaxserve.report.progress import Callback
 from jaxserve.report.table import markdown, print_table
 
 POOLS = 4
-SLOW = 3.0  # seconds for the samples of one row: a peer that takes longer is sampled less often
+SLOW = 3.0  # seconds for the samples of one row; slower kernels get fewer samples
 COLUMNS = ("case", "kernel", "us", "again", "GB", "TB/s", "% copy", "TFLOP/s", "% matmul", "x floor", "error")
 KEYS = ("case", "kernel", "us", "us_again", "gb", "tb_s", "of_copy", "tflop_s", "of_matmul", "of_floor", "error")
 
 
 @dataclass
 class Ceilings:
-    """What this device reaches at best, measured; NaN until then."""
+    """The measured maximum rates of the device; NaN until measured."""
 
-    copy: float = math.nan  # bytes a second, read and written
-    matmul: float = math.nan  # bfloat16 operations a second
+    copy: float = math.nan  # bytes per second, read plus written
+    matmul: float = math.nan  # bfloat16 FLOP/s
 
 
 @dataclass
 class Session:
     dry: bool
     folder: Path
-    deadline: float  # of time.perf_counter; infinite where it is dry: what a slow machine leaves out is not tried
+    deadline: float  # by time.perf_counter; infinite in a dry run, which must try every part
     show: Callback
     samples: int = 20
     ceilings: Ceilings = field(default_factory=Ceilings)
@@ -56,11 +57,11 @@ class Session:
 
     @property
     def parts(self) -> int:
-        """Those that were begun, or skipped, so far."""
+        """Number of parts started or skipped so far."""
         return self._done
 
     def part(self, name: str, work: Callable[[], Any], *, least: float = 5.0) -> Any:
-        """Run a part; None, and one line, where it fails or where less than `least` seconds are left for it."""
+        """Run a part. Returns None and records a failure if it raises or if less than `least` seconds are left."""
         self._done += 1
         self.show(self._done, max(self._planned, self._done), name)
         left = self.deadline - time.perf_counter()
@@ -68,7 +69,7 @@ class Session:
             return self._fail(name, f"skipped: {left:.0f} s are left")
         try:
             return work()
-        except Exception as error:  # whatever a kernel, a peer or the device raises: the next part goes on
+        except Exception as error:  # a failing kernel, peer or device must not stop the other parts
             words = str(error).strip().splitlines() or [""]
             return self._fail(name, f"{type(error).__name__}: {words[0][:300]}")
         finally:
@@ -79,7 +80,10 @@ class Session:
         print(f"{name}: {why}", flush=True)
 
     def seconds(self, loop: Callable[..., Any], args: Sequence[Any], calls: int, samples: int | None = None) -> Any:
-        """Median seconds of one of the `calls` that `loop(*args)` makes, taken twice. Once, cold, where it is dry."""
+        """Return two medians of the seconds per call of `loop(*args)`, which makes `calls` calls.
+
+        A dry run times one cold call.
+        """
         began = time.perf_counter()
         jax.block_until_ready(loop(*args))  # compiles, and warms up
         if self.dry:
@@ -98,13 +102,13 @@ class Session:
         return found
 
     def turns(self, seconds: float) -> int:
-        """Iterations over all pools for about 20 ms, of calls that take at least `seconds` each."""
+        """Return the iterations over all pools that take about 20 ms, if a call takes at least `seconds`."""
         return 1 if self.dry else max(2, min(100, round(0.02 / (POOLS * max(seconds, 5e-6)))))
 
     def add(
         self, case: str, kernel: str, found: Sequence[float], *, moved: float, flops: float = 0.0, **more: Any
     ) -> dict[str, Any]:
-        """A row: bytes moved, floating point operations, and the times of `seconds`."""
+        """Add a row from the medians of `seconds`, the bytes moved and the FLOPs."""
         best, copy, matmul = min(found), self.ceilings.copy, self.ceilings.matmul
         floor = (max(moved / copy, flops / matmul) if copy > 0 and matmul > 0 else 0.0) or math.nan
         row = {
@@ -127,7 +131,7 @@ class Session:
         return [[row.get(key) for key in KEYS] for row in self.rows]
 
     def save(self) -> None:
-        """Everything so far: a run that is cut off leaves what it had."""
+        """Write everything measured so far, so that an interrupted run keeps its results."""
         whole = {
             "ceilings": {"copy_tb_s": self.ceilings.copy / 1e12, "matmul_tflop_s": self.ceilings.matmul / 1e12},
             **self.facts,
@@ -146,13 +150,13 @@ class Session:
 
 
 def stir(x: jax.Array, out: Any) -> jax.Array:
-    """`x` with one number changed by what was computed: the next call cannot start before, nor be left out."""
+    """Return `x` with one element changed by `out`, so that the next call depends on this one."""
     first = jax.tree.leaves(out)[0]
     return x.at[(0,) * x.ndim].add((first[(0,) * first.ndim] * 1e-3).astype(x.dtype))
 
 
 def reading(call: Callable[..., Any], turns: int) -> Callable[..., jax.Array]:
-    """Of call(q, k, v, *rest): the jitted loop(q, pools, rest) that calls it turns * len(pools) times."""
+    """Return a jitted loop(q, pools, rest) that runs call(q, *pool, *rest) `turns` times on every pool."""
 
     @jax.jit
     def loop(q: jax.Array, pools: Sequence[Any], rest: Sequence[Any]) -> jax.Array:
@@ -168,7 +172,7 @@ def reading(call: Callable[..., Any], turns: int) -> Callable[..., jax.Array]:
 
 
 def writing(call: Callable[..., Any], turns: int) -> Callable[..., Any]:
-    """Of call(pool, *rest) -> pool, in place: the jitted loop over the pools; they are donated and come back."""
+    """Return a jitted loop(pools, rest) that runs the in-place call(pool, *rest) -> pool; pools are donated."""
 
     @partial(jax.jit, donate_argnums=0)
     def loop(pools: Any, rest: Sequence[Any]) -> Any:
@@ -178,7 +182,7 @@ def writing(call: Callable[..., Any], turns: int) -> Callable[..., Any]:
 
 
 class InPlace:
-    """Calls a `writing` loop with its own pools again and again."""
+    """A `writing` loop that keeps its donated pools between calls."""
 
     def __init__(self, loop: Callable[..., Any], pools: Any) -> None:
         self._loop, self._pools = loop, pools
@@ -189,6 +193,6 @@ class InPlace:
 
 
 def normal(shape: Sequence[int], dtype: Any, seed: int) -> jax.Array:
-    """Normal numbers made on the device."""
+    """Draw normal numbers on the device."""
     made: jax.Array = jax.random.normal(jax.random.key(seed), tuple(shape), jnp.float32).astype(dtype)
     return made

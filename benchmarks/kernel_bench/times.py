@@ -1,4 +1,4 @@
-"""How long our kernels take: attention of both kinds, the KV write, pages in and out, and the slopes of decode."""
+"""Time the kernels: decode and prefill attention, KV writes, page export and import, and the slopes of decode."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .session import InPlace, Session, normal, reading, writing
 
 
 def attend(session: Session, case: Case, kernel: Kernel, *, samples: int | None = None) -> list[float]:
-    """Seconds of one call, the plan made before."""
+    """Return the seconds of one call, without its plan."""
     ragged, pages = case.ragged()
     work = jax.jit(kernel.plan)(ragged)
-    # The fallback is tens of times slower: once over the pools is enough of it.
+    # The XLA path is tens of times slower: one turn is enough.
     turns = 1 if kernel.label == "xla" else session.turns(peers.least(session, case))
     args = case.queries_of(), case.all_pools(pages), (ragged, work)
     found: list[float] = session.seconds(reading(kernel.call, turns), args, turns * case.pools, samples)
@@ -37,7 +37,7 @@ def measure(session: Session, case: Case, kernels: Iterable[Kernel]) -> None:
 
 
 def plan(session: Session, case: Case, kernel: Kernel) -> None:
-    """What the plan costs, once per step."""
+    """Time a kernel's plan, which is computed once per step."""
     ragged, _ = case.ragged()
     count = 1 if session.dry else 200
 
@@ -53,7 +53,7 @@ def plan(session: Session, case: Case, kernel: Kernel) -> None:
 
 
 def attention(session: Session) -> None:
-    """Our kernels in every case, and what a plan costs."""
+    """Time the kernels in every case, and one plan of each kind."""
     for decode, cases in ((True, decode_cases(session.dry)), (False, prefill_cases(session.dry))):
         kernels = ours.decode_kernels if decode else ours.prefill_kernels
         for index, case in enumerate(cases):
@@ -64,7 +64,7 @@ def attention(session: Session) -> None:
 
 
 def others(session: Session, reserve: float) -> None:
-    """The XLA path and the peers, where rows are alike and the pool is not quantised."""
+    """Time the XLA path, and the peers on cases with equal rows and an unquantized pool."""
     for decode, cases in ((True, decode_cases(session.dry)), (False, prefill_cases(session.dry))):
         for index, case in enumerate(cases):
             if index < 2:
@@ -74,7 +74,7 @@ def others(session: Session, reserve: float) -> None:
 
 
 def kv_write(session: Session, tokens: int, rows: int) -> None:
-    """Rope and write of a step's keys and values: `tokens` new ones, in `rows` rows."""
+    """Time RoPE and the KV write of a step of `tokens` new tokens in `rows` rows."""
     each = tokens // rows
     case = Case(f"kv write {tokens}", ((each, max(each, 512)),) * rows)
     if session.dry:
@@ -120,7 +120,7 @@ def _write(session: Session, case: Case) -> Any:
 
 
 def pages_out_and_in(session: Session) -> None:
-    """Pages of 4096 tokens of 32 layers, gathered into a parcel and scattered from it."""
+    """Time the export of 4096 tokens of 32 layers into a contiguous KV buffer, and the import from it."""
     from pallas_kernels.ops.kv_pages.api import export_pages, import_pages
 
     layers, count, page, kv_heads, dim = (2, 2, 16, 2, 64) if session.dry else (32, 64, 64, 8, 128)
@@ -152,9 +152,10 @@ def pages_out_and_in(session: Session) -> None:
 
 
 def slopes(session: Session) -> None:
-    """The two slopes of decode: t = c + alpha * (longest context) + beta * (all the others together), seconds a token.
+    """Fit the two slopes of decode: t = c + alpha * (longest context) + beta * (sum of the other contexts).
 
-    One layer of one device. alpha well above beta is a kernel that leaves the longest row to few workers.
+    alpha and beta are in seconds per token of context, for one layer on one device. An alpha well above beta means that
+    the kernel leaves the longest row to few workers.
     """
     rows = 3 if session.dry else 64
     longest = (20, 40, 60) if session.dry else (4096, 16384, 65536, 131072)
@@ -163,7 +164,7 @@ def slopes(session: Session) -> None:
     if session.dry:
         base = {"page": 16, "heads": 4, "kv_heads": 2, "dim": 64, "dtype": jnp.float16, "pools": 2}
     case = Case("slopes", ((1, longest[-1]), *((1, others[-1]),) * (rows - 1)), **base)
-    # Dry, the fit is what is tried, and an interpreted kernel would take its time for nothing.
+    # A dry run tests only the fit, for which an interpreted kernel would be needlessly slow.
     kernel = ours.xla(case) if session.dry else next(iter(ours.decode_kernels(case, dry=False)))
     ragged, pages = case.ragged()
     turns = session.turns(peers.least(session, case) / 4)
@@ -173,7 +174,7 @@ def slopes(session: Session) -> None:
     for one in longest:
         for other in others:
             mine = np.array([one, *[other] * (rows - 1)], np.int32)
-            # The pages stay, the contexts shrink: one program serves all points.
+            # Contexts change but shapes do not, so one program serves all points.
             step = ragged._replace(contexts=jnp.asarray(mine), positions=jnp.asarray(mine - 1))
             found = session.seconds(loop, (q, pools, (step, make(step))), turns * case.pools, samples=10)
             here = Case(f"slopes {one}+{rows - 1}x{other}", tuple((1, int(c)) for c in mine), **base)

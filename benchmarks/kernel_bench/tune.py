@@ -1,4 +1,4 @@
-"""Every candidate config of the specs that matter, timed; the best ones go into a file of pallas_kernels/tuned/."""
+"""Time candidate configs of important specs, and write the best in the format of pallas_kernels/tuned/."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _candidates(case: Case, op: str, dry: bool) -> Iterator[Any]:
 
 
 def sweep(session: Session) -> None:
-    """Each spec gets an equal share of the time that is left; the heuristic is always its first candidate."""
+    """Tune each spec for an equal share of the remaining time. The first candidate is the heuristic's."""
     todo: list[tuple[str, Case]] = [("decode", case) for case in decode_cases(session.dry)]
     todo += [("prefill", case) for case in prefill_cases(session.dry)]
     todo = [(op, case) for op, case in todo if session.dry or case.name in SWEPT]
@@ -50,7 +50,7 @@ def sweep(session: Session) -> None:
 
 
 def one(session: Session, op: str, case: Case, seconds: float) -> dict[str, Any] | None:
-    """The fastest candidate of one spec, as an entry of the file."""
+    """Return the fastest candidate of one spec as an entry of the file, or None if all failed."""
     make: Callable[..., Kernel] = ours.decode if op == "decode" else ours.prefill
     best: tuple[float, Any] | None = None
     first, tried, until = None, 0, time.perf_counter() + seconds
@@ -68,7 +68,7 @@ def one(session: Session, op: str, case: Case, seconds: float) -> dict[str, Any]
         if best is None or min(found) < best[0]:
             best = min(found), config
     if best is None or first is None:
-        return None  # each has told why
+        return None  # `part` has recorded every failure
     session.facts.setdefault("sweep", {})[case.name] = {
         "tried": tried,
         "heuristic_us": first * 1e6,

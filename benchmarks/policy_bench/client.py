@@ -1,4 +1,4 @@
-"""The clients, in a process of their own: it does not import jax, and its work is not the engine's thread's."""
+"""The benchmark clients. They run in a separate process, without jax, so as not to compete with the engine's thread."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from jaxserve.bench.load import Call
 
 
 class Tiered(Target):
-    """Requests name their tier; what it promises is the server's."""
+    """A target whose requests name a tier; the server defines the tier's objectives."""
 
     def extra(self, call: Call) -> dict[str, Any]:
         return {"ignore_eos": True, "service_tier": call.slo.name}
 
 
 def send(url: str, model: str, calls: Sequence[Call], tiers: bool) -> Run:
-    """Every call at its time, as a stream over HTTP."""
+    """Send every call at its time over HTTP, streamed."""
     target = (Tiered if tiers else Target)(url, model)
 
     async def sent() -> Run:

@@ -1,4 +1,4 @@
-"""What a served run was worth, what the simulator says of the same requests, and how well both were predicted."""
+"""Figures of a served run: attainment, a simulation of the same requests, and errors of predictions."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from jaxserve.sched.sim.again import measured_latency
 
 from .mixes import arrivals
 
-LEARNED = 200  # steps of a run after which its predictions count
+LEARNED = 200  # steps after which the errors of predictions count
 KINDS = ("decode", "prefill", "mixed")
-OTHER = "table"  # Kairos's form
+OTHER = "table"  # Kairos's step-time model, for comparison
 
 
 def attained(run: Run) -> dict[str, Any]:
-    """Shares and rates as the clients saw them; a request that failed attained nothing."""
+    """Return attained shares and rates as measured by the clients. A failed request attains nothing."""
     found = result.summary(run.outcomes, run.duration, goals=result.Goals())
     names = sorted({one.call.slo.name for one in run.outcomes})
     kept = dict.fromkeys(names, 0)
@@ -51,7 +51,7 @@ def attained(run: Run) -> dict[str, Any]:
 def simulated(
     calls: Sequence[Call], journal: Replay, policy: str, mesh: Mesh, layers: int, routing: str, perf: Any, seed: int
 ) -> dict[str, Any]:
-    """The same requests under the same scheduler, on instances with the step times and the noise of that run."""
+    """Simulate the same requests with the same scheduler and the step times and noise of the served run."""
     latency, fitted = measured_latency(journal)
     limits = next(iter(journal.instances.values()))["limits"]
     options = Options(
@@ -73,15 +73,17 @@ def simulated(
 
 
 def steps(journal: Replay) -> dict[str, Any]:
-    """Errors of predicted step times by kind of step, after LEARNED steps of all instances, or after half of them
-    where there are fewer than twice as many; beside them those of OTHER, from the same profile and the same steps."""
+    """Return the errors of predicted step times by kind of step, and those of OTHER on the same profile and steps.
+
+    Skips the first LEARNED steps of all instances, or the first half if there are fewer than twice as many.
+    """
     ordered = sorted(journal.steps, key=lambda step: step.ended)
     after = min(LEARNED, len(ordered) // 2)
     return {"after": after, **_errors(ordered[after:]), OTHER: _errors(_told(journal, ordered)[after:])}
 
 
 def _told(journal: Replay, ordered: Sequence[Step]) -> list[Step]:
-    """The steps as OTHER would have predicted them, each before it learned from it."""
+    """Return the steps with OTHER's predictions, each made before OTHER learns from the step."""
     models = {
         name: replace(Recipe.of(made["perf"]), kind=OTHER, coefficients=None).make()
         for name, made in journal.instances.items()
@@ -95,7 +97,7 @@ def _told(journal: Replay, ordered: Sequence[Step]) -> list[Step]:
 
 
 def _errors(some: Sequence[Step]) -> dict[str, Any]:
-    """mape, and the median of predicted by measured, of each kind of step that there is."""
+    """Return the count, MAPE and median ratio of predicted to measured time for each kind of step that occurs."""
     made = {}
     for name in KINDS:
         ratios = [one.predicted / one.seconds for one in some if kind(one.load) == name and one.seconds > 0]
@@ -106,8 +108,7 @@ def _errors(some: Sequence[Step]) -> dict[str, Any]:
 
 
 def first_tokens(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Median absolute error of first tokens as predicted at admission, as a share of when they came: of all requests,
-    and of the later half to end."""
+    """Return the median relative error of TTFT predictions: of all requests, and of those that ended later."""
     errors = [abs(predicted - measured) / measured for predicted, measured in pairs if measured > 0]
     later = errors[len(errors) // 2 :]
     return {
@@ -118,7 +119,7 @@ def first_tokens(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 
 def busy(journal: Replay, run: Run) -> dict[str, float]:
-    """Share of the run's time that each instance computed."""
+    """Return the share of the run's time in which each instance computed."""
     spent: dict[str, float] = dict.fromkeys(journal.instances, 0.0)
     for step in journal.steps:
         spent[step.instance] += step.seconds

@@ -1,4 +1,4 @@
-"""Requests to compare policies with: their tasks, lengths, times and promises, from the step times of a machine."""
+"""Request mixes to compare policies: tasks, lengths, arrival times and objectives, scaled to a machine's step times."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from jaxserve.sched.api.perf import Load
 from jaxserve.sched.api.slo import SLO
 from jaxserve.sched.sim import Arrival
 
-ROWS = 8  # that are taken to decode together where the cost of a token is asked for
-VOCABULARY = (8, 4000)  # ids that prompts are drawn from
+ROWS = 8  # batch size at which the cost of a decode token is computed
+VOCABULARY = (8, 4000)  # range of token ids in prompts
 SPREAD = {"prompt": 0.4, "output": 0.5}  # lengths are uniform within this share of their mean
 
 
 @dataclass(frozen=True)
 class Task:
-    """A class of requests. prompt: chunks of a full step. output: beside other tasks'. ttft: times a full step, or
-    times what the prompt takes alone, whichever is longer. tpot: times a step of ROWS rows."""
+    """A class of requests.
+
+    prompt: mean length, in chunks of a full step. output: mean length, relative to the other tasks. ttft: multiple of a
+    full step or of the prompt's time alone, whichever is longer. tpot: multiple of a step of ROWS running decodes.
+    """
 
     name: str
     share: float
@@ -33,9 +36,12 @@ class Task:
 
 @dataclass(frozen=True)
 class Mix:
-    """load: of what the profile says the instances can do, as a share of `--load`. tiers: tasks are tiers of the
-    server, which requests name; otherwise requests bring their objectives. burst: requests of the last task come so
-    many at once. shape: of the gamma gaps between the others; 1 is Poisson."""
+    """A mixture of tasks.
+
+    load: factor on `--load`. tiers: whether tasks are tiers of the server, named by requests; otherwise requests carry
+    their objectives. burst: number of requests of the last task that arrive at once. shape: of the gamma-distributed
+    gaps between the others; 1 is Poisson.
+    """
 
     tasks: tuple[Task, ...]
     load: float = 1.0
@@ -63,7 +69,7 @@ MIXES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """One task on one machine: mean tokens, and what is promised in seconds."""
+    """One task on one machine: mean tokens, and objectives in seconds."""
 
     name: str
     prompt: int
@@ -74,7 +80,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Scale:
-    """A mix on one machine. rate: requests/s. capacity: requests/s that the profile says all instances can do."""
+    """A mix on one machine. rate: requests/s sent. capacity: requests/s of all instances, predicted by the profile."""
 
     shapes: tuple[Shape, ...]
     rate: float
@@ -85,13 +91,16 @@ class Scale:
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Scale:
-        """From `record`."""
+        """Restore a scale from `record`."""
         return cls(tuple(Shape(**one) for one in record["shapes"]), record["rate"], record["capacity"])
 
 
 def scaled(mix: Mix, step_time: Callable[[Load], float], chunk: int, instances: int, load: float) -> Scale:
-    """Outputs are as long as makes decoding and prompts equal work, so that half of the instances can do each; the
-    rate is `load` of what all instances could do if every step took what the profile says."""
+    """Scale a mix to a machine.
+
+    Output lengths are chosen so that decoding and prefill are equal work, one half of the instances each. The rate is
+    `load` times the capacity of all instances according to `step_time`.
+    """
     prompts = {task.name: round(task.prompt * chunk) for task in mix.tasks}
     alone = {name: _alone(step_time, tokens, chunk) for name, tokens in prompts.items()}
     work = sum(task.share * alone[task.name] for task in mix.tasks)
@@ -111,14 +120,16 @@ def scaled(mix: Mix, step_time: Callable[[Load], float], chunk: int, instances: 
 
 
 def _alone(step_time: Callable[[Load], float], tokens: int, chunk: int) -> float:
-    """Seconds of a prompt in steps of its own."""
+    """Return the seconds of a prompt that is computed alone."""
     starts = range(0, tokens, chunk)
     return sum(step_time(Load().add_chunk(min(chunk, tokens - start), start)) for start in starts)
 
 
 def calls(mix: Mix, scale: Scale, count: int, seed: int, longest: int) -> list[Call]:
-    """The same for every policy: `count` requests, fewer where the mix has less load. `longest`: tokens that a
-    request may have in all."""
+    """Draw the requests of a mix, the same for every policy.
+
+    count: at full load; scaled by the mix's load. longest: maximum of prompt plus output, tokens.
+    """
     count = max(len(mix.tasks), round(count * mix.load))
     draw = np.random.default_rng(seed)
     numbers = _numbers(mix, count)
@@ -134,7 +145,7 @@ def calls(mix: Mix, scale: Scale, count: int, seed: int, longest: int) -> list[C
 
 
 def _numbers(mix: Mix, count: int) -> list[int]:
-    """How many requests of each task: exact shares, so that no draw makes a load another."""
+    """Return the number of requests of each task: exact shares, so that the load does not depend on the draw."""
     numbers = [max(1, round(task.share * count)) for task in mix.tasks]
     numbers[0] = max(1, count - sum(numbers[1:]))
     return numbers
@@ -152,7 +163,7 @@ def _call(shape: Shape, at: float, draw: np.random.Generator, longest: int) -> C
 
 
 def arrivals(made: Sequence[Call]) -> list[Arrival]:
-    """The same requests for the simulator."""
+    """Convert the calls to arrivals of the simulator."""
     return [
         Arrival(call.at, call.prompt_tokens, call.output_tokens, _slo(call.slo), call.slo.name) for call in made
     ]  # fmt: skip

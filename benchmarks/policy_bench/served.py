@@ -1,4 +1,4 @@
-"""A model that is compiled once and served by one policy after another, over HTTP, with what its journal says."""
+"""Serve a model over HTTP under one policy after another, compiled once, and read the journal of each run."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ from .client import send
 from .mixes import Scale
 from .systems import MODELS, System
 
-LONGEST = 600.0  # seconds of a case: a server that does not answer is an error, not a figure
+LONGEST = 600.0  # timeout of a case in seconds
 
 
 class Recorded(TTFTPredictions):
-    """Keeps each first token as last predicted and as it came, in seconds, best effort aside. Writer: the engine's
-    thread."""
+    """TTFT predictions that also keep (last predicted, measured) in seconds, except for best effort.
+
+    Writer: the engine's thread.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +57,7 @@ class Recorded(TTFTPredictions):
 
 @dataclass
 class Served:
-    """One policy's answer to a mix."""
+    """One policy's run of a mix."""
 
     run: Run
     journal: Replay
@@ -64,10 +66,10 @@ class Served:
 
 
 class Host:
-    """Warm executors of one model. One policy serves at a time."""
+    """Warm executors of one model, on which one policy serves at a time."""
 
     def __init__(self, name: str, mesh: str, folder: Path, **settings: Any) -> None:
-        """`folder` is for what a run writes. settings: of a ServeConfig."""
+        """Load and compile the model `name`. folder: for files of the runs. settings: further ServeConfig fields."""
         self.model, self._folder = MODELS[name], folder
         source = None if self.model.config is None else str(_written(folder / name, self.model.config))
         self.config = ServeConfig(
@@ -82,7 +84,7 @@ class Host:
         self.parameters = _parameters(weights)
 
     def serve(self, system: System, calls: Sequence[Call], tiers: Scale | None, clients: Executor) -> Served:
-        """Every call at its time. Raises RuntimeError where requests are left after LONGEST."""
+        """Serve every call at its time. Raises RuntimeError if requests are unfinished after LONGEST seconds."""
         journal = self._folder / "journal.jsonl"
         mine = replace(self.config, policy=system.policy, mode=system.mode, journal=str(journal))  # type: ignore[arg-type]
         if tiers is not None:
@@ -95,7 +97,7 @@ class Host:
                 try:
                     run = sent.result(LONGEST)
                 except TimeoutError:
-                    raise RuntimeError(f"{system}: requests are left after {LONGEST:.0f} s: {engine.stats()}") from None
+                    raise RuntimeError(f"{system}: unfinished after {LONGEST:.0f} s: {engine.stats()}") from None
             stats = _at_rest(engine)
             engine.check()
         finally:
@@ -106,18 +108,18 @@ class Host:
 
 
 def _at_rest(engine: Engine) -> Stats:
-    """What it says once nothing runs any more: rows that were planned ahead, and KV under way."""
+    """Return the engine's statistics once all planned-ahead rows and KV transfers have ended."""
     end = time.monotonic() + 30.0
     while (stats := engine.stats()).running or stats.waiting or stats.transferring:
         if time.monotonic() > end:
-            raise RuntimeError(f"something still runs: {stats}")
+            raise RuntimeError(f"the engine is still busy after 30 s: {stats}")
         time.sleep(0.02)
     return stats
 
 
 @contextmanager
 def _listening(service: Service) -> Iterator[str]:
-    """A server in a thread of this process, at the URL."""
+    """Run a server in a thread of this process, and yield its URL."""
     sock, ready, kept = listen_on("127.0.0.1", 0), threading.Event(), list[tuple[Ending, Any]]()
 
     def started(ending: Ending) -> None:
@@ -139,7 +141,7 @@ def _listening(service: Service) -> Iterator[str]:
 
 
 def _written(folder: Path, changes: dict[str, Any]) -> Path:
-    """A model's folder without weights: the demo model's tokenizer, and its configuration with changes."""
+    """Write a model folder without weights: the demo model's tokenizer, and its config with changes."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in DEMO.iterdir():
         if path.suffix in (".json", ".jinja"):

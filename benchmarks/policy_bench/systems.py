@@ -1,4 +1,4 @@
-"""What is compared: models, and policies with the roles of their instances."""
+"""The compared models, and policies with the roles of their instances."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from jaxserve.sched import policies
 
 @dataclass(frozen=True)
 class Model:
-    """chunk: tokens of a full step. times: requests for each of `--requests`. config: changes to the demo model's
-    config.json that make another model, with random weights; None is the demo model itself."""
+    """A served model.
+
+    chunk: tokens of a full step. times: factor on `--requests`. config: changes to the demo model's config.json for a
+    model with random weights; None is the demo model itself.
+    """
 
     length: int
     chunk: int
@@ -35,18 +38,18 @@ MODELS = {
 
 @dataclass(frozen=True)
 class System:
-    """A policy and the roles of its instances: `mixed` has all of them do both."""
+    """A policy and the roles of its instances: all mixed, or split into prefill and decode."""
 
     policy: str
     mixed: bool
 
     @classmethod
     def parse(cls, text: str) -> System:
-        """`NAME`, with the roles that its paper has, or `NAME@mixed`, `NAME@split`. Raises InvalidValue."""
+        """Parse `NAME` (with the roles of its paper), `NAME@mixed` or `NAME@split`. Raises InvalidValue."""
         name, at, roles = text.partition("@")
         policies.make(name)
         if at and roles not in ("mixed", "split"):
-            raise InvalidValue(f"{text!r} must end with @mixed or @split, or neither", "policies")
+            raise InvalidValue(f"{text!r} must be NAME, NAME@mixed or NAME@split", "policies")
         bare = name.partition(":")[0]
         return cls(name, roles == "mixed" if at else bare in policies.WHOLE and bare not in policies.ROUTER)
 

@@ -1,4 +1,4 @@
-"""The tables of stored cases: what was attained, served and simulated, and how well it was predicted."""
+"""Tables of stored cases: attainment, served and simulated, and errors of predictions."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from jaxserve.report.table import markdown
 
 Case = Mapping[str, Any]
-CLOSE = 0.02  # shares that differ by less are as good
+CLOSE = 0.02  # attained shares that differ by at most this count as equal
 KINDS = ("decode", "prefill", "mixed")
 
 
 class Table(NamedTuple):
-    """`name` is that of its place in a page, `verdict` a line below it."""
+    """A table of the page. name: of its marker. verdict: a line below it."""
 
     name: str
     title: str
@@ -28,7 +28,7 @@ def tables(
     cases: Sequence[Case], scales: Mapping[str, Any], models: Sequence[str], mixes: Sequence[str],
     policies: Sequence[str],
 ) -> Iterator[Table]:  # fmt: skip
-    """All that there are cases for."""
+    """Yield the tables of all models and mixes that have cases."""
     for model in models:
         for mix in mixes:
             some = [[one for one in cases if (one["model"], one["mix"], one["policy"]) == (model, mix, policy)]
@@ -41,8 +41,10 @@ def tables(
 
 
 def write(page: Path, made: Sequence[Table]) -> None:
-    """Put tables and verdicts between `<!-- table: NAME -->` and `<!-- end -->`. Raises SystemExit where a page has no
-    such lines."""
+    """Write tables and verdicts between `<!-- table: NAME -->` and `<!-- end -->`.
+
+    Raises SystemExit if the page lacks these lines.
+    """
     text = page.read_text(encoding="utf-8")
     for one in made:
         mark = re.compile(rf"(<!-- table: {re.escape(one.name)} -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -64,7 +66,7 @@ def _scaled(model: str, mix: str, scale: Mapping[str, Any]) -> Table:
 
 
 def _mean(cases: Sequence[Case], *path: str) -> float:
-    """Of a figure over rounds."""
+    """Return the mean of a figure over rounds."""
     total = 0.0
     for case in cases:
         value: Any = case
@@ -102,7 +104,7 @@ def _verdict(some: Sequence[Sequence[Case]]) -> str:
 
 
 def _predicted(model: str, cases: Sequence[Case], policies: Sequence[str]) -> Table:
-    """Errors by policy: of steps over all mixes, of first tokens at half and at full load."""
+    """Return errors by policy: of step times over all mixes, of first tokens at half and at full load."""
     rows = []
     for policy in policies:
         mine = [one for one in cases if one["policy"] == policy]
@@ -119,7 +121,7 @@ def _predicted(model: str, cases: Sequence[Case], policies: Sequence[str]) -> Ta
 
 
 def _pooled(found: Sequence[Mapping[str, Any]], kind: str) -> tuple[float, int]:
-    """Mean error and number of steps."""
+    """Return the mean error and the number of steps."""
     some = [one[kind] for one in found if kind in one]
     count = sum(one["steps"] for one in some)
     return (sum(one["mape"] * one["steps"] for one in some) / count if count else 0.0), count

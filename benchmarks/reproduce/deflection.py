@@ -1,7 +1,7 @@
-"""Load-aware prefill deflection on two prefill and two decode instances, in the simulator.
+"""Reproduce load-aware prefill deflection in the simulator, on two prefill and two decode instances.
 
-TTFT counts to the arrival of the KV at the decode side, as in that paper. `python benchmarks/reproduce/deflection.py
-all` writes docs/research and its JSON.
+As in the paper, TTFT ends when the KV has arrived at the decode instance. `python benchmarks/reproduce/deflection.py
+all` writes docs/research/deflection.md and its JSON.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # measure this checkout, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # import this checkout, installed or not
 
 import numpy as np
 import page
@@ -66,7 +66,7 @@ class Case(NamedTuple):
 
 
 def routers(args: argparse.Namespace) -> Table:
-    """P95 TTFT and attainment by routing and rate."""
+    """Make the table of P95 TTFT and attainment by routing and rate."""
     count, seeds = args.requests or REQUESTS, args.seeds or SEEDS
     cases = [Case(*system, rate, count, seed) for system in SYSTEMS for rate in RATES for seed in range(seeds)]
     found = dict(zip(cases, page.spread(args, _ends, cases), strict=True))
@@ -98,7 +98,7 @@ def _ends(case: Case) -> tuple[float, float]:
 
 
 def breakdown(args: argparse.Namespace) -> Table:
-    """Of what the TTFT of requests around the 95th percentile consists: waiting, computing, moving KV."""
+    """Make the table of the parts of the P95 TTFT: waiting, computing, KV transfer."""
     count = args.requests or REQUESTS
     routers = ("round_robin", "least_work", "deflect:faster")
     cases = [Case("distserve", one, rate, count) for one in routers for rate in (2.0, 4.0, *RATES)]
@@ -126,7 +126,7 @@ def _parts(case: Case) -> list[object]:
 
 
 def chunk_sweep(args: argparse.Namespace) -> Table:
-    """What a mixed step on a decode instance may take of the TBT, and how many tokens a step may have."""
+    """Make the table by the share of the TBT that a mixed step may take, and by the tokens of a step."""
     count = args.requests or REQUESTS
     shares = [Case("distserve", f"{one}+share={share}", 6.0, count) for one in TWO for share in (0.25, 0.5, 0.75, 1.0)]
     sizes = [
@@ -147,7 +147,7 @@ def _sweep(case: Case) -> list[object]:
 
 
 class Errors(Recorder):
-    """How far off predicted steps of decode instances were. Writer: as of Recorder."""
+    """A recorder that also keeps the relative errors of predicted steps of decode instances. Writer: as of Recorder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Errors(Recorder):
 
 
 def predictor(args: argparse.Namespace) -> Table:
-    """How far off steps of decode instances and first tokens are predicted, by step-time model."""
+    """Make the table of prediction errors of decode instances' steps and of TTFT, by step-time model."""
     count = args.requests or REQUESTS
     systems = [*(("distserve", one) for one in TWO), ("unified", "unified")]
     cases = [

@@ -1,8 +1,8 @@
-"""FairBatching's tables and figures (arXiv 2510.14392): the paper's beside ours, in simulation.
+"""Reproduce FairBatching's tables and figures (arXiv 2510.14392) in the simulator.
 
-`python benchmarks/reproduce/fairbatching.py all` writes docs/research and its JSON; with the traces' files also the
-tables of real traces: `--trace burstgpt=FILE --trace azure=FILE`. A peak is the best of a few rates, which are given as
-shares of what prompts alone would allow.
+`python benchmarks/reproduce/fairbatching.py all` writes docs/research/fairbatching.md and its JSON. Tables of real
+traces need their files: `--trace burstgpt=FILE --trace azure=FILE`. A peak is the maximum over a few rates, which are
+given as shares of the rate that prefill alone would allow.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from page import Table
 
 from jaxserve.report import plot
 
-REQUESTS = 200  # of a simulation
-SINGLE = SHARES[:3]  # of Table 3 and Figure 5
+REQUESTS = 200  # per simulation
+SINGLE = SHARES[:3]  # rates of Table 3 and Figure 5
 
 
 @cache
 def single_node(jobs: int, requests: int) -> dict[Job, Result]:
-    """What Table 3 and Figure 5 are made of."""
+    """Simulate the cases of Table 3 and Figure 5."""
     cases = [
         Job(system, workload, rate, requests, model, SLOS[workload])
         for model in MODELS.values()
@@ -48,7 +48,7 @@ def single_node(jobs: int, requests: int) -> dict[Job, Result]:
 
 
 def effective(args: argparse.Namespace, model: str, workload: str, system: str) -> list[float]:
-    """By rate; Sarathi with the better of two budgets there (the third is in Figure 7)."""
+    """Return effective requests/s by rate; for Sarathi, of the better of two budgets (the third is in Figure 7)."""
     count = args.requests or REQUESTS
     found = single_node(args.jobs, count)
     return [
@@ -86,7 +86,7 @@ def table3(args: argparse.Namespace) -> Table:
 
 
 def figure5(args: argparse.Namespace) -> Table:
-    """Effective requests/s by rate, for every model and workload."""
+    """Make Figure 5: effective requests/s by rate, for every model and workload."""
     rows, panels, data = [], [], {}
     for workload, name in WORKLOADS.items():
         for label, model in MODELS.items():
@@ -109,8 +109,11 @@ GAINS = {
 
 
 def table5(args: argparse.Namespace) -> Table:
-    """vLLM sees no SLO, Sarathi and FairBatching (one TTFT for all) only the TPOT: they run once for each of those.
-    What FB-PAB keeps only grows with the rate (Figure 7): its peak is at the highest."""
+    """Make Table 5: gains by TTFT and TPOT objective.
+
+    vLLM ignores SLOs, and Sarathi and FairBatching depend only on the TPOT, so they run once per value. FB-PAB's
+    effective rate only grows with the rate (Figure 7), so its peak is at the highest one.
+    """
     some, count = rates("qwen", H20, (0.35, 0.5, 0.65, 0.75)), args.requests or REQUESTS
     jobs = [Job("vllm", "qwen", rate, count) for rate in some]
     for system in (MAIN["Sarathi"], MAIN["FB"]):
@@ -156,7 +159,7 @@ OVER |= {"FB": "FB-TB (token budget)", "FB-PAB": "FB", "FB, largest on-time set 
 
 
 def breakdown(args: argparse.Namespace) -> Table:
-    """Figure 7: what each part brings."""
+    """Make Figure 7: the contribution of each part."""
     some, count = rates("qwen", H20, SHARES), args.requests or REQUESTS
     found = every(args, [Job(system, "qwen", rate, count) for system, _ in PARTS.values() for rate in some])
     peaks: dict[str, float] = {}
@@ -164,7 +167,7 @@ def breakdown(args: argparse.Namespace) -> Table:
     for name, (system, paper) in PARTS.items():
         values = [result.effective() for result in found if result.job.system == system]
         peaks[name] = max(values)
-        if name.startswith("Sarathi,"):  # the paper tunes it
+        if name.startswith("Sarathi,"):  # the paper tunes Sarathi's budget
             peaks["Sarathi"] = max(peaks["Sarathi"], peaks[name])
         gain = f"{100 * (peaks[name] / peaks[OVER[name]] - 1):+.1f} % over {OVER[name]}" if name in OVER else None
         rows.append([name, *values, max(values), gain, paper])
@@ -181,7 +184,7 @@ CLUSTERS = {
 
 
 def dp8(args: argparse.Namespace) -> Table:
-    """Figure 8: eight instances behind a load balancer."""
+    """Make Figure 8: eight instances behind a load balancer."""
     paper = {"qwen": (54.3, 34.9), "burstgpt": (45.3, 16.2), "azure": (38.3, 7.7)}
     jobs = [
         Job(system, workload, rate, args.requests or 2 * REQUESTS, H20, SLOS[workload], 8)
@@ -204,9 +207,9 @@ def dp8(args: argparse.Namespace) -> Table:
 
 
 def traces(args: argparse.Namespace) -> Table | None:
-    """The columns of Table 3 on real arrivals and lengths, stretched to each rate. Needs `--trace`."""
+    """Make Table 3 on real arrivals and lengths, stretched to each rate. Needs `--trace`."""
     if not args.trace:
-        print("traces: left as it is, no --trace")
+        print("traces: skipped, because --trace is not given")
         return None
     files = dict(args.trace)
     some = {workload: rates(workload, H20, SHARES[:3]) for workload in files}
@@ -228,7 +231,7 @@ def flags() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument(
         "--trace", action="append", default=[], metavar="WORKLOAD=FILE", type=lambda text: text.partition("=")[::2],
-        help="for traces and arrivals: burstgpt or azure, and the file",
+        help="trace file of burstgpt or azure, for the tables `traces` and `arrival_counts`",
     )  # fmt: skip
     return parser
 

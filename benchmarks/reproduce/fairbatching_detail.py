@@ -1,4 +1,4 @@
-"""FairBatching in detail: progress (Figure 1), arrivals (4), latencies (Table 4, Figure 6), step estimates (3.2)."""
+"""Reproduce FairBatching's Figures 1 (progress), 4 (arrivals) and 6, Table 4 (latencies), and section 3.2."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from jaxserve.sched.sim.record import Recorder
 from jaxserve.sched.sim.timeline import decodes, prompt_lengths
 
 SLO = SLOS["qwen"]
-LOAD = 0.5  # of what prompts alone would allow: "medium"
-KEPT = 5  # every fifth step judges a fit to the others
+LOAD = 0.5  # share of the rate that prefill alone would allow: "medium"
+KEPT = 5  # every fifth step is held out of the fits
 
 
 def progress(args: argparse.Namespace) -> Table:
-    """Figure 1: how far decoding is ahead of its TPOT while prompts miss their TTFT."""
+    """Make Figure 1: how far decodes are ahead of their TPOT while prompts miss their TTFT."""
     (rate,) = rates("qwen", H20, [LOAD])
     systems = {name: MAIN[name] for name in ("vLLM", "Sarathi", "FB")}
     found = page.spread(args, _progress, [Job(one, "qwen", rate, args.requests or 400) for one in systems.values()])
@@ -77,7 +77,7 @@ def _progress(job: Job) -> tuple[Curve, Curve, Curve, Curve, list[float]]:
 
 
 def arrival_counts(args: argparse.Namespace) -> Table:
-    """Figure 4: how unevenly requests come, as drawn here and, with `--trace`, in the traces' heads."""
+    """Make Figure 4: burstiness of arrivals, as drawn here and, with `--trace`, in the heads of the traces."""
     rows: list[list[object]] = []
     files = dict(args.trace)
     for workload, name in WORKLOADS.items():
@@ -108,7 +108,7 @@ def arrival_counts(args: argparse.Namespace) -> Table:
 
 @cache
 def at_2_5(jobs: int, requests: int) -> dict[str, Result]:
-    """What Table 4 and Figure 6 are made of."""
+    """Simulate the cases of Table 4 and Figure 6."""
     made = every(argparse.Namespace(jobs=jobs), [Job(system, "qwen", 2.5, requests) for system in MAIN.values()])
     return dict(zip(MAIN, made, strict=True))
 
@@ -138,7 +138,7 @@ TPOT_BINS = (0.02, 0.03, 0.04, 0.0501, 0.1, 0.25)
 
 
 def figure6(args: argparse.Namespace) -> Table:
-    """Figure 6: how TTFT and TPOT of the same runs are distributed."""
+    """Make Figure 6: distributions of TTFT and TPOT in the runs of Table 4."""
     rows: list[list[object]] = []
     for name, result in at_2_5(args.jobs, args.requests or 1000).items():
         served = np.isfinite(result.ttft)
@@ -151,7 +151,7 @@ def figure6(args: argparse.Namespace) -> Table:
 
 
 def estimates(args: argparse.Namespace) -> Table:
-    """Section 3.2: how far off a step is told by its tokens alone, and by tokens and context."""
+    """Make the table of section 3.2: errors of step times fitted to tokens alone, and to tokens and context."""
     jobs = [
         Job(MAIN[name], workload, rates(workload, H20, [LOAD])[0], args.requests or 200, slo=SLOS[workload])
         for workload in PROMPTS
@@ -186,7 +186,7 @@ def _estimates(job: Job) -> list[object]:
 
 
 def _errors(table: np.ndarray, seconds: np.ndarray) -> Sequence[str]:
-    """Mean and 99th percentile in %, of steps that the fit has not seen."""
+    """Return the mean and 99th percentile of the errors in % on held-out steps."""
     judged = np.arange(len(seconds)) % KEPT == KEPT - 1
     fitted = proportional(table[~judged], seconds[~judged])
     errors = np.abs(table[judged] @ fitted / seconds[judged] - 1)

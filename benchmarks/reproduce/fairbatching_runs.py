@@ -1,8 +1,8 @@
-"""What FairBatching's tables simulate: a system on a workload at a rate, and what each request got.
+"""Simulations for FairBatching's tables: a system on a workload at a rate.
 
 Effective requests/s are the rate times the share of requests whose TTFT and worst mean time per token (the paper's max
-over k of (t_k - t_0)/k) keep their SLO; refused ones do not. Step times are the presets' with 1.3 % noise, known to the
-schedulers.
+over k of (t_k - t_0)/k) attain the SLO; refused requests do not. Step times are those of the presets with 1.3 % noise;
+the schedulers know the presets.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from math import exp, log
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # measure this checkout, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # import this checkout, installed or not
 
 import numpy as np
 import page
@@ -37,14 +37,14 @@ MODELS = {  # Table 1
 WORKLOADS = {"burstgpt": "BurstGPT", "qwen": "QwenTrace", "azure": "Azure"}
 SLOS = {"burstgpt": (0.5, 0.05), "qwen": (0.5, 0.05), "azure": (2.0, 0.05)}  # Table 2: TTFT, TPOT
 PROMPTS = {"burstgpt": 688.0, "qwen": 892.0, "azure": 1604.0}  # Table 2: mean tokens
-SHARES = (0.35, 0.5, 0.65, 0.8)  # of the rate that prompts alone would allow
+SHARES = (0.35, 0.5, 0.65, 0.8)  # of the rate that prefill alone would allow
 TUNED = ("sarathi", "sarathi:share=0.8", "sarathi:share=1.0")  # token budgets; the paper tunes them for each case
 MAIN = {"vLLM": "vllm", "Sarathi": "sarathi", "FB": "fairbatching", "FB-PAB": "fairbatching/pab:refuse"}
 NOISE = 0.013
 
 
 class Job(NamedTuple):
-    """One simulation. `system` is a policy, then an admission after a stroke, then a router after another."""
+    """One simulation. `system` is POLICY, POLICY/ADMISSION or POLICY/ADMISSION/ROUTER."""
 
     system: str
     workload: str
@@ -58,11 +58,11 @@ class Job(NamedTuple):
 
 class Result(NamedTuple):
     job: Job
-    ttft: tuple[float, ...]  # seconds, infinite where refused
-    tpot: tuple[float, ...]  # the worst mean of each request, 0 where it has one token
+    ttft: tuple[float, ...]  # seconds; infinite if refused
+    tpot: tuple[float, ...]  # worst mean time per token of each request; 0 if it has one token
 
     def effective(self, slo: tuple[float, float] | None = None) -> float:
-        """Requests per second that keep `slo`, or the job's own."""
+        """Return the requests per second that attain `slo`, by default the job's own."""
         ttft, tpot = slo or self.job.slo
         kept = (np.array(self.ttft) <= ttft + ROUNDING) & (np.array(self.tpot) <= tpot + ROUNDING)
         return self.job.rate * float(kept.mean())
@@ -105,13 +105,13 @@ def arrivals(job: Job) -> Workload | list[Arrival]:
 
 
 def rates(workload: str, model: str, shares: Iterable[float], instances: int = 1) -> list[float]:
-    """Shares of the rate at which prompts of the mean length alone keep the instances busy. Requests per second."""
+    """Return `shares` of the rate (requests/s) at which prefill of mean-length prompts saturates the instances."""
     truth = load_yaml(preset("latency", model), Latency).solve()
     alone = float(truth.prefill_times(np.array([PROMPTS[workload]]), np.zeros(1), 8192)[0])
     return [round(share * instances / alone, 2) for share in shares]
 
 
 def mean(values: Iterable[float]) -> float:
-    """Geometric."""
+    """Return the geometric mean."""
     logs = [log(value) for value in values]
     return exp(sum(logs) / len(logs))

@@ -1,8 +1,8 @@
-"""FlowPrefill's figures in the simulator: goodput, SLO scale, orders, batching, chunks, models, motivation.
+"""Reproduce FlowPrefill's figures in the simulator: goodput, SLO scale, orders, batching, chunks, models, motivation.
 
-Prompts alone, as the paper counts TTFT alone: every request ends with its first token. 800 requests and two seeds a
-cell unless the page says otherwise. `python benchmarks/reproduce/flowprefill.py all` writes docs/research and its
-JSON. Figures 12 and 16, of stopped steps, are made by flowprefill_stops.py.
+Every request ends with its first token, because the paper evaluates only TTFT. Each cell has 800 requests and two seeds
+unless the page says otherwise. `python benchmarks/reproduce/flowprefill.py all` writes docs/research/flowprefill.md and
+its JSON. flowprefill_stops.py makes Figures 12 and 16, on preempted steps.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from page import Table
 
 from jaxserve.report import plot
 
-FEWER = 400  # requests of a simulation of the other models, and of the ablations
-SHARES = (0.17, 0.34, 0.68, 1.02)  # of what the instance can compute: 1, 2, 4 and 6 requests/s of Llama3-8B
+FEWER = 400  # requests per simulation of the other models and of the ablations
+SHARES = (0.17, 0.34, 0.68, 1.02)  # of the instance's capacity: 1, 2, 4 and 6 requests/s of Llama3-8B
 SCALE_SHARES = (0.34, 0.68)
-CURVE = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # the same, of the plot; one seed
+CURVE = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # shares of the plot; one seed
 
 Row = Sequence[object]
 
 
 def parallel(make: Callable[[Any], Row], of: Sequence[Any]) -> list[Row]:
-    """A row for each, by a process per core."""
+    """Make a row of each item, with one process per core."""
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(make, of))
 
 
 def everywhere(args: argparse.Namespace) -> list[System]:
-    """Every system on Llama3-8B, and the published ones on the other models."""
+    """Return every system on Llama3-8B, and the published systems on the other models."""
     own = [replace(system, where=LLAMA_8B) for system in SYSTEMS]
     more = [replace(one, where=where, requests=FEWER) for where in DEPLOYMENTS[1:] for one in PUBLISHED]
     return [sized(args, system) for system in (*own, *more)]
 
 
 def goodput(args: argparse.Namespace) -> Table:
-    """Figures 9 (first row) and 17: the highest rate at which 90 % attain their TTFT, and attainment by load."""
+    """Make Figures 9 (first row) and 17: the highest rate at which 90 % attain their TTFT, and attainment by load."""
     made = page.spread(args, _goodput, everywhere(args))
     best = {row[0]: float(row[2]) for row, _ in made if row[1] == SYSTEMS[0].label}
     rows = [[*row, best[row[0]] / float(row[2])] for row, _ in made]
@@ -62,7 +62,7 @@ def _goodput(system: System) -> tuple[list[Any], list[float]]:
 
 
 def scale(args: argparse.Namespace) -> Table:
-    """Figures 9 (second row) and 17: the tightest multiple of all TTFTs that 90 % attain; one load of other models."""
+    """Make Figures 9 (second row) and 17: the tightest SLO scale that 90 % attain; other models at one load."""
     systems = [sized(args, replace(one, requests=FEWER, seeds=SEEDS[:1])) for one in everywhere(args)]
     titles = ["model", "system", *(f"tightest at {share:.0%} load" for share in SCALE_SHARES)]
     return Table("SLO scale (Figures 9 and 17, second row)", titles, page.spread(args, _scale, systems))
@@ -76,7 +76,7 @@ def _scale(system: System) -> Row:
 
 
 def draw(name: str, curves: dict[str, list[float]], xlabel: str, x: Sequence[float]) -> None:
-    """A panel for each model, a line for each published system."""
+    """Draw a panel for each model with a line for each published system."""
     panels = []
     for where in DEPLOYMENTS:
         lines = {one.label: plot.Series(x, curves[f"{where.label} | {one.label}"]) for one in PUBLISHED}
@@ -85,7 +85,7 @@ def draw(name: str, curves: dict[str, list[float]], xlabel: str, x: Sequence[flo
 
 
 def orders(args: argparse.Namespace) -> Table:
-    """Figure 10: S-EDF, D-EDF and EDF as FlowPrefill's priority."""
+    """Make Figure 10: S-EDF, D-EDF and EDF as FlowPrefill's priority."""
     named = (("S-EDF", "sedf"), ("D-EDF", "deadline_edf"), ("EDF", "edf"))
     titles = ["order", "goodput, req/s", "SLO scale at 5 req/s", "5 req/s, %", "6", "7", "8"]
     systems = [sized(args, System(label, f"flowprefill:order={name}", requests=FEWER)) for label, name in named]
@@ -97,7 +97,7 @@ def _order(system: System) -> Row:
 
 
 def batching(args: argparse.Namespace) -> Table:
-    """Figure 11: attainment and throughput by batch token budget, up to far beyond what the instance can do."""
+    """Make Figure 11: attainment and throughput by batch token budget, up to far beyond the instance's capacity."""
     systems = [System("no batching", "flowprefill:batch=0")]
     for budget in (512, 1024, 2048, 4096, 8192):
         systems.append(System(f"{budget}", f"flowprefill:batch={budget}"))
@@ -120,7 +120,7 @@ def _batching(system: System) -> Row:
 
 
 def chunks(args: argparse.Namespace) -> Table:
-    """Figure 15: FlowPrefill with chunked prompts."""
+    """Make Figure 15: FlowPrefill with chunked prompts."""
     sizes = (1024, 2048, 4096, 8192, 16384, WHOLE)
     titles = ["chunk", "goodput, op", "6 req/s, op, %", "goodput, chunk", "6 req/s, chunk, %"]
     pairs = [

@@ -1,4 +1,4 @@
-"""FlowPrefill: how right its TTFT predictions are (Figure 13), scheduling rounds (6.4), one SLO for all (Figure 14)."""
+"""Reproduce FlowPrefill's TTFT predictions (Figure 13), scheduling rounds (6.4) and single SLO (Figure 14)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from jaxserve.sched.sim import Arrival, simulate
 from jaxserve.sched.sim.scenarios import CHATBOT
 from jaxserve.sched.sim.workload import POISSON
 
-LOADS = (0.17, 0.34, 0.68)  # shares of what the instance can compute
+LOADS = (0.17, 0.34, 0.68)  # shares of the instance's capacity
 
 
 def prediction(args: argparse.Namespace) -> Table:
-    """Figure 13: each request's TTFT beside that which the polynomial of its length predicts."""
+    """Make Figure 13: the TTFT of each request against the prediction by a polynomial of its length."""
     systems = [replace(sized(args, FLOW), where=where) for where in DEPLOYMENTS[:3]]
     rows = page.spread(args, _prediction, [(system, load) for system in systems for load in LOADS])
     titles = [
@@ -61,7 +61,7 @@ def _prediction(case: tuple[System, float]) -> list[object]:
 
 
 class Rounds:
-    """How often the scheduler was asked, and what it said. Writer: the logs of the instances that prefill."""
+    """Counts of scheduling rounds and of the commands they made. Writer: the logs of prefill instances."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -80,7 +80,7 @@ def _nothing(kind: str, **fields: Any) -> None:
 
 
 def rounds(args: argparse.Namespace) -> Table:
-    """Section 6.4: scheduling rounds per request, and how many of them make a command."""
+    """Make the table of section 6.4: scheduling rounds per request, and the commands that they make."""
     systems = [
         sized(args, one)
         for one in (
@@ -110,7 +110,7 @@ def _rounds(case: tuple[System, float]) -> list[object]:
 
 @dataclass(frozen=True)
 class Chat:
-    """ShareGPT's prompts as SLOs-Serve's Table 4 gives them, all with the TTFT of a chatbot (Table 2)."""
+    """ShareGPT's prompts with the lengths of SLOs-Serve's Table 4, all with the TTFT of a chatbot (Table 2)."""
 
     name: str = "ShareGPT, prompts alone"
 
@@ -121,7 +121,7 @@ class Chat:
 
 
 def single_slo(args: argparse.Namespace) -> Table:
-    """Figure 14: 500 short prompts with one TTFT for all, Poisson arrivals."""
+    """Make Figure 14: 500 short prompts with the same TTFT objective, Poisson arrivals."""
     rates = (2, 4, 6, 8, 10, 12, 14, 16)
     systems = [sized(args, replace(one, requests=500)) for one in (FLOW, CP2K)]
     rows = page.spread(args, _single_slo, [(system, rates) for system in systems])

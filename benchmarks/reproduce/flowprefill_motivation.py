@@ -1,6 +1,6 @@
-"""FlowPrefill's motivation: the task mix (Figure 1, Table 1), what chunks cost (Figure 3), what batches bring (4).
+"""Reproduce FlowPrefill's motivation: the task mix (Figure 1, Table 1), cost of chunks (3), gain of batches (4).
 
-Figures 3 and 4 are of the step-time model alone, no simulation: Llama3-8B with the A100-40GB's bandwidth, as there.
+Figures 3 and 4 come from the step-time model without simulation: Llama3-8B with the bandwidth of the paper's A100-40GB.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TABLE1 = {  # mean, P99 and standard deviation of prompt lengths, share in %
     "file": (6833, 22390, 5186, 4),
 }
 DRAWN = 100_000  # requests
-WINDOW = 10.0  # seconds in which arrivals are counted
+WINDOW = 10.0  # seconds of a window in which arrivals are counted
 A100_40G = 1555e9  # bytes/s (data sheet)
 PROMPT = 32_768  # tokens (Figure 3)
 CHUNKS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -32,7 +32,7 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 
 
 def tasks(args: argparse.Namespace) -> Table:
-    """Figure 1 and Table 1: prompt lengths of the four tasks as drawn, and how they arrive."""
+    """Make Figure 1 and Table 1: prompt lengths of the FlowPrefill mix as drawn, and burstiness of arrivals."""
     drawn = flowprefill(LLAMA_8B.model).draw(args.requests or DRAWN, 6.0, 0)
     rows: list[list[object]] = []
     for task, published in TABLE1.items():
@@ -53,7 +53,7 @@ def model() -> Coefficients:
 
 
 def chunk_efficiency(args: argparse.Namespace) -> Table:
-    """Figure 3: throughput and latency of a 32K-token prompt by chunk size."""
+    """Make Figure 3: throughput and latency of a 32K-token prompt by chunk size."""
     truth = model()
     rows = []
     for chunk in CHUNKS:
@@ -65,7 +65,7 @@ def chunk_efficiency(args: argparse.Namespace) -> Table:
 
 
 def batch_efficiency(args: argparse.Namespace) -> Table:
-    """Figure 4: throughput and TTFT of batches, by prompt length; the TTFT is 1 where a prompt is alone."""
+    """Make Figure 4: throughput and TTFT of batches by prompt length, the TTFT relative to a prompt alone."""
     truth = model()
     rows: list[list[object]] = []
     for length in LENGTHS:
@@ -79,7 +79,7 @@ def batch_efficiency(args: argparse.Namespace) -> Table:
             cells.append(f"{batch * length / seconds:,.0f} / {seconds / alone:.1f}")
         rows.append([length, *cells])
     titles = ["prompt", *(f"batch of {batch}" for batch in BATCHES)]
-    return Table("Tokens/s and normalised TTFT of batches (Figure 4)", titles, rows)
+    return Table("Tokens/s and normalized TTFT of batches (Figure 4)", titles, rows)
 
 
 MAKERS = (tasks, chunk_efficiency, batch_efficiency)

@@ -1,8 +1,8 @@
-"""FlowPrefill's stopped steps in the simulator: blocking time (Figure 12) and prompts beside decodes (Figure 16).
+"""Reproduce FlowPrefill's preemption in the simulator: blocking time (Figure 12), prompts beside decodes (Figure 16).
 
-Steps are cut and dispatched as the engine does it (sched/api/preemption.py), unless a row says otherwise. Figure 12
-uses prompts alone, as flowprefill.py does; Figure 16 takes the colocated workload on one mixed instance: three times
-the TTFT, and a TBT of 100 ms for text and images, 200 ms for searches and files (section 6.5).
+Steps are cut and dispatched as in the engine (sched/api/preemption.py), unless a row says otherwise. In Figure 12 every
+request ends with its first token, as in flowprefill.py. Figure 16 uses the colocated workload on one mixed instance:
+three times the TTFT, and a TBT of 100 ms for text and images, 200 ms for searches and files (section 6.5).
 
     python benchmarks/reproduce/flowprefill_stops.py             # both tables, and JSON
 """
@@ -35,7 +35,7 @@ REQUESTS, SEEDS = 300, (0, 1)
 
 
 class Stopwatch:
-    """From asking a step to stop until it has. Writer: the log of an instance."""
+    """Seconds from each request to stop a step until it has stopped. Writer: the log of an instance."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -52,7 +52,7 @@ class Stopwatch:
 
 
 def _blocked() -> Iterator[System]:
-    """Rows of Figure 12."""
+    """Yield the rows of Figure 12."""
     operators = {"boundary": "op", "segments": LATENCY.layers * LATENCY.operators, "depth": 1}
     yield System(f"{LATENCY.operators} operators a layer, depth 1 (the paper's)", "flowprefill", operators)
     for boundary, depth in (("op", 1), ("op", 2), ("layer", 1), ("layer", 2), ("layers:4", 2), ("chunk", 2)):
@@ -64,7 +64,7 @@ def _blocked() -> Iterator[System]:
 
 
 def blocking() -> list[dict[str, Any]]:
-    """Figure 12: how long a step goes on that was asked to stop, and what that is worth."""
+    """Make Figure 12: time until a step stops, and its effect on attainment and goodput."""
     rows = []
     for system in _blocked():
         watch = Stopwatch()
@@ -109,7 +109,7 @@ MIXED = (
 
 
 def colocated() -> list[dict[str, Any]]:
-    """Figure 16: shares of requests that attain their TTFT, and their TBT, by rate."""
+    """Make Figure 16: shares of requests that attain their TTFT and their TBT, by rate."""
     rows = [_colocated(system, rate) for system in MIXED for rate in RATES]
     for what, title in (("ttft", "TTFT"), ("tbt", "TBT")):
         table = [
@@ -126,7 +126,9 @@ def _colocated(system: Mixed, rate: float) -> dict[str, Any]:
         "system": system.label,
         "rate": rate,
         "ttft": fmean(report.summary.ttft_attained for report in reports),
-        "tbt": fmean(report.summary.tpot_attained for report in reports),  # TPOT is as long here, so TBT decides
+        "tbt": fmean(
+            report.summary.tpot_attained for report in reports
+        ),  # the TPOT objective equals the TBT, so the TBT decides
         "both": fmean(report.summary.attained for report in reports),
         "stops": sum(report.counters.suspended for report in reports),
         "blocking_s": sum(report.counters.blocking for report in reports),
@@ -136,7 +138,7 @@ def _colocated(system: Mixed, rate: float) -> dict[str, Any]:
 
 
 def varying() -> list[dict[str, Any]]:
-    """The same at one rate, with step times that no model predicts: lognormal factors of mean 1."""
+    """Make Figure 16 at one rate with unpredictable step times: lognormal factors of mean 1."""
     rows = [
         {"noise": noise, **_colocated(replace(system, options={**system.options, "noise": noise}), VARIED)}
         for system in MIXED
@@ -164,7 +166,7 @@ def main() -> int:
     args = parser.parse_args()
     unknown = [name for name in args.tables if name not in (*TABLES, "all")]
     if unknown:
-        parser.error(f"unknown table {unknown[0]!r}; choose of {', '.join(TABLES)}")
+        parser.error(f"unknown table {unknown[0]!r}; choose from {', '.join(TABLES)}")
     chosen = TABLES if not args.tables or "all" in args.tables else args.tables
     save(args, {name: TABLES[name]() for name in chosen})
     return 0

@@ -1,4 +1,4 @@
-"""What FlowPrefill's tables compare: systems, on an instance that only prefills, serving the task mix of QwenTrace."""
+"""The systems of FlowPrefill's tables, on a prefill instance that serves the task mix of QwenTrace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # measure this checkout, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # import this checkout, installed or not
 
 from jaxserve.config import load_yaml, preset
 from jaxserve.sched.api.perf import Load
@@ -18,13 +18,13 @@ from jaxserve.sched.metrics import GOAL, Summary
 from jaxserve.sched.sim import Arrival, Latency, Options, Report, goodput_search, simulate
 from jaxserve.sched.sim.scenarios import flowprefill
 
-WHOLE = 65536  # tokens: no prompt of the mix is longer
+WHOLE = 65536  # tokens, above the longest prompt of the mix
 REQUESTS, SEEDS, TOLERANCE = 800, (0, 1), 0.04
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The task mix with the TTFTs of a model (Table 2), each request with one output token."""
+    """The task mix with a model's TTFT objectives (Table 2) and one output token per request."""
 
     scale: float = 1.0
     model: str = "llama3-8b"
@@ -37,7 +37,10 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Deployment:
-    """A model on its devices: the name of its TTFTs in Table 2, its latency preset, devices of an instance."""
+    """A model on its devices.
+
+    model: name of its TTFT objectives in Table 2. preset: of its step times. devices: per instance.
+    """
 
     label: str
     model: str
@@ -50,7 +53,7 @@ class Deployment:
 
     @property
     def full(self) -> float:
-        """Requests per second at which computing every prompt alone keeps the instance busy."""
+        """Requests per second at which computing every prompt alone saturates the instance."""
         truth = self.latency.solve()
         drawn = Prompts(1.0, self.model).draw(2000, 1.0, 0)
         return 1 / fmean(truth.step_time(Load().add_chunk(one.prompt_tokens, 0)) for one in drawn)
@@ -65,7 +68,7 @@ DEPLOYMENTS = (LLAMA_8B, QWEN_14B, LLAMA_70B, QWEN_MOE)
 
 @dataclass(frozen=True)
 class System:
-    """A row of a table: a policy, and the instances it runs on."""
+    """A row of a table: a policy and its deployment."""
 
     label: str
     policy: str
@@ -102,7 +105,7 @@ class System:
         return found[self.policy].rate
 
     def tightest(self, rate: float) -> float:
-        """The least SLO scale at which the goal is reached."""
+        """Return the smallest SLO scale at which the goal is attained."""
         low, high = 0.125, 0.25
         while self.attained(rate, high) < GOAL:
             low, high = high, 2 * high
@@ -135,6 +138,6 @@ SYSTEMS = (
 
 
 def sized(args: argparse.Namespace, system: System) -> System:
-    """With the requests and seeds of the command line, where it gives any."""
+    """Return the system with the requests and seeds of the command line, if given."""
     seeds = tuple(range(args.seeds)) if args.seeds else system.seeds
     return replace(system, requests=args.requests or system.requests, seeds=seeds)

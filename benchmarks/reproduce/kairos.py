@@ -1,7 +1,7 @@
-"""Kairos's figures (arXiv 2605.02329) in the simulator, to the letter and repaired, on K128.
+"""Reproduce Kairos's figures (arXiv 2605.02329) in the simulator on K128, as published and repaired.
 
-`python benchmarks/reproduce/kairos.py all` writes docs/research and its JSON. Figure 4 is of prompts alone: every
-request ends with its first token, so that the decode side plays no part.
+`python benchmarks/reproduce/kairos.py all` writes docs/research/kairos.md and its JSON. In Figure 4 every request ends
+with its first token, so that decode instances have no effect.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # measure this checkout, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # import this checkout, installed or not
 
 import numpy as np
 import page
@@ -44,7 +44,7 @@ POLICIES = (
 
 @dataclass(frozen=True)
 class Prompts:
-    """K128, each request with one output token."""
+    """K128 with one output token per request."""
 
     name: str = "K128, prompts alone"
 
@@ -53,7 +53,7 @@ class Prompts:
 
 
 def lengths(args: argparse.Namespace) -> Table:
-    """Figure 1a: how long requests are."""
+    """Make Figure 1a: lengths of requests."""
     rows: list[list[object]] = []
     for workload in (K128, K100, K32):
         drawn = np.array([one.prompt_tokens + one.output_tokens for one in workload.draw(100_000, 1.0, 0)])
@@ -69,7 +69,7 @@ PUBLISHED = {8192: (11.0, 0.4004), 131072: (40.3, 8.8)}  # ms of a decode step, 
 
 
 def steps(args: argparse.Namespace) -> Table:
-    """Figure 1b: a decode step by length, alone and beside one of 128K; and the prefill."""
+    """Make Figure 1b: times of a decode step by context, alone and beside a 128K row, and of the prefill."""
     truth = LATENCY.solve()
     rows: list[list[object]] = []
     for length in (1024, 4096, 8192, 16384, 32768, 65536, 131072):
@@ -90,7 +90,7 @@ PAPER4: Mapping[str, Sequence[float | None]] = {
 
 
 def figure4(args: argparse.Namespace) -> Table:
-    """TTFT attained by rate, of all requests and of the longest."""
+    """Make Figure 4: TTFT attained by rate, of all requests and of the longest."""
     sizes = args.requests or REQUESTS, args.seeds or SEEDS
     made = page.spread(args, _figure4, [(policy, *sizes) for policy in POLICIES])
     rows = [[name, *values] for name, values in PAPER4.items()]
@@ -112,13 +112,13 @@ def _figure4(case: tuple[str, int, int]) -> list[str]:
 
 
 class Case(NamedTuple):
-    """One simulation of both sides."""
+    """One simulation of prefill and decode."""
 
     policy: str
     rate: float
     seed: int
     requests: int
-    context: float | None = None  # seconds a token of context beyond the longest; None is the preset's
+    context: float | None = None  # seconds per token of context beyond the longest; None: the preset's
 
 
 def run(case: Case) -> Summary:
@@ -132,7 +132,7 @@ SWEPT = (2.0, 2.8, 3.0, 3.4, 4.0, 4.2, 5.0)
 
 @cache
 def swept(jobs: int, requests: int, seeds: int) -> dict[Case, Summary]:
-    """What Figures 3, 5 and 6 are made of."""
+    """Simulate the cases of Figures 3, 5 and 6."""
     cases = [Case(one, rate, seed, requests) for one in BOTH for rate in SWEPT for seed in range(seeds)]
     return dict(zip(cases, page.spread(argparse.Namespace(jobs=jobs), run, cases), strict=True))
 
@@ -158,7 +158,7 @@ SIDES: dict[str, Value] = {
 
 
 def sides(args: argparse.Namespace) -> Table:
-    """Figures 3, 5 and 6: both sides, each reading of the paper."""
+    """Make Figures 3, 5 and 6: TTFT, TPOT and speed under each reading of the paper."""
     rows: list[list[object]] = []
     for rate in SWEPT:
         for policy in BOTH:
@@ -176,7 +176,7 @@ def sides(args: argparse.Namespace) -> Table:
     return Table("Both sides (Figures 3, 5 and 6)", ["requests/s", "policy", *SIDES], rows)
 
 
-PAPER = {  # what its text says, by figure: rate, DistServe, Kairos
+PAPER = {  # numbers in the paper's text, by figure: rate, DistServe, Kairos
     "3: both": ("both, %", {2.0: ("63–74", "92–97"), 3.0: (55.8, 89.6), 4.0: (29.0, 47.2), 4.2: (22.8, 38.9)}),
     "5: TPOT": ("TPOT", {2.0: (73.7, 96.6), 3.0: (62.5, 89.6)}),
     "6: median tokens/s": ("median tokens/s", {2.0: (23.6, 28.1), 5.0: (20.9, 22.6)}),
@@ -184,7 +184,7 @@ PAPER = {  # what its text says, by figure: rate, DistServe, Kairos
 
 
 def figures356(args: argparse.Namespace) -> Table:
-    """Figures 3, 5 and 6 where the paper's text gives a number."""
+    """Make the points of Figures 3, 5 and 6 for which the paper's text gives a number."""
     rows: list[list[object]] = []
     for figure, (name, points) in PAPER.items():
         for rate, published in points.items():
@@ -198,7 +198,7 @@ def figures356(args: argparse.Namespace) -> Table:
 
 
 def context(args: argparse.Namespace) -> Table:
-    """What hangs on the cost of a token of context beyond the longest row's, which no paper gives."""
+    """Make the table by the cost of a token of context beyond the longest row, which no paper gives."""
     count = args.requests or REQUESTS
     settings = [(beta, rate) for beta in (0.0, 15e-9, 40e-9) for rate in (2.0, 4.0)]
     policies = ("distserve", "kairos:literal", "kairos")

@@ -1,9 +1,9 @@
-"""The tables of a reproduction page: made by a script, kept as JSON, and written between the markers of the page.
+"""Make the tables of a reproduction page, store them as JSON, and write them between the markers of the page.
 
-A script gives `run` its makers, functions that return a Table. `SCRIPT all` makes every table, writes
-benchmarks/results/PAGE-DATE.json and puts each table into docs/research/PAGE.md, between the lines
-`<!-- table: NAME -->` and `<!-- end -->`; prose around them is written by hand. A table made with other than its own
-number of requests or seeds is printed only.
+A script passes its makers, functions that return a Table, to `run`. `SCRIPT all` makes every table, writes
+benchmarks/results/PAGE-DATE.json, and puts each table into docs/research/PAGE.md between the lines
+`<!-- table: NAME -->` and `<!-- end -->`. The prose around the tables is written by hand. Tables made with a
+non-default number of requests or seeds are only printed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from jaxserve.report.table import markdown, print_table
 
 PAGES = common.ROOT / "docs" / "research"
 PLOTS = PAGES / "plots"
-DIGITS = 3  # significant, of a figure on a page; a curve in the JSON has one more
-SUMMARY = "results"  # the marker of the line that says how the tables were made
+DIGITS = 3  # significant digits on a page; curves in the JSON have one more
+SUMMARY = "results"  # marker of the line that says how the tables were made
 
 
 @dataclass(frozen=True)
 class Table:
-    """One table: its columns and rows. data: what else the JSON keeps of it, such as the points of a curve."""
+    """One table. data: stored only in the JSON, such as the points of a curve."""
 
     title: str
     columns: Sequence[str]
@@ -46,7 +46,7 @@ class Table:
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
-Maker = Callable[[argparse.Namespace], Table | None]  # None: printed already, and not kept
+Maker = Callable[[argparse.Namespace], Table | None]  # None: nothing to store
 One, Made = TypeVar("One"), TypeVar("Made")
 
 
@@ -57,23 +57,25 @@ def run(
     parser: argparse.ArgumentParser | None = None,
     also: Sequence[Maker] = (),
 ) -> int:
-    """Make the tables that the command line names, or all, each called what its maker is.
+    """Make the tables named on the command line, or all; a table has the name of its maker.
 
-    Makers get the parsed arguments: `requests` and `seeds`, None unless given, `jobs`, and what `parser` adds. also:
-    those that `all` leaves out.
+    Makers get the parsed arguments: `requests` and `seeds` (None unless given), `jobs`, and the arguments of `parser`.
+    also: makers that `all` leaves out.
     """
     tables = {maker.__name__: maker for maker in (*makers, *also)}
     parser = parser or argparse.ArgumentParser()
     parser.description, parser.formatter_class = about, argparse.RawDescriptionHelpFormatter
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"all, or {', '.join(tables)} [all]")
-    parser.add_argument("--requests", type=int, metavar="N", help="of a simulation; printed only [each table's own]")
-    parser.add_argument("--seeds", type=int, metavar="N", help="of a cell; printed only [each table's own]")
+    parser.add_argument(
+        "--requests", type=int, metavar="N", help="per simulation; only print the tables [each table's own]"
+    )
+    parser.add_argument("--seeds", type=int, metavar="N", help="per cell; only print the tables [each table's own]")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes [all cores]")
-    parser.add_argument("--print-only", action="store_true", help="leave the page and its JSON as they are")
+    parser.add_argument("--print-only", action="store_true", help="change neither the page nor its JSON")
     args = parser.parse_args()
     unknown = [name for name in args.tables if name not in (*tables, "all")]
     if unknown:
-        parser.error(f"unknown table {unknown[0]!r}; choose of all, {', '.join(tables)}")
+        parser.error(f"unknown table {unknown[0]!r}; choose from all, {', '.join(tables)}")
     chosen = [one.__name__ for one in makers] if not args.tables or "all" in args.tables else args.tables
     keep = not (args.print_only or args.requests or args.seeds)
     for name in chosen:
@@ -88,12 +90,12 @@ def run(
 
 
 def processor_seconds() -> float:
-    """Of this process and those it has waited for."""
+    """Return the CPU seconds of this process and its finished children."""
     return sum(os.times()[:4])
 
 
 def spread(args: argparse.Namespace, make: Callable[[One], Made], of: Iterable[One]) -> list[Made]:
-    """`make` of each, by as many processes as the command line allows."""
+    """Apply `make` to each item in `args.jobs` processes, and return the results in order."""
     if args.jobs == 1:
         return [make(one) for one in of]
     with ProcessPoolExecutor(args.jobs) as pool:
@@ -101,7 +103,7 @@ def spread(args: argparse.Namespace, make: Callable[[One], Made], of: Iterable[O
 
 
 def save(page: str, name: str, made: Table, seconds: float) -> None:
-    """Keep a table in today's JSON of the page, beside those that the newest one has, and write it into the page."""
+    """Add a table to the newest results of the page, write them as today's JSON, and update the page."""
     kept = newest(page)
     document = json.loads(kept.read_text(encoding="utf-8")) if kept else {"tables": {}}
     origin = common.origin()
@@ -121,12 +123,12 @@ def save(page: str, name: str, made: Table, seconds: float) -> None:
 
 
 def newest(page: str) -> Path | None:
-    """The last JSON of a page, by the date in its name."""
+    """Return the newest JSON of a page by the date in its name."""
     return max(common.RESULTS.glob(f"{page}-[0-9]*-[0-9]*-[0-9][0-9].json"), default=None)
 
 
 def write(page: Path, path: Path, document: Mapping[str, Any]) -> None:
-    """Put all tables of a document between their markers. Raises ValueError where the page lacks one."""
+    """Write all tables of a document between their markers. Raises ValueError if the page lacks one."""
     text = page.read_text(encoding="utf-8")
     for name, content in blocks(path, document).items():
         found = marked(name).search(text)
@@ -137,7 +139,7 @@ def write(page: Path, path: Path, document: Mapping[str, Any]) -> None:
 
 
 def blocks(path: Path, document: Mapping[str, Any]) -> dict[str, str]:
-    """What belongs between the markers of a page, by their names."""
+    """Return the text that belongs between each marker of a page."""
     tables = document["tables"]
     minutes = sum(table["seconds"] for table in tables.values()) / 60
     link = f"[`{path.name}`](../../benchmarks/results/{path.name})"
@@ -146,12 +148,12 @@ def blocks(path: Path, document: Mapping[str, Any]) -> dict[str, str]:
 
 
 def marked(name: str) -> re.Pattern[str]:
-    """Finds a table's block in a page; group 1 is what lies between its markers."""
+    """Return a pattern for a table's block in a page; group 1 is the text between its markers."""
     return re.compile(rf"<!-- table: {re.escape(name)} -->\n(.*?)<!-- end -->", re.DOTALL)
 
 
 def picture(name: str, panels: Sequence[Panel], columns: int = 2) -> None:
-    """Draw panels with one legend into docs/research/plots, small: at most some tens of KB."""
+    """Draw panels with a common legend into docs/research/plots, as a PNG of at most some tens of KB."""
     PLOTS.mkdir(exist_ok=True)
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(3.3 * columns, 2.3 * rows + 0.5), layout="constrained")
@@ -178,7 +180,7 @@ def picture(name: str, panels: Sequence[Panel], columns: int = 2) -> None:
 
 
 def _plain(value: Any, digits: int = DIGITS) -> Any:
-    """Values for JSON, floats with as many significant digits."""
+    """Convert a value for JSON, with floats rounded to `digits` significant digits."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item, digits) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,9 +1,9 @@
-"""The figures of SLOs-Serve (arXiv 2504.08784, section 6) in the simulator.
+"""Reproduce the figures of SLOs-Serve (arXiv 2504.08784, section 6) in the simulator.
 
-`slos_serve.py all` makes every table, puts each between its markers in docs/research/slos_serve.md and all of them
-into one JSON file; `slos_serve.py TABLE` makes one again and leaves the others as they are. Capacity is the highest
-rate per GPU at which 90 % of the requests keep their TTFT and the mean time per token over every ten tokens. Models,
-devices and lengths: the page.
+`slos_serve.py all` makes every table, writes each between its markers in docs/research/slos_serve.md, and stores all in
+one JSON file; `slos_serve.py TABLE` updates one table. Capacity is the highest rate per GPU at which 90 % of the
+requests attain their TTFT and the mean time per token over every ten tokens. The page states models, devices and
+lengths.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ PARTS = (
     ),
     System("- promises (`no-admit`)", "slos_serve:no-admit+no-spec+no-dynamic"),
 )
-SPLIT = (CHATBOT, CODER, SUMMARIZER)  # where all three splits are tried
+SPLIT = (CHATBOT, CODER, SUMMARIZER)  # scenarios that try all three splits
 R1_RATES = (3.0, 5.0)
 REPLICA_REQUESTS = 240
 REPLICAS = ((1, "round_robin"), (2, "next_replica"), (3, "next_replica"), (4, "next_replica"), (4, "round_robin"))
 
 
 def capacities() -> Table:
-    """Figures 1 and 9."""
+    """Make Figures 1 and 9: capacity by system and scenario."""
     rows: list[list[object]] = []
     best = {one: max(capacity(split, one) for split in (SPLITS if one in SPLIT else SPLITS[:1])) for one in SCENARIOS}
     for system in (VLLM, SARATHI):
@@ -81,7 +81,7 @@ def capacities() -> Table:
 
 
 def ratios() -> Table:
-    """Figure 4: DistServe by prefill and decode GPUs."""
+    """Make Figure 4: DistServe by prefill and decode GPUs."""
     rows: list[list[object]] = []
     for split in SPLITS:
         pairs = ((capacity(split, one), capacity(SPLITS[0], one)) for one in SPLIT)
@@ -91,7 +91,7 @@ def ratios() -> Table:
 
 
 def strict() -> Table:
-    """Section 6.1: at most 2 % may miss their SLOs."""
+    """Make the table of section 6.1, in which at most 2 % of the requests may miss their SLOs."""
     shown = (CHATBOT, CHATBOT_3X)
     found = {
         (system, one): capacity(system, one, goal=0.98) for system in (VLLM, SARATHI, SPLITS[0], OURS) for one in shown
@@ -108,7 +108,7 @@ def strict() -> Table:
 
 
 def reasoning() -> Table:
-    """Figure 9, the scenario with a model of 1.5B, and the same on OPT-7B."""
+    """Make Figure 9's reasoning scenario, on its 1.5B model and on OPT-7B."""
     systems = (VLLM, SARATHI, OURS)
     found = {system: capacity(system, REASONING) for system in systems}
     best = [found[VLLM], found[SARATHI]]
@@ -125,14 +125,14 @@ def reasoning() -> Table:
 
 
 def ablation() -> Table:
-    """Figure 14."""
+    """Make Figure 14: capacity without some of the parts."""
     scenarios = (CODER, SUMMARIZER, MIXED, CHATBOT_3X)
     rows = [[part.label, *(two(capacity(part, one)) for one in scenarios)] for part in PARTS]
     return Table("Parts taken away, requests/s (Figure 14)", ["system", *(one.name for one in scenarios)], rows)
 
 
 def replicas() -> Table:
-    """Figure 13."""
+    """Make Figure 13: capacity by number of replicas and routing."""
     scenarios = (CHATBOT, CODER)
     rows: list[list[object]] = []
     base: list[float] = []
@@ -154,7 +154,7 @@ MAKERS: tuple[Callable[[], Table], ...] = (
 
 
 def keep(args: argparse.Namespace, name: str, made: Table, seconds: float) -> None:
-    """Put a table into the JSON, beside what that holds of others, and between its markers in the page."""
+    """Store a table in the JSON beside the others, and write it between its markers in the page."""
     before = json.loads(args.output.read_text(encoding="utf-8"))["made"] if args.output.exists() else {}
     entry: dict[str, Any] = {
         **made._asdict(),
@@ -166,7 +166,7 @@ def keep(args: argparse.Namespace, name: str, made: Table, seconds: float) -> No
     page, begins, ends = PAGE.read_text(encoding="utf-8"), f"<!-- table: {name} -->\n", "<!-- end -->"
     head, found, rest = page.partition(begins)
     if not found:
-        raise SystemExit(f"{PAGE.name} has no line {begins.strip()!r} to put the table behind")
+        raise SystemExit(f"{PAGE.name} has no line {begins.strip()!r}, after which the table belongs")
     _, _, tail = rest.partition(ends)
     PAGE.write_text(f"{head}{begins}{markdown(made.columns, made.rows)}\n{ends}{tail}", encoding="utf-8")
 
@@ -177,7 +177,7 @@ def main() -> int:
     parser.add_argument(
         "tables", nargs="+", metavar="TABLE", choices=["all", *tables], help=f"all, {', '.join(tables)}"
     )
-    parser.add_argument("--print-only", action="store_true", help="leave the page and its JSON as they are")
+    parser.add_argument("--print-only", action="store_true", help="change neither the page nor its JSON")
     common.add_output(parser, "slos_serve")
     args = parser.parse_args()
     for name in tables if "all" in args.tables else args.tables:

@@ -1,4 +1,4 @@
-"""Figures 2, 8, 10, 11 and 12 of SLOs-Serve: single runs, looked at step by step or request by request."""
+"""Reproduce Figures 2, 8, 10, 11 and 12 of SLOs-Serve: steps and requests of single runs."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from jaxserve.sched.policies.slos_serve.policy import SlosServe
 from jaxserve.sched.sim import Report, simulate
 from jaxserve.sched.sim.record import Recorder
 
-SIZES = (0, 64, 128, 256, 512, 1024, 2048, 8192)  # tokens of a step, edges of the classes
-NOISE = 0.05  # of step times, as a share: the simulated devices' own for Figure 10b
+SIZES = (0, 64, 128, 256, 512, 1024, 2048, 8192)  # edges of the histogram of tokens per step
+NOISE = 0.05  # relative noise of the simulated devices' step times in Figure 10b
 FORMS: tuple[Perf, ...] = (PUBLISHED, "roofline", "linear", "general")
-STEPS = 4000  # of which the first half is fitted
+STEPS = 4000  # half of them are fitted
 INTERVALS = (1, 10, 60)  # seconds
 
 
@@ -50,14 +50,14 @@ def run(system: System, scenario: Scenario, rate: float, requests: int, noise: f
 
 
 class Run:
-    """A simulation, and the steps that it made."""
+    """A simulation and its recorded steps."""
 
     def __init__(self, report: Report, recorder: Recorder) -> None:
         self.report = report
         self._recorder = recorder
 
     def steps(self) -> Iterator[tuple[Load, float]]:
-        """What each step computed, and its seconds."""
+        """Yield the load and the seconds of each step."""
         for one in self._recorder.stretches:
             yield load_of(one.plan, self._prompts), one.end - one.start
 
@@ -67,7 +67,7 @@ class Run:
 
 
 def load_of(plan: StepPlan, prompts: dict[int, int]) -> Load:
-    """A chunk is a span that begins within its prompt."""
+    """Return the load of a plan. A span that starts within its prompt is a chunk, any other a decode."""
     load = Load()
     for span in plan.spans:
         if span.start < prompts[span.request]:
@@ -79,7 +79,7 @@ def load_of(plan: StepPlan, prompts: dict[int, int]) -> Load:
 
 
 def batching() -> Table:
-    """Figure 2: throughput over the tokens of a step, of the steps that SLOs-Serve makes."""
+    """Make Figure 2: throughput by the tokens of a step, of SLOs-Serve's steps."""
     rows: list[list[object]] = []
     steps = [
         one
@@ -104,7 +104,7 @@ def batching() -> Table:
 
 
 def traces() -> Table:
-    """Figure 8: how bursty the arrivals are that are drawn here."""
+    """Make Figure 8: burstiness of the drawn arrivals."""
     rows: list[list[object]] = []
     for label, scenario, published in (("conversation", CHATBOT, "stable"), ("code", CODER, "bursty")):
         arrivals = np.array([one.time for one in scenario.workload.draw(20_000, 5.0, 0)])
@@ -119,7 +119,7 @@ def traces() -> Table:
 
 
 def sizes() -> Table:
-    """Figure 10a: the share of the execution time spent in steps of at most so many tokens."""
+    """Make Figure 10a: the share of the execution time spent in steps above each number of tokens."""
     edges = SIZES[3:]
     rows: list[list[object]] = []
     for rate in (2.0, 3.0):
@@ -133,7 +133,7 @@ def sizes() -> Table:
 
 
 def fidelity() -> Table:
-    """Figure 10b: predicted and measured step times, of forms fitted to half of the steps."""
+    """Make Figure 10b: errors of step-time models, fitted to half of the steps, on the other half."""
     steps: list[tuple[Load, float]] = []
     for scenario, rate in ((CHATBOT, 2.5), (SUMMARIZER, 2.0), (CODER, 4.0), (MIXED, 3.5)):
         found = list(run(OURS, scenario, rate, 80, NOISE).steps())
@@ -158,7 +158,7 @@ def fidelity() -> Table:
 
 
 def burst() -> Table:
-    """Figure 11: coder above its capacity; in the JSON the requests in the system over time."""
+    """Make Figure 11: coder above its capacity; the JSON also has the requests in the system over time."""
     rows: list[list[object]] = []
     curves: dict[str, object] = {}
     for rate in (4.5, 9.0):
@@ -185,7 +185,7 @@ def burst() -> Table:
 
 
 def counts(report: Report, *, everything: bool) -> list[int]:
-    """Requests in the system at each second, all or those that miss an SLO."""
+    """Return the number of requests in the system at each second: of all, or of those that miss an SLO."""
     some = [one for one in report.measured if everything or not (one.ttft_attained and one.window_attained)]
     seconds = np.arange(0.0, report.ended + 1.0)
     came = np.searchsorted(np.sort([one.arrival for one in some]), seconds, side="right")
@@ -195,7 +195,7 @@ def counts(report: Report, *, everything: bool) -> list[int]:
 
 
 class Watched(SlosServe):
-    """Remembers which requests it demoted. Writer: `decide`."""
+    """SLOs-Serve that records the requests that it demotes. Writer: `decide`."""
 
     demoted: set[int]
 
@@ -206,7 +206,7 @@ class Watched(SlosServe):
 
 
 def tails() -> Table:
-    """Figure 12: the tail of the mixed scenario, as shares of each request's SLO."""
+    """Make Figure 12: tail latencies of the mixed scenario, relative to each request's SLO."""
     rows: list[list[object]] = []
     for rate in (1.5, 3.0, 4.5):
         arrivals = MIXED.workload.draw(300, rate, 0)

@@ -1,4 +1,4 @@
-"""What the tables of SLOs-Serve compare: scenarios, systems, and the capacity of one under the other."""
+"""The scenarios and systems of SLOs-Serve's tables, and the capacity of a system in a scenario."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # measure this checkout, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # import this checkout, installed or not
 
 from jaxserve.config import load_yaml, preset
 from jaxserve.sched.api.perf import Load
@@ -22,14 +22,14 @@ from jaxserve.sched.sim.workload import for_server
 
 OPT = load_yaml(preset("latency", "opt-7b-a100-40g"), Latency)
 R1 = load_yaml(preset("latency", "deepseek-r1-qwen-1.5b-a100-40g"), Latency)
-DRAFT, ACCEPTANCE = 4, 0.7  # assumed: the paper says neither
+DRAFT, ACCEPTANCE = 4, 0.7  # assumed; the paper states neither
 TOLERANCE = 0.1
-GOAL = 0.9  # the share of requests that must keep their SLOs
+GOAL = 0.9  # share of requests that must attain their SLOs
 PUBLISHED: Perf = "roofline:published"  # the paper's step-time model
 
 
 class Table(NamedTuple):
-    """One table of the page. data: what else the JSON keeps."""
+    """One table of the page. data: stored only in the JSON."""
 
     title: str
     columns: Sequence[str]
@@ -39,15 +39,17 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Scenario:
-    """A workload, the requests to draw of it a GPU, a rate to begin with, and what serves it."""
+    """A workload and its server. requests: drawn per GPU. start: first rate of the search, per GPU."""
 
     name: str
     requests: int
     start: float
     draft: int = DRAFT
-    kv: float = 1.0  # times the KV pool of the preset
+    kv: float = 1.0  # factor on the preset's KV pool
     latency: Latency = OPT
-    own_slowdown: bool = False  # TTFTs are multiples of this server's own, not of those of the paper's model
+    own_slowdown: bool = (
+        False  # TTFT objectives are multiples of this server's prefill times, not of the paper's model's
+    )
 
     @property
     def workload(self) -> Any:
@@ -71,8 +73,11 @@ REASONING_R1 = Scenario("reasoning", 400, 4.0, draft=0, latency=R1)
 
 @dataclass(frozen=True)
 class System:
-    """A row: a policy and how it is deployed. spec: it may draft where the scenario has a draft model. perf: the
-    step-time model that its scheduler knows. options: more of the simulation's."""
+    """A row of a table: a policy and its deployment.
+
+    spec: whether it drafts if the scenario has a draft model. perf: its scheduler's step-time model. options: further
+    options of the simulation.
+    """
 
     label: str
     policy: str
@@ -96,14 +101,16 @@ OURS_PUBLISHED = System("`slos_serve`, published roofline", "slos_serve", spec=T
 
 
 def kept(summary: Summary) -> float:
-    """The share of requests with both SLOs, TPOT over every ten tokens."""
+    """Return the share of requests that attain both SLOs, with TPOT over every ten tokens."""
     return summary.window_attained
 
 
 @cache
 def capacity(system: System, scenario: Scenario, requests: int = 0, goal: float = GOAL) -> float:
-    """Requests per second and GPU at which `goal` of them keep their SLOs. requests: of each simulation, by default
-    those of the scenario, and twice as many on several GPUs."""
+    """Return the requests per second and GPU at which a share `goal` attains its SLOs.
+
+    requests: per simulation; by default the scenario's, and twice as many on several GPUs.
+    """
     gpus = system.mesh.instances
     found = goodput_search(
         scenario.workload,

@@ -67,4 +67,4 @@ def test_other_counts_are_printed_and_not_kept(repo: Path, page: ModuleType) -> 
     done = subprocess.run(
         [*command[:2], "figure99"], cwd=repo, capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == 2 and "unknown table 'figure99'; choose of all, goodput" in done.stderr
+    assert done.returncode == 2 and "unknown table 'figure99'; choose from all, goodput" in done.stderr

@@ -193,7 +193,7 @@ def test_compare(repo: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ("--server llamacpp=llama-server", "compared as a server only: give --http"),
+        ("--server llamacpp=llama-server", "can only be compared as a server: add --http"),
         ("--http --server vllm=llama-server", "must be SIDE=FILE with a side of llamacpp"),
         ("--http --server llamacpp", "must be SIDE=FILE"),
     ],
@@ -252,7 +252,7 @@ def test_kernels_dry_to_the_end(repo: Path, tmp_path: Path) -> None:
 def test_a_storm(repo: Path, tmp_path: Path) -> None:
     """Twenty seconds of it; the script ends with 1, and run() fails, where anything is wrong."""
     flags = "--minutes 0.34 --measure 5 --turn-every 1 --most-growth 1000 --output"
-    assert "nothing is wrong" in run(repo, "soak", *flags.split(), str(tmp_path / "soak.json"), timeout=600)
+    assert "all checks passed" in run(repo, "soak", *flags.split(), str(tmp_path / "soak.json"), timeout=600)
     found: dict[str, Any] = json.loads((tmp_path / "soak.json").read_text())
     assert found["requests"] > 5 and found["ends"] and found["wrong"] == []
     assert found["role_changes"] > 3 and found["after"]["moved"] > 0
