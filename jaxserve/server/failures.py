@@ -76,7 +76,7 @@ def refusal(error: Exception) -> Refused:
     if isinstance(error, JaxserveError):
         return Refused(503, str(error), code="unavailable", retry_after=1.0)
     logger.error("internal error", exc_info=error)
-    return Refused(500, f"internal error: {type(error).__name__}; the server's log says more")
+    return Refused(500, f"internal error: {type(error).__name__}; see the server's log")
 
 
 def body_of(refused: Refused) -> dict[str, Any]:
@@ -116,7 +116,7 @@ async def unrouted(routes: Mapping[str, Sequence[str]], request: Request, error:
     asked = f"{method} {path if len(path) <= ECHO else path[: ECHO - 1] + '…'}"
     if error.status_code == HTTPStatus.NOT_FOUND:
         there = ", ".join(f"{'/'.join(methods)} {path}" for path, methods in routes.items())
-        return response_of(Refused(404, f"no route {asked} here; there is {there}", code="unknown_route"))
+        return response_of(Refused(404, f"no route {asked} here; routes: {there}", code="unknown_route"))
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = (error.headers or {}).get("Allow", "")
         answer = response_of(Refused(405, f"no route {asked} here; {path[:ECHO]} takes {allowed}", code="wrong_method"))

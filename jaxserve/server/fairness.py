@@ -114,8 +114,8 @@ class Stage:
     def _check(self, client: Client, outputs: int) -> None:
         limits = client.limits
         if limits.max_concurrency is not None and outputs > limits.max_concurrency:
-            most = f"more than the {limits.max_concurrency} requests at a time of this API key"
-            raise InvalidValue(f"prompts times n are {outputs} outputs, {most}", "n")
+            most = f"this API key may run at most {limits.max_concurrency} at a time"
+            raise InvalidValue(f"prompts times n is {outputs} outputs; {most}", "n")
         if (wait := client.wait_for_tokens(self._now())) > 0:
             text = f"this API key has used its {limits.tokens_per_second:g} tokens per second: try again later"
             raise Refused(429, text, code="token_rate", retry_after=wait)
@@ -123,12 +123,12 @@ class Stage:
             return
         waiting = sum(one.waiting for one in self.clients.values()) + outputs
         if client.waiting + outputs > limits.queue_share * self._bound and limits.queue_share < 1:
-            text = (
-                f"{client.waiting} requests of this API key wait, and it may fill {limits.queue_share:.0%} of the queue"
-            )
+            text = f"{client.waiting} requests of this API key wait; it may fill {limits.queue_share:.0%} of the queue"
             raise Refused(429, text, code="queue_share", retry_after=1.0)
         if waiting > self._bound and client.waiting + outputs > self._bound / len(self.clients):
-            raise QueueFull(f"{waiting - outputs} requests wait for admission, of {self._bound}: try again later")
+            raise QueueFull(
+                f"{waiting - outputs} of at most {self._bound} requests wait for admission: try again later"
+            )
 
     def _has_room(self, client: Client, outputs: int) -> bool:
         """Return whether a request can be admitted.
@@ -158,7 +158,7 @@ class Stage:
             self._serve()
             if isinstance(error, TimeoutError):
                 client.refused["queue_timeout"] += 1
-                text = f"no room in the engine within {self._timeout:g} s: try again later"
+                text = f"the request was not admitted within {self._timeout:g} s: try again later"
                 raise Refused(503, text, code="queue_timeout", retry_after=1.0) from None
             raise
 

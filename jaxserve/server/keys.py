@@ -40,7 +40,7 @@ class Keys:
                 raise InvalidValue(f"an API key has two names, one of them {name!r}: give each name its own", "api_key")
         self._admin = {self._digest(key) for key in admin}
         if self._admin & self._names.keys():
-            raise InvalidValue("admin_key is an API key too: clients must not be administrators", "admin_key")
+            raise InvalidValue("admin_key is also an API key: use a different key for administration", "admin_key")
 
     @classmethod
     def of(cls, settings: HttpSettings, environment: Mapping[str, str] = os.environ) -> Keys:

@@ -43,7 +43,7 @@ class ClientLimits:
             raise Refused(403, "this API key may not set priority: leave it out", "priority", "not_allowed")
         if body.service_tier is not None and self.tiers is not None and body.service_tier not in self.tiers:
             there = ", ".join(self.tiers) or "none"
-            message = f"this API key may not ask for service_tier={short(body.service_tier)}; it may for {there}"
+            message = f"this API key may not set service_tier={short(body.service_tier)}; allowed: {there}"
             raise Refused(403, message, "service_tier", "not_allowed")
 
 

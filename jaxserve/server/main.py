@@ -172,7 +172,7 @@ class Ending:
             self.now()
             return
         self._service.draining = True
-        logger.info("draining: %d requests are running; a second signal ends at once", self._service.active)
+        logger.info("draining: %d requests are running; a second signal aborts them", self._service.active)
         self._task = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
@@ -181,7 +181,7 @@ class Ending:
         while self._service.active and loop.time() < end:
             await asyncio.sleep(0.05)
         if self._service.active:
-            logger.warning("%d requests did not finish in time and are aborted", self._service.active)
+            logger.warning("aborting %d requests that did not finish within the drain timeout", self._service.active)
             self.now()
         else:
             self._server.should_exit = True
@@ -236,7 +236,7 @@ def promise_line(promise: Promise) -> str:
     """Return the line that states the objectives of requests that set none."""
     goals = (("ttft", promise.slo.ttft, "to the first token"), ("tpot", promise.slo.tpot, "per token after it"))
     said = ", ".join(f"{seconds:g} s {what}{' (auto)' * (name in promise.automatic)}" for name, seconds, what in goals)
-    return f"Objectives of requests that bring none: {said}; change with --ttft-slo, --tpot-slo."
+    return f"Objectives of requests that set none: {said}; change them with --ttft-slo, --tpot-slo."
 
 
 async def _log_stats(service: Service) -> None:

@@ -80,5 +80,5 @@ def _seconds(name: str, milliseconds: float) -> float:
     seconds = milliseconds / 1000.0
     if not SHORTEST <= seconds <= LONGEST:
         allowed = f"a positive number of milliseconds, from {SHORTEST * 1e3:g} to {LONGEST * 1e3:g}"
-        raise InvalidValue(f"{name}={milliseconds} must be {allowed}; leave it out for the server's own", name)
+        raise InvalidValue(f"{name}={milliseconds} must be {allowed}; omit it for the server's default", name)
     return seconds

@@ -67,7 +67,7 @@ class Service:
         """Raise Refused (404) for a model that is not served."""
         if name is not None and name not in self.config.names and name != self.config.model:
             known = ", ".join(map(repr, self.config.names))
-            raise Refused(404, f"model {short(name)} is not served here; there is {known}", "model", "model_not_found")
+            raise Refused(404, f"model {short(name)} is not served here; served: {known}", "model", "model_not_found")
 
     async def prepare(self, body: Sampled, headers: Mapping[str, str], request_id: str, client: str = "") -> Answer:
         """Validate and tokenize a request, and return its unstarted answer.
@@ -76,7 +76,7 @@ class Service:
         """
         self.check_model(body.model)
         if body.stream_options is not None and not body.stream:
-            raise InvalidValue("stream_options has no meaning without stream=true", "stream_options")
+            raise InvalidValue("stream_options requires stream=true", "stream_options")
         if body.stream and body.prompt_logprobs is not None:
             raise InvalidValue("prompt_logprobs is not supported with stream=true", "prompt_logprobs")
         self.limits.of(client).check(body)

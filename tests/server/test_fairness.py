@@ -84,7 +84,7 @@ def test_concurrency_waits_share_and_bound_refuse():
             red=ClientLimits(max_concurrency=2, queue_share=0.3),
             blue=ClientLimits(max_concurrency=1),
         )
-        with pytest.raises(InvalidValue, match="3 outputs, more than the 2"):
+        with pytest.raises(InvalidValue, match="3 outputs; this API key may run at most 2"):
             async with made.admitted("red", 3, 0):
                 pass
         async with made.admitted("red", 2, 0), made.admitted("blue", 1, 0):
