@@ -127,7 +127,7 @@ class Stage:
             raise Refused(429, text, code="queue_share", retry_after=1.0)
         if waiting > self._bound and client.waiting + outputs > self._bound / len(self.clients):
             raise QueueFull(
-                f"{waiting - outputs} of at most {self._bound} requests wait for admission: try again later"
+                f"{waiting - outputs} requests wait for admission, the limit is {self._bound}: try again later"
             )
 
     def _has_room(self, client: Client, outputs: int) -> bool:

@@ -53,10 +53,10 @@ _TIMES: tuple[tuple[str, str, Sequence[float]], ...] = (
 _FORECAST: tuple[tuple[str, str, Callable[[Accuracy], float]], ...] = (
     (
         "predicted_ttft_seconds",
-        "Time to first token, as predicted when the prompt was routed.",
+        "Predicted time to first token, when the prompt was routed.",
         lambda one: one.predicted,
     ),
-    ("measured_ttft_seconds", "Measured time to first token of the same requests.", lambda one: one.measured),
+    ("measured_ttft_seconds", "Measured time to first token of requests with a prediction.", lambda one: one.measured),
 )
 
 
@@ -281,7 +281,7 @@ class EngineCollector(Collector):
                 sum(stats.collections.values()),
                 stats.collection_seconds,
             ),
-            ("kv_transfer_seconds", "KV transfers between instances.", stats.transfers, stats.transfer_seconds),
+            ("kv_transfer_seconds", "Time of KV transfers between instances.", stats.transfers, stats.transfer_seconds),
         ):
             family: Any = SummaryMetricFamily(PREFIX + name, text, labels=["model_name"])
             family.add_metric([self._model], count, total)

@@ -115,7 +115,7 @@ def test_clients_are_no_administrators(fake):
     assert live.http.get(ROLES, headers=bearer("boss")).json()["roles"] == ["mixed"]
     assert live.http.post(ROLES, json={}, headers=bearer("boss")).status_code == 400
     assert live.http.post("/v1/completions", json=GOOD, headers=bearer("boss")).status_code == 401
-    with pytest.raises(InvalidValue, match="API key too"):
+    with pytest.raises(InvalidValue, match="admin_key is also an API key"):
         Keys.of(ServeConfig.load(api_key=("a",), admin_key=("a",)), {})
 
 
