@@ -138,19 +138,19 @@ class Attention(nnx.Module):
         return np.concatenate([x[..., :at, :], x[..., at::2, :], x[..., at + 1 :: 2, :]], axis=-2)
 
     def _query(self, x: Array) -> Array:
-        """[H * D, in] -> [in, H, D]"""
+        """Rearrange [H * D, in] to [in, H, D]."""
         return np.moveaxis(self._turning(x.reshape(self.spec.heads, self.spec.head_dim, -1)), -1, 0)
 
     def _down(self, x: Array) -> Array:
-        """[R + Z, E] -> [E, R + Z]"""
+        """Transpose [R + Z, E] to [E, R + Z]."""
         return self._turning(x).T
 
     def _keys(self, x: Array) -> Array:
-        """[H * (straight + value), R] -> [H, straight, R]"""
+        """Select the keys of [H * (straight + value), R]: [H, straight, R]."""
         return x.reshape(self.spec.heads, -1, self.latent.rank)[:, : self.latent.straight]
 
     def _values(self, x: Array) -> Array:
-        """[H * (straight + value), R] -> [H, R, value]"""
+        """Select the values of [H * (straight + value), R]: [H, R, value]."""
         return x.reshape(self.spec.heads, -1, self.latent.rank)[:, self.latent.straight :].swapaxes(1, 2)
 
     def __call__(
@@ -168,7 +168,7 @@ class Attention(nnx.Module):
         if self.kv_scale is not None:  # divided in float32, so that values are rounded only once
             q, kept = scaled(q, self.kv_scale[...]), kept / like(self.kv_scale[...], kept)
         kept = jnp.broadcast_to(kept[:, None], (tokens, spec.cache.heads, spec.cache.dim))
-        mixed, pool = kernel(q, kept, None, None, pool, work, scale=spec.scale)  # [T, H, R] or more
+        mixed, pool = kernel(q, kept, None, None, pool, work, scale=spec.scale)  # [T, H, at least R]
         mixed = mixed[..., : m.rank]
         if self.kv_scale is not None:
             mixed = scaled(mixed, self.kv_scale[: m.rank])

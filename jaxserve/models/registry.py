@@ -74,7 +74,7 @@ def spec_from_config(config: Config) -> ModelSpec:
         spec: ModelSpec = family.read(config)
     except InvalidValue:
         raise
-    except (TypeError, ValueError, AttributeError) as error:  # a string for a number, a list for a mapping
+    except (TypeError, ValueError, AttributeError) as error:  # for example a string instead of a number
         raise InvalidValue(f"config.json has a value of the wrong kind: {error}", "model") from error
     return spec
 

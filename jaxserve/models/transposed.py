@@ -82,7 +82,7 @@ def narrow_product(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Arr
 def _blocks(rows: int, inputs: int) -> int:
     """Return the least number of equal blocks of outputs, at least LEAST, of at most BLOCK numbers each.
 
-    At most, there is one block per output.
+    There is at most one block per output.
     """
     least = max(LEAST, -(-rows * inputs // BLOCK))
     return next((count for count in range(least, rows) if rows % count == 0), rows)

@@ -35,7 +35,7 @@ from jaxserve.sched.api.errors import JaxserveError
 Progress = Callable[[int, int], None]
 Array = npt.NDArray[Any]
 Param = Info | Quantised | Transposed  # the latter two hold `Info`s
-Tensors = dict[str, tuple[Path, Any]]  # by name: the file it is in, and that file, open
+Tensors = dict[str, tuple[Path, Any]]  # tensor name -> (path, open file)
 
 FLOATS = ("F32", "F16", "BF16")
 NARROW = {"float8_e4m3fn": "F8_E4M3", "int8": "I8"}  # safetensors' names of the 8-bit dtypes

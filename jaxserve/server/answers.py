@@ -114,7 +114,7 @@ class Answer:
     # chunks
 
     def chunks(self, number: int, piece: Piece) -> list[dict[str, Any]]:
-        """Add a piece, and return the chunks to send: none if it has neither text nor other news."""
+        """Add a piece, and return the chunks to send, which may be none."""
         one = self.add(number, piece)
         made = []
         if not one.begun and (piece.tokens or piece.finish_reason):

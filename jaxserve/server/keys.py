@@ -119,7 +119,7 @@ def _of_file(path: Path, before: int) -> Iterator[tuple[str, str]]:
         check_key(words[-1], f"{path}:{number}")
         yield words[0] if len(words) == 2 else f"key-{before + found}", words[-1]
     if not found:
-        raise InvalidValue(f"api_key_file={str(path)!r} holds no key", "api_key_file")
+        raise InvalidValue(f"api_key_file={str(path)!r} contains no key", "api_key_file")
 
 
 def warn_if_open(settings: HttpSettings, keys: Keys) -> None:

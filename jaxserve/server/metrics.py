@@ -333,7 +333,7 @@ class EngineCollector(Collector):
             if one.count or not labels:
                 up_to = zip((*map(str, map(float, edges)), "+Inf"), accumulate(one.sizes), strict=True)
                 family.add_metric([self._model, *key], list(up_to), one.total)
-                if edges[0] < 0:  # the client omits the count if a sum may decrease
+                if edges[0] < 0:  # prometheus_client omits the count of histograms with negative buckets
                     values = dict(zip(("model_name", *labels), (self._model, *key), strict=True))
                     family.add_sample(f"{PREFIX}{name}_count", values, one.count)
         made: Metric = family

@@ -214,7 +214,7 @@ def _check_unicode(data: Any) -> None:
             except UnicodeEncodeError as error:
                 half = f"\\u{ord(value[error.start]):04x}"
                 where = where[:ECHO]  # the client chose this name
-                message = f"{where or 'the body'} holds half of a surrogate pair ({half}), which is not text"
+                message = f"{where or 'the body'} contains half of a surrogate pair ({half}), which is not text"
                 raise InvalidValue(message, where or None) from None
         elif isinstance(value, dict):
             waiting += [(where, key) for key in value]

@@ -15,7 +15,7 @@ from typing import Any
 
 logger = logging.getLogger("jaxserve.server")
 
-GRACE = 5.0  # seconds from the second signal to the end of the process, whatever hangs
+GRACE = 5.0  # seconds from the second signal to the end of the process, even if something hangs
 
 
 class Signals:

@@ -55,7 +55,7 @@ def test_keys_come_from_flags_file_and_environment_and_have_names(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("", "holds no key"), ("a b c", ":1 must be"), ("x/y sk", ":1 must be"), ("key-7 sk", "not key-N"),
+    [("", "contains no key"), ("a b c", ":1 must be"), ("x/y sk", ":1 must be"), ("key-7 sk", "not key-N"),
      ("alice sk\nbob sk", "two names"), ("\n\nschlüssel", ":3")],
 )  # fmt: skip
 def test_a_key_file_that_is_wrong_is_refused(tmp_path, text, says):
