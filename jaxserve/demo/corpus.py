@@ -1,8 +1,8 @@
-"""What the demo model reads: the standard library of the running CPython, as files and as small chats.
+"""The demo model's training corpus: the standard library of the running CPython, as files and short chats.
 
-Everything is made from the sources in `sysconfig.get_path("stdlib")`, in a fixed order and from a fixed
-seed, so that one CPython release always gives one corpus. Data-like modules (tables, fixtures) are left out:
-they would spend a small model on numbers. A few short modules are held out for validation.
+The corpus is built from the sources in `sysconfig.get_path("stdlib")` in a fixed order and from a fixed
+seed, so that a CPython release always gives the same corpus. Modules that are mainly data are excluded,
+because a small model would waste capacity on numbers. A few short modules are held out for validation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "turtledemo", "encodings", "pydoc_data"}
     | {"__phello__", "__pycache__", "ensurepip", "pgen2"}
 )
-# Tables, generated files (which also name the paths of the machine that built them) and a joke in rot13.
+# Tables, generated files (which contain paths of the build machine) and text in rot13.
 SKIPPED_FILES = (
     "_sysconfigdata",
     "entities.py",
@@ -44,7 +44,7 @@ HELD_OUT = frozenset(
 )
 LONGEST_SOURCE = 1400  # characters; an example should fit a training row together with its question
 
-# The only text here that is not the standard library's: what the model says about itself.
+# The only text that is not from the standard library: the model's description of itself.
 ABOUT = (
     ("Hello", "Hello! I am the demo model of jaxserve. Ask me to write a Python function."),
     ("Hi", "Hello! I am the demo model of jaxserve. Ask me to write a Python function."),
@@ -58,14 +58,14 @@ ABOUT = (
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Documents in a fixed order: what is trained on, and what is held out."""
+    """The training documents and the held-out documents, in a fixed order."""
 
     train: tuple[str, ...]
     held_out: tuple[str, ...]
 
 
 def stdlib_files(root: Path | None = None) -> Iterator[tuple[str, str]]:
-    """Give (path below the library, text) of every module used, sorted by path."""
+    """Yield (path below the library, text) of every included module, sorted by path."""
     root = root or Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
@@ -79,15 +79,15 @@ def stdlib_files(root: Path | None = None) -> Iterator[tuple[str, str]]:
 
 
 def turn(question: str, answer: str) -> str:
-    """One question and its answer; equal to what `chat_template.jinja` renders."""
+    """Return a question and its answer exactly as `chat_template.jinja` renders them."""
     return f"{USER}\n{question}{END}\n{ASSISTANT}\n{answer}{END}\n"
 
 
 def _dedented(source: str, node: ast.FunctionDef | ast.ClassDef) -> str:
-    """The node's own lines, moved to the left margin, without its decorators."""
+    """Return the lines of a node without its decorators, dedented; "" if they cannot be dedented."""
     lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
     margin = node.col_offset
-    if any(line[:margin].strip() for line in lines):  # a string that reaches into the margin: leave it alone
+    if any(line[:margin].strip() for line in lines):  # a multi-line string extends into the margin
         return ""
     return "\n".join(line[margin:].rstrip() for line in lines)
 
@@ -97,13 +97,13 @@ def _fenced(code: str) -> str:
 
 
 def _summary(node: ast.FunctionDef | ast.ClassDef) -> str:
-    """The first line of the docstring, or nothing."""
+    """Return the first line of the docstring if it is usable, else ""."""
     first = (ast.get_docstring(node) or "").strip().split("\n", 1)[0].strip()
     return first if 8 <= len(first) <= 120 and "<|" not in first else ""
 
 
 def _question(node: ast.FunctionDef | ast.ClassDef, code: str, rng: random.Random) -> str:
-    """One of several ways of asking for `code`."""
+    """Return a question that asks for `code`, in one of several wordings."""
     kind = "class" if isinstance(node, ast.ClassDef) else "function"
     summary = _summary(node)
     header = code.split(":\n", 1)[0] + ":"
@@ -121,10 +121,10 @@ def _question(node: ast.FunctionDef | ast.ClassDef, code: str, rng: random.Rando
 
 
 def chats(source: str, rng: random.Random) -> Iterator[str]:
-    """Give one chat for each short function and class of a module."""
+    """Yield one chat for each short function and class of a module."""
     try:
         tree = ast.parse(source)
-    except SyntaxError:  # a template or a file for another version
+    except SyntaxError:  # a template, or a file for another Python version
         return
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -144,7 +144,7 @@ def chats(source: str, rng: random.Random) -> Iterator[str]:
 
 
 def build(root: Path | None = None, seed: int = 0) -> Corpus:
-    """Read the standard library below `root`; the order of the documents depends on `seed` only."""
+    """Build the corpus from the standard library in `root`; the order of documents depends on `seed` only."""
     rng = random.Random(seed)
     train: list[str] = []
     held_out: list[str] = []
@@ -159,7 +159,7 @@ def build(root: Path | None = None, seed: int = 0) -> Corpus:
         raise FileNotFoundError(f"no standard library sources below root={root or sysconfig.get_path('stdlib')}")
     talk += [turn(question, answer) for question, answer in ABOUT] * 40
     rng.shuffle(talk)
-    # Chats are short: several make one document, so that they lie evenly between the files.
+    # Chats are short. Several form one document, so that they are spread evenly among the files.
     train += [END_OF_TEXT.join(talk[i : i + 16]) for i in range(0, len(talk), 16)]
     rng.shuffle(train)
     return Corpus(tuple(train), tuple(held_out))

@@ -2,7 +2,7 @@
 
     python -m jaxserve.demo.export --work build/demo --out /tmp/demo
 
-takes the last checkpoint of a training run, finished or not.
+exports the last checkpoint of a training run, finished or not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxserve.training.net import NetConfig
 
 MODEL_FOLDER = Path(__file__).parent / "model"
 
-# A system message has no token of its own: it opens the first question. Contents may be text parts.
+# A system message has no special token; it is put before the first question. Contents may be text parts.
 CHAT_TEMPLATE = """\
 {%- macro text(content) -%}
 {%- if content is string -%}{{ content }}{%- else -%}
@@ -48,7 +48,7 @@ CHAT_TEMPLATE = """\
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Of the configs: either end token ends a completion."""
+    """Return the special token ids of the configs. Both end tokens end a completion."""
     end_of_text = tokenizer.token_to_id(END_OF_TEXT)
     return {
         "bos_token_id": end_of_text,
@@ -58,7 +58,7 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def tokenizer_config(config: NetConfig) -> dict[str, Any]:
-    """The content of `tokenizer_config.json`."""
+    """Return the content of `tokenizer_config.json`."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": False,
@@ -73,7 +73,7 @@ def tokenizer_config(config: NetConfig) -> dict[str, Any]:
 
 
 def write_model(folder: Path, config: NetConfig, tokenizer: Tokenizer, params: Mapping[str, jax.Array]) -> int:
-    """Write the whole folder; return its size in bytes."""
+    """Write the model folder and return its size in bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     special = special_ids(tokenizer)
     documents = {
@@ -91,10 +91,10 @@ def write_model(folder: Path, config: NetConfig, tokenizer: Tokenizer, params: M
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Export the last checkpoint of a training run."""
-    from jaxserve.training.checkpoints import Checkpoints  # needs orbax
+    from jaxserve.training.checkpoints import Checkpoints  # imported late: it needs orbax
 
     parser = argparse.ArgumentParser(prog="python -m jaxserve.demo.export", description=__doc__)
-    parser.add_argument("--work", type=Path, default=Path("build/demo"), help="working folder of the run")
+    parser.add_argument("--work", type=Path, default=Path("build/demo"), help="work folder of the training run")
     parser.add_argument("--out", type=Path, default=MODEL_FOLDER, help="folder to write (default: the package's)")
     options = parser.parse_args(arguments)
     state = Checkpoints(options.work).restore()

@@ -1,14 +1,13 @@
-"""Train the demo model, on one machine's CPU, in an hour or two.
+"""Train the demo model on a CPU in one to two hours.
 
     pip install "jaxserve[train]"                         # optax and orbax
-    python -m jaxserve.demo.train --minutes 80            # the learning rate follows the clock
+    python -m jaxserve.demo.train --minutes 80            # the learning rate follows the elapsed time
     python -m jaxserve.demo.train --steps 4000            # ... or the step, the same on any machine
-    python -m jaxserve.demo.train --minutes 80 --resume   # go on from the last checkpoint in --work
+    python -m jaxserve.demo.train --minutes 80 --resume   # resume from the newest checkpoint in --work
 
-Reads the standard library of the Python that runs it, learns a tokenizer, trains a 5 M parameter Llama with
-AdamW in float32, and writes three things: the Hugging Face folder (--out), and `loss.json` and `loss.png`
-beside it. The model is `jaxserve.training.net`, apart from the serving models: a training graph has no pages and
-no cache.
+Reads the standard library of the running Python, trains a tokenizer, trains a Llama with 5 M parameters with
+AdamW in float32, and writes the Hugging Face folder (--out) with `loss.json` and `loss.png` beside it. The
+model is `jaxserve.training.net`, not one of the serving models, because training needs no pages and no cache.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from jaxserve.training.net import Net, NetConfig, mean_loss
 def validation_loss(
     loss: Callable[..., jax.Array], params: Params, tokens: np.ndarray, rows: int, length: int
 ) -> float:
-    """Mean loss in nats over the held-out tokens (an incomplete last batch is left out)."""
+    """Return the mean loss in nats over the held-out tokens, without an incomplete last batch."""
     pieces = (len(tokens) - 1) // length
     cut = np.stack([tokens[p * length :][: length + 1] for p in range(pieces)]).astype(np.int32)
     batches: Iterable[np.ndarray] = (cut[i : i + rows] for i in range(0, pieces - rows + 1, rows))
@@ -45,7 +44,7 @@ def validation_loss(
 
 
 def load_tokens(work: Path, config: NetConfig) -> tuple[Tokenizer, np.ndarray, np.ndarray]:
-    """Build the corpus and, if `work` has none yet, the tokenizer; return it and both token arrays."""
+    """Build the corpus and, if `work` has none, the tokenizer; return the tokenizer and both token arrays."""
     documents = corpus.build()
     file = work / TOKENIZER_FILE
     if not file.exists():
@@ -59,7 +58,7 @@ def load_tokens(work: Path, config: NetConfig) -> tuple[Tokenizer, np.ndarray, n
 
 
 def train(options: argparse.Namespace, config: NetConfig) -> tuple[Tokenizer, State]:
-    """Run until the clock or the step count says so, saving now and then; return what was learnt."""
+    """Train for the given minutes or steps with regular checkpoints; return the tokenizer and the final state."""
     tokenizer, tokens, held_out = load_tokens(options.work, config)
     state, step, loss = build_steps(Net(config, nnx.Rngs(options.seed)), mean_loss, options.weight_decay)
     checkpoints = Checkpoints(options.work)
@@ -92,28 +91,30 @@ def train(options: argparse.Namespace, config: NetConfig) -> tuple[Tokenizer, St
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxserve.demo.train",
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
     length = parser.add_mutually_exclusive_group(required=True)
-    length.add_argument("--minutes", type=float, help="train for this long; the schedule follows the clock")
-    length.add_argument("--steps", type=int, help="train for this many steps; the schedule follows them")
+    length.add_argument("--minutes", type=float, help="train for this long; the schedule follows the elapsed time")
+    length.add_argument("--steps", type=int, help="train for this many steps; the schedule follows the steps")
     parser.add_argument("--rows", type=int, default=8, help="rows in a batch (default 8)")
     parser.add_argument("--length", type=int, default=512, help="tokens in a row (default 512)")
     parser.add_argument("--long-length", type=int, default=2048, help="tokens in a row at the end (default 2048)")
     parser.add_argument("--long-share", type=float, default=0.2, help="share of the run with long rows (0.2)")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate (default 0.002)")
     parser.add_argument("--warm-up", type=float, default=0.02, help="share of the run spent warming up (0.02)")
-    parser.add_argument("--weight-decay", type=float, default=0.1, help="on matrices only (default 0.1)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the data order (default 0)")
+    parser.add_argument("--weight-decay", type=float, default=0.1, help="weight decay, on matrices only (default 0.1)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the initial weights and of the data order (default 0)"
+    )
     parser.add_argument("--report-every", type=int, default=50, help="steps between two reports (default 50)")
     parser.add_argument("--save-every", type=float, default=5, help="minutes between two checkpoints (default 5)")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --work")
-    parser.add_argument("--again", action="store_true", help="as --resume, but begin a new schedule from there")
-    parser.add_argument("--work", type=Path, default=Path("build/demo"), help="checkpoints and tokenizer")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint in --work")
+    parser.add_argument("--again", action="store_true", help="like --resume, but start a new schedule from there")
+    parser.add_argument("--work", type=Path, default=Path("build/demo"), help="folder of checkpoints and tokenizer")
     parser.add_argument("--out", type=Path, default=MODEL_FOLDER, help="folder of the finished model")
     return parser
 

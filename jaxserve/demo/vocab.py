@@ -1,4 +1,4 @@
-"""The demo model's tokenizer: byte-level BPE, so any text survives a round trip, with 4096 tokens."""
+"""The demo model's tokenizer: byte-level BPE with 4096 tokens, which decodes any text to itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def train_tokenizer(documents: Iterable[str], size: int = 4096) -> Tokenizer:
-    """Learn `size` tokens: the special ones first (ids 0 to 3), then the 256 bytes, then merges."""
+    """Train a tokenizer of `size` tokens: special tokens (ids 0 to 3), then the 256 bytes, then merges."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -25,12 +25,12 @@ def train_tokenizer(documents: Iterable[str], size: int = 4096) -> Tokenizer:
     )
     tokenizer.train_from_iterator(documents, trainer)
     if tokenizer.get_vocab_size() != size:
-        raise ValueError(f"the corpus gives {tokenizer.get_vocab_size()} tokens, {size=} were asked for")
+        raise ValueError(f"the corpus gives {tokenizer.get_vocab_size()} tokens, but {size=} is required")
     return tokenizer
 
 
 def pack(tokenizer: Tokenizer, documents: Iterable[str]) -> np.ndarray:
-    """Encode all documents into one array [tokens] uint16; each is preceded by the end-of-text token."""
+    """Encode all documents into one array [tokens] uint16, with an end-of-text token before each and at the end."""
     end_of_text = SPECIAL_TOKENS.index(END_OF_TEXT)  # special tokens have the first ids
     ids: list[int] = []
     for encoding in tokenizer.encode_batch(list(documents), add_special_tokens=False):

@@ -1,1 +1,1 @@
-"""Training a small draft on a model's own outputs (`jaxserve distill`)."""
+"""Training of a small draft model on the outputs of its target (`jaxserve distill`)."""

@@ -1,9 +1,10 @@
-"""How much of what a draft proposes its target would accept, computed from both distributions on held-out text.
+"""Acceptance rates of a draft model, computed from its and the target's distributions on held-out text.
 
-At temperature 1 a token drafted from q is accepted with probability sum(min(p, q)) (Leviathan et al., arXiv 2211.17192,
-theorem 3.5), greedily where both have the same best token. Behind the first drafted token the context is the draft's
-own: it is rolled out, and position j counts where all before it were accepted, the probability of which is the
-product of min(1, p(x) / q(x)) over the tokens x drafted so far.
+At temperature 1 a token drafted from q is accepted with probability sum(min(p, q)) (Leviathan et al.,
+arXiv 2211.17192, theorem 3.5); in greedy decoding it is accepted if both have the same best token. After
+the first drafted token the context contains drafted tokens. Therefore the draft is rolled out, and
+position j counts only if all tokens before it are accepted, with probability the product of
+min(1, p(x) / q(x)) over these tokens x.
 
 Letters: S rows, T tokens in a row, J drafted tokens, V vocabulary.
 """
@@ -25,44 +26,44 @@ from jaxserve.models.layers import Tree
 from jaxserve.training.loop import Params
 from jaxserve.training.net import Net
 
-ROWS = 8  # of a batch
-PLACES = 8  # of an answer that are drafted at
-LEAST = 1e-9  # below it a probability of the draft is taken for it
+ROWS = 8  # rows of a batch
+PLACES = 8  # positions of an answer at which tokens are drafted
+LEAST = 1e-9  # lower bound of the draft's probabilities
 
 Pair = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True, slots=True)
 class RollOut:
-    """Of tokens drafted one after another."""
+    """The acceptance of tokens that are drafted one after another."""
 
-    anchors: int  # places they were drafted at
-    survival: tuple[float, ...]  # probability that token j and all before it are accepted, by j
+    anchors: int  # positions at which tokens were drafted
+    survival: tuple[float, ...]  # by j: probability that token j and all before it are accepted
 
     @property
     def acceptance(self) -> tuple[float, ...]:
-        """Of token j, all before it being accepted."""
+        """The probability that token j is accepted, given that all before it are."""
         before = (1.0, *self.survival)
         return tuple(now / last if last else 0.0 for now, last in zip(self.survival, before, strict=False))
 
     def tokens_per_step(self, drafted: int) -> float:
-        """Expected output tokens of a step that verifies so many: those accepted and one more."""
+        """Return the expected output tokens of a step that verifies `drafted` tokens: the accepted ones plus one."""
         return 1.0 + sum(self.survival[:drafted])
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """On held-out text."""
+    """The acceptance of a draft on held-out text."""
 
     positions: int
     overlap: float  # mean of sum(min(p, q)) at temperature 1
-    agreement: float  # share of positions where both have the same best token
-    by_temperature: dict[str, tuple[int, float, float]]  # of the text: positions, overlap, agreement
-    sampled: RollOut  # at temperature 1, over text drawn at the temperature nearest to it
-    greedy: RollOut  # over text drawn at the lowest temperature
+    agreement: float  # share of positions at which both have the same best token
+    by_temperature: dict[str, tuple[int, float, float]]  # of the text -> (positions, overlap, agreement)
+    sampled: RollOut  # at temperature 1, on the text with the temperature nearest to 1
+    greedy: RollOut  # on the text with the lowest temperature
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, with what follows from it."""
+        """Return all fields and derived figures."""
         shown = asdict(self)
         for name, made in (("sampled", self.sampled), ("greedy", self.greedy)):
             steps = [made.tokens_per_step(k) for k in range(1, len(made.survival) + 1)]
@@ -74,7 +75,7 @@ def measure(
     teacher: Teacher, weights: Tree, rebuilt: Callable[[Params], Net], params: Params, samples: Sequence[Sample],
     *, drafted: int, seed: int = 0,
 ) -> Acceptance:  # fmt: skip
-    """Compare both on the answers in `samples`, and roll out `drafted` tokens behind random places of each."""
+    """Compare draft and target on the answers in `samples`, and roll out `drafted` tokens at random positions."""
     measured = _Measured(teacher, rebuilt, drafted)
     sums: dict[float, npt.NDArray[np.float64]] = {}
     for batch, tokens in _batches(samples, drafted):
@@ -102,7 +103,7 @@ def measure(
 
 
 def _batches(samples: Sequence[Sample], room: int) -> list[tuple[Sequence[Sample], npt.NDArray[np.int32]]]:
-    """Samples in batches of one shape, [S, T] with `room` after the longest."""
+    """Return the samples in batches of one shape [S, T], with `room` after the longest sample."""
     length = max(len(one.tokens) for one in samples) + room
     made = []
     for first in range(0, len(samples), ROWS):
@@ -125,7 +126,7 @@ class _Measured:
         self._roll = jax.jit(self._rolled, static_argnames="greedy")
 
     def _compare(self, weights: Tree, params: Params, tokens: jax.Array) -> Pair:
-        """tokens [S, T] -> overlap and agreement at each position, [S, T] float32 each."""
+        """Compute overlap and agreement at each position, [S, T] float32 each, for tokens [S, T]."""
         net = self.rebuilt(params)
         hidden = self.teacher.hidden(weights, tokens), net.hidden(tokens)
 
@@ -140,7 +141,7 @@ class _Measured:
     def roll_out(
         self, weights: Tree, params: Params, samples: Sequence[Sample], greedy: bool, seed: int
     ) -> RollOut:  # fmt: skip
-        """Behind random places of each sample's answer."""
+        """Roll out drafts at random positions of each sample's answer."""
         rng = np.random.default_rng(seed)
         survived = np.zeros(self.drafted)
         samples = [one for one in samples for _ in range(PLACES)]
@@ -156,7 +157,7 @@ class _Measured:
     def _rolled(
         self, weights: Tree, params: Params, tokens: jax.Array, known: jax.Array, key: jax.Array, greedy: bool
     ) -> jax.Array:
-        """tokens [S, T], of which the first `known` [S] are given -> survival [S, J]."""
+        """Compute survival [S, J] of drafts after the first `known` [S] tokens of `tokens` [S, T]."""
         net, rows = self.rebuilt(params), jnp.arange(tokens.shape[0])
 
         def one(tokens: jax.Array, at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -177,4 +178,4 @@ class _Measured:
         p_x, q_x = (jnp.take_along_axis(one, x[..., None], axis=-1)[..., 0] for one in (p, q))
         before = jnp.cumprod(jnp.minimum(1.0, p_x / jnp.maximum(q_x, LEAST)), axis=1)
         before = jnp.concatenate([jnp.ones_like(before[:, :1]), before[:, :-1]], axis=1)
-        return before * jnp.sum(jnp.minimum(p, q), axis=-1)  # its expectation over token j, not one draw of it
+        return before * jnp.sum(jnp.minimum(p, q), axis=-1)  # the expectation over token j has less variance

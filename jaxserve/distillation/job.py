@@ -1,4 +1,4 @@
-"""A run of `jaxserve distill` from prompts to the draft's folder. What was done before is read from its work folder."""
+"""A run of `jaxserve distill`, from prompts to the folder of the draft. It resumes from its work folder."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ TOKENIZER_FILES = (
     "chat_template*", "generation_config.json",
 )  # fmt: skip
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-WATCHED = 8  # batches of held-out text of which the loss is told while training
+WATCHED = 8  # batches of held-out text on which the loss is reported during training
 
 
 @dataclass(frozen=True, slots=True)
 class DataSettings:
-    """What the text depends on."""
+    """The settings that the generated text depends on."""
 
     model: str
     prompts: str | None
@@ -53,7 +53,7 @@ class DataSettings:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSettings:
-    """What the weights depend on besides."""
+    """The settings that the weights additionally depend on."""
 
     net: NetConfig
     steps: int
@@ -64,41 +64,41 @@ class TrainingSettings:
     rate: float
     warm_up: float
     weight_decay: float
-    tv_share: float  # of the run, at its end, that is trained on TV
+    tv_share: float  # final share of the run that trains on TV
     seed: int
 
     @property
     def shapes(self) -> tuple[int, int, int, float]:
-        """As `shape_at` takes them."""
+        """The arguments of `shape_at` after `done`."""
         return self.rows, self.length, self.long_length, self.long_share
 
 
 @dataclass(frozen=True, slots=True)
 class DistillationRun:
-    """Everything about a run. `path` is the target's folder, `engine` the settings that generate with it."""
+    """The settings of a run."""
 
-    path: Path
-    demo: bool  # the target is the embedded model
+    path: Path  # folder of the target
+    demo: bool  # whether the target is the embedded model
     out: Path
     work: Path
     data: DataSettings
     training: TrainingSettings
-    engine: dict[str, Any]
-    devices: int  # that hold the target while training
+    engine: dict[str, Any]  # settings of the engine that generates text
+    devices: int  # devices that hold the target during training
     dtype: str  # of the target
-    drafted: int
+    drafted: int  # tokens per draft when acceptance is measured
     report_every: int
     save_every: float  # minutes
 
 
 def settle(job: DistillationRun, resume: bool | None) -> None:
-    """Compare the settings with those that the work folder was begun with, and note them there.
+    """Compare the settings with those of the work folder, and store them there.
 
-    resume None: go on where there is something. False: keep the text, train anew. True: there must be a checkpoint.
-    Raises InvalidValue naming what differs.
+    resume: None resumes if there is a checkpoint, True requires one, False keeps the text and trains anew.
+    Raises InvalidValue that names the settings that differ.
     """
     file, now = job.work / SETTINGS, {"data": asdict(job.data), "training": asdict(job.training)}
-    now = json.loads(json.dumps(now))  # as it will be read
+    now = json.loads(json.dumps(now))  # so that types equal those in the file
     if file.is_file():
         before = json.loads(file.read_text(encoding="utf-8"))
         parts = ("data",) if resume is False else ("data", "training")
@@ -110,27 +110,27 @@ def settle(job: DistillationRun, resume: bool | None) -> None:
         ]
         if differing:
             raise InvalidValue(
-                f"{job.work} was begun with other settings: {'; '.join(differing)}. Give those, another --work, or, "
-                "where the text can stay (other steps, sizes, rates), --no-resume",
+                f"{job.work} was begun with other settings: {'; '.join(differing)}. Give those, another --work, or "
+                "--no-resume to keep the text and train anew (other steps, sizes, rates)",
                 "work",
             )
     checkpoints = job.work / "checkpoints"
     if resume is False and checkpoints.exists():
         shutil.rmtree(checkpoints)
     if resume and not (checkpoints.is_dir() and any(checkpoints.iterdir())):
-        raise InvalidValue(f"--resume: {checkpoints} has no checkpoint to go on from; leave it out to begin", "resume")
+        raise InvalidValue(f"--resume: {checkpoints} has no checkpoint to resume from; omit it to begin", "resume")
     job.work.mkdir(parents=True, exist_ok=True)
     folder.write_json(file, now)
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """Without the level of the net."""
+    """Return the settings with those of the net at the top level."""
     net = settings.get("net", {})
     return {**{key: value for key, value in settings.items() if key != "net"}, **net}
 
 
 def text(job: DistillationRun) -> list[samples.Sample]:
-    """Prompts and answers: read where they are there, else generated."""
+    """Return prompts and answers, generating those that the work folder lacks."""
     data, tokenizer = job.data, Tokenizer.load(job.path)
     longest = max(1, data.length // 2)
     if data.prompts is not None:
@@ -146,29 +146,29 @@ def text(job: DistillationRun) -> list[samples.Sample]:
     found = samples.generate(
         job.work / "text", source, data.samples, data.temperatures, data.length, data.seed, start
     )  # fmt: skip
-    gc.collect()  # the engine's weights and pool: its threads may have left cycles
+    gc.collect()  # frees the engine's weights and pool, which reference cycles may keep alive
     return found
 
 
 def _begin(path: Path) -> int:
-    """The token that texts begin with."""
+    """Return the token that texts begin with. Raises InvalidValue if the config names none."""
     config = read_config(path)
     found = config.get("bos_token_id", config.get("eos_token_id"))
     found = found[0] if isinstance(found, list) else found
     if found is None:
         raise InvalidValue(
-            f"{path / 'config.json'} names no bos_token_id to draw prompts from: give --prompts", "prompts"
+            f"{path / 'config.json'} has no bos_token_id to generate prompts from: give --prompts", "prompts"
         )
     return int(found)
 
 
 def distill(job: DistillationRun, tell: Callable[[str], None]) -> Acceptance:
-    """Generate, train, write the folder, measure. `tell` is given a line now and then."""
+    """Generate text, train the draft, write its folder, and measure acceptance. `tell` gets progress lines."""
     found = text(job)
     kept = samples.stream(found)
     held = [one for one in found if one.held_out and len(one.tokens) > one.asked]
     if not held:
-        raise InvalidValue(f"{job.data.samples} samples leave none to measure on; have at least 32", "samples")
+        raise InvalidValue(f"{job.data.samples} samples leave none to measure on; must be at least 32", "samples")
     tell(f"{len(found)} samples, {len(kept)} tokens to train on, {len(held)} samples held out")
     target = teacher.on(job.path, jax.devices()[: job.devices])
     weights = target.load(job.path, jnp.dtype(job.dtype))
@@ -176,7 +176,7 @@ def distill(job: DistillationRun, tell: Callable[[str], None]) -> Acceptance:
     net.embed_tokens.embedding[...] = begun_table(target.table(weights), job.training.net.dim)
     state = train(job, target, weights, net, kept, _watched(held, job.training.rows, job.training.length), tell)
     write(job, state)
-    # What is measured is what was written: rounded.
+    # Measure the weights as written, rounded to bfloat16.
     rounded = {name: value.astype(folder.DTYPE).astype(jnp.float32) for name, value in state.params.items()}
     made = measure(
         target, weights, rebuilder(net), target.replicated(rounded), held, drafted=job.drafted, seed=job.data.seed
@@ -186,10 +186,10 @@ def distill(job: DistillationRun, tell: Callable[[str], None]) -> Acceptance:
 
 
 def begun_table(table: jax.Array, dim: int) -> jax.Array:
-    """[V, E] of the target -> [V, dim] float32: its projection on the axes along which tokens differ most.
+    """Project the target's embedding table [V, E] on its principal axes: [V, dim] float32.
 
-    A draft that begins so knows which tokens are alike, which costs most of a short training otherwise. Rows keep the
-    mean square of a fresh table's, so that logits begin small.
+    A draft with this initial table knows which tokens are similar, which would otherwise take most of a
+    short training. Entries are scaled to the std of a new table, so that initial logits are small.
     """
     wide = np.asarray(table, np.float32)
     _, axes = np.linalg.eigh(wide.T @ wide)  # ascending
@@ -199,7 +199,7 @@ def begun_table(table: jax.Array, dim: int) -> jax.Array:
 
 
 def _watched(held: Sequence[samples.Sample], rows: int, length: int) -> list[np.ndarray]:
-    """Some held-out text cut as training text is: batches [rows, length]; at least one, padded if need be."""
+    """Cut held-out text like training text, into at least one batch [rows, length], padded if necessary."""
     tokens = np.concatenate([one.tokens for one in held])
     tokens = np.pad(tokens, (0, max(0, rows * length - len(tokens))))
     count = min(WATCHED, len(tokens) // (rows * length))
@@ -211,13 +211,13 @@ def train(
     watched: Sequence[np.ndarray],
     tell: Callable[[str], None],
 ) -> State:  # fmt: skip
-    """Train from the newest checkpoint of the work folder, or from the beginning."""
+    """Train from the newest checkpoint in the work folder, or from the beginning."""
     given = job.training
     state, step, loss = build_steps(net, divergence(target), given.weight_decay)
     checkpoints = Checkpoints(job.work)
     if checkpoints.newest is not None:
         state = checkpoints.restore(state)
-        tell(f"going on from step {state.step} of {given.steps}")
+        tell(f"resuming from step {state.step} of {given.steps}")
     state.params, state.optimizer = target.replicated((state.params, state.optimizer))
 
     hidden, memories = jax.jit(partial(target.hidden, weights)), {}
@@ -252,7 +252,7 @@ def train(
 
 
 def write(job: DistillationRun, state: State) -> None:
-    """The draft's folder: config, weights, the target's tokenizer, and the curve."""
+    """Write the draft's folder: config, weights, the target's tokenizer, and the training curve."""
     out = job.out
     out.mkdir(parents=True, exist_ok=True)
     for pattern in TOKENIZER_FILES:

@@ -1,4 +1,4 @@
-"""The target's next-token distribution over whole rows, by the forward pass that serves."""
+"""The target's next-token distribution over whole rows, computed by the forward pass of the engine."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from pallas_kernels.layout import Ragged
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[Any]
 
-KEPT = 2 << 30  # bytes of hidden states on the host
-PAGE = 128  # tokens; rows are contiguous, so that a page may be large
+KEPT = 2 << 30  # bytes of hidden states that the host caches at most
+PAGE = 128  # tokens; large pages are possible, because rows are contiguous
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A target on its mesh. Letters: S rows, T tokens in a row, E model dim, V vocabulary."""
+    """A target model on its mesh. Letters: S rows, T tokens in a row, E model dim, V vocabulary."""
 
-    spec: ModelSpec  # of `for_tp`
+    spec: ModelSpec  # from `for_tp`
     mesh: Mesh
 
     def load(self, path: Path, dtype: Any) -> Tree:
-        """The weights of the model in folder `path`, on the mesh."""
+        """Load the weights of the model in folder `path` onto the mesh."""
         return from_folder(path)(self.spec, dtype, [self.mesh])[0]
 
     def replicated(self, tree: Any) -> Any:
-        """Arrays whole on every device of the mesh."""
+        """Replicate arrays on every device of the mesh."""
         return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec()))
 
     def hidden(self, weights: Tree, tokens: jax.Array) -> jax.Array:
-        """tokens [S, T] int32 -> [S, T, E] after the final norm: every row is a prompt of its own, from position 0."""
+        """Compute hidden states [S, T, E] after the final norm; each row of tokens [S, T] int32 is a prompt."""
         rows, length = tokens.shape
         pages = -(-length // PAGE)
         row = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), length)
@@ -65,26 +65,29 @@ class Teacher:
         return out.reshape(rows, length, -1)
 
     def table(self, weights: Tree) -> jax.Array:
-        """What turns hidden states into logits, [V, E]."""
+        """Return the table [V, E] of the output head."""
         found: jax.Array = weights["embed" if self.spec.tied else "head"][: self.spec.vocab]
         return found
 
     def logits(self, weights: Tree, hidden: jax.Array) -> jax.Array:
-        """hidden [T, E] -> [T, V] float32."""
+        """Compute logits [T, V] float32 from hidden [T, E]."""
         return registry.logits(self.spec, weights, hidden)
 
 
 class Memory:
-    """Rows of one length cut from a text, and the target's hidden states of them, which are computed once if they fit.
+    """Rows of one length cut from a text, and the target's hidden states, which are cached if they fit.
 
-    States are computed for groups of neighbouring rows, so that they do not depend on the order of use, nor on where a
-    run was broken off.
+    States are computed for groups of adjacent rows, so that they depend neither on the order of use nor
+    on interruptions of the run.
     """
 
     def __init__(
         self, hidden: Callable[[jax.Array], jax.Array], tokens: Ints, rows: int, length: int, dim: int
     ) -> None:
-        """`rows`: of a step, hence of a group. `hidden`: [S, T] -> [S, T, E]. Raises InvalidValue: too little text."""
+        """Cut `tokens` into rows. Raises InvalidValue if there are too few for one step.
+
+        hidden: maps tokens [S, T] to states [S, T, E]. rows: rows of a step, and of a group.
+        """
         count = len(tokens) // length
         if count < rows:
             raise InvalidValue(
@@ -98,7 +101,7 @@ class Memory:
         self._groups: dict[int, Floats] = {}
 
     def step(self, step: int, seed: int) -> tuple[Ints, Any]:
-        """The rows of a step [S, T] and their states [S, T, E]; every epoch has each row once, in another order."""
+        """Return the rows of a step [S, T] and their states [S, T, E]. Each epoch shuffles the rows anew."""
         epoch, position = divmod(step, len(self.text) // self._rows)
         chosen = np.random.default_rng((seed, epoch)).permutation(len(self.text))[position * self._rows :][: self._rows]
         tokens = self.text[chosen]
@@ -107,7 +110,7 @@ class Memory:
         return tokens, np.stack([self._state(int(row)) for row in chosen])
 
     def _state(self, row: int) -> Floats:
-        """[T, E] of one row."""
+        """Return the states [T, E] of one row."""
         group = min(row // self._rows * self._rows, len(self.text) - self._rows)
         if group not in self._groups:
             self._groups[group] = np.asarray(self._hidden(jnp.asarray(self.text[group : group + self._rows])))
@@ -116,5 +119,5 @@ class Memory:
 
 
 def on(path: Path, devices: Sequence[Any]) -> Teacher:
-    """The model of a folder on some devices, tensor parallel. Raises InvalidValue where it cannot be split so."""
+    """Return the model of a folder, tensor parallel over `devices`. Raises InvalidValue if it cannot be split."""
     return Teacher(registry.load_spec(path).for_tp(len(devices)), Mesh(np.array(devices), ("tp",)))

@@ -1,1 +1,1 @@
-"""Models as numbers (`spec`), as descriptions of their weights (`layers`), and as pure functions (`registry`)."""
+"""Models: their sizes (`spec`), the descriptions of their weights (`layers`) and their pure functions (`registry`)."""

@@ -1,6 +1,6 @@
-"""What a model keeps of each token: the one place that knows the form of a KV cache.
+"""The layout of the KV cache, defined here only.
 
-Letters: L layers, N pages in the pool, M pages moved, B page size, K heads of the pool, D width of one.
+Letters: L layers, N pages in the pool, M transferred pages, B page size, K heads of the pool, D head dim.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ from jax.sharding import PartitionSpec
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """The form of a KV cache: per layer `parts` arrays, each [N, B, K, D], or [N, K, B, D] with heads first."""
+    """The layout of a KV cache: per layer `parts` arrays, each [N, B, K, D], or [N, K, B, D] with heads first."""
 
     layers: int  # L
-    parts: int  # 2: keys and values; 1: a latent, which is both
-    heads: int  # K, a copy for each shard where there are fewer than shards
+    parts: int  # 2: keys and values; 1: latents, which are both
+    heads: int  # K, including copies if there are fewer kv heads than shards
     dim: int  # D
-    heads_first: bool = False  # in a page, as attention in XLA on a CPU wants it
+    heads_first: bool = False  # in a page; faster for XLA attention on a CPU
 
     @property
     def latent(self) -> bool:
-        """Whether the keys are the values."""
+        """Whether the cache holds latents (MLA)."""
         return self.parts == 1
 
     def shape(self, pages: int, page_size: int) -> tuple[int, int, int, int]:
-        """[N, B, K, D] of each array of a layer, or [N, K, B, D]."""
+        """Return the shape of an array: [N, B, K, D], or [N, K, B, D] with heads first."""
         page = (self.heads, page_size) if self.heads_first else (page_size, self.heads)
         return pages, *page, self.dim
 
     @property
     def partition(self) -> PartitionSpec:
-        """How an array lies on the mesh: heads over `tp`. The cache must be that of `for_tp` of the mesh's size.
+        """The partition of an array: heads over `tp`. The spec must come from `for_tp` of the mesh's size.
 
-        Name it in `out_shardings` of the step too: on one device jit would call the new pool unsharded, and compile
-        again when it comes back.
+        Steps must also name it in `out_shardings`: on one device jit would otherwise return an unsharded
+        pool, and compile again when that pool is passed in.
         """
         return PartitionSpec(None, "tp") if self.heads_first else PartitionSpec(None, None, "tp")
 
     def parcel_shape(self, pages: int, page_size: int) -> tuple[int, ...]:
-        """[L, parts, M, B, K, D] of a piece of a parcel, or with K before B."""
+        """Return the shape of a contiguous KV buffer: [L, parts, M, B, K, D], or with K before B."""
         return self.layers, self.parts, *self.shape(pages, page_size)
 
     @property
     def parcel_partition(self) -> PartitionSpec:
-        """How a piece of a parcel lies on the mesh: as the pool's pages."""
+        """The partition of a contiguous KV buffer, equal to that of the pool's pages."""
         return PartitionSpec(None, None, *self.partition)
 
     def pools(self, part: Any) -> list[Any]:
-        """`part`, which describes one array, in the place of each of them."""
+        """Return the tree of all pools with `part` for each array."""
         return [(part,) * self.parts] * self.layers
 
     def page_bytes(self, page_size: int, dtype: Any) -> int:
-        """Bytes of one page over all layers, whole on all devices of an instance."""
+        """Return the bytes of one page over all layers and all devices of an instance."""
         return math.prod(self.parcel_shape(1, page_size)) * int(jnp.dtype(dtype).itemsize)

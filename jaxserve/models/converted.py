@@ -1,6 +1,7 @@
-"""Weights as Orbax checkpoints, in the form in which they are computed with, and from there straight to shards.
+"""Orbax checkpoints of weights in the layout of the engine, which shards read directly.
 
-A checkpoint for each part of the tree: writing holds one layer in memory, and what is read is told as it goes on.
+Each part of the tree is a checkpoint of its own, so that writing holds one layer in memory and loading
+reports its progress.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from jaxserve.models.transposed import Transposed
 from jaxserve.models.weights import Progress, WeightsError, reader
 from jaxserve.sched.api.errors import InvalidValue
 
-CHUNK = 8 << 20  # bytes: shards read the chunks that they lie in
+CHUNK = 8 << 20  # bytes; a shard reads only the chunks that it overlaps
 
 
 def save(source: Path, out: Path, spec: ModelSpec, dtype: Any, *, progress: Progress | None = None) -> None:
-    """Convert the safetensors of folder `source` into the folder `out`. `spec` says for how many shards (`for_tp`).
+    """Convert the safetensors of folder `source` to folder `out`, for the shards of `spec` (see `for_tp`).
 
-    Raises InvalidValue where `out` holds something else than an unfinished conversion, WeightsError as `load_weights`.
+    Raises InvalidValue if `out` is neither empty nor an unfinished conversion, and WeightsError as
+    `load_weights` does.
     """
     ocp = _orbax()
     with reader(source, spec, dtype) as (abstract, build):
@@ -58,19 +60,19 @@ def save(source: Path, out: Path, spec: ModelSpec, dtype: Any, *, progress: Prog
 def load(
     path: Path, spec: ModelSpec, dtype: Any, meshes: Sequence[Mesh], *, progress: Progress | None = None
 ) -> list[Tree]:
-    """The weights on each mesh, as `weights.load_weights` gives them. `progress(done, total)` counts parts.
+    """Load the weights onto each mesh, as `weights.load_weights` does. `progress(done, total)` counts parts.
 
-    Raises InvalidValue for a folder that is no finished conversion, WeightsError for one of another model, naming what
-    does not fit.
+    Raises InvalidValue if the folder is not a finished conversion, and WeightsError that names every
+    mismatch if it holds another model.
     """
     manifest = find(path)
     if manifest is None:
         raise InvalidValue(
-            f"{str(path)!r} is no Orbax checkpoint of jaxserve: it has no {NAME}; make one by `jaxserve convert "
-            f"--model {path} --out DIR`, or leave --load-format out",
+            f"{str(path)!r} is not an Orbax checkpoint of jaxserve: it has no {NAME}; create one with `jaxserve "
+            f"convert --model {path} --out DIR`, or omit --load-format",
             "load_format",
         )
-    kept = parts_of(abstract_weights(spec, dtype))  # as it is to lie here; saved is [in, out]
+    kept = parts_of(abstract_weights(spec, dtype))  # the layout to return; checkpoints are [in, out]
     spec = replace(spec, transposed=False, whole=False)
     parts = parts_of(abstract_weights(spec, dtype))
     saved = parts_of(abstract_weights(replace(spec, kv_scales=False), dtype))
@@ -94,19 +96,19 @@ def _orbax() -> Any:
         import orbax.checkpoint as ocp
     except ImportError as error:
         raise InvalidValue(
-            f"Orbax checkpoints need a package that is not here ({error}): pip install 'jaxserve[orbax]'", "load_format"
+            f"Orbax checkpoints need a missing package ({error}): pip install 'jaxserve[orbax]'", "load_format"
         ) from error
     return ocp
 
 
 def _make_room(out: Path) -> None:
-    """An empty folder, or one where a conversion stopped half-way."""
+    """Remove an unfinished conversion. Raises InvalidValue if the folder holds anything else."""
     if out.is_dir() and any(out.iterdir()):
         unfinished = (out / FOLDER).is_dir() and not (out / NAME).exists()
         others = sorted(file.name for file in out.iterdir() if file.name != FOLDER)
         if not unfinished or others:
             what = "holds a finished conversion" if (out / NAME).exists() else f"is not empty: {', '.join(others[:5])}"
-            raise InvalidValue(f"--out {str(out)!r} {what}; name a folder that is new or empty", "out")
+            raise InvalidValue(f"--out {str(out)!r} {what}; give a new or empty folder", "out")
         shutil.rmtree(out / FOLDER)
 
 
@@ -118,7 +120,7 @@ def _restored(checkpointer: Any, path: Path, tree: Tree, mesh: Mesh, measured: s
         sharding = NamedSharding(mesh, info.partition(tp))
         if name in measured:
             arrays[name] = jax.device_put(info.build().astype(info.dtype), sharding)
-        else:  # not strict: rows that pad a vocabulary are zeros, as many as the mesh needs
+        else:  # not strict, because the number of padding rows of the vocabulary depends on the mesh
             wanted[name] = ocp.ArrayRestoreArgs(
                 sharding=sharding, global_shape=info.shape, dtype=info.dtype, strict=False
             )
@@ -132,7 +134,7 @@ def _restored(checkpointer: Any, path: Path, tree: Tree, mesh: Mesh, measured: s
 
 
 def _laid(tree: Tree, wanted: Tree, mesh: Mesh) -> Tree:
-    """With those weights transposed that `wanted` has so."""
+    """Return the tree with those weights transposed that are transposed in `wanted`."""
 
     def laid(param: Any, held: Any) -> Any:
         def moved(array: jax.Array, info: Info) -> jax.Array:
@@ -154,7 +156,7 @@ def _check(
 ) -> None:
     if manifest.architecture != spec.architecture:
         raise WeightsError(f"{path} holds {manifest.architecture}, config.json says {spec.architecture}")
-    if spec.latent is None and manifest.kv_copies != spec.kv_copies:  # copies of a latent are not of weights
+    if spec.latent is None and manifest.kv_copies != spec.kv_copies:  # MLA copies latents, not weights
         tp = spec.kv_copies * spec.kv_heads
         raise WeightsError(
             f"{path} holds {manifest.kv_copies} copies of each kv head, this mesh needs {spec.kv_copies}: convert with "
@@ -177,35 +179,35 @@ def _check(
 
 
 def _fits(held: Sequence[int], wanted: Sequence[int], info: Info) -> bool:
-    """But for the rows that pad a vocabulary."""
+    """Return whether two shapes are equal except for the padding of the vocabulary."""
     pairs = zip(held, wanted, info.axes, strict=False)
     return len(held) == len(wanted) and all(a == b or axis == "vocab" for a, b, axis in pairs)
 
 
 def _bits(dtype: str) -> str:
-    """Floats of 16 and 32 bits are cast into each other, others are what they are."""
+    """Return the kind of a dtype: floats of 16 and 32 bits are one kind, because loading casts between them."""
     return "float" if dtype in ("float32", "float16", "bfloat16") else dtype
 
 
 def parts_of(tree: Tree) -> dict[str, Tree]:
-    """Top-level parts of the tree by name, each layer by itself."""
+    """Return the top-level parts of the tree by name, with one part per layer."""
     layers = {f"layers.{i}": layer for i, layer in enumerate(tree["layers"])}
     return {name: part for name, part in tree.items() if name != "layers"} | layers
 
 
 def _whole(parts: Mapping[str, Tree]) -> Tree:
-    """What `parts_of` took apart."""
+    """Return the tree from its parts, the inverse of `parts_of`."""
     layers = [part for name, part in parts.items() if name.startswith("layers.")]
     return {name: part for name, part in parts.items() if not name.startswith("layers.")} | {"layers": layers}
 
 
 def _named(tree: Tree) -> dict[str, Any]:
-    """Leaves by their path, in the order of the tree."""
+    """Return the leaves by path, in the order of the tree."""
     return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_info)}
 
 
 def _params(tree: Tree) -> dict[str, Any]:
-    """Infos, and pairs of them, by their path."""
+    """Return each `Info` or `Quantised` by path."""
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: _is_info(x) or isinstance(x, Quantised))
     return {_name(path): leaf for path, leaf in found}
 

@@ -1,13 +1,15 @@
-"""DeepSeek V2 and V3: multi-head latent attention (MLA), shared experts beside the chosen ones, experts in groups.
+"""DeepSeek V2 and V3: multi-head latent attention (MLA), shared experts, and routing by groups of experts.
 
-Of each token only a latent is kept, which is key and value of all heads (arXiv 2405.04434, section 2.1). Attention is
-done there, in prefill too: what makes keys of latents goes to the queries, what makes values to what was mixed. So
-there is one kv head of R + Z dimensions, whose first R are its value, and a copy of it on each shard.
+The cache holds one latent per token, from which the keys and values of all heads are computed (arXiv
+2405.04434, section 2.1). Attention always runs on the latents, in prefill too: the up-projection of
+keys is applied to the queries, and that of values to the attention output. To the kernel this is one
+kv head of R + Z dimensions with the first R as its value, copied to each shard.
 
-In a pool of 8 bits each column of the latent has a scale of its own, s: (q s) . (c / s) = q . c, and what was mixed is
-multiplied by s. So no element that is read is multiplied by any, and kernels know nothing of it.
+In an 8-bit pool each column of the latent has its own scale s. Queries are multiplied by s, because
+(q s) . (c / s) = q . c, and so is the attention output. The kernel therefore needs no scales.
 
-Letters: T tokens, E model dim, H query heads, K copies of the latent, R its rank, Z dimensions that turn.
+Letters: T tokens, E model dim, H query heads, K copies of the latent, R rank of the latent, Z rotary
+dimensions.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from pallas_kernels.attention.api import Attention as Kernel
 from pallas_kernels.attention.api import Pool
 from pallas_kernels.rope import Turn, rotate
 
-EPS = 1e-6  # of the latents' norms, whatever the config says of the others
+EPS = 1e-6  # of the latents' norms; independent of the config's `rms_norm_eps`
 ROUTING = {"DeepseekV2ForCausalLM": ("greedy", "group_limited_greedy"), "DeepseekV3ForCausalLM": ("noaux_tc",)}
 
 
@@ -49,7 +51,7 @@ def read(config: Config) -> ModelSpec:
     for key, only in (("attention_bias", False), ("mlp_bias", False), ("moe_layer_freq", 1)):
         _refuse(config, key, only)
     _refuse(config, "scoring_func", "sigmoid" if newer else "softmax")
-    if not newer:  # DeepSeek's own code then leaves out `routed_scaling_factor`, others do not normalise or do both
+    if not newer:  # implementations disagree about combining it with `routed_scaling_factor`
         _refuse(config, "norm_topk_prob", False)
     latent = Latent(
         rank=int(need(config, "kv_lora_rank")),
@@ -106,7 +108,7 @@ def _experts(config: Config, newer: bool) -> Experts:
 
 
 class Attention(nnx.Module):
-    """MLA with the up-projections of keys and values on the other side of the scores."""
+    """MLA with the up-projections of keys and values applied to the queries and to the attention output."""
 
     def __init__(self, spec: ModelSpec, prefix: str) -> None:
         assert spec.latent is not None
@@ -129,26 +131,26 @@ class Attention(nnx.Module):
         self.kv_scale = layers.kv_scale(spec.cache.dim, "rank") if spec.kv_scales else None
 
     def _turning(self, x: Array) -> Array:
-        """[..., dims, in], the last Z of the dims in the order in which `rotate` turns them."""
+        """Reorder the last Z dims of [..., dims, in] from interleaved pairs to the halves that `rotate` expects."""
         at = x.shape[-2] - self.latent.turned
         if not self.latent.interleaved:
             return x
         return np.concatenate([x[..., :at, :], x[..., at::2, :], x[..., at + 1 :: 2, :]], axis=-2)
 
     def _query(self, x: Array) -> Array:
-        """[H * D, in] -> [in, H, D]"""
+        """Rearrange [H * D, in] to [in, H, D]."""
         return np.moveaxis(self._turning(x.reshape(self.spec.heads, self.spec.head_dim, -1)), -1, 0)
 
     def _down(self, x: Array) -> Array:
-        """[R + Z, E] -> [E, R + Z]"""
+        """Transpose [R + Z, E] to [E, R + Z]."""
         return self._turning(x).T
 
     def _keys(self, x: Array) -> Array:
-        """[H * (straight + value), R] -> [H, straight, R]"""
+        """Select the keys of [H * (straight + value), R]: [H, straight, R]."""
         return x.reshape(self.spec.heads, -1, self.latent.rank)[:, : self.latent.straight]
 
     def _values(self, x: Array) -> Array:
-        """[H * (straight + value), R] -> [H, R, value]"""
+        """Select the values of [H * (straight + value), R]: [H, R, value]."""
         return x.reshape(self.spec.heads, -1, self.latent.rank)[:, self.latent.straight :].swapaxes(1, 2)
 
     def __call__(
@@ -163,10 +165,10 @@ class Attention(nnx.Module):
         own, shared = jnp.split(x @ self.kv_down[...], [m.rank], axis=-1)
         own, shared = rms_norm(own, self.kv_norm[...], EPS), rotate(shared[:, None], turn)[:, 0]
         kept = jnp.concatenate([own, shared], axis=-1)  # [T, R + Z]
-        if self.kv_scale is not None:  # in float32: what is kept is rounded once, to 8 bits
+        if self.kv_scale is not None:  # divided in float32, so that values are rounded only once
             q, kept = scaled(q, self.kv_scale[...]), kept / like(self.kv_scale[...], kept)
         kept = jnp.broadcast_to(kept[:, None], (tokens, spec.cache.heads, spec.cache.dim))
-        mixed, pool = kernel(q, kept, None, None, pool, work, scale=spec.scale)  # [T, H, R] or more
+        mixed, pool = kernel(q, kept, None, None, pool, work, scale=spec.scale)  # [T, H, at least R]
         mixed = mixed[..., : m.rank]
         if self.kv_scale is not None:
             mixed = scaled(mixed, self.kv_scale[: m.rank])
@@ -175,7 +177,7 @@ class Attention(nnx.Module):
 
 
 def scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """x [..., D] times scale [D], in the dtype of x."""
+    """Multiply x [..., D] by scale [D], in the dtype of x."""
     return (x * like(scale, x)).astype(x.dtype)
 
 
@@ -190,7 +192,7 @@ class Block(layers.Block):
 
 
 class Turning(layers.Decoder):
-    """As in `layers`, where a part of a head turns that has a rope of its own."""
+    """A decoder with RoPE on Z dimensions of each head only."""
 
     def turns(self, positions: jax.Array) -> Turns:
         assert self.spec.latent is not None

@@ -1,4 +1,8 @@
-"""Gemma 3, the text model: windows in most layers, a rope for each kind, norms before and after, scaled embeddings."""
+"""The text model of Gemma 3.
+
+It has sliding windows in most layers, a different RoPE in these, norms before and after attention and
+feed-forward, and scaled embeddings.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from pallas_kernels.attention.api import Attention as Kernel
 from pallas_kernels.attention.api import Pool
 
 LOCAL_THETA = 10_000.0
-EVERY = 6  # layers from one without a window to the next, where the config does not say
+EVERY = 6  # one in so many layers has no window, unless the config says otherwise
 
 
 def read(config: Config) -> ModelSpec:
@@ -41,7 +45,7 @@ def read(config: Config) -> ModelSpec:
 
 
 def _kinds(config: Config) -> Config:
-    """`layer_types`, which older configs give as a pattern."""
+    """Return `layer_types` for older configs, which have a pattern instead."""
     if config.get("layer_types"):
         return {}
     every = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or EVERY)
@@ -50,7 +54,7 @@ def _kinds(config: Config) -> Config:
 
 
 def _ropes(config: Config) -> tuple[Config, Config]:
-    """What `read_rope` is to read for layers without and with a window, in both spellings."""
+    """Return the configs that `read_rope` reads for layers without and with a window, from both formats."""
     positions = {"max_position_embeddings": config.get("max_position_embeddings") or 131_072}
     given = config.get("rope_parameters") or {}
     if "full_attention" in given:
@@ -63,7 +67,7 @@ def _ropes(config: Config) -> tuple[Config, Config]:
 
 
 class Block(layers.Block):
-    """As in `layers`, with a norm behind attention and feed-forward too."""
+    """A layer with norms after attention and feed-forward as well."""
 
     def __init__(self, spec: ModelSpec, prefix: str, index: int) -> None:
         super().__init__(spec, prefix, index)

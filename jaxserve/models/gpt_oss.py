@@ -1,6 +1,6 @@
-"""gpt-oss: attention sinks, a window in every other layer, experts with biases and a cut-off gate.
+"""gpt-oss: attention sinks, a sliding window in every other layer, experts with biases and a clamped gate.
 
-Its experts' weights come as bfloat16, or packed to four bits (see `mxfp4`): `weights` gives both alike.
+Checkpoints have the experts' weights in bfloat16 or in MXFP4 (see `mxfp4`). `weights` reads both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def read(config: Config) -> ModelSpec:
         chosen=int(config.get("num_experts_per_tok") or need(config, "experts_per_token")),
         ff_dim=facts["ff_dim"],
         layers=(True,) * count,
-        normalised=True,  # which is a softmax over the chosen
+        normalised=True,  # equal to a softmax over the chosen experts
         biased=True,
         gate_slope=float(config.get("swiglu_alpha") or 1.702),
         gate_limit=float(7.0 if limit is None else limit),
@@ -44,12 +44,12 @@ def read(config: Config) -> ModelSpec:
 
 
 def _halves(x: Array) -> Array:
-    """[..., 2 * F] of gate and up in turn -> gate, then up."""
+    """Reorder [..., 2 * F] from interleaved gate and up to gate, then up."""
     return np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
 
 
 class Mixture(Moe):
-    """All experts of a layer lie in one tensor of the checkpoint."""
+    """A mixture of experts with all experts of a layer in one checkpoint tensor."""
 
     def matrices(self, spec: ModelSpec, prefix: str, leaves: tuple[str, ...]) -> tuple[nnx.Param[Info], ...]:
         e, f, x = spec.dim, self.moe.ff_dim, self.moe.experts

@@ -1,4 +1,4 @@
-"""From a model's name to a folder of its files."""
+"""Find the folder of a model by name, downloading it from the Hugging Face Hub if necessary."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from pathlib import Path
 
 from jaxserve.sched.api.errors import InvalidValue, JaxserveError
 
-DESCRIPTION = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # what configs and tokenizers are made of
-WEIGHTS = ("*.safetensors",)  # not the same weights in other formats
+DESCRIPTION = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # files of configs and tokenizers
+WEIGHTS = ("*.safetensors",)  # repositories may also hold the same weights in other formats
 FILES = (*WEIGHTS, *DESCRIPTION)
 SKIPPED = ("original/*", "onnx/*", "consolidated*.safetensors")
 
 
 class ModelNotFound(JaxserveError):
-    """A model that is neither a folder here nor to be had from the Hub."""
+    """Raised for a model that is neither a local folder nor available from the Hub."""
 
 
 def resolve_model(
     name_or_path: str, revision: str | None = None, *, weights: bool = True, setting: str = "model"
 ) -> Path:
-    """Return the folder of a model: `name_or_path` where it is a folder, else a snapshot of the Hub's repository.
+    """Return `name_or_path` if it is a folder, else the folder of a snapshot of the Hub repository.
 
-    Downloads on first use, without `weights` only config and tokenizer. The environment is huggingface_hub's: HF_HOME,
-    HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT. Raises InvalidValue naming `setting`, or ModelNotFound.
+    Downloads on first use; with `weights` False only config and tokenizer. Honors huggingface_hub's
+    HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and HF_ENDPOINT. Raises InvalidValue that names `setting`, or
+    ModelNotFound.
     """
     path = Path(name_or_path).expanduser()
     if name_or_path and path.is_dir():
@@ -32,7 +33,7 @@ def resolve_model(
 
 
 def check_folder(name_or_path: str, setting: str = "model") -> None:
-    """Raise InvalidValue where the name can only be a folder's, and there is no such folder. Asks no network."""
+    """Raise InvalidValue if the name can only be a path and that folder does not exist. Needs no network."""
     if name_or_path and Path(name_or_path).expanduser().is_dir():
         return
     if name_or_path.count("/") > 1 or name_or_path.startswith((".", "/", "~")) or not name_or_path:
@@ -45,7 +46,7 @@ def check_folder(name_or_path: str, setting: str = "model") -> None:
 
 
 def fetch_config(name: str, revision: str | None = None) -> Path:
-    """A folder with the config.json of a repository of the Hub, without weights. Raises ModelNotFound."""
+    """Download config.json of a Hub repository and return its folder. Raises ModelNotFound."""
     return _fetch(name, revision, ("config.json",))
 
 
@@ -56,11 +57,11 @@ def _fetch(name: str, revision: str | None, files: tuple[str, ...], setting: str
         return Path(
             snapshot_download(name, revision=revision, allow_patterns=list(files), ignore_patterns=list(SKIPPED))
         )
-    except Exception as error:  # its errors come from five libraries; each means: no such files
+    except Exception as error:  # huggingface_hub passes on errors of several other libraries
         at = f" at revision {revision!r}" if revision else ""
         raise ModelNotFound(
-            f"{setting} {name!r}{at} is not a folder here, and the Hub did not give it: "
-            f"{type(error).__name__}: {_in_a_line(error)}\nWhere there is a network, run `hf download {name}` "
+            f"{setting} {name!r}{at} is not a local folder, and downloading it from the Hub failed: "
+            f"{type(error).__name__}: {_in_a_line(error)}\nOn a machine with network access, run `hf download {name}` "
             "(private and gated models need HF_TOKEN); then either copy the Hub cache (HF_HOME) to this machine, or "
             f"copy config.json, *.safetensors and the tokenizer's files into a folder and pass its path as --{setting}"
         ) from error

@@ -1,11 +1,12 @@
-"""The layers that dense families share, as flax.nnx modules whose parameters are first descriptions.
+"""The layers that dense families share, as flax.nnx modules with descriptions for parameters.
 
-A module is built with an `Info` in every `nnx.Param`: shape, logical axes, and the tensors of a Hugging Face
-checkpoint it is made of. That one tree gives shardings, random weights and the checkpoint map. `tree_of` takes
-it out as plain dicts and lists; `bind` puts arrays in the same places, under `jit` too.
+A module is built with an `Info` in every `nnx.Param`: its shape, its logical axes, and the tensors of a
+Hugging Face checkpoint that it is built from. This one tree gives shardings, random weights and the
+checkpoint map. `tree_of` returns it as plain dicts and lists; `bind` puts arrays in the same places and
+works under `jit`.
 
-Letters: see the table in CONTRIBUTING. K is the kv heads of the pool (copies for tensor parallelism included),
-G = H / K the query heads that share one.
+Letters: see the table in CONTRIBUTING. K is the number of kv heads of the pool, including copies for
+tensor parallelism; G = H / K is the number of query heads per kv head.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pallas_kernels.rope import Turn
 
 M = TypeVar("M", bound=nnx.Module)
 Array = npt.NDArray[Any]
-Turns = tuple[Turn | None, ...]  # of each kind of rope that a model has
+Turns = tuple[Turn | None, ...]  # (cos, sin) of each kind of RoPE that a model has
 Tree = Any  # nested dicts and lists of Info, of arrays or of shardings
 
 SHARDED = ("vocab", "heads", "ff", "experts")  # logical axes that are split over the mesh axis `tp`
@@ -42,7 +43,7 @@ SHARDED = ("vocab", "heads", "ff", "experts")  # logical axes that are split ove
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One tensor of the checkpoint."""
+    """The name and shape of a checkpoint tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,16 +51,16 @@ class Source:
 
 @dataclass(frozen=True)
 class Info:
-    """A weight before it has values."""
+    """The description of a weight."""
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]  # logical axis of each dimension
     sources: tuple[Source, ...]
-    build: Callable[..., Array]  # the sources' arrays, in order -> the weight
+    build: Callable[..., Array]  # maps the sources' arrays, in order, to the weight
     init: float = 0.02  # std of a random weight; 0: constant `fill`
     fill: float = 0.0
-    dtype: Any = None  # None: that of the model
-    contract: int | None = None  # axis that a product sums over: the last of each source, which are [out, in] then
+    dtype: Any = None  # None: the model's
+    contract: int | None = None  # axis that products sum over, if the sources are matrices [out, in]
 
     def __post_init__(self) -> None:
         split = [axis for axis in self.axes if axis in SHARDED]
@@ -67,17 +68,17 @@ class Info:
             what = (
                 f"axes {' and '.join(map(repr, split))} would both be split over the mesh axis 'tp'; at most one may be"
             )
-            lengths = f"{len(self.axes)} axes {self.axes} for a shape of {len(self.shape)}; they must be as many"
+            lengths = f"{len(self.axes)} axes {self.axes} for {len(self.shape)} dimensions; the numbers must be equal"
             names = ", ".join(source.name for source in self.sources[:3])
             raise InvalidValue(f"weight {self.shape} of {names}: {what if len(split) > 1 else lengths}")
 
     def partition(self, tp: int) -> PartitionSpec:
-        """Split over `tp`; what does not divide is kept whole on each device (see `ModelSpec.for_tp`)."""
+        """Return the split over `tp`. An axis that `tp` does not divide is replicated (see `ModelSpec.for_tp`)."""
         named = zip(self.axes, self.shape, strict=True)
         return PartitionSpec(*("tp" if axis in SHARDED and size % tp == 0 else None for axis, size in named))
 
     def inputs_last(self) -> Info:
-        """Of the same weight with its first axis, `contract`, in the last place."""
+        """Return the description with the first axis, which must be `contract`, moved to the end."""
         (inputs, *outputs), (axis, *axes) = self.shape, self.axes
 
         def build(*tensors: Array) -> Array:
@@ -95,7 +96,7 @@ def transposed(x: Array) -> Array:
 
 
 def stacked(*parts: Array) -> Array:
-    """[F, E] each -> [E, parts, F]: each shard of F holds its own slice of every part."""
+    """Stack parts [F, E] to [E, parts, F], so that each shard of F holds its slice of every part."""
     return np.stack([part.T for part in parts], axis=-2)
 
 
@@ -104,24 +105,26 @@ def vector(name: str, size: int, axis: str = "dim", fill: float = 1.0) -> nnx.Pa
 
 
 def matrix(name: str, inputs: int, outputs: int, axes: tuple[str, str], contract: int | None = 0) -> nnx.Param[Info]:
-    """A projection stored [in, out]; the checkpoint has [out, in]. `contract` None: it is never kept in 8 bits."""
+    """Describe a projection, [in, out] here and [out, in] in the checkpoint. `contract` None: never quantized."""
     return nnx.Param(Info((inputs, outputs), axes, (Source(name, (outputs, inputs)),), transposed, contract=contract))
 
 
 def kv_scale(size: int, axis: str = "heads") -> nnx.Param[Info]:
-    """What keys, or values, of each kv head, or columns of a latent, are divided by in a pool of 8 bits: measured, not
-    read (`calibrate`)."""
+    """Describe the divisors of keys or values in an 8-bit pool, one per kv head or latent column.
+
+    They are measured by `calibrate`, not read from the checkpoint.
+    """
     ones = partial(np.ones, size, np.float32)
     return nnx.Param(Info((size,), (axis,), (), ones, dtype=jnp.dtype(jnp.float32)))
 
 
 def tree_of(module: nnx.Module) -> Tree:
-    """The descriptions in a module's parameters, as plain dicts and lists."""
+    """Return the parameters of a module as plain dicts and lists."""
     return _lists(nnx.to_pure_dict(nnx.split(module)[1]))
 
 
 def bind(module: M, weights: Tree) -> M:
-    """The module with arrays in the place of descriptions."""
+    """Return the module with arrays in place of descriptions."""
     bound: M = nnx.merge(nnx.graphdef(module), _dicts(weights))
     return bound
 
@@ -150,9 +153,9 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 def rms_norm(
     x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0, axes: tuple[int, ...] = (-1,)
 ) -> jax.Array:
-    """Root-mean-square norm over the last axis (or axes) in float32, returned in the dtype of `x`.
+    """Apply a root-mean-square norm over `axes` in float32, and return the dtype of `x`.
 
-    offset: added to the weights in float32; where they lie around zero bfloat16 could not hold the sum.
+    offset: added to the weights in float32, because bfloat16 rounds the sum with weights near zero.
     """
     wide, gain = x.astype(jnp.float32), like(weight, x).astype(jnp.float32)
     mean = jnp.mean(wide * wide, axis=axes, keepdims=True)
@@ -160,16 +163,16 @@ def rms_norm(
 
 
 def like(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """`weight` with leading axes of 1, to the rank of `x`."""
+    """Reshape `weight` to the rank of `x` by leading axes of size 1."""
     return weight.reshape((1,) * (x.ndim - weight.ndim) + weight.shape)
 
 
 def angles(rope: Rope, dim: int, positions: jax.Array) -> Turn:
-    """cos and sin of each token's turns, [T, 1, D / 2] float32; computed once for all layers."""
+    """Return cos and sin of RoPE's angles, each [T, 1, D / 2] float32; computed once for all layers."""
     turn = positions.astype(jnp.float32)[:, None, None] * rope.frequencies(dim)[None, None, :]  # [T, 1, D/2]
     both = jnp.concatenate([jnp.cos(turn), jnp.sin(turn)], axis=-1) * rope.scale  # [T, 1, D]
-    # XLA on CPU would compute cosines again inside every layer's fusions, head by head (optimization_barrier does
-    # not survive there). The result of a product is kept, and one with the identity is exact.
+    # XLA on CPU would recompute the cosines inside every layer's fusions for every head, and removes
+    # optimization_barrier. It does not recompute a matrix product, and one with the identity is exact.
     both = jnp.einsum("tod,de->toe", both, jnp.eye(dim, dtype=jnp.float32), precision="highest")
     return both[..., : dim // 2], both[..., dim // 2 :]
 
@@ -177,7 +180,8 @@ def angles(rope: Rope, dim: int, positions: jax.Array) -> Turn:
 class Attention(nnx.Module):
     """Grouped-query attention with one matrix for queries, keys and values.
 
-    That matrix is [E, K, (G + 2) * D]: each kv head with its own queries, so that a split over K is local.
+    The matrix is [E, K, (G + 2) * D] and keeps each kv head together with its query heads, so that
+    splitting it over K needs no communication.
     """
 
     def __init__(self, spec: ModelSpec, prefix: str, index: int, out: str = "o_proj.") -> None:
@@ -211,7 +215,7 @@ class Attention(nnx.Module):
         )
 
     def _norm(self, name: str, heads: int, copies: int) -> nnx.Param[Info]:
-        """Weights of a norm over each head [D], or over all of them [H, D]."""
+        """Describe the weights of a norm over each head, [D], or over all heads of a token, [H, D]."""
         d, order = self.spec.head_dim, self.spec.rope.order(self.spec.head_dim)
         if self.spec.qk_norm == "head":
             return nnx.Param(Info((d,), ("pack",), (Source(name, (d,)),), lambda x: x[order], 0.0, 1.0))
@@ -223,7 +227,7 @@ class Attention(nnx.Module):
         return nnx.Param(Info((heads * copies, d), ("heads", "pack"), (source,), build, 0.0, 1.0))
 
     def _pack(self, q: Array, k: Array, v: Array) -> Array:
-        """[H * D, ...], [K * D, ...] twice -> [..., K, (G + 2) * D]."""
+        """Pack [H * D, ...] and twice [K * D, ...] into [..., K, (G + 2) * D]."""
         spec, rest = self.spec, q.shape[1:]
         order = spec.rope.order(spec.head_dim)
         q = q.reshape(spec.heads, spec.head_dim, *rest)[:, order]
@@ -259,7 +263,7 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """A gated feed-forward (SwiGLU, GeGLU) with one matrix [E, 2, F] for gate and up."""
+    """A gated feed-forward (SwiGLU or GeGLU) with one matrix [E, 2, F] for gate and up."""
 
     def __init__(self, spec: ModelSpec, prefix: str) -> None:
         e, f = spec.dim, spec.ff_dim
@@ -281,7 +285,7 @@ class Mlp(nnx.Module):
 
 
 class Part(Enum):
-    """What to compute of a layer. Its halves can be programs of their own."""
+    """The part of a layer to compute. Its two halves can be separate programs."""
 
     WHOLE = "layer"
     MIX = "attention"
@@ -289,11 +293,11 @@ class Part(Enum):
 
 
 class Block(nnx.Module):
-    """One layer: normalised attention and feed-forward, each added to the residual stream."""
+    """One layer: attention and feed-forward with norms, each added to the residual stream."""
 
     def __init__(self, spec: ModelSpec, prefix: str, index: int) -> None:
         self.spec = spec
-        self.rope = int(spec.local_rope is not None and spec.window_of(index) is not None)  # of `Decoder.turns`
+        self.rope = int(spec.local_rope is not None and spec.window_of(index) is not None)  # index into `turns`
         self.attention_norm = vector(prefix + "input_layernorm.weight", spec.dim)
         self.attention = self.attend(prefix + "self_attn.", index)
         self.mlp_norm = vector(prefix + "post_attention_layernorm.weight", spec.dim)
@@ -302,23 +306,23 @@ class Block(nnx.Module):
     def mix(
         self, x: jax.Array, turns: Turns, pool: Pool, work: Any, kernel: Kernel
     ) -> tuple[jax.Array, Pool]:  # x [T, E] -> [T, E]
-        """With what attention adds."""
+        """Add the attention output to x, and return it with the updated pool."""
         with jax.named_scope("attention"):
             mixed, pool = self.attention(self.normed(x, self.attention_norm), turns[self.rope], pool, work, kernel)
             return x + mixed, pool
 
     def feed(self, x: jax.Array, kernel: Kernel) -> jax.Array:  # x [T, E] -> [T, E]
-        """With what the feed-forward adds."""
+        """Add the feed-forward output to x."""
         with jax.named_scope("mlp"):
             out: jax.Array = x + self.mlp(self.normed(x, self.mlp_norm), kernel)
             return out
 
     def attend(self, prefix: str, index: int) -> Any:
-        """What is called as `Attention` is."""
+        """Create the attention module, which is called as `Attention` is."""
         return Attention(self.spec, prefix, index)
 
     def feed_forward(self, prefix: str, index: int) -> Any:
-        """What is called with [T, E] and the kernel."""
+        """Create the feed-forward module, which is called with x [T, E] and the kernel."""
         return Mlp(self.spec, prefix + "mlp.")
 
     def normed(self, x: jax.Array, weight: Any) -> jax.Array:
@@ -326,9 +330,10 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Embedding, layers, final norm, output head. A family that differs inside a layer passes its own block.
+    """A decoder: embedding, layers, final norm and output head.
 
-    The methods take the weights as a plain tree: each needs only its own part of it.
+    A family that differs inside a layer passes its own block. The methods take the weights as a plain
+    tree, and each reads only the part that it needs.
     """
 
     def __init__(
@@ -344,7 +349,7 @@ class Decoder(nnx.Module):
         self.head = None if spec.tied else self.table("lm_head.weight")
 
     def table(self, name: str) -> nnx.Param[Info]:
-        """One row [E] per id of the vocabulary, and the rows of `vocab_padding`."""
+        """Describe a table with one row [E] per token id, followed by `vocab_padding` rows of zeros."""
         vocab, dim, padding = self.spec.vocab, self.spec.dim, self.spec.vocab_padding
 
         def padded(x: Array) -> Array:
@@ -353,30 +358,30 @@ class Decoder(nnx.Module):
         return nnx.Param(Info((vocab + padding, dim), ("vocab", "dim"), (Source(name, (vocab, dim)),), padded))
 
     def embedded(self, weights: Tree, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """tokens, positions [T] int32 -> [T, E]; ids outside the vocabulary read its nearest end."""
+        """Embed tokens and positions [T] int32 as [T, E]. Ids outside the vocabulary are clipped."""
         x = jnp.take(weights["embed"], jnp.minimum(tokens, self.spec.vocab - 1), axis=0, mode="clip")
         return x * jnp.asarray(self.spec.embed_scale, x.dtype) if self.spec.embed_scale != 1.0 else x
 
     def turns(self, positions: jax.Array) -> Turns:
-        """What the layers turn queries and keys by: cos and sin, each [T, 1, D / 2] float32, of each kind of rope."""
+        """Return RoPE's cos and sin for each kind of RoPE, each [T, 1, D / 2] float32."""
         ropes = [self.spec.rope] if self.spec.local_rope is None else [self.spec.rope, self.spec.local_rope]
         return tuple(angles(rope, self.spec.head_dim, positions) for rope in ropes)
 
     def layer(
         self, kind: int, part: Part, leaves: Tree, pool: Pool, x: jax.Array, turns: Turns, work: Any, kernel: Kernel
     ) -> tuple[jax.Array, Pool]:
-        """A layer of a kind (see `ModelSpec.kinds`), or a part of it, with its own weights, x [T, E] -> [T, E]."""
+        """Apply a layer, or a part of it, to x [T, E]; `kind` indexes the module (see `ModelSpec.kinds`)."""
         block: Any = bind(cast(nnx.Module, self.layers[kind]), leaves)
         if part is not Part.FEED:
             x, pool = block.mix(x, turns, pool, work, kernel)
         return (x if part is Part.MIX else cast(jax.Array, block.feed(x, kernel))), pool
 
     def finish(self, weights: Tree, x: jax.Array) -> jax.Array:
-        """The final norm, [T, E] -> [T, E]: what `logits` takes."""
+        """Apply the final norm, [T, E] -> [T, E]."""
         return rms_norm(x, weights["norm"], self.spec.norm_eps, self.spec.norm_offset)
 
     def logits(self, weights: Tree, hidden: jax.Array) -> jax.Array:
-        """hidden [S, E] -> [S, V] float32."""
+        """Compute logits [S, V] float32 from hidden [S, E], the output of `finish`."""
         table = weights["embed" if self.spec.tied else "head"]
         if self.spec.transposed:
             out = product(hidden, table, jnp.float32)

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, Mistral, and models in their form: biases where the config asks for them, no norms on q and k."""
+"""Llama 2 and 3, Mistral and models of the same form: biases if the config has them, no norms on q and k."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What lies in a folder that `jaxserve convert` made: read before the weights are, and written after them.
+"""The manifest of a folder that `jaxserve convert` creates, written after the weights.
 
-config.json, tokenizer files ...     as the model has them
-jaxserve.json                        this manifest: the conversion came to its end
-weights/PART/                        an Orbax checkpoint for each top-level part of the tree, and for each layer
+config.json, tokenizer files ...     copied from the model
+jaxserve.json                        this manifest; it exists only if the conversion has finished
+weights/PART/                        an Orbax checkpoint for each layer and each other top-level part of the tree
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from jaxserve.sched.api.errors import InvalidValue
 
 NAME, FOLDER, FORMAT = "jaxserve.json", "weights", 1
 
-Shape = tuple[tuple[int, ...], str]  # and dtype
+Shape = tuple[tuple[int, ...], str]  # shape and dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Which arrays there are."""
+    """The arrays of a converted model."""
 
     architecture: str
-    kv_copies: int  # of each kv head, as `ModelSpec.for_tp`
+    kv_copies: int  # of each kv head; see `ModelSpec.for_tp`
     quantised: Quantisation | None
-    parts: Mapping[str, Mapping[str, Shape]]  # by part, then by name in it
+    parts: Mapping[str, Mapping[str, Shape]]  # by part, then by name within the part
 
     def write(self, folder: Path) -> None:
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
@@ -35,14 +35,14 @@ class Manifest:
 
 
 def find(folder: Path) -> Manifest | None:
-    """The manifest of a converted folder; None: it is not one.
+    """Read the manifest of a folder; None if the folder is not a converted model.
 
-    Raises InvalidValue for one whose conversion did not end, or that another version made.
+    Raises InvalidValue if the conversion is unfinished or was made by another version.
     """
     if not (folder / NAME).is_file():
         if (folder / FOLDER).is_dir():
             raise InvalidValue(
-                f"{str(folder)!r} is a conversion that did not come to its end: it has {FOLDER}/ and no {NAME}; run "
+                f"{str(folder)!r} is an unfinished conversion: it has {FOLDER}/ but no {NAME}; run "
                 "`jaxserve convert` again with the same --out",
                 "model",
             )
@@ -51,7 +51,7 @@ def find(folder: Path) -> Manifest | None:
         read = json.loads((folder / NAME).read_text(encoding="utf-8"))
         if read["format"] != FORMAT:
             raise InvalidValue(
-                f"{str(folder / NAME)!r} is of format {read['format']!r}; this version reads {FORMAT}: convert again",
+                f"{str(folder / NAME)!r} has format {read['format']!r}; this version reads {FORMAT}: convert again",
                 "model",
             )
         how = read["quantised"]

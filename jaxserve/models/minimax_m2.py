@@ -1,4 +1,4 @@
-"""MiniMax M2: a mixture of experts in every layer, sigmoid scores, norms over all heads, heads that turn in part."""
+"""MiniMax M2: experts with sigmoid scores in every layer, norms over all heads, RoPE on a part of each head."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read(config: Config) -> ModelSpec:
 
 
 def _partial(config: Config) -> Config:
-    """Published configs say `rotary_dim`, what transformers saves `partial_rotary_factor`."""
+    """Convert `rotary_dim` of published configs to `partial_rotary_factor`, as transformers saves it."""
     if config.get("rotary_dim") is None:
         return config
     share = int(config["rotary_dim"]) / int(need(config, "head_dim"))

@@ -1,7 +1,10 @@
-"""A mixture of experts in place of a feed-forward: a router chooses a few experts for each token.
+"""Mixture-of-experts feed-forward: a router selects a few experts for each token.
 
-Experts are split over the mesh axis `tp`: every shard sees all tokens, computes what its own experts add to them, and
-one sum puts the shards' parts together. Letters: T tokens, E model dim, X experts, C chosen per token, F width of one.
+Experts are split over the mesh axis `tp`. Every shard sees all tokens and computes the contribution of
+its own experts, and one all-reduce adds the shards' contributions.
+
+Letters: T tokens, E model dim, X experts, C experts per token, F width of an expert, R rows of the
+grouped products (T * C with padding).
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from pallas_kernels.ops.grouped_matmul.api import Experts
 
 
 class Matrices(NamedTuple):
-    """Arrays of some experts."""
+    """The weights of some experts."""
 
     gate_up: Weight  # [X, E, 2 * F]
     down: Weight  # [X, F, E]
@@ -35,7 +38,7 @@ class Matrices(NamedTuple):
 
 
 class Moe(nnx.Module):
-    """Router and experts. `leaves`: what the checkpoint calls an expert's gate, up and down."""
+    """A router and its experts. `leaves`: the checkpoint's names of an expert's gate, up and down projections."""
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class Moe(nnx.Module):
         assert spec.moe is not None
         self.moe, self.activation = spec.moe, spec.activation
         e, x = spec.dim, spec.moe.experts
-        # In float32 whatever the model's: biases of experts lie closer together than bfloat16 can tell.
+        # Always float32: biases of experts differ by less than the precision of bfloat16.
         wide = Info((x,), ("choice",), (Source(prefix + correction, (x,)),), same, 0.0, dtype=jnp.dtype(jnp.float32))
         self.correction = nnx.Param(wide) if spec.moe.corrected else None
         self.router = matrix(prefix + router + "weight", e, x, ("dim", "choice"), contract=None)
@@ -60,7 +63,7 @@ class Moe(nnx.Module):
         self.shared = Mlp(shared, prefix + "shared_experts.") if spec.moe.shared else None
 
     def matrices(self, spec: ModelSpec, prefix: str, leaves: tuple[str, ...]) -> tuple[nnx.Param[Info], ...]:
-        """Of all experts: gate and up [X, E, 2 * F], down [X, F, E]; here from tensors of each by itself."""
+        """Describe gate and up [X, E, 2 * F] and down [X, F, E] of all experts, from one tensor per expert."""
         e, f, x = spec.dim, self.moe.ff_dim, self.moe.experts
         gate, up, down = leaves
         pairs = tuple(Source(f"{prefix}{i}.{leaf}.weight", (f, e)) for i in range(x) for leaf in (gate, up))
@@ -71,7 +74,7 @@ class Moe(nnx.Module):
         )
 
     def biases(self, spec: ModelSpec, prefix: str) -> tuple[nnx.Param[Info] | None, ...]:
-        """Of all experts: gate and up [X, 2 * F], down [X, E]; here none."""
+        """Describe the biases of all experts, gate and up [X, 2 * F] and down [X, E]; by default none."""
         return None, None
 
     def __call__(self, x: jax.Array, kernel: Kernel) -> jax.Array:  # [T, E] -> [T, E]
@@ -93,13 +96,13 @@ class Moe(nnx.Module):
             whole: jax.Array = lax.psum(compute(x, chosen, weights, experts, first), "tp")
             return whole
 
-        # Replication is not checked: kernels say nothing of it.
+        # check_vma=False, because Pallas kernels do not declare what they replicate.
         run = jax.shard_map(shard, mesh=mesh, in_specs=(P(), P(), P(), P("tp")), out_specs=P(), check_vma=False)
         out: jax.Array = run(x, chosen, weights, experts)
         return out
 
     def gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """What an expert makes of its two products, [..., F] each."""
+        """Apply the gate: combine an expert's gate and up products, [..., F] each."""
         slope, limit = self.moe.gate_slope, self.moe.gate_limit
         if not limit:
             return ACTIVATIONS[self.activation](gate) * up
@@ -107,7 +110,7 @@ class Moe(nnx.Module):
         return gate * jax.nn.sigmoid(slope * gate) * (up + 1)
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Experts of each token [T, C] int32, and their weights [T, C] float32."""
+        """Return the experts of each token, [T, C] int32, and their weights, [T, C] float32."""
         logits = jnp.einsum("te,ex->tx", x, self.router[...], preferred_element_type=jnp.float32)
         if self.router_bias is not None:
             logits = logits + like(self.router_bias[...], logits)
@@ -119,7 +122,7 @@ class Moe(nnx.Module):
         return chosen, best * self.moe.scaling if self.moe.scaling != 1.0 else best
 
     def _of_best_groups(self, liked: jax.Array) -> jax.Array:
-        """Scores [T, X], those of groups that a token may not choose from out of reach."""
+        """Set the scores [T, X] of experts outside a token's best groups to minus infinity."""
         moe = self.moe
         if moe.groups_kept == moe.groups:
             return liked
@@ -130,7 +133,7 @@ class Moe(nnx.Module):
 
 
 def _pairs(*parts: Array) -> Array:
-    """[F, E] of gate and up, expert by expert -> [X, E, 2 * F]."""
+    """Stack gate and up [F, E] of one expert after another to [X, E, 2 * F]."""
     width, dim = parts[0].shape
     out = np.empty((len(parts) // 2, dim, 2, width), parts[0].dtype)
     for i, part in enumerate(parts):
@@ -139,7 +142,7 @@ def _pairs(*parts: Array) -> Array:
 
 
 def _each(*parts: Array) -> Array:
-    """[E, F] of every expert -> [X, F, E]."""
+    """Stack [E, F] of all experts to [X, F, E]."""
     return np.stack([part.T for part in parts])
 
 
@@ -147,13 +150,16 @@ def grouped(
     x: jax.Array,  # [T, E]
     chosen: jax.Array,  # [T, C] int32
     weights: jax.Array,  # [T, C] float32
-    held: Matrices,  # of the experts from `first` on
+    held: Matrices,  # of consecutive experts, beginning with `first`
     first: jax.Array | int,
     *,
     kernel: Experts,
     gated: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """What these experts add to each token, [T, E] float32. A token's sum has one order, whoever shares the step."""
+    """Return the contribution of these experts to each token, [T, E] float32.
+
+    The order of a token's sum is fixed, so that it does not depend on the other tokens of the step.
+    """
     (experts, width, _), (tokens, count) = held.down.shape, chosen.shape
     work = kernel.plan(chosen.reshape(-1) - first, experts)
     hidden = multiplied(kernel, x[work.source // count], held.gate_up, work)  # [R, 2 * F]
@@ -164,6 +170,6 @@ def grouped(
     if held.down_bias is not None:
         rows = rows + held.down_bias[work.owner]
     place, out = work.place.reshape(tokens, count), jnp.zeros((tokens, rows.shape[1]), jnp.float32)
-    for i in range(count):  # what is computed elsewhere has no place here, and adds nothing
+    for i in range(count):  # experts of other shards have no row here and add 0
         out = out + weights[:, i, None] * rows.at[place[:, i]].get(mode="fill", fill_value=0)
     return out

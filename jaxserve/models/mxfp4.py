@@ -1,8 +1,8 @@
-"""Tensors kept as MXFP4: blocks of 32 four-bit floats (E2M1) that share a power of two (OCP MX v1.0, section 5.3.3).
+"""Read MXFP4 tensors: blocks of 32 four-bit floats (E2M1) with a common power of two (OCP MX v1.0, section 5.3.3).
 
-A checkpoint has `NAME_blocks` [X, out, in / 32, 16], two numbers a byte and the low one first, and `NAME_scales`
-[X, out, in / 32], the exponent plus 127. Here they are NAME [X, in, out] in bfloat16, which holds every one of them
-exactly: three bits of sign and fraction, and the same range of exponents.
+A checkpoint has `NAME_blocks` [X, out, in / 32, 16], two values per byte with the low half first, and
+`NAME_scales` [X, out, in / 32], exponents plus 127. They are read as NAME [X, in, out] in bfloat16,
+which represents every value exactly, because it has the same exponent range.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import numpy.typing as npt
 BLOCKS, SCALES = "_blocks", "_scales"
 HALF = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 VALUES = np.concatenate([HALF, -HALF])
-PAIRS = np.stack([VALUES[np.arange(256) % 16], VALUES[np.arange(256) // 16]], axis=-1)  # [256, 2], of each byte
+PAIRS = np.stack([VALUES[np.arange(256) % 16], VALUES[np.arange(256) // 16]], axis=-1)  # [256, 2], by byte
 
 
 @dataclass(frozen=True)
 class Unpacked:
-    """Stands for an open file where a tensor is asked for, and for its description."""
+    """A view of open files that dequantizes a tensor on reading, and its description."""
 
     name: str
-    blocks: Any  # open files, which may be two
-    scales: Any
+    blocks: Any  # open file with the blocks
+    scales: Any  # open file with the scales, which may be another
 
     def get_shape(self) -> list[int]:
         experts, outputs, count, half = self.blocks.get_slice(self.name + BLOCKS).get_shape()
@@ -45,7 +45,10 @@ class Unpacked:
 
 
 def dequantised(blocks: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-    """blocks [X, out, G, 16], scales [X, out, G] -> [X, in, out] bfloat16; one expert at a time is float32."""
+    """Dequantize blocks [X, out, G, 16] with scales [X, out, G] to [X, in, out] bfloat16.
+
+    Only one expert at a time is held in float32.
+    """
     experts, outputs, count, half = blocks.shape
     out = np.empty((experts, count * half * 2, outputs), ml_dtypes.bfloat16)
     for i in range(experts):
@@ -55,7 +58,7 @@ def dequantised(blocks: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) ->
 
 
 def unpacked(tensors: Mapping[str, tuple[Path, Any]]) -> dict[str, tuple[Path, Any]]:
-    """Tensors by name, each with its file: pairs of blocks and scales that fit each other become one."""
+    """Replace matching pairs of blocks and scales by one tensor. `tensors` maps names to (path, open file)."""
     found = dict(tensors)
     for name in tensors:
         whole = name.removesuffix(BLOCKS)
@@ -66,7 +69,7 @@ def unpacked(tensors: Mapping[str, tuple[Path, Any]]) -> dict[str, tuple[Path, A
 
 
 def _fit(whole: str, tensors: Mapping[str, tuple[Path, Any]]) -> bool:
-    """What does not fit is left as it is, to be told as unexpected beside what is missing."""
+    """Return whether blocks and scales match. Others are left alone, and reported as unexpected tensors later."""
     blocks, scales = (tensors[whole + end][1].get_slice(whole + end) for end in (BLOCKS, SCALES))
     return (
         blocks.get_dtype() == scales.get_dtype() == "U8"

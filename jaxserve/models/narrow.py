@@ -1,10 +1,10 @@
-"""From the description of a weight, and its tensors, to those of its 8-bit form.
+"""Quantize weights to 8 bits: their descriptions and their tensors.
 
-Scales are kept finer than checkpoints have them: one for each output, and for each block of inputs. So whatever a
-family does to outputs when it builds a weight (packs heads, turns them round, splits them over shards), it does to
-their scales by the same function, and no shard's border can lie within a block of outputs. Of inputs a block is as
-long as divides them: 192 inputs in blocks of 128 have three scales, of which the first two are equal. For blocks of
-128 that is 4 bytes more for 128 weights.
+Scales are kept finer than in checkpoints: one for each output and each block of inputs. The function
+that builds a weight (packs, reorders or splits its outputs) therefore builds its scales as well, and no
+shard boundary falls inside a block of outputs. Blocks of inputs are shortened to a length that divides
+the inputs: 192 inputs in blocks of 128 have three scales, of which the first two are equal. With
+blocks of 128 this costs 4 more bytes per 128 weights.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from jaxserve.models.layers import Array, Info, Source
 from jaxserve.models.quantisation import LARGEST, Quantisation
 from jaxserve.models.quantised import Quantised
 
-SCALE = "_scale_inv"  # what a checkpoint's scales are called, behind the name of their weight
-ROWS = 1024  # outputs quantised at a time: what is float32 on the way stays small
+SCALE = "_scale_inv"  # suffix of a weight's name for its scales in the checkpoint
+ROWS = 1024  # outputs quantized at a time, which bounds the float32 copy
 
 
 def narrowed(info: Info, how: Quantisation | None) -> Info | Quantised:
-    """The description of the 8-bit form where there is one: of products' weights that `how` covers whole."""
+    """Return the description of the 8-bit form of a weight, or `info` if it is not quantized.
+
+    Only weights of products are, and only if `how` covers all of their tensors.
+    """
     axis = info.contract
     if how is None or axis is None or not info.sources or not all(how.takes(source.name) for source in info.sources):
         return info
@@ -46,13 +49,13 @@ def narrowed(info: Info, how: Quantisation | None) -> Info | Quantised:
 
 
 def _matrix(source: Source) -> tuple[int, int]:
-    """[out, in]"""
+    """Return the shape [out, in]."""
     outputs, inputs = source.shape
     return outputs, inputs
 
 
 def _spread(scales: Array, shape: tuple[int, int], how: Quantisation, blocks: int) -> Array:
-    """Scales as the checkpoint has them -> [out, blocks] of a weight [out, in]."""
+    """Expand a checkpoint's scales to [out, blocks] for a weight [out, in] of `shape`."""
     outputs, inputs = shape
     if how.block is None:
         return scales
@@ -61,7 +64,7 @@ def _spread(scales: Array, shape: tuple[int, int], how: Quantisation, blocks: in
 
 
 def quantise(x: Array, how: Quantisation) -> tuple[Array, Array]:
-    """A weight [out, in] as values and scales, as a checkpoint has them."""
+    """Quantize a weight [out, in] to values and scales in the checkpoint's layout."""
     outputs, inputs = x.shape
     rows, columns = how.block or (1, inputs)
     dtype, largest = jnp.dtype(how.dtype), np.float32(LARGEST[how.dtype])
@@ -79,14 +82,14 @@ def quantise(x: Array, how: Quantisation) -> tuple[Array, Array]:
 
 
 def dequantise(values: Array, scales: Array, block: tuple[int, int]) -> Array:
-    """What `quantise` was given, rounded: [out, in] float32."""
+    """Return the weight [out, in] float32 that `quantise` rounded to these values and scales."""
     out: Array = values.astype(np.float32)
     out *= _every(scales.astype(np.float32), block, values.shape)
     return out
 
 
 def _every(scales: Array, block: tuple[int, int], shape: Sequence[int]) -> Array:
-    """A scale for each value."""
+    """Broadcast scales to one per value."""
     if block == (1, shape[1]):
         return scales
     tall = np.repeat(scales, block[0], axis=0)[: shape[0]]
@@ -94,7 +97,7 @@ def _every(scales: Array, block: tuple[int, int], shape: Sequence[int]) -> Array
 
 
 class Dequantised:
-    """Stands for an open file where a tensor is asked for that is 8-bit there, and not here."""
+    """A view of an open file that dequantizes a tensor on reading."""
 
     def __init__(self, file: Any, scales: Any, block: tuple[int, int]) -> None:
         self.file, self.scales, self.block = file, scales, block

@@ -1,4 +1,4 @@
-"""OPT: learned positions, LayerNorm with biases, ReLU, no rope; a feed-forward without a gate."""
+"""OPT: learned positions instead of RoPE, LayerNorm with biases, and a ReLU feed-forward without a gate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxserve.models.layers import ACTIVATIONS, Info, Source, Tree, Turns, bind,
 from jaxserve.models.spec import Config, ModelSpec, common, need
 from jaxserve.sched.api.errors import InvalidValue
 
-FIRST = 2  # row of the table that position 0 reads: the two before it were meant for padding
+FIRST = 2  # row of position 0 in the table; OPT reserves the rows before it for padding
 EPS = 1e-5
 
 
@@ -37,7 +37,7 @@ def read(config: Config) -> ModelSpec:
 
 
 class LayerNorm(nnx.Module):
-    """Mean and variance over the last axis, in float32."""
+    """LayerNorm over the last axis, computed in float32."""
 
     def __init__(self, prefix: str, size: int) -> None:
         self.weight = vector(prefix + "weight", size)
@@ -52,7 +52,7 @@ class LayerNorm(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """Up, ReLU, down."""
+    """A feed-forward without a gate: up projection, ReLU, down projection."""
 
     def __init__(self, spec: ModelSpec, prefix: str) -> None:
         self.activation = spec.activation
@@ -69,7 +69,7 @@ class Mlp(nnx.Module):
 
 
 class Block(layers.Block):
-    """As in `layers`, with other norms and feed-forward, and biases everywhere."""
+    """A layer with LayerNorms, OPT's feed-forward, and biases on all projections."""
 
     def __init__(self, spec: ModelSpec, prefix: str, index: int) -> None:
         self.spec, self.rope = spec, 0
@@ -83,7 +83,7 @@ class Block(layers.Block):
 
 
 class Decoder(layers.Decoder):
-    """Tokens and positions both have tables."""
+    """A decoder with embedding tables for tokens and for positions."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec, Block, "model.decoder.")

@@ -1,4 +1,4 @@
-"""Published models by name: their sizes from a table that comes with jaxserve, a folder, or the Hub's config.json."""
+"""Configs of published models: from the bundled table, from a folder, or from the Hub."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A line of configs/model/published.yaml."""
+    """An entry of configs/model/published.yaml."""
 
     hub: str
     config: Any  # a mapping, as in config.json
-    parameters: int | None = None  # counted by others
+    parameters: int | None = None  # as counted by the repository's safetensors index
 
 
 @dataclass(frozen=True, slots=True)
 class _Table:
     models: Mapping[str, Published]
-    families: Any = None  # what the models' configs share
+    families: Any = None  # YAML anchors that the configs share
 
 
 @cache
 def published() -> Mapping[str, Published]:
-    """The table, by short name."""
+    """Return the table by short name."""
     return load_yaml(preset("model", "published"), _Table).models
 
 
 def short_name(name: str) -> str | None:
-    """Return the short name that `name` is, in any case; None for a folder, or a name that the table does not know."""
+    """Return `name` in lower case if it is a short name of the table; None if it is not, or is a folder."""
     if Path(name).expanduser().is_dir():
         return None
     return name.lower() if name.lower() in published() else None
 
 
 def repository_of(name: str) -> str:
-    """Return the Hub repository that a short name stands for; any other name as it is."""
+    """Return the Hub repository of a short name; any other name unchanged."""
     short = short_name(name)
     return name if short is None else published()[short].hub
 
 
 def published_spec(name: str) -> ModelSpec:
-    """The spec of a model of the table. Raises InvalidValue naming what there is."""
-    from jaxserve.models import registry  # jax only now
+    """Return the spec of a model of the table. Raises InvalidValue that names similar models."""
+    from jaxserve.models import registry  # imported late: it imports jax
 
     if name not in published():
         raise InvalidValue(f"no published model {name!r}; {nearest(name, published())}", "model")
@@ -61,11 +61,12 @@ def published_spec(name: str) -> ModelSpec:
 
 
 def find_config(name: str) -> tuple[Config, str]:
-    """The config of a model, and where it is from: a folder, a name of the table (or its Hub id), or else the Hub.
+    """Return the config of a model and a description of its source: a folder, the table, or the Hub.
 
-    Raises InvalidValue or ModelNotFound naming the model and what would be understood.
+    Models of the table are found by short name or Hub id. Raises InvalidValue or ModelNotFound that
+    names the model and what is allowed.
     """
-    from jaxserve.models import registry  # jax only now
+    from jaxserve.models import registry  # imported late: it imports jax
 
     folder = Path(name).expanduser()
     if name and folder.is_dir():

@@ -1,4 +1,4 @@
-"""Which weights are kept in 8 bits, and how: from the flag `--quantization`, or from a checkpoint's config.json."""
+"""Which weights are quantized to 8 bits, and how: from `--quantization` or from the checkpoint's config.json."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ BLOCK = (128, 128)
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """A weight [out, in] of the checkpoint is its 8-bit values times scales."""
+    """A quantization of checkpoint weights [out, in] to 8-bit values and scales."""
 
     dtype: str  # float8_e4m3fn or int8
-    block: tuple[int, int] | None = None  # outputs and inputs that share a scale; None: each output has one
-    stored: bool = False  # the checkpoint has NAME in `dtype`, and NAME_scale_inv; else it is quantised as it is read
-    kept: tuple[str, ...] = ()  # modules that the checkpoint has in another type, as its config names them
+    block: tuple[int, int] | None = None  # outputs and inputs that share a scale; None: one scale per output
+    stored: bool = False  # the checkpoint has NAME in `dtype` and NAME_scale_inv; else it is quantized on loading
+    kept: tuple[str, ...] = ()  # modules that are not quantized in the checkpoint, as its config names them
 
     def takes(self, tensor: str) -> bool:
-        """Whether it covers a tensor of the checkpoint, MODULE.weight."""
+        """Return whether a checkpoint tensor, MODULE.weight, is quantized."""
         module = tensor.removesuffix(".weight")
         return module != tensor and not any(_names(pattern, module) for pattern in self.kept)
 
     def scales(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Shape of the scales of a weight [out, in]."""
+        """Return the shape of the scales of a weight [out, in]."""
         rows, columns = self.block or (1, shape[1])
         return -(-shape[0] // rows), -(-shape[1] // columns)
 
 
 def _names(pattern: str, module: str) -> bool:
-    """As transformers reads `modules_to_not_convert`: the start of a path, as a regex too, or its end."""
+    """Match a module as transformers matches `modules_to_not_convert`: by prefix, as a regex, or by suffix."""
     return bool(re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", module)) or module.endswith(pattern)
 
 
@@ -46,29 +46,32 @@ FLAG: Mapping[str, Quantisation] = {
 
 
 def named(name: str) -> Quantisation:
-    """What `--quantization NAME` asks for."""
+    """Return the quantization that `--quantization NAME` selects. Raises InvalidValue."""
     if name not in FLAG:
         raise InvalidValue(f"quantization={name!r} must be one of {', '.join(FLAG)}", "quantization")
     return FLAG[name]
 
 
 def chosen(stored: Quantisation | None, name: str | None) -> Quantisation | None:
-    """What `--quantization NAME` makes of what the checkpoint has; None: it is not given."""
+    """Return the quantization to use, given the checkpoint's and that of `--quantization` (None: not given).
+
+    Raises InvalidValue if the two have different dtypes.
+    """
     if name is None:
         return stored
     how = named(name)
     if stored is not None and stored.dtype != how.dtype:
         raise InvalidValue(
-            f"quantization={name!r}: the checkpoint is quantised already, to {stored.dtype}; leave it out",
+            f"quantization={name!r}: the checkpoint is already quantized to {stored.dtype}; omit the option",
             "quantization",
         )
     return stored or how
 
 
 def read(config: Mapping[str, Any]) -> Quantisation | None:
-    """What a config.json says of its weights; None: they are as its `dtype` says.
+    """Return the quantization that a config.json declares; None if it declares none.
 
-    Raises InvalidValue for a method that is not computed here.
+    Raises InvalidValue for an unsupported method.
     """
     given = config.get("quantization_config")
     if not given:
@@ -80,7 +83,7 @@ def read(config: Mapping[str, Any]) -> Quantisation | None:
         raise InvalidValue(
             f"config.json: quantization_config of method {method!r} is not supported with fmt={form!r}, "
             f"weight_block_size={block!r}; supported are quant_method 'fp8' in e4m3 with weight_block_size "
-            "[rows, columns], and unquantised float32, float16 and bfloat16 weights",
+            "[rows, columns], and unquantized float32, float16 and bfloat16 weights",
             "quantization_config",
         )
     kept = given.get("modules_to_not_convert") or ()

@@ -1,10 +1,10 @@
-"""Weights in 8 bits with scales, and products with them.
+"""8-bit weights with scales, and products with them.
 
     weight[..., i, ..., o] = values[..., i, ..., o] * scale[..., i // (I / n), ..., o]
 
-where I is the axis that a product sums over and n the number of scales along it. With one (per channel) the scale is
-a factor of the product's result, and what the product reads is the narrow array: a conversion of its operand is all
-that is left, and exact. With more (per block) the weight is widened first.
+where I is the axis that a product sums over and n the number of scales along it. With one scale (per
+channel) the product reads the 8-bit values, whose conversion is exact, and its result is multiplied by
+the scale. With several (per block) the weight is widened first.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from pallas_kernels.ops.quantized_matmul.api import QuantizedMatmul
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["axis", "by"])
 @dataclass(frozen=True)
 class Quantised:
-    """A weight in two parts: arrays, or descriptions of arrays."""
+    """An 8-bit weight: its values and scales, as arrays or descriptions."""
 
     values: Any  # int8 or float8
-    scale: Any  # float32; as many axes as `values`, and as long, but for `axis`
+    scale: Any  # float32; of the shape of `values` except along `axis`
     axis: int = 0  # I
-    by: QuantizedMatmul | None = None  # who multiplies by it where it can; see `multiplied_by`
+    by: QuantizedMatmul | None = None  # the kernel for products that it supports; see `multiplied_by`
 
     def __getitem__(self, key: Any) -> Quantised:
-        """The whole: modules say `weight[...]`."""
+        """Return the weight itself for `weight[...]`, as modules write it."""
         if key is not Ellipsis:
-            raise TypeError(f"weight[{key!r}]: a quantised weight can be had as a whole only, as weight[...]")
+            raise TypeError(f"weight[{key!r}]: a quantized weight supports weight[...] only")
         return self
 
     @property
     def transposed(self) -> bool:
-        """Whether a weight [I, ...] lies as values [..., I]; see `models/transposed.py`."""
+        """Whether a weight [I, ...] is stored as values [..., I]; see `models/transposed.py`."""
         return self.axis > 0 and self.axis == len(self.values.shape) - 1
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the weight."""
+        """The shape of the weight."""
         *outputs, last = self.values.shape
         return (last, *outputs) if self.transposed else (*outputs, last)
 
     def widened(self, dtype: Any) -> jax.Array:
-        """The weight in `dtype`, multiplied in float32."""
+        """Return the weight in `dtype`, multiplied in float32."""
         wide: jax.Array = (self.values.astype(jnp.float32) * self._spread()).astype(dtype)
         return wide
 
@@ -70,7 +70,7 @@ Weight = jax.Array | Quantised | Transposed
 
 
 def einsum(subscripts: str, x: jax.Array, weight: Weight) -> jax.Array:
-    """`jnp.einsum` of x and a weight in any form; the result's last axes are the weight's, without I."""
+    """Compute `jnp.einsum` of x and a weight in any form. The last axes of the result are the weight's without I."""
     if isinstance(weight, Transposed):
         return product(x, weight.values, split=weight.split)
     if not isinstance(weight, Quantised):
@@ -88,7 +88,7 @@ def einsum(subscripts: str, x: jax.Array, weight: Weight) -> jax.Array:
 
 
 def _by_kernel(x: jax.Array, weight: Quantised) -> jax.Array | None:
-    """The product of x [T, I] and a weight [I, ...] by the kernel that it names; None where that does not take it."""
+    """Multiply x [T, I] by a weight [I, ...] with the weight's kernel; None if it does not support the product."""
     if weight.by is None or x.ndim != 2 or weight.axis != 0:
         return None
     (inputs, *outputs), scales = weight.shape, weight.scale.shape[0]
@@ -99,7 +99,10 @@ def _by_kernel(x: jax.Array, weight: Quantised) -> jax.Array | None:
 
 
 def multiplied_by(tree: Any, products: QuantizedMatmul) -> Any:
-    """The tree with its quantised weights multiplied by `products`: to be said within a program, not of held arrays."""
+    """Return the tree with `products` as the kernel of its quantized weights.
+
+    Call it within a jitted program, not on the arrays that the engine holds.
+    """
 
     def named(leaf: Any) -> Any:
         return replace(leaf, by=products) if isinstance(leaf, Quantised) else leaf
@@ -109,12 +112,12 @@ def multiplied_by(tree: Any, products: QuantizedMatmul) -> Any:
 
 def multiplied(
     kernel: Experts,
-    x: jax.Array,  # [R, I], rows of the same expert together
+    x: jax.Array,  # [R, I], rows grouped by expert
     weight: Weight,  # [X, I, O]
     work: Groups,
     out_dtype: Any = None,
 ) -> jax.Array:
-    """Rows with the weights of their own experts, which may be quantised, [R, O]."""
+    """Multiply rows by the weights of their experts, which may be quantized: [R, O]."""
     assert not isinstance(weight, Transposed), "weights of experts are never transposed"
     if not isinstance(weight, Quantised):
         return kernel(x, weight, work, out_dtype=out_dtype)

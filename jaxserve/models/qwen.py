@@ -1,4 +1,4 @@
-"""Qwen 2, 2.5 (biases on q, k and v) and 3 (norms on q and k, no biases unless asked for)."""
+"""Qwen 2 and 2.5 (biases on q, k and v) and Qwen 3 (norms on q and k, biases only if the config has them)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def read(config: Config) -> ModelSpec:
 
 def qwen3(config: Config, moe: Experts | None = None) -> ModelSpec:
     bias = bool(config.get("attention_bias", False))
-    head_dim = int(config.get("head_dim") or 128)  # Qwen 3 does not derive it from the model dim
+    head_dim = int(config.get("head_dim") or 128)  # Qwen 3's default; not derived from the model dim
     facts = {**common(config, windows=True), "head_dim": head_dim}
     return ModelSpec(**facts, qk_norm="head", qkv_bias=bias, out_bias=bias, moe=moe)

@@ -1,4 +1,4 @@
-"""Qwen 3 with a mixture of experts in some layers, or all."""
+"""Qwen 3 with a mixture of experts in some or all layers."""
 
 from __future__ import annotations
 

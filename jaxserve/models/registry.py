@@ -1,4 +1,4 @@
-"""Models by name, and the pure functions that the engine calls.
+"""The registry of model families, and the pure functions that the engine calls.
 
 To add a family, see docs/reference/add-a-model.md.
 """
@@ -48,8 +48,11 @@ def _family(name: str) -> Any:
 
 
 def load_spec(path: Path) -> ModelSpec:
-    """The spec of the model in folder `path`, from its config.json (and generation_config.json, for EOS ids; of a
-    converted one also what its weights were quantised to)."""
+    """Return the spec of the model in folder `path`.
+
+    Reads config.json, the EOS ids of generation_config.json, and the quantization of a converted model.
+    Raises InvalidValue.
+    """
     spec = spec_from_config(read_config(path))
     if (path / "generation_config.json").is_file():
         eos = _read_json(path, "generation_config.json").get("eos_token_id")
@@ -60,18 +63,18 @@ def load_spec(path: Path) -> ModelSpec:
 
 
 def read_config(path: Path) -> Config:
-    """The config.json of the model in folder `path`. Raises InvalidValue where it is none."""
+    """Read config.json of the model in folder `path`. Raises InvalidValue if it is missing or invalid."""
     return _read_json(path, "config.json")
 
 
 def spec_from_config(config: Config) -> ModelSpec:
-    """The spec of a Hugging Face config given as a mapping."""
+    """Return the spec of a Hugging Face config. Raises InvalidValue for unsupported values."""
     family = _family(architecture(config))
     try:
         spec: ModelSpec = family.read(config)
     except InvalidValue:
         raise
-    except (TypeError, ValueError, AttributeError) as error:  # a string for a number, a list for a mapping
+    except (TypeError, ValueError, AttributeError) as error:  # for example a string instead of a number
         raise InvalidValue(f"config.json has a value of the wrong kind: {error}", "model") from error
     return spec
 
@@ -93,14 +96,16 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=32)
 def decoder(spec: ModelSpec) -> Decoder:
-    """The module tree of a spec, with descriptions for parameters."""
+    """Return the module tree of a spec, with descriptions for parameters."""
     made: Decoder = _family(spec.architecture).Decoder(spec)
     return made
 
 
 def abstract_weights(spec: ModelSpec, dtype: Any) -> Tree:
-    """The weight tree with an `Info` in each place, or two of them in a `Quantised`, or one in a `Transposed`:
-    {"embed", "layers": [...], "norm", "head" unless tied}."""
+    """Return the weight tree with an `Info` for each weight: {"embed", "layers": [...], "norm", "head" unless tied}.
+
+    Quantized weights have a `Quantised` of two `Info`s, transposed ones a `Transposed` of one.
+    """
 
     def typed(info: Info) -> Info | Quantised | Transposed:
         made = narrowed(replace(info, dtype=jnp.dtype(dtype)) if info.dtype is None else info, spec.quantised)
@@ -116,7 +121,7 @@ def abstract_weights(spec: ModelSpec, dtype: Any) -> Tree:
 
 
 class Stream(NamedTuple):
-    """A step on its way through the layers."""
+    """The state of a step between layers."""
 
     x: jax.Array  # [T, E]
     turns: Turns  # see `Decoder.turns`
@@ -124,7 +129,7 @@ class Stream(NamedTuple):
 
 
 def begin(spec: ModelSpec, weights: Tree, tokens: jax.Array, ragged: Ragged, *, attention: Attention) -> Stream:
-    """tokens [T] int32 -> what goes into the first layer. Needs no weights of layers."""
+    """Return the input of the first layer for tokens [T] int32. Needs no weights of layers."""
     model = decoder(spec)
     with jax.named_scope("embed"):
         x = model.embedded(weights, tokens, ragged.positions)
@@ -143,9 +148,9 @@ def through(
     attention: Attention,
     part: Part = Part.WHOLE,
 ) -> tuple[jax.Array, list[Pool]]:
-    """Through some layers of given kinds, one after the other, or a part of each -> x [T, E], and their pools."""
+    """Apply consecutive layers of the given kinds, or a part of each, and return x [T, E] and their pools."""
     model, (x, turns, work), filled = decoder(spec), stream, []
-    # Jitted, so that layers of a kind are traced and lowered once: a kernel traced per layer is compiled per layer.
+    # Jitted, so that layers of a kind are traced once: kernels that are traced per layer are compiled per layer.
     one = {kind: jax.jit(partial(model.layer, kind, part, kernel=attention)) for kind in set(kinds)}
     for kind, leaves, pool in zip(kinds, multiplied_by(list(layers), attention.products), pools, strict=True):
         x, pool = one[kind](leaves, pool, x, turns, work)
@@ -154,16 +159,17 @@ def through(
 
 
 def finish(spec: ModelSpec, weights: Tree, x: jax.Array) -> jax.Array:
-    """What came out of the last layer, after the final norm, [T, E]. Needs no weights of layers."""
+    """Apply the final norm to the output of the last layer, [T, E]. Needs no weights of layers."""
     return decoder(spec).finish(weights, x)
 
 
 def forward(
     spec: ModelSpec, weights: Tree, pools: list[Pool], tokens: jax.Array, ragged: Ragged, *, attention: Attention
 ) -> tuple[jax.Array, list[Pool]]:
-    """tokens [T] int32 -> hidden [T, E] after the final norm, and the pools with this step's keys and values.
+    """Compute hidden [T, E] after the final norm for tokens [T] int32, and the updated pools.
 
-    pools: per layer the arrays that `spec.cache` says. attention: `dispatch.attention(mesh, choice, decode=...)`.
+    pools: for each layer the arrays that `spec.cache` describes.
+    attention: `dispatch.attention(mesh, choice, decode=...)`.
     """
     stream = begin(spec, weights, tokens, ragged, attention=attention)
     x, filled = through(spec, spec.kinds, weights["layers"], pools, stream, attention=attention)
@@ -171,6 +177,6 @@ def forward(
 
 
 def logits(spec: ModelSpec, weights: Tree, hidden: jax.Array) -> jax.Array:
-    """hidden [S, E] -> [S, V] float32."""
+    """Compute logits [S, V] float32 from hidden [S, E]."""
     with jax.named_scope("logits"):
         return decoder(spec).logits(weights, hidden)

@@ -1,4 +1,4 @@
-"""Find what a configured model consists of: its sizes, the folder of its weights, and its tokenizer."""
+"""Find the parts of a configured model: its spec, the folder of its weights, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ DUMMY = "dummy"
 
 
 class Model(NamedTuple):
-    """A model that was found. `folder` is None for random weights of a published model, which need no file."""
+    """A model and its folder, which is None for random weights of a published model."""
 
     spec: ModelSpec
     folder: Path | None
 
 
 def check_names(config: ServeConfig) -> None:
-    """Raise InvalidValue for a model or tokenizer that is a missing folder, before anything slow is imported."""
+    """Raise InvalidValue if the model or tokenizer is a missing folder. Imports nothing slow."""
     check_folder(config.model_source)
     if config.tokenizer is not None:
         check_folder(config.tokenizer, "tokenizer")
 
 
 def model_folder(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """Return the folder of a model by path, Hub id or published short name; downloads on first use."""
+    """Return the folder of a model given by path, Hub id or published short name. Downloads on first use."""
     return resolve_model(repository_of(name), revision, weights=weights)
 
 
 def find_model(name: str, revision: str | None, load_format: str) -> Model:
-    """Find a model by path, Hub id or published short name. Raises InvalidValue or ModelNotFound.
+    """Find a model given by path, Hub id or published short name. Raises InvalidValue or ModelNotFound.
 
-    With `load_format` dummy no weights are downloaded, and a short name needs no file at all.
+    With `load_format` dummy no weights are downloaded, and a short name needs no files.
     """
-    from jaxserve.models.registry import load_spec  # jax only now
+    from jaxserve.models.registry import load_spec  # imported late: it imports jax
 
     short = short_name(name)
     if load_format == DUMMY and short is not None:
@@ -56,8 +56,8 @@ def find_model(name: str, revision: str | None, load_format: str) -> Model:
 def find_tokenizer(config: ServeConfig) -> Tokenizer:
     """Load the tokenizer of a configured model. Raises InvalidValue or ModelNotFound.
 
-    Random weights of a published short name are served with the demo model's tokenizer where the Hub does not give
-    the model's own: what such weights say means nothing in any vocabulary.
+    Random weights of a published short name use the demo model's tokenizer if the model's own cannot be
+    downloaded, because their output is meaningless in any vocabulary.
     """
     try:
         folder = _tokenizer_folder(config)
@@ -65,7 +65,7 @@ def find_tokenizer(config: ServeConfig) -> Tokenizer:
         if config.tokenizer is not None or config.load_format != DUMMY or short_name(config.model_source) is None:
             raise
         log.warning(
-            "the Hub did not give the tokenizer of %s (%s); random weights are served with the demo model's tokenizer, "
+            "downloading the tokenizer of %s failed (%s); random weights are served with the demo model's tokenizer, "
             "--tokenizer sets another",
             repository_of(config.model_source),
             str(error).partition("\n")[0],

@@ -1,4 +1,4 @@
-"""What a model is, in numbers: read once from a Hugging Face config, then passed by value."""
+"""The sizes and options of a model, read once from its Hugging Face config."""
 
 from __future__ import annotations
 
@@ -22,28 +22,29 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary position embedding. Fields after `theta` matter to the kinds named beside them."""
+    """The parameters of rotary position embedding (RoPE). Fields after `theta` apply to the kinds named beside them."""
 
     kind: str = "default"
     theta: float = 10_000.0
     factor: float = 1.0  # linear, llama3, yarn
-    original: int = 0  # llama3, yarn: positions the model was first trained on
+    original: int = 0  # llama3, yarn: context length before the extension
     low: float = 1.0  # llama3: low_freq_factor; yarn: beta_slow
     high: float = 1.0  # llama3: high_freq_factor; yarn: beta_fast
     scale: float = 1.0  # yarn: multiplies cos and sin
-    truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
-    share: float = 1.0  # of a head's dimensions that turn
+    truncate: bool = True  # yarn: round the ends of the ramp to whole dimensions
+    share: float = 1.0  # share of a head's dimensions that are rotated
 
     def frequencies(self, dim: int) -> npt.NDArray[np.float32]:
-        """Radians per position of each pair, [D / 2]; those that do not turn come last."""
+        """Return radians per position of each pair, [D / 2]. Pairs that are not rotated come last, with 0."""
         turning = int(dim * self.share)
         still = np.zeros((dim - turning) // 2, np.float32)
         return np.concatenate([self._turning(turning), still])
 
     def order(self, dim: int) -> npt.NDArray[np.int64]:
-        """Where each dimension of a head [D] comes from in a checkpoint, so that pair i is (i, i + D / 2).
+        """Return the checkpoint index of each dimension of a head [D], so that pair i is (i, i + D / 2).
 
-        Checkpoints have what turns first. Scores do not change when queries and keys are permuted alike.
+        Checkpoints have the rotated dimensions first. The permutation does not change scores, because it
+        applies to queries and keys alike.
         """
         turning = int(dim * self.share)
         first, rest = np.arange(dim)[:turning].reshape(2, -1), np.arange(dim)[turning:].reshape(2, -1)
@@ -60,13 +61,13 @@ class Rope:
         return plain.astype(np.float32)
 
     def _llama3(self, plain: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Long waves are stretched by `factor`, short ones kept, those between interpolated."""
-        turns = self.original * plain / (2 * math.pi)  # turns of each pair within the original context
+        """Divide low frequencies by `factor`, keep high ones, and interpolate between them."""
+        turns = self.original * plain / (2 * math.pi)  # rotations of each pair within the original context
         keep = np.clip((turns - self.low) / (self.high - self.low), 0.0, 1.0)
         return np.asarray(keep * plain + (1 - keep) * plain / self.factor)
 
     def _yarn(self, plain: npt.NDArray[np.float64], dim: int) -> npt.NDArray[np.float64]:
-        """YaRN (arXiv 2309.00071) eq. 23: as llama3, but the ramp runs over the index of the pair."""
+        """Apply YaRN (arXiv 2309.00071, eq. 23): like llama3, but with a ramp over the index of the pair."""
         first, last = (
             dim * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
             for turns in (self.high, self.low)
@@ -80,29 +81,29 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts in numbers."""
+    """The parameters of a mixture of experts."""
 
     experts: int  # X
-    chosen: int  # for each token
-    ff_dim: int  # of one expert
-    layers: tuple[bool, ...]  # that have one; the others are dense
-    normalised: bool = False  # the weights of a token's experts add up to 1
+    chosen: int  # experts per token
+    ff_dim: int  # F of one expert
+    layers: tuple[bool, ...]  # by layer: whether it has experts or is dense
+    normalised: bool = False  # whether the weights of a token's experts are normalized to sum 1
     scoring: str = "softmax"  # or "sigmoid"
-    corrected: bool = False  # a bias is added to the scores for choosing, not for weighing
-    biased: bool = False  # router and experts have biases
-    scaling: float = 1.0  # of the weights
-    groups: int = 1  # of experts, equally many in each
+    corrected: bool = False  # whether a bias is added to the scores that select experts, but not to their weights
+    biased: bool = False  # whether router and experts have biases
+    scaling: float = 1.0  # factor of the weights
+    groups: int = 1  # groups of experts, all of the same size
     groups_kept: int = 1  # groups that a token's experts may come from
-    group_best: int = 1  # a group's score is the sum of so many of its best
-    shared: int = 0  # width of what every token passes through beside its experts
-    gate_slope: float = 1.0  # of the sigmoid in the gate's x * sigmoid(slope * x)
-    gate_limit: float = 0.0  # gate and up are cut off there, and up is one more; 0: neither
+    group_best: int = 1  # number of top scores that are summed to the score of a group
+    shared: int = 0  # total width of the shared experts; 0: none
+    gate_slope: float = 1.0  # slope in the gate's x * sigmoid(slope * x)
+    gate_limit: float = 0.0  # clamps gate and up, and adds 1 to up; 0: neither
 
     def __post_init__(self) -> None:
         if self.ff_dim < 1 or not 1 <= self.chosen <= self.experts:
             raise InvalidValue(
-                f"config: {self.chosen} of {self.experts} experts of {self.ff_dim=} per token: at least 1, and no "
-                "more than there are",
+                f"config: {self.chosen} of {self.experts} experts of {self.ff_dim=} per token: must be at least 1, "
+                "and at most the number of experts",
                 "num_experts_per_tok",
             )
         within, rest = divmod(self.experts, self.groups) if self.groups > 0 else (0, 1)
@@ -114,21 +115,21 @@ class Experts:
         ):
             raise InvalidValue(
                 f"config: {self.chosen} experts per token from {self.groups_kept} of {self.groups} groups of "
-                f"{self.experts} experts: groups must be equally large, and those kept hold as many as are chosen",
+                f"{self.experts} experts: groups must have equal sizes, and those kept must hold the chosen experts",
                 "n_group",
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Multi-head latent attention (arXiv 2405.04434): keys and values of all heads come from one latent per token."""
+    """The parameters of multi-head latent attention (MLA, arXiv 2405.04434): one latent per token for all heads."""
 
     rank: int  # R, of the latent
-    turned: int  # Z, dimensions of a key that turn; they are the same for all heads
-    straight: int  # dimensions of a head's key that do not
+    turned: int  # Z, rotary dimensions of a key, which all heads share
+    straight: int  # other dimensions of a head's key
     value: int  # dimensions of a head's value
-    query_rank: int = 0  # of the latent that queries come from; 0: none
-    interleaved: bool = True  # the checkpoint turns pairs (2 i, 2 i + 1)
+    query_rank: int = 0  # rank of the queries' latent; 0: queries have none
+    interleaved: bool = True  # whether the checkpoint rotates pairs (2 i, 2 i + 1)
 
     def __post_init__(self) -> None:
         if min(self.rank, self.turned, self.straight, self.value) < 1 or self.turned % 2 or self.query_rank < 0:
@@ -137,7 +138,7 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder in numbers. Letters as in CONTRIBUTING."""
+    """The sizes and options of a decoder. Letters as in CONTRIBUTING."""
 
     architecture: str
     vocab: int  # V
@@ -150,35 +151,35 @@ class ModelSpec:
     max_positions: int
     rope: Rope = Rope()
     norm_eps: float = 1e-6
-    tied: bool = False  # the embedding table is also the output head
+    tied: bool = False  # whether the embedding table is also the output head
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: str = ""  # of queries and keys: "head", each by itself, or "all" of a token's heads together
+    qk_norm: str = ""  # norm of queries and keys: "head" (each head), "all" (a token's heads together) or "" (none)
     activation: str = "silu"  # of the feed-forward
-    norm_offset: float = 0.0  # added to a norm's weights
-    window: int = 0  # keys that a query of a sliding layer sees, itself included
-    sliding: tuple[bool, ...] = ()  # by layer; (): none
-    local_rope: Rope | None = None  # of sliding layers, where it differs
-    query_scale: float = 0.0  # of scores; 0: 1 / sqrt(D)
-    softcap: float = 0.0  # of scores; 0: none
+    norm_offset: float = 0.0  # added to the weights of norms
+    window: int = 0  # keys that a query of a sliding layer sees, including its own
+    sliding: tuple[bool, ...] = ()  # by layer: whether it has a sliding window; (): no layer
+    local_rope: Rope | None = None  # RoPE of sliding layers; None: as in the others
+    query_scale: float = 0.0  # factor of attention scores; 0: 1 / sqrt(D)
+    softcap: float = 0.0  # soft cap of attention scores; 0: none
     logit_softcap: float = 0.0
     embed_scale: float = 1.0
     moe: Experts | None = None
-    latent: Latent | None = None  # kv_heads is 1 then, and head_dim that of queries
-    sinks: bool = False  # each head has one more score in its softmax, learned
-    guessing: int = 0  # layers of the checkpoint behind the last, which only guess ahead and are not loaded
+    latent: Latent | None = None  # MLA; kv_heads is then 1, and head_dim that of queries
+    sinks: bool = False  # attention sinks: one learned score per head in the softmax
+    guessing: int = 0  # multi-token prediction layers of the checkpoint, which are not loaded
     eos: tuple[int, ...] = ()
     dtype: str = "float32"  # of the checkpoint
-    kv_copies: int = 1  # each kv head is held by this many shards
-    kv_row: int = 1  # kv heads that lie side by side in a row of the pools
-    kv_width: int = 0  # of such a row, where it is padded; 0: of its heads
-    quantised: Quantisation | None = None  # weights in 8 bits
-    kv_heads_first: bool = False  # in a page of the pools, before its tokens
-    transposed: bool = False  # weights lie as [out, in], which is for CPUs: see `models/transposed.py`
-    whole: bool = False  # and no devices share one; those of 8 bits lie so too then, and are widened block by block
-    kv_scales: bool = False  # pools are of 8 bits: beside the weights lies what is divided by before it is kept
-    vocab_padding: int = 0  # rows that no id reads at the end of tables, so that shards divide them
+    kv_copies: int = 1  # shards that hold a copy of each kv head
+    kv_row: int = 1  # kv heads side by side in a row of the pools
+    kv_width: int = 0  # padded width of such a row; 0: not padded
+    quantised: Quantisation | None = None  # 8-bit weights
+    kv_heads_first: bool = False  # pages are [heads, tokens] instead of [tokens, heads]
+    transposed: bool = False  # weights are [out, in], which is faster on CPUs: see `models/transposed.py`
+    whole: bool = False  # transposed and on one device: 8-bit weights are transposed too, and widened by blocks
+    kv_scales: bool = False  # 8-bit pools: the weights include the divisors of keys and values
+    vocab_padding: int = 0  # unused rows at the end of tables, so that the shards divide them evenly
 
     def __post_init__(self) -> None:
         for name in ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ff_dim", "max_positions"):
@@ -189,16 +190,16 @@ class ModelSpec:
         if self.sliding and (len(self.sliding) != self.layers or self.window < 1):
             raise InvalidValue(f"config: sliding_window={self.window} must be at least 1, for {self.layers=} layers")
         if self.head_dim % 2:
-            raise InvalidValue(f"config: head_dim={self.head_dim} must be even: rotary embedding turns pairs")
+            raise InvalidValue(f"config: head_dim={self.head_dim} must be even: rotary embedding rotates pairs")
 
     @property
     def pool_heads(self) -> int:
-        """KV heads in a page, copies included."""
+        """The number of kv heads in a page, including copies."""
         return self.kv_heads * self.kv_copies
 
     @property
     def cache(self) -> Cache:
-        """What is kept of each token."""
+        """The layout of the KV cache."""
         if self.latent is not None:
             return Cache(self.layers, 1, self.pool_heads, self.latent.rank + self.latent.turned)
         return Cache(
@@ -211,40 +212,43 @@ class ModelSpec:
 
     @property
     def scale(self) -> float:
-        """What scores are multiplied by."""
+        """The factor of attention scores."""
         return self.query_scale or self.head_dim**-0.5
 
     def window_of(self, layer: int) -> int | None:
-        """Keys that a query of a layer sees, itself included; None: all before it."""
+        """Return the number of keys that a query of a layer sees, including its own; None: all before it."""
         return self.window if self.sliding and self.sliding[layer] else None
 
     @property
     def kinds(self) -> tuple[int, ...]:
-        """For each layer the first one that is computed like it."""
+        """For each layer, the first layer that is computed the same way."""
         kinds = [(self.window_of(i), self.moe is not None and self.moe.layers[i]) for i in range(self.layers)]
         return tuple(map(kinds.index, kinds))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The windows that its layers have, each once."""
+        """The distinct windows of the layers."""
         return tuple(dict.fromkeys(self.window_of(layer) for layer in range(self.layers)))
 
     @property
     def group(self) -> int:
-        """Query heads that share a kv head of the pool."""
+        """The number of query heads per kv head of the pool."""
         return self.heads // self.pool_heads
 
     def quantised_as(self, name: str | None) -> ModelSpec:
-        """The spec with weights as `--quantization` says; None: as the checkpoint has them."""
+        """Return the spec with the quantization that `--quantization` selects; None: the checkpoint's."""
         return replace(self, quantised=quantisation.chosen(self.quantised, name))
 
     def first_layers(self, layers: int) -> ModelSpec:
-        """The spec of a model that ends after so many layers."""
+        """Return the spec of a model that consists of the first `layers` layers."""
         moe = None if self.moe is None else replace(self.moe, layers=self.moe.layers[:layers])
         return replace(self, layers=layers, sliding=self.sliding[:layers], moe=moe)
 
     def for_tp(self, tp: int) -> ModelSpec:
-        """The spec as `tp` shards hold it: fewer kv heads than shards are copied, a vocabulary is padded."""
+        """Return the spec for `tp` shards, with kv heads copied and the vocabulary padded as needed.
+
+        Raises InvalidValue if `tp` does not fit the model.
+        """
         copies = max(1, tp // self.kv_heads)
         if self.moe is not None and tp >= 1 and self.moe.experts % tp:
             raise InvalidValue(
@@ -262,14 +266,14 @@ class ModelSpec:
 
 
 def need(config: Config, key: str) -> Any:
-    """`config[key]`, or an error that names the key."""
+    """Return `config[key]`. Raises InvalidValue if it is missing."""
     if config.get(key) is None:
         raise InvalidValue(f"config.json has no {key!r}, which {architecture(config)} needs", key)
     return config[key]
 
 
 def architecture(config: Config) -> str:
-    """The first of `architectures`."""
+    """Return the first of `architectures`. Raises InvalidValue if there is none."""
     names = config.get("architectures") or ()
     if not names:
         raise InvalidValue("config.json has no 'architectures', so the model's family is unknown", "architectures")
@@ -279,10 +283,10 @@ def architecture(config: Config) -> str:
 def common(
     config: Config, *, activations: tuple[str, ...] = ("silu",), windows: bool = False, partials: bool = False
 ) -> dict[str, Any]:
-    """Fields that most families spell alike; a family adds its own or overrides them.
+    """Return the `ModelSpec` fields that most families read alike; a family adds or overrides fields.
 
-    activations: what the family's feed-forward computes. windows: whether it has layers with a sliding window.
-    partials: whether heads may turn in part.
+    activations: allowed activations of the feed-forward, the default first. windows: whether layers may
+    have a sliding window. partials: whether RoPE may rotate a part of a head only.
     """
     heads, dim = int(need(config, "num_attention_heads")), int(need(config, "hidden_size"))
     rope, max_positions = read_rope(config, partials=partials)
@@ -319,7 +323,7 @@ def _activation(config: Config, allowed: tuple[str, ...]) -> str:
 
 
 def _windows(config: Config, allowed: bool) -> dict[str, Any]:
-    """Which layers see a sliding window only: by `layer_types`, or from `max_window_layers` on, or all."""
+    """Return the sliding layers: by `layer_types`, or those from `max_window_layers` on, or all."""
     window, count = config.get("sliding_window"), int(need(config, "num_hidden_layers"))
     kinds = [str(kind) for kind in config.get("layer_types") or ()]
     other = sorted(set(kinds) - ({"full_attention", "sliding_attention"} if allowed else {"full_attention"}))
@@ -338,15 +342,15 @@ def _windows(config: Config, allowed: bool) -> dict[str, Any]:
 
 
 def rope_given(config: Config) -> dict[str, Any]:
-    """What a config says of its rope, in both spellings."""
+    """Return the RoPE parameters of a config, from `rope_scaling` and `rope_parameters`."""
     return {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
 
 
 def read_rope(config: Config, *, partials: bool = False) -> tuple[Rope, int]:
-    """The rotary embedding, and the positions it is good for.
+    """Return the RoPE parameters and the maximum number of positions.
 
-    Reads both spellings: `rope_parameters`, and the older `rope_theta` with `rope_scaling`. partials: whether the
-    family turns a part of a head's dimensions only, where the config says so.
+    Reads `rope_parameters`, and the older `rope_theta` with `rope_scaling`. partials: whether the family
+    supports `partial_rotary_factor`. Raises InvalidValue.
     """
     given = rope_given(config)
     theta = float(given.get("rope_theta") or config.get("rope_theta") or 10_000.0)
@@ -360,8 +364,8 @@ def read_rope(config: Config, *, partials: bool = False) -> tuple[Rope, int]:
     partial = float(given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
     if partial != 1.0 and (kind != "default" or not partials or not 0 < partial < 1):
         raise InvalidValue(f"config.json: partial_rotary_factor={partial} is not supported; supported is 1.0")
-    # Dynamic scaling turns the whole cache anew when a text outgrows `max_position_embeddings`, which would make
-    # results depend on the schedule. Up to there it is the default embedding, and there we stop.
+    # Dynamic scaling re-rotates the whole cache when a text exceeds `max_position_embeddings`, so that
+    # tokens would depend on the schedule. Up to that length it equals the default, so we stop there.
     if kind in ("default", "dynamic"):
         return Rope(kind, theta, share=partial), positions
     if given.get("factor") is None:
@@ -381,7 +385,7 @@ def read_rope(config: Config, *, partials: bool = False) -> tuple[Rope, int]:
 
 
 def _yarn_scale(given: Config) -> float:
-    """YaRN's attention factor, applied to cos and sin; the DeepSeek spelling gives it as a quotient."""
+    """Return YaRN's attention factor, which multiplies cos and sin. DeepSeek configs give it as a quotient."""
 
     factor = float(given["factor"])
     if given.get("attention_factor") is not None:
@@ -392,5 +396,5 @@ def _yarn_scale(given: Config) -> float:
 
 
 def yarn_growth(factor: float, weight: float = 1.0) -> float:
-    """By how much scores sharpen when contexts grow by `factor` (arXiv 2309.00071, eq. 22)."""
+    """Return YaRN's attention scaling for contexts extended by `factor` (arXiv 2309.00071, eq. 22)."""
     return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0

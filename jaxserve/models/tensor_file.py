@@ -1,6 +1,7 @@
-"""A safetensors file whose tensors are views of it: the pages of one are in memory only while it is used.
+"""A safetensors file with memory-mapped tensors, which occupy memory only while they are read.
 
-The library checks the file; it has no numpy type for 8-bit floats, and copies what it reads.
+The safetensors library validates the file. It cannot read the tensors, because it copies them and has
+no numpy type for 8-bit floats.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ DTYPES: dict[str, Any] = {
 
 
 class TensorFile:
-    """An open file. Raises what `safe_open` raises for one that is damaged."""
+    """An open safetensors file. Raises what `safe_open` raises if the file is damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,14 +52,14 @@ class TensorFile:
         return list(self._header)
 
     def get_slice(self, name: str) -> Any:
-        """Shape and dtype of a tensor, by `get_shape` and `get_dtype`."""
+        """Return the description of a tensor, which has `get_shape` and `get_dtype`."""
         return self._checked.get_slice(name)
 
     def get_tensor(self, name: str) -> npt.NDArray[Any]:
-        """A tensor, read where it is looked at. Raises ValueError for a type that is unknown here."""
+        """Return a tensor as a memory map. Raises ValueError for an unsupported dtype."""
         told = self._header[name]
         if told["dtype"] not in DTYPES:
-            raise ValueError(f"{name} is {told['dtype']}; known are {', '.join(DTYPES)}")
+            raise ValueError(f"{name} has dtype {told['dtype']}; supported: {', '.join(DTYPES)}")
         shape, dtype = tuple(told["shape"]), np.dtype(DTYPES[told["dtype"]])
         if not np.prod(shape):
             return np.zeros(shape, dtype)

@@ -1,4 +1,4 @@
-"""Which tokens begin and end a model's thinking: a fact of its tokenizer's files, mostly without loading it."""
+"""The tokens that begin and end a model's thinking, read from its tokenizer files."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 from jaxserve.sched.api.thinking import Marker, ThinkingMarkers
 
-# (beginning, end) as published families write them.
+# (beginning, end) of published model families.
 PAIRS = (
     ("<think>", "</think>"),
     ("<thinking>", "</thinking>"),
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
     ("[THINK]", "[/THINK]"),
 )
-# Harmony (gpt-oss): every message names its channel, and the answer is the channel `final`.
+# Harmony (gpt-oss): every message names its channel, and the answer is in the channel `final`.
 CHANNEL = "<|channel|>"
 THOUGHT, FINAL = f"{CHANNEL}analysis", f"{CHANNEL}final"
-# What begins a turn: marks of earlier turns say nothing of this one.
+# Tokens that begin a turn. Markers of earlier turns do not apply to the current one.
 TURNS = frozenset(
     {
         "<|im_start|>",
@@ -36,16 +36,16 @@ TURNS = frozenset(
         "]~b]",
     }
 )
-# What may stand beside a marker that is plain text: its first and last token may hold some of that.
+# Text that may surround a marker in plain text, and become part of its first and last token.
 BEFORE = ("", " ", "\n", "\n\n", "a", ".", ".\n", ".\n\n")
 AFTER = ("", " ", "\n", "\n\n", "a")
 
 
 def thinking_markers(folder: Path, eos: Iterable[int] = ()) -> ThinkingMarkers:
-    """Markers of the model in `folder`; none for one that does not think aloud.
+    """Return the thinking markers of the model in `folder`; none if it has no thinking stage.
 
-    A marker is a token of its own, or plain text that the chat template writes: then every sequence of tokens that it
-    may become. `eos`: ids that end a turn.
+    A marker is a single token, or plain text in the chat template. Plain text gives one marker for each
+    sequence of tokens that it may be encoded as. eos: token ids that end a turn.
     """
     added = dict(_added(folder))
     template = _template(folder)
@@ -57,7 +57,7 @@ def thinking_markers(folder: Path, eos: Iterable[int] = ()) -> ThinkingMarkers:
         elif last in template and (tokens := _load(folder)) is not None:
             closes.update(_spelled(tokens, last))
             opens.update(_spelled(tokens, first))
-    if CHANNEL in added and (tokens := _load(folder)) is not None:  # special tokens follow the name: nothing joins it
+    if CHANNEL in added and (tokens := _load(folder)) is not None:  # encodes one way: special tokens surround the name
         opens.add(tuple(tokens.encode(THOUGHT, add_special_tokens=False).ids))
         closes.add(tuple(tokens.encode(FINAL, add_special_tokens=False).ids))
     if not closes:
@@ -68,7 +68,7 @@ def thinking_markers(folder: Path, eos: Iterable[int] = ()) -> ThinkingMarkers:
 
 
 def _spelled(tokens: Any, marker: str) -> set[Marker]:
-    """Every sequence of tokens that a marker becomes between other text."""
+    """Return every sequence of tokens that a marker may be encoded as within other text."""
     made = set[Marker]()
     for before, after in product(BEFORE, AFTER):
         found = tokens.encode(before + marker + after, add_special_tokens=False)
@@ -79,7 +79,7 @@ def _spelled(tokens: Any, marker: str) -> set[Marker]:
 
 
 def _load(folder: Path) -> Any:
-    """The fast tokenizer of a folder; None where there is none."""
+    """Load the fast tokenizer of a folder; None if there is none."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
@@ -89,7 +89,7 @@ def _load(folder: Path) -> Any:
 
 
 def _added(folder: Path) -> Iterator[tuple[str, int]]:
-    """(content, id) of the tokens added to the vocabulary, from either file that may list them."""
+    """Yield (content, id) of the tokens added to the vocabulary, from both files that may list them."""
     for token in _read(folder / "tokenizer.json").get("added_tokens", ()):
         yield token["content"], int(token["id"])
     for id, token in _read(folder / "tokenizer_config.json").get("added_tokens_decoder", {}).items():
@@ -97,7 +97,7 @@ def _added(folder: Path) -> Iterator[tuple[str, int]]:
 
 
 def _template(folder: Path) -> str:
-    """The chat template of a folder as text: a file of its own, or in the settings (a list of several too), or ""."""
+    """Return the chat templates of a folder as one text: from their file or tokenizer_config.json, or ""."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")

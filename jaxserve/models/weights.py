@@ -1,7 +1,8 @@
-"""Weights onto meshes: from a folder of safetensors, one parameter at a time, or random.
+"""Load weights onto meshes, from a folder of safetensors or random, one parameter at a time.
 
-Every parameter is read (or drawn) once, built from its tensors, cast or quantised, and put on each distinct mesh before
-the next is read: the host holds about one fused matrix. Instances on the same mesh share one copy.
+Every parameter is read (or drawn) once, built from its tensors, cast or quantized, and put on each
+distinct mesh before the next one is read, so that the host holds about one fused matrix. Instances on
+the same mesh share one copy.
 """
 
 from __future__ import annotations
@@ -33,22 +34,22 @@ from jaxserve.sched.api.errors import JaxserveError
 
 Progress = Callable[[int, int], None]
 Array = npt.NDArray[Any]
-Param = Info | Quantised | Transposed  # of Infos
-Tensors = dict[str, tuple[Path, Any]]  # by name: the file it is in, and that file, open
+Param = Info | Quantised | Transposed  # the latter two hold `Info`s
+Tensors = dict[str, tuple[Path, Any]]  # tensor name -> (path, open file)
 
 FLOATS = ("F32", "F16", "BF16")
-NARROW = {"float8_e4m3fn": "F8_E4M3", "int8": "I8"}  # as safetensors calls them
+NARROW = {"float8_e4m3fn": "F8_E4M3", "int8": "I8"}  # safetensors' names of the 8-bit dtypes
 EXPECTED = "model.safetensors, or model.safetensors.index.json and the files it names"
-ALIGNED = 64  # bytes; an array that begins at a multiple of it becomes XLA's on a CPU without being copied
-DRAWN = 1 << 22  # random numbers drawn for one tensor; larger ones repeat them
+ALIGNED = 64  # bytes; XLA on a CPU uses arrays of this alignment without copying them
+DRAWN = 1 << 22  # random numbers drawn for a tensor; larger tensors repeat them
 
 
 class WeightsError(JaxserveError):
-    """A checkpoint that is missing, damaged, or not that of the model."""
+    """Raised for a checkpoint that is missing, damaged, or of another model."""
 
 
 def shardings(spec: ModelSpec, mesh: Mesh) -> Tree:
-    """The weight tree with a NamedSharding in each place. `spec` must come from `for_tp(mesh.shape["tp"])`."""
+    """Return the tree of the weights' NamedShardings. `spec` must come from `for_tp(mesh.shape["tp"])`."""
     _check_tp(spec, mesh.shape["tp"])
     return _shardings(abstract_weights(spec, "float32"), mesh)
 
@@ -61,10 +62,10 @@ def _shardings(tree: Tree, mesh: Mesh) -> Tree:
 def load_weights(
     path: Path, spec: ModelSpec, dtype: Any, meshes: Sequence[Mesh], *, progress: Progress | None = None
 ) -> list[Tree]:
-    """The model's weights on each mesh, in the order of `meshes`; equal meshes get the same arrays.
+    """Load the model's weights onto each mesh, in the order of `meshes`. Equal meshes get the same arrays.
 
-    `progress(done, total)` counts parameters. Raises WeightsError naming every tensor that is missing, unexpected
-    or misshapen, or the file that cannot be read.
+    `progress(done, total)` counts parameters. Raises WeightsError that names every missing, unexpected or
+    misshapen tensor, or the file that cannot be read.
     """
     with reader(path, spec, dtype) as (abstract, build):
         return _place(abstract, spec, meshes, build, progress)
@@ -72,7 +73,7 @@ def load_weights(
 
 @contextmanager
 def reader(path: Path, spec: ModelSpec, dtype: Any) -> Iterator[tuple[Tree, Callable[[Param], Any]]]:
-    """The description of the tree, and a function that builds one of its parameters on the host.
+    """Open a checkpoint; yield the description of its tree and a function that builds a parameter on the host.
 
     Raises WeightsError as `load_weights` does.
     """
@@ -108,9 +109,9 @@ def reader(path: Path, spec: ModelSpec, dtype: Any) -> Iterator[tuple[Tree, Call
 def random_weights(
     spec: ModelSpec, dtype: Any, meshes: Sequence[Mesh], *, seed: int = 0, progress: Progress | None = None
 ) -> list[Tree]:
-    """Weights for `--load-format dummy`: normal matrices, norms of one, biases of zero.
+    """Create the weights of `--load-format dummy`: normally distributed matrices, norms of 1, biases of 0.
 
-    They depend on the seed and the tensor's name alone, so every sharding holds the same model.
+    They depend on the seed and the tensor's name only, so that every sharding holds the same model.
     """
 
     def build(param: Param) -> Any:
@@ -134,11 +135,11 @@ def _draw(info: Info, source: Source, seed: int) -> Array:
     if (name := np.dtype(info.dtype).name) in LARGEST:
         narrow = np.clip(drawn / _drawn_scale(info), -LARGEST[name], LARGEST[name])
         drawn = (np.rint(narrow) if name == "int8" else narrow).astype(info.dtype)
-    return np.resize(drawn, source.shape)  # an odd period, so that no two rows of a matrix are alike
+    return np.resize(drawn, source.shape)  # the period is odd, so that no two rows of a matrix are equal
 
 
 def _drawn_scale(info: Info) -> np.float32:
-    """Of random 8-bit weights: the largest value is six standard deviations."""
+    """Return the scale of random 8-bit weights: their largest value is six standard deviations."""
     return np.float32(6 * info.init / LARGEST[np.dtype(info.dtype).name])
 
 
@@ -150,7 +151,7 @@ def _built(info: Info, tensors: Iterable[Array]) -> Array:
 
 
 def _copied(view: Array) -> Array:
-    """A copy of what is the file still: a CPU would go on reading that. Aligned, so that it takes the copy as it is."""
+    """Copy a view of the file, which XLA on a CPU would keep reading, to aligned memory."""
     room = np.empty(view.nbytes + ALIGNED, np.uint8)
     start = -room.ctypes.data % ALIGNED
     copy = room[start : start + view.nbytes].view(view.dtype).reshape(view.shape)
@@ -175,15 +176,15 @@ def _place(
         built = build(param)
         for mesh in distinct:
             placed[mesh].append(jax.device_put(built, _shardings(param, mesh)))
-        del built  # before the next is
-        jax.block_until_ready([leaves[-1] for leaves in placed.values()])  # else host copies of all would pile up
+        del built  # free it before the next parameter is built
+        jax.block_until_ready([leaves[-1] for leaves in placed.values()])  # otherwise host copies accumulate
         if progress is not None:
             progress(done, len(params))
     return [jax.tree.unflatten(structure, placed[mesh]) for mesh in meshes]
 
 
 def _index(path: Path, open_files: ExitStack) -> Tensors:
-    """Every tensor of the folder: its file, and the open file."""
+    """Open all files of the folder and return their tensors."""
     tensors: Tensors = {}
     for file in _files(path):
         try:
@@ -195,7 +196,7 @@ def _index(path: Path, open_files: ExitStack) -> Tensors:
 
 
 def _widened(tensors: Tensors, abstract: Tree, spec: ModelSpec) -> Tensors:
-    """Tensors that are 8-bit in the file, and not in the tree, look as if they were not."""
+    """Dequantize on reading those tensors that are 8-bit in the file but not in the tree."""
     if spec.quantised is None or spec.quantised.block is None:
         return tensors
     narrow = {source.name for info in _infos(abstract) for source in info.sources if _is_narrow(info)}
@@ -223,24 +224,24 @@ def _files(path: Path) -> list[Path]:
         where = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
         names = sorted(set(where.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{index} is not an index of safetensors: {error!r}; expected a 'weight_map'") from error
+        raise WeightsError(f"{index} is not a safetensors index: {error!r}; expected a 'weight_map'") from error
     absent = [name for name in names if not (path / name).is_file()]
     if absent:
         lost = [name for name, file in where.items() if file in absent]
         raise WeightsError(
-            f"{index} names files that are not there: {', '.join(absent)}; with them {len(lost)} tensors, {lost[0]} "
-            "the first: download them, or all again"
+            f"{index} names missing files: {', '.join(absent)}, with {len(lost)} tensors, the first of them {lost[0]}; "
+            "download them, or the whole model again"
         )
     return [path / name for name in names]
 
 
 def _first_cut(file: Path) -> str:
-    """Which tensor of a truncated file is the first to be incomplete, as the end of an error message."""
+    """Return the end of an error message: the first incomplete tensor of a truncated file."""
     try:
         with file.open("rb") as stream:
             head = stream.read(8)
             if head == b"version ":
-                return "; it is a Git LFS pointer in the place of the tensors: `git lfs pull`, or `hf download`"
+                return "; it is a Git LFS pointer instead of the tensors: run `git lfs pull` or `hf download`"
             size = int.from_bytes(head, "little")
             if size > file.stat().st_size:
                 return "; the header itself is cut off"
@@ -276,8 +277,7 @@ def _check_names(path: Path, tensors: Tensors, infos: Sequence[Info], spec: Mode
 
 
 def _harmless(name: str, spec: ModelSpec) -> bool:
-    """Tensors that some checkpoints carry and nothing needs: rotary tables, the head of a tied model, layers that
-    only guess ahead."""
+    """Return whether a tensor may be ignored: RoPE tables, the head of a tied model, or multi-token prediction."""
     guessing = tuple(f"model.layers.{spec.layers + i}." for i in range(spec.guessing))
     return name.endswith("rotary_emb.inv_freq") or (spec.tied and name == "lm_head.weight") or name.startswith(guessing)
 

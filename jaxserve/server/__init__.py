@@ -1,1 +1,1 @@
-"""OpenAI's HTTP API in front of an engine."""
+"""The HTTP server: OpenAI's API on top of an engine."""

@@ -1,4 +1,4 @@
-"""What an operator asks of a running server: the roles of its instances, its load and what it promises."""
+"""Admin and load routes: the roles of the instances, the load, and the default objectives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxserve.server.openai import RolesBody
 
 
 def present_roles(engine: Any) -> dict[str, Any]:
-    """The answer to `GET /v1/admin/roles`: every instance with its role, and how much it has to do."""
+    """Return the response to `GET /v1/admin/roles`: the role and load of every instance."""
     instances = [
         {"instance": index, "name": one.name, "role": one.role, "running": one.running, "waiting": one.waiting}
         for index, one in enumerate(engine.stats().instances)
@@ -21,15 +21,18 @@ def present_roles(engine: Any) -> dict[str, Any]:
 
 
 async def change_roles(engine: Any, body: RolesBody) -> dict[str, Any]:
-    """Change them, and answer as `present_roles` does. Raises InvalidValue, and changes nothing."""
+    """Change roles and return `present_roles`. Raises InvalidValue without changing any role."""
     roles = _wanted(body, len(engine.stats().instances))
     await asyncio.to_thread(engine.set_roles, roles)  # waits for the engine's thread
     return present_roles(engine)
 
 
 def present_load(engine: Any, active: int) -> dict[str, Any]:
-    """The answer to `GET /load`: vLLM's `server_load`, which is HTTP requests that generate, requests that run and
-    wait, and the objectives of requests that bring none."""
+    """Return the response to `GET /load`.
+
+    It has vLLM's `server_load` (the HTTP requests that generate), the numbers of running and waiting
+    requests, and the objectives of requests that set none.
+    """
     stats, promise = engine.stats(), engine.info.promise
     objectives = {
         name: {

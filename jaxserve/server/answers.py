@@ -1,4 +1,4 @@
-"""The JSON that goes out: OpenAI's shapes of text and chat completions, whole and in chunks."""
+"""Response bodies of text and chat completions in OpenAI's shapes, whole and in chunks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jaxserve.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class Gathered:
-    """One output so far."""
+    """One output as far as it is generated."""
 
     parts: list[str] = field(default_factory=list)
     count: int = 0
-    offset: int = 0  # characters of the pieces whose log-probabilities are out
+    offset: int = 0  # characters of the tokens whose log-probabilities have been sent
     begun: bool = False
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -42,19 +42,19 @@ class Gathered:
 
 @dataclass
 class Answer:
-    """What is known of one HTTP request while it is answered. Writer: the coroutine that answers it."""
+    """The answer to one HTTP request as far as it is generated. Writer: the coroutine that serves the request."""
 
     id: str
     model: str
     chat: bool
     jobs: Sequence[Submission]
     tokenizer: Tokenizer
-    top: int | None  # alternatives per token, None: no log-probabilities
-    prompt_top: bool  # the caller asked for `prompt_logprobs`
+    top: int | None  # alternatives per token; None: no log-probabilities
+    prompt_top: bool  # the request has `prompt_logprobs`
     echo: bool = False
-    score_only: bool = False  # max_tokens 0: what is drawn is not shown
+    score_only: bool = False  # max_tokens is 0: generated tokens are hidden
     service_tier: str | None = None
-    client: str = ""  # the name of its API key
+    client: str = ""  # name of the API key
     created: int = field(default_factory=lambda: int(time.time()))
     outputs: list[list[Gathered]] = field(default_factory=list)
 
@@ -62,7 +62,7 @@ class Answer:
         self.outputs = [[Gathered() for _ in range(job.params.n)] for job in self.jobs]
 
     def add(self, number: int, piece: Piece) -> Gathered:
-        """Take news of job `number` in."""
+        """Add a piece to an output of submission `number`, and return that output."""
         gathered = self.outputs[number][piece.choice]
         if self.score_only:
             piece = piece._replace(
@@ -86,7 +86,7 @@ class Answer:
     # whole
 
     def whole(self) -> dict[str, Any]:
-        """The answer to a request that does not stream."""
+        """Return the response body of a request that does not stream."""
         choices = [
             self._choice(number, which, one)
             for number, outputs in enumerate(self.outputs)
@@ -114,7 +114,7 @@ class Answer:
     # chunks
 
     def chunks(self, number: int, piece: Piece) -> list[dict[str, Any]]:
-        """Chunks that say what is new; none where only text is wanted and there is none."""
+        """Add a piece, and return the chunks to send, which may be none."""
         one = self.add(number, piece)
         made = []
         if not one.begun and (piece.tokens or piece.finish_reason):
@@ -137,7 +137,7 @@ class Answer:
         return made
 
     def usage_chunk(self) -> dict[str, Any]:
-        """The last chunk of a stream whose caller wants to know what it used."""
+        """Return the last chunk of a stream with `include_usage`."""
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         return {**self._head(kind), "choices": [], "usage": self.usage}
 
@@ -168,11 +168,11 @@ class Answer:
         return self.tokenizer.decode(job.prompt) if job.text is None else job.text
 
     def _scored(self, number: int) -> list[TokenLogprobs] | None:
-        """Log-probabilities of the prompt, which only the first output computes; None without echo."""
+        """Return the prompt's log-probabilities, which only the first output computes; None without echo."""
         return self.outputs[number][0].prompt_logprobs if self.echo else None
 
     def _prompt_logprobs(self, one: Gathered) -> list[Any]:
-        made: list[Any] = [None]  # nothing comes before the first token
+        made: list[Any] = [None]  # the first token has no context
         for position in one.prompt_logprobs:
             entries = logprob_dict(position, self.tokenizer).items()
             made.append(
@@ -202,7 +202,7 @@ class Answer:
         job: Submission | None = None,
         scored: Sequence[TokenLogprobs] | None = None,
     ) -> dict[str, Any] | None:
-        """The older shape: parallel lists. With `scored`, the prompt's tokens come first."""
+        """Return log-probabilities as the parallel lists of text completions, after those of the prompt in `scored`."""
         if self.top is None:
             return None
         made: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
@@ -221,7 +221,10 @@ class Answer:
         return made
 
     def _name(self, token: int) -> str:
-        """A token as text; a part of a character as OpenAI writes it, so that two parts have two names."""
+        """Return a token as text, or as OpenAI's `bytes:` form if it is an incomplete character.
+
+        Different incomplete characters therefore have different names.
+        """
         raw = self.tokenizer.piece_bytes(token)
         try:
             return raw.decode()
@@ -230,5 +233,5 @@ class Answer:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity; a token that is ruled out is as unlikely as can be written."""
+    """Replace minus infinity, which JSON cannot represent, by a very low log-probability."""
     return max(logprob, -9999.0)

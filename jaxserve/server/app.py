@@ -1,4 +1,4 @@
-"""The routes: OpenAI's, vLLM's few beside them, health and metrics."""
+"""The HTTP routes: OpenAI's, vLLM's additions, administration, health and metrics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from jaxserve.version import __version__
 
 
 def create_app(service: Service) -> FastAPI:
-    """The ASGI application in front of a service."""
+    """Create the ASGI application of a service."""
     app = FastAPI(title="jaxserve", version=__version__, description="LLM serving under latency objectives.")
     created = int(time.time())
 
@@ -111,7 +111,7 @@ def create_app(service: Service) -> FastAPI:
 
 
 def _check_health(service: Service) -> None:
-    """Raise Refused while the server drains, or cannot be expected to serve."""
+    """Raise Refused while the server drains or the engine is unhealthy."""
     if service.draining:
         raise Refused(503, "the server is shutting down", code="shutting_down")
     if (ailment := service.engine.ailment) is not None:
@@ -119,12 +119,12 @@ def _check_health(service: Service) -> None:
 
 
 async def left(_: Request, error: Exception) -> Response:
-    """Return the answer to a client that has disconnected: it is never sent, but the access log shows its status."""
+    """Return the response for a client that has disconnected; it only sets the status in the access log."""
     return Response(status_code=499)
 
 
 async def _answer(service: Service, request: Request, kind: type[Sampled]) -> Response:
-    """Answer a request to generate. Errors become answers here: none may reach the server's own 500 page."""
+    """Answer a completion request. All errors become responses here, so that none reaches uvicorn's 500 page."""
     try:
         body = parse(await request.body(), kind)
         preparing = service.prepare(body, request.headers, request.state.request_id, request.state.client)

@@ -1,4 +1,4 @@
-"""Prometheus metrics of each API key: as many series as there are keys, whatever requests bring."""
+"""Prometheus metrics per API key. The number of series depends on the keys only, not on requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REASONS = ("queue_full", "queue_share", "queue_timeout", "token_rate")
 
 
 class StageCollector(Collector):
-    """What each client has in the engine, waiting, done and refused; read at each scrape."""
+    """A collector of each client's running, waiting, admitted and refused requests, read at each scrape."""
 
     def __init__(self, stage: Stage, model_name: str) -> None:
         self._stage = stage
@@ -23,9 +23,11 @@ class StageCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         labels, clients = ["model_name", "api_key"], self._stage.clients
         running = GaugeMetricFamily(PREFIX + "client_requests_running", "Requests in the engine.", labels=labels)
-        waiting = GaugeMetricFamily(PREFIX + "client_requests_waiting", "Requests that wait in front.", labels=labels)
+        waiting = GaugeMetricFamily(
+            PREFIX + "client_requests_waiting", "Requests waiting for admission.", labels=labels
+        )
         admitted = CounterMetricFamily(PREFIX + "client_requests", "Requests admitted: prompts times n.", labels=labels)
-        tokens = CounterMetricFamily(PREFIX + "client_tokens", "Tokens of a client.", labels=[*labels, "kind"])
+        tokens = CounterMetricFamily(PREFIX + "client_tokens", "Prompt and generated tokens.", labels=[*labels, "kind"])
         refused = CounterMetricFamily(PREFIX + "client_refusals", "Requests refused.", labels=[*labels, "reason"])
         for name, client in clients.items():
             own = [self._model, name]

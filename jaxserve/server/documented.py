@@ -1,4 +1,4 @@
-"""`/openapi.json`: bodies are parsed by hand, so FastAPI has to be told of them, and of errors in OpenAI's shape."""
+"""Schemas for `/openapi.json`: FastAPI does not know the bodies and errors, because routes parse bodies themselves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REF = "#/components/schemas/{model}"
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong, and the field that it is about."""
+    """An error, and the field that it refers to."""
 
     message: str
     type: str
@@ -31,26 +31,26 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """The body of every answer that is not a success."""
+    """The body of every unsuccessful response."""
 
     error: ErrorDetail
 
 
 def body_schema(kind: type[BaseModel]) -> dict[str, Any]:
-    """Return the part of a route's description that names its body, and its errors."""
+    """Return the OpenAPI description of a route's request body and errors."""
     error = {"application/json": {"schema": {"$ref": _REF.format(model=ErrorAnswer.__name__)}}}
     body = {"application/json": {"schema": {"$ref": _REF.format(model=kind.__name__)}}}
     return {
         "requestBody": {"required": True, "content": body},
         "responses": {
             "4XX": {"description": "The request is refused; `param` names the field.", "content": error},
-            "5XX": {"description": "It cannot be served now, or failed.", "content": error},
+            "5XX": {"description": "The request failed, or cannot be served now.", "content": error},
         },
     }
 
 
 def document(app: FastAPI) -> None:
-    """Put the schemas of all bodies, and of what they hold, where the routes refer to."""
+    """Add the schemas that the routes refer to."""
     describe = app.openapi
 
     def described() -> dict[str, Any]:
@@ -58,7 +58,7 @@ def document(app: FastAPI) -> None:
         schemas = made.setdefault("components", {}).setdefault("schemas", {})
         for kind in (*BODIES, StreamOptions, StageSLO, ErrorDetail, ErrorAnswer):
             schema = kind.model_json_schema(ref_template=_REF)
-            schema.pop("$defs", None)  # each of them is in this list
+            schema.pop("$defs", None)  # all nested models are in this loop themselves
             schemas[kind.__name__] = schema
         return made
 

@@ -1,4 +1,4 @@
-"""What goes wrong, in OpenAI's shape and with the status that clients act on."""
+"""Errors as HTTP responses in OpenAI's shape, with the status codes that clients expect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxserve.sched.api.plan import UNAVAILABLE
 
 logger = logging.getLogger("jaxserve.server")
 
-MAX_MESSAGE = 1000  # characters; values that errors repeat are cut by `short` already
+MAX_MESSAGE = 1000  # characters; `short` already truncates the values in messages
 
 _TYPES = {
     400: "invalid_request_error",
@@ -39,7 +39,7 @@ _TYPES = {
 
 
 class Refused(JaxserveError):
-    """A request that is answered with a status of its own; `retry_after` in seconds, where it may work later."""
+    """An error with its own HTTP status. `retry_after`: seconds after which the request may succeed."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: Any = None, retry_after: float | None = None
@@ -52,7 +52,7 @@ class Refused(JaxserveError):
 
 
 def refusal(error: Exception) -> Refused:
-    """Any exception as the answer it deserves. What nobody foresaw is a 500, logged with its traceback."""
+    """Convert any exception to a Refused. An unexpected one becomes a 500 and is logged with its traceback."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, InvalidValue):
@@ -76,11 +76,11 @@ def refusal(error: Exception) -> Refused:
     if isinstance(error, JaxserveError):
         return Refused(503, str(error), code="unavailable", retry_after=1.0)
     logger.error("internal error", exc_info=error)
-    return Refused(500, f"internal error: {type(error).__name__}; the server's log says more")
+    return Refused(500, f"internal error: {type(error).__name__}; see the server's log")
 
 
 def body_of(refused: Refused) -> dict[str, Any]:
-    """`{"error": {message, type, param, code}}`."""
+    """Return the response body: `{"error": {message, type, param, code}}`."""
     kind = _TYPES.get(refused.status, "internal_server_error")
     code = refused.status if refused.code is None else refused.code
     message, param = str(refused), refused.param
@@ -90,7 +90,7 @@ def body_of(refused: Refused) -> dict[str, Any]:
 
 
 def response_of(error: Exception) -> Response:
-    """The HTTP answer to an error."""
+    """Return the HTTP response for an error."""
     refused = refusal(error)
     headers = dict(getattr(error, "headers", None) or {})
     if refused.retry_after is not None:
@@ -101,7 +101,7 @@ def response_of(error: Exception) -> Response:
 
 
 def routes_of(app: FastAPI) -> dict[str, list[str]]:
-    """Return the methods of each path of an application that is documented."""
+    """Return the methods of each documented path of an application."""
     made: dict[str, list[str]] = {}
     for route in app.routes:
         if isinstance(route, APIRoute) and route.include_in_schema:
@@ -110,13 +110,13 @@ def routes_of(app: FastAPI) -> dict[str, list[str]]:
 
 
 async def unrouted(routes: Mapping[str, Sequence[str]], request: Request, error: Exception) -> Response:
-    """Answer for a path or a method that is not there: say what is."""
+    """Return the response for an unknown path or method, naming those that exist."""
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method
     asked = f"{method} {path if len(path) <= ECHO else path[: ECHO - 1] + '…'}"
     if error.status_code == HTTPStatus.NOT_FOUND:
         there = ", ".join(f"{'/'.join(methods)} {path}" for path, methods in routes.items())
-        return response_of(Refused(404, f"no route {asked} here; there is {there}", code="unknown_route"))
+        return response_of(Refused(404, f"no route {asked} here; routes: {there}", code="unknown_route"))
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = (error.headers or {}).get("Allow", "")
         answer = response_of(Refused(405, f"no route {asked} here; {path[:ECHO]} takes {allowed}", code="wrong_method"))
@@ -126,5 +126,5 @@ async def unrouted(routes: Mapping[str, Sequence[str]], request: Request, error:
 
 
 async def handler(_: Request, error: Exception) -> Response:
-    """For `add_exception_handler`."""
+    """Return the response for an error, as `add_exception_handler` requires."""
     return response_of(error)

@@ -1,9 +1,10 @@
-"""Admission in front of the engine: limits of each client, and deficit round robin among clients under overload.
+"""Admission in front of the engine: per-client limits, and deficit round robin among clients under overload.
 
-Policies decide among the requests that the engine has. Where it has many more than it can run, one client's requests
-would be most of them; so with several API keys at most `window` requests are in the engine, and the rest wait here,
-each client in a queue of its own. Deficit round robin (Shreedhar and Varghese, SIGCOMM 1995) says which client is
-next: a request costs as much as it has outputs, and each round gives every waiting client credit of its weight.
+Policies order the requests that are in the engine, and under overload those could mostly come from one
+client. Therefore, with several API keys, at most `window` requests are in the engine, and the others
+wait here in one queue per client. Deficit round robin (Shreedhar and Varghese, SIGCOMM 1995) selects
+the next client: a request costs its number of outputs, and each round credits every waiting client
+with its weight.
 """
 
 from __future__ import annotations
@@ -19,35 +20,35 @@ from jaxserve.errors import InvalidValue, QueueFull
 from jaxserve.server.failures import Refused
 from jaxserve.server.limits import ClientLimits, ClientLimitsFile
 
-BURST = 10.0  # seconds of its token rate that a client may use at once
+BURST = 10.0  # seconds' worth of its token rate that a client may use at once
 
 
 class Client:
-    """Requests and tokens of one client. Writer: its Stage."""
+    """The requests and tokens of one client. Writer: its Stage."""
 
     def __init__(self, limits: ClientLimits, now: float) -> None:
         self.limits = limits
         self.inside = 0  # outputs in the engine
-        self.queue: deque[tuple[int, asyncio.Future[None]]] = deque()  # outputs of a request, and its admission
+        self.queue: deque[tuple[int, asyncio.Future[None]]] = deque()  # (outputs, admission) of waiting requests
         self.deficit = 0.0
         self.requests = 0  # outputs admitted so far
         self.tokens: Counter[str] = Counter()  # by kind: prompt, generation
         self.refused: Counter[str] = Counter()  # by reason
-        self._level = (limits.tokens_per_second or 0.0) * BURST  # tokens that it may use at once
+        self._level = (limits.tokens_per_second or 0.0) * BURST  # tokens in the bucket; negative: overdrawn
         self._seen = now
 
     @property
     def waiting(self) -> int:
-        """Outputs that wait in its queue."""
+        """The number of outputs in the queue."""
         return sum(outputs for outputs, _ in self.queue)
 
     def fits(self, outputs: int) -> bool:
-        """Return whether so many more outputs are within its concurrency."""
+        """Return whether `outputs` more are within the concurrency limit."""
         most = self.limits.max_concurrency
         return most is None or self.inside + outputs <= most
 
     def wait_for_tokens(self, now: float) -> float:
-        """Return the seconds until its token rate admits a request, 0.0 where it does."""
+        """Return the seconds until the token rate admits a request; 0.0 if it does now."""
         rate = self.limits.tokens_per_second
         if rate is None:
             return 0.0
@@ -56,13 +57,13 @@ class Client:
         return 0.0 if self._level > 0 else (1.0 - self._level) / rate
 
     def use(self, kind: str, tokens: int) -> None:
-        """Count tokens; a request that runs may overdraw the rate, and later ones wait for it."""
+        """Count tokens. A running request may overdraw the rate, which delays later ones."""
         self.tokens[kind] += tokens
         self._level -= tokens
 
 
 class Stage:
-    """Admits requests to the engine. Writer: the server's event loop."""
+    """The admission of requests to the engine. Writer: the server's event loop."""
 
     def __init__(
         self,
@@ -74,9 +75,12 @@ class Stage:
         timeout: float | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`window`: outputs in the engine at a time where there are several clients. `bound`: outputs that may wait
-        here; each client has an equal part of it even where others have filled the queue. `timeout`: seconds after
-        which a request that waits is refused."""
+        """Create the queues of the clients `names`.
+
+        window: outputs in the engine at a time if there are several clients.
+        bound: outputs that may wait; each client may use an equal part even if others fill the queue.
+        timeout: seconds after which a waiting request is refused.
+        """
         self._now = now
         self.clients = {name: Client(limits.of(name), now()) for name in names or ("",)}
         self._window = window if len(self.clients) > 1 else None
@@ -86,9 +90,9 @@ class Stage:
 
     @asynccontextmanager
     async def admitted(self, name: str, outputs: int, prompt_tokens: int) -> AsyncGenerator[Client, None]:
-        """Wait for admission; within the context the request is in the engine. Raises Refused, QueueFull, InvalidValue.
+        """Wait for admission; within the context the request is in the engine.
 
-        A request that is cancelled while it waits leaves the queue.
+        Cancelling a waiting request removes it from the queue. Raises Refused, QueueFull or InvalidValue.
         """
         client = self.clients[name]
         try:
@@ -110,8 +114,8 @@ class Stage:
     def _check(self, client: Client, outputs: int) -> None:
         limits = client.limits
         if limits.max_concurrency is not None and outputs > limits.max_concurrency:
-            most = f"more than the {limits.max_concurrency} requests at a time of this API key"
-            raise InvalidValue(f"prompts times n are {outputs} outputs, {most}", "n")
+            most = f"this API key may run at most {limits.max_concurrency} at a time"
+            raise InvalidValue(f"prompts times n is {outputs} outputs; {most}", "n")
         if (wait := client.wait_for_tokens(self._now())) > 0:
             text = f"this API key has used its {limits.tokens_per_second:g} tokens per second: try again later"
             raise Refused(429, text, code="token_rate", retry_after=wait)
@@ -119,15 +123,18 @@ class Stage:
             return
         waiting = sum(one.waiting for one in self.clients.values()) + outputs
         if client.waiting + outputs > limits.queue_share * self._bound and limits.queue_share < 1:
-            text = (
-                f"{client.waiting} requests of this API key wait, and it may fill {limits.queue_share:.0%} of the queue"
-            )
+            text = f"{client.waiting} requests of this API key wait; it may fill {limits.queue_share:.0%} of the queue"
             raise Refused(429, text, code="queue_share", retry_after=1.0)
         if waiting > self._bound and client.waiting + outputs > self._bound / len(self.clients):
-            raise QueueFull(f"{waiting - outputs} requests wait for admission, of {self._bound}: try again later")
+            raise QueueFull(
+                f"{waiting - outputs} requests wait for admission, the limit is {self._bound}: try again later"
+            )
 
     def _has_room(self, client: Client, outputs: int) -> bool:
-        """Return whether a request can be admitted; one of many outputs goes over the window rather than never."""
+        """Return whether a request can be admitted.
+
+        A request with many outputs may exceed the window, because otherwise it might never be admitted.
+        """
         inside = sum(one.inside for one in self.clients.values())
         return client.fits(outputs) and (self._window is None or inside < self._window)
 
@@ -141,7 +148,7 @@ class Stage:
         if client not in self._ring:
             self._ring.append(client)
         try:
-            async with asyncio.timeout(self._timeout):  # `wait_for` of 3.11 drops a cancellation that comes with it
+            async with asyncio.timeout(self._timeout):  # `wait_for` of 3.11 can lose a simultaneous cancellation
                 await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled():  # admitted and cancelled at the same time
@@ -151,35 +158,35 @@ class Stage:
             self._serve()
             if isinstance(error, TimeoutError):
                 client.refused["queue_timeout"] += 1
-                text = f"no room in the engine within {self._timeout:g} s: try again later"
+                text = f"the request was not admitted within {self._timeout:g} s: try again later"
                 raise Refused(503, text, code="queue_timeout", retry_after=1.0) from None
             raise
 
     def _serve(self) -> None:
-        """Admit requests that wait, as long as there is room."""
+        """Admit waiting requests while there is room."""
         while (client := self._next()) is not None:
             outputs, turn = client.queue.popleft()
             if turn.done():
-                continue  # cancelled, and its task has not run since
+                continue  # cancelled, but its task has not run yet
             client.deficit -= outputs
             self._admit(client, outputs)
             turn.set_result(None)
 
     def _next(self) -> Client | None:
-        """Return the client whose first request is next; None where no request can be admitted."""
+        """Return the client to admit a request of next; None if no request can be admitted."""
         for client in list(self._ring):
             if not client.queue:
-                client.deficit = 0.0  # credit is not saved up by clients that ask for nothing
+                client.deficit = 0.0  # clients without waiting requests must not save up credit
                 self._ring.remove(client)
         able = [client for client in self._ring if self._has_room(client, client.queue[0][0])]
         if not able:
             return None
         missing = [(client.queue[0][0] - client.deficit) / client.limits.weight for client in able]
-        if (rounds := math.ceil(min(missing))) > 0:  # no client has enough credit: as many rounds as the nearest needs
+        if (rounds := math.ceil(min(missing))) > 0:  # no client has enough credit: skip the rounds without admission
             for client in able:
                 client.deficit += rounds * client.limits.weight
         while True:
             client = self._ring[0]
             if client in able and client.deficit >= client.queue[0][0]:
-                return client  # it stays first until its credit is used
+                return client  # stays first in the ring until its credit is used up
             self._ring.rotate(-1)

@@ -1,4 +1,4 @@
-"""What every request passes through: an id, a limit on its size, its key, and whether the server still takes any."""
+"""Middleware that every request passes: request id, body size limit, API keys, and refusal while draining."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from jaxserve.server.keys import LOOPBACK, Keys
 
 logger = logging.getLogger("jaxserve.server")
 
-_WORK = ("/v1", "/tokenize", "/detokenize")  # routes that need a key where there are keys
+_WORK = ("/v1", "/tokenize", "/detokenize")  # routes that need a key if keys are configured
 _ADMIN = "/v1/admin"
-_OPEN = "/health"  # needs none, even with --protect-metrics
+_OPEN = "/health"  # never needs a key, even with --protect-metrics
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Guard:
-    """ASGI middleware. `draining` says whether new work is refused.
+    """The ASGI middleware. `draining` returns whether new work is refused.
 
-    Sets `request_id` and `client`, the name of the caller's API key or "", in the state of the request.
+    Sets in the request's state `request_id`, and `client`: the name of its API key, or "" without keys.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class Guard:
         return path != _OPEN if self._protect else any(_below(path, prefix) for prefix in _WORK)
 
     def _check_admin(self, scope: Scope, headers: Headers) -> None:
-        """An administrator's key; and nothing that a web page could send: see docs/guide/security.md.
+        """Require an admin key, and refuse requests that a web page could send (docs/guide/security.md).
 
-        A browser posts other content types than JSON across origins without asking, and with DNS rebinding reaches
-        loopback under the name of the page.
+        Browsers send cross-origin POST requests without preflight unless their content type is JSON, and
+        DNS rebinding lets a page reach loopback under the page's host name.
         """
         address = (scope.get("server") or ("",))[0]
         if address in LOOPBACK and _host(headers.get("host", "")) not in LOOPBACK:
@@ -105,13 +105,13 @@ def _below(path: str, prefix: str) -> bool:
 
 
 def _bearer(headers: Headers) -> str:
-    """Return the key that a request brings, "" where there is none."""
+    """Return the bearer key of a request, or ""."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def _host(header: str) -> str:
-    """Return the name in a Host header, without its port and brackets."""
+    """Return the host name of a Host header, without port and brackets."""
     match = re.fullmatch(r"\[([^\]]*)\](?::\d*)?|([^:]*)(?::\d*)?", header)
     return (match[1] or match[2] or "").lower() if match else ""
 
@@ -122,12 +122,12 @@ def _unauthorized(what: str, said: str) -> Refused:
 
 
 def too_large(limit: int) -> Refused:
-    """Return the answer to a body above the limit."""
+    """Return the error for a body above the limit."""
     return Refused(413, f"the body is larger than {limit} bytes (--max-body-size)", code="body_too_large")
 
 
 class _Counted:
-    """`receive` that refuses a body above the limit also where no length was announced."""
+    """A `receive` that refuses a body above the limit even without a Content-Length."""
 
     def __init__(self, receive: Receive, limit: int) -> None:
         self._receive = receive

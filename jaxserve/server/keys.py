@@ -1,4 +1,4 @@
-"""API keys: read from flags, a file and the environment, kept as digests, each with the name of its client."""
+"""API keys, read from flags, a file and the environment, and kept as digests with the client's name."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ logger = logging.getLogger("jaxserve.server")
 
 API_KEY, ADMIN_KEY = "JAXSERVE_API_KEY", "JAXSERVE_ADMIN_KEY"  # environment variables
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
-_NAME = re.compile(r"(?!key-\d+$)[A-Za-z0-9_.-]{1,64}")  # not as keys without a name are called
+_NAME = re.compile(r"(?!key-\d+$)[A-Za-z0-9_.-]{1,64}")  # key-N is reserved for keys without a name
 
 
 class Keys:
-    """Who may ask: digests of the keys, and the client's name of each. The keys themselves are not kept.
+    """The digests of the API keys with their client names, and those of the admin keys.
 
-    A digest is keyed with a secret of this process, so looking one up tells nothing about a key by its time.
+    The keys themselves are not kept. Digests are keyed with a secret of this process, so that the
+    timing of a lookup reveals nothing about a key.
     """
 
     def __init__(self, named: Iterable[tuple[str, str]], admin: Iterable[str] = ()) -> None:
-        """`named` are pairs of a name and a key. Raises InvalidValue where a key has two names or two roles."""
+        """Store digests of the `named` pairs (name, key) and of the admin keys.
+
+        Raises InvalidValue if a key has two names or is also an admin key.
+        """
         self._secret = secrets.token_bytes(32)
         self._names: dict[bytes, str] = {}
         for name, key in named:
@@ -36,11 +40,11 @@ class Keys:
                 raise InvalidValue(f"an API key has two names, one of them {name!r}: give each name its own", "api_key")
         self._admin = {self._digest(key) for key in admin}
         if self._admin & self._names.keys():
-            raise InvalidValue("admin_key is an API key too: clients must not be administrators", "admin_key")
+            raise InvalidValue("admin_key is also an API key: use a different key for administration", "admin_key")
 
     @classmethod
     def of(cls, settings: HttpSettings, environment: Mapping[str, str] = os.environ) -> Keys:
-        """Read the keys that settings and environment name. Raises InvalidValue, without a key in its message."""
+        """Read the keys from settings and environment. Raises InvalidValue; its message never contains a key."""
         made = cls(_named(settings, environment), _admin(settings, environment))
         if settings.protect_metrics and not made.names:
             raise InvalidValue("protect_metrics needs --api-key, --api-key-file or JAXSERVE_API_KEY", "protect_metrics")
@@ -48,26 +52,26 @@ class Keys:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The clients, each once; empty where no key is asked for."""
+        """The distinct client names; empty if no key is required."""
         return tuple(dict.fromkeys(self._names.values()))
 
     @property
     def has_admin(self) -> bool:
-        """Whether there are administrators."""
+        """Whether there is an admin key."""
         return bool(self._admin)
 
     def client(self, key: str) -> str | None:
-        """Return the name of the client with this key, None for a wrong one."""
+        """Return the name of the client with this key; None for an unknown key."""
         return self._names.get(self._digest(key))
 
     def is_admin(self, key: str) -> bool:
-        """Return whether this is an administrator's key."""
+        """Return whether this is an admin key."""
         return self._digest(key) in self._admin
 
     def salt(self, client: str, cache_salt: str | None) -> bytes:
-        """Return the salt of a request's pages in the prefix cache; empty where all requests share it.
+        """Return the salt of a request's pages in the prefix cache; empty if the request shares with all others.
 
-        Clients are kept apart as soon as there are several, and requests with different `cache_salt` always.
+        Requests of different clients never share pages, nor do requests with different `cache_salt`.
         """
         return salt_of(client if len(self.names) > 1 else "", cache_salt)
 
@@ -94,7 +98,7 @@ def _admin(settings: HttpSettings, environment: Mapping[str, str]) -> Iterator[s
 
 
 def _of_file(path: Path, before: int) -> Iterator[tuple[str, str]]:
-    """Read lines `KEY` or `NAME KEY`; `#` begins a comment. Keys without a name are numbered after `before` others."""
+    """Read lines `KEY` or `NAME KEY`; `#` begins a comment line. Unnamed keys are numbered from `before` + 1."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -115,11 +119,11 @@ def _of_file(path: Path, before: int) -> Iterator[tuple[str, str]]:
         check_key(words[-1], f"{path}:{number}")
         yield words[0] if len(words) == 2 else f"key-{before + found}", words[-1]
     if not found:
-        raise InvalidValue(f"api_key_file={str(path)!r} holds no key", "api_key_file")
+        raise InvalidValue(f"api_key_file={str(path)!r} contains no key", "api_key_file")
 
 
 def warn_if_open(settings: HttpSettings, keys: Keys) -> None:
-    """Log a warning where other machines can connect without a key, or other users can read the keys."""
+    """Log a warning if other machines can connect without a key, or other users can read the key file."""
     file = settings.api_key_file
     if file is not None and Path(file).stat().st_mode & 0o077:
         logger.warning("api_key_file=%s can be read by other users of this machine: chmod 600 it", file)

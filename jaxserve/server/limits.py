@@ -1,4 +1,4 @@
-"""Limits of each client, from the YAML file of `--limits`."""
+"""Per-client limits, read from the YAML file that `--limits` names."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from jaxserve.yamlio import load_yaml, nearest
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """What one client may ask for. A request counts once for each of its outputs: prompts times n."""
+    """The limits of one client. A request counts once per output: prompts times n."""
 
-    max_concurrency: int | None = None  # requests in the engine at a time; further ones wait. None: no limit
-    queue_share: float = 1.0  # of the queue in front of the engine that its waiting requests may fill
-    tokens_per_second: float | None = None  # prompt and output together, on average; None: no limit
+    max_concurrency: int | None = None  # requests in the engine at a time; others wait. None: no limit
+    queue_share: float = 1.0  # share of the admission queue that the client's waiting requests may fill
+    tokens_per_second: float | None = None  # prompt plus output, on average; None: no limit
     weight: float = 1.0  # share of the engine under overload, relative to other clients
-    priority: bool = True  # whether it may set `priority`
-    tiers: tuple[str, ...] | None = None  # values of `service_tier` that it may send; None: all
+    priority: bool = True  # whether the client may set `priority`
+    tiers: tuple[str, ...] | None = None  # allowed values of `service_tier`; None: all
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -38,29 +38,31 @@ class ClientLimits:
                 raise InvalidValue(f"{name}={value!r} must be {allowed}", name)
 
     def check(self, body: Sampled) -> None:
-        """Raise Refused (403) where a body sets what this client may not."""
+        """Raise Refused (403) if a body sets a field that this client may not set."""
         if body.priority is not None and not self.priority:
             raise Refused(403, "this API key may not set priority: leave it out", "priority", "not_allowed")
         if body.service_tier is not None and self.tiers is not None and body.service_tier not in self.tiers:
             there = ", ".join(self.tiers) or "none"
-            message = f"this API key may not ask for service_tier={short(body.service_tier)}; it may for {there}"
+            message = f"this API key may not set service_tier={short(body.service_tier)}; allowed: {there}"
             raise Refused(403, message, "service_tier", "not_allowed")
 
 
 @dataclass(frozen=True, slots=True)
 class ClientLimitsFile:
-    """The file: limits by name of the key, and those of all other keys."""
+    """The contents of the limits file: limits by key name, and the default for all other keys."""
 
     default: ClientLimits = ClientLimits()
     keys: Mapping[str, ClientLimits] = field(default_factory=dict)
 
     def of(self, client: str) -> ClientLimits:
-        """Return the limits of a client."""
         return self.keys.get(client, self.default)
 
 
 def load_limits(settings: HttpSettings, names: tuple[str, ...]) -> ClientLimitsFile:
-    """Read the file of `--limits`; `names` are the clients there are. Raises InvalidValue with file and line."""
+    """Read the file that `--limits` names. Raises InvalidValue with file and line.
+
+    `names` are the clients of the configured API keys.
+    """
     if settings.limits is None:
         return ClientLimitsFile()
     path = Path(settings.limits)

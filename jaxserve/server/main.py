@@ -1,4 +1,4 @@
-"""A server from settings: load, warm up, listen, and end without losing what is running."""
+"""Start a server from its settings, run it, and shut it down without losing running requests."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from jaxserve.server.signals import Signals, end_process
 logger = logging.getLogger("jaxserve.server")
 
 STATS_EVERY = 10.0  # seconds
-PATIENCE = 0.6  # seconds for the last words of requests that the end of the server cuts short
+PATIENCE = 0.6  # seconds in which requests that a shutdown aborts may still send their error
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its signal handlers: ours drain first."""
+    """A uvicorn server without signal handlers: `Signals` drains running requests first."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -45,11 +45,14 @@ class Server(uvicorn.Server):
 
 
 def run(config: ServeConfig) -> int:
-    """Serve until SIGTERM (running requests finish first) or SIGINT (they do not). Returns the exit status."""
+    """Serve until SIGTERM or SIGINT, and return the exit status.
+
+    SIGTERM lets running requests finish first; SIGINT aborts them.
+    """
     log_to_stderr(config.log_level)
     quieter: Callable[[], None] = prometheus_client.disable_created_metrics
-    quieter()  # a second series beside each counter, which nobody reads
-    keys = Keys.of(config)  # what cannot be read, and a port in use, are told before minutes of loading
+    quieter()  # drop the `_created` series beside each counter
+    keys = Keys.of(config)  # report unreadable files and a port in use before minutes of loading
     warn_if_open(config, keys)
     load_limits(config, keys.names)
     sock = listen_on(config.host, config.port)
@@ -71,14 +74,17 @@ def run(config: ServeConfig) -> int:
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's where it is installed: a fifth less of the server thread's time for each request. None: asyncio's."""
+    """Return uvloop's loop factory if it is installed, else None for asyncio's.
+
+    uvloop takes a fifth less of the server thread's time per request.
+    """
     if importlib.util.find_spec("uvloop") is None:
         return None
     return cast(Callable[[], asyncio.AbstractEventLoop], importlib.import_module("uvloop").new_event_loop)
 
 
 def log_to_stderr(level: str) -> None:
-    """Our lines and uvicorn's at `level`; libraries speak when something is wrong, or when everything is asked for."""
+    """Log jaxserve and uvicorn at `level`; other libraries log warnings only, unless `level` is debug."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger().setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
     for name in ("jaxserve", "uvicorn"):
@@ -86,8 +92,8 @@ def log_to_stderr(level: str) -> None:
 
 
 def start_service(config: ServeConfig) -> Service:
-    """Load the tokenizer and start the engine, side by side, with a progress bar."""
-    from jaxserve.engine.engine import Engine  # jax only now
+    """Load the tokenizer and start the engine in parallel, with a progress bar."""
+    from jaxserve.engine.engine import Engine  # imported late: it imports jax
 
     with ThreadPoolExecutor(1) as beside, bar("warming up") as progress:
         tokenizer = beside.submit(find_tokenizer, config)
@@ -100,7 +106,7 @@ def start_service(config: ServeConfig) -> Service:
 
 
 def listen_on(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises InvalidValue naming the address where that fails."""
+    """Bind a socket and return it. Raises InvalidValue that names the address if binding fails."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -119,8 +125,11 @@ async def serve(
     ready: Callable[[Ending], None] | None = None,
     signals: Signals | None = None,
 ) -> None:
-    """Serve on a bound socket until told to stop: by `signals`, or, in a program that embeds a server and gives
-    `ready`, by the Ending that `ready` is called with once requests are taken."""
+    """Serve on a bound socket until shutdown.
+
+    Shutdown is requested through `signals`. A program that embeds a server passes `ready` instead: it
+    is called with an `Ending` as soon as the server accepts requests.
+    """
     config = uvicorn.Config(
         create_app(service),
         http=protocol_of(limits_of(service.config)),
@@ -147,7 +156,7 @@ async def serve(
 
 
 class Ending:
-    """How a server ends. Writer: its event loop."""
+    """The shutdown of a server. Writer: its event loop."""
 
     def __init__(self, service: Service, server: uvicorn.Server) -> None:
         self._service = service
@@ -155,12 +164,15 @@ class Ending:
         self._task: asyncio.Task[None] | None = None
 
     def drain(self) -> None:
-        """Refuse new requests with 503, let running ones finish within the timeout, then end. Twice: end now."""
+        """Refuse new requests with 503, wait for running ones up to the drain timeout, then stop.
+
+        A second call stops at once.
+        """
         if self._task is not None:
             self.now()
             return
         self._service.draining = True
-        logger.info("draining: %d requests are running; a second signal ends at once", self._service.active)
+        logger.info("draining: %d requests are running; a second signal aborts them", self._service.active)
         self._task = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
@@ -169,19 +181,19 @@ class Ending:
         while self._service.active and loop.time() < end:
             await asyncio.sleep(0.05)
         if self._service.active:
-            logger.warning("%d requests did not finish in time and are aborted", self._service.active)
+            logger.warning("aborting %d requests that did not finish within the drain timeout", self._service.active)
             self.now()
         else:
             self._server.should_exit = True
 
     def now(self) -> None:
-        """End at once: what is running gets an error, as the last event of a stream or as its answer."""
+        """Stop at once; running requests get an error, as their response or as the last event of their stream."""
         self._service.draining = True
         self._service.ending.set()
         self._task = asyncio.ensure_future(self._leave())
 
     async def _leave(self) -> None:
-        """Wait for the last words of running requests, then cut the connections of clients that do not read them."""
+        """Wait until running requests have sent their error, then close connections that do not read it."""
         state, loop = self._server.server_state, asyncio.get_running_loop()
         end, cut = loop.time() + PATIENCE, loop.time() + 2 * PATIENCE
         while state.tasks and loop.time() < cut:
@@ -195,7 +207,7 @@ class Ending:
 async def _announce(
     service: Service, server: uvicorn.Server, sock: socket.socket, ready: Callable[[], None] | None
 ) -> None:
-    """Say what is served where, once it is."""
+    """Print the instances, the address and an example command once the server has started."""
     while not server.started:
         await asyncio.sleep(0.01)
     if ready is not None:
@@ -221,10 +233,10 @@ async def _announce(
 
 
 def promise_line(promise: Promise) -> str:
-    """What is promised to requests that bring no objective."""
+    """Return the line that states the objectives of requests that set none."""
     goals = (("ttft", promise.slo.ttft, "to the first token"), ("tpot", promise.slo.tpot, "per token after it"))
     said = ", ".join(f"{seconds:g} s {what}{' (auto)' * (name in promise.automatic)}" for name, seconds, what in goals)
-    return f"Objectives of requests that bring none: {said}; change with --ttft-slo, --tpot-slo."
+    return f"Objectives of requests that set none: {said}; change them with --ttft-slo, --tpot-slo."
 
 
 async def _log_stats(service: Service) -> None:

@@ -1,4 +1,4 @@
-"""Prometheus metrics: vLLM's names behind the prefix `jaxserve:`, and what promises and devices add to them."""
+"""Prometheus metrics: vLLM's names with the prefix `jaxserve:`, plus metrics of SLOs, steps and the compiler."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from jaxserve.outputs import RequestMetrics
 from jaxserve.sched.cluster.ttft_predictions import RECENT, Accuracy
 from jaxserve.sched.instance.stats import BLOCKING, SIZES
 
-Values = Iterable[tuple[Sequence[str], float]]  # (values of the labels, value)
+Values = Iterable[tuple[Sequence[str], float]]  # (label values, value)
 
 PREFIX = "jaxserve:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-# Buckets as in vLLM, so that its dashboards fit.
+# vLLM's buckets, so that its dashboards work.
 # fmt: off
 _TTFT = (
     .001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
@@ -39,20 +39,24 @@ _HELD = (0, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 20, 4
 # fmt: on
 
 _TIMES: tuple[tuple[str, str, Sequence[float]], ...] = (
-    ("time_to_first_token_seconds", "Arrival to first token.", _TTFT),
-    ("inter_token_latency_seconds", "Between two tokens of a request.", _TPOT),
-    ("request_time_per_output_token_seconds", "Mean time per token after the first, per request.", _TPOT),
-    ("e2e_request_latency_seconds", "Arrival to last token.", _REQUEST),
-    ("request_queue_time_seconds", "Arrival to the first step that the request is in.", _REQUEST),
-    ("request_prefill_time_seconds", "First step to first token.", _REQUEST),
-    ("request_decode_time_seconds", "First to last token.", _REQUEST),
-    ("request_inference_time_seconds", "First step to last token.", _REQUEST),
+    ("time_to_first_token_seconds", "Time from arrival to the first token.", _TTFT),
+    ("inter_token_latency_seconds", "Time between two tokens of a request.", _TPOT),
+    ("request_time_per_output_token_seconds", "Mean time per token after the first, by request.", _TPOT),
+    ("e2e_request_latency_seconds", "Time from arrival to the last token.", _REQUEST),
+    ("request_queue_time_seconds", "Time from arrival to the request's first step.", _REQUEST),
+    ("request_prefill_time_seconds", "Time from the first step to the first token.", _REQUEST),
+    ("request_decode_time_seconds", "Time from the first to the last token.", _REQUEST),
+    ("request_inference_time_seconds", "Time from the first step to the last token.", _REQUEST),
 )
 
 
 _FORECAST: tuple[tuple[str, str, Callable[[Accuracy], float]], ...] = (
-    ("predicted_ttft_seconds", "First tokens as predicted when a prompt was placed.", lambda one: one.predicted),
-    ("measured_ttft_seconds", "The same, as they came.", lambda one: one.measured),
+    (
+        "predicted_ttft_seconds",
+        "Predicted time to first token, when the prompt was routed.",
+        lambda one: one.predicted,
+    ),
+    ("measured_ttft_seconds", "Measured time to first token of requests with a prediction.", lambda one: one.measured),
 )
 
 
@@ -70,7 +74,7 @@ class Metrics:
     """The metrics of one server. Writer: its event loop."""
 
     def __init__(self, engine: Any, model_name: str) -> None:
-        """`engine` is asked for `info` once and for `stats()` at each scrape."""
+        """Register all metrics. `engine.stats()` is read at each scrape."""
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.registry.register(EngineCollector(engine, model_name))
@@ -79,35 +83,35 @@ class Metrics:
             name: self._make(Histogram, name, text, buckets=buckets).labels(model_name)
             for name, text, buckets in (
                 *_TIMES,
-                ("request_prompt_tokens", "Tokens of the prompt.", lengths),
-                ("request_generation_tokens", "Tokens of the output.", lengths),
+                ("request_prompt_tokens", "Prompt tokens, by request.", lengths),
+                ("request_generation_tokens", "Generated tokens, by request.", lengths),
             )
         }
-        text = "How long paced streams held back what was computed; every other time is of when it was computed."
+        text = "Time for which pacing held computed tokens back. All other metrics use the time of computation."
         self._held = self._make(Histogram, "token_pacing_delay_seconds", text, buckets=_HELD).labels(model_name)
-        self._prompt_tokens = self._make(Counter, "prompt_tokens", "Tokens of prompts.").labels(model_name)
-        self._tokens = self._make(Counter, "generation_tokens", "Tokens generated.").labels(model_name)
+        self._prompt_tokens = self._make(Counter, "prompt_tokens", "Prompt tokens.").labels(model_name)
+        self._tokens = self._make(Counter, "generation_tokens", "Generated tokens.").labels(model_name)
 
     def _make(self, kind: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
         return kind(PREFIX + name, text, ["model_name", *labels], registry=self.registry, **more)
 
     def register(self, collector: Collector) -> None:
-        """Add families that another part of the server keeps."""
+        """Add the metrics of another part of the server."""
         self.registry.register(collector)
 
     def begun(self, job: Submission) -> None:
-        """The engine has taken a job and begun to answer."""
+        """Count a request when its first output arrives."""
         self._prompt_tokens.inc(len(job.prompt) * job.params.n)
 
     def news(self, job: Submission, piece: Piece) -> None:
-        """A piece of an output came."""
+        """Count a piece of an output."""
         if piece.tokens:
             self._tokens.inc(len(piece.tokens))
         if piece.metrics is not None and piece.finish_reason in ("stop", "length"):
             self._finished(job, piece.metrics)
 
     def held(self, seconds: float) -> None:
-        """A paced stream told a piece so long after it came."""
+        """Record the seconds for which pacing held back a piece."""
         self._held.observe(seconds)
 
     def _finished(self, job: Submission, times: RequestMetrics) -> None:
@@ -133,18 +137,18 @@ class Metrics:
         self._histograms[name].observe(value)
 
     def text(self) -> bytes:
-        """What `/metrics` answers."""
+        """Return the response body of `/metrics`."""
         return generate_latest(self.registry)
 
 
 def attainment(stats: Any) -> float:
-    """Share of the requests that ended, other than by their caller's wish, within their objectives; NaN for none."""
+    """Return the share of ended requests that attained their objectives, aborted ones excluded; NaN for none."""
     ended = sum(count for reason, count in stats.finished.items() if reason != "abort")
     return float(stats.attained) / ended if ended else float("nan")
 
 
 class EngineCollector(Collector):
-    """Levels and totals that the engine keeps itself, read at each scrape."""
+    """A collector of the engine's own gauges and counters, read at each scrape."""
 
     def __init__(self, engine: Any, model_name: str) -> None:
         self._engine = engine
@@ -166,9 +170,13 @@ class EngineCollector(Collector):
     def _levels(self, stats: Any) -> Iterator[Metric]:
         levels: tuple[tuple[str, str, Callable[[Any], float]], ...] = (
             ("num_requests_running", "Requests that hold pages.", lambda one: one.running),
-            ("num_requests_waiting", "Requests that wait for their first step.", lambda one: one.waiting),
-            ("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", lambda one: one.pages_held / (one.pages or 1)),
-            ("prefill_backlog_tokens", "Prompt tokens still to compute.", lambda one: one.backlog_tokens),
+            ("num_requests_waiting", "Requests waiting for their first step.", lambda one: one.waiting),
+            (
+                "kv_cache_usage_perc",
+                "Share of KV pages in use, from 0 to 1.",
+                lambda one: one.pages_held / (one.pages or 1),
+            ),
+            ("prefill_backlog_tokens", "Prompt tokens that are still to be computed.", lambda one: one.backlog_tokens),
         )
         for name, text, value in levels:
             values = [((one.name,), float(value(one))) for one in stats.instances]
@@ -178,13 +186,13 @@ class EngineCollector(Collector):
         yield from self._promise()
         info = GaugeMetricFamily(
             PREFIX + "cache_config_info",
-            "Pages of the KV cache, as labels.",
+            "Page size and number of pages of the KV cache, as labels.",
             labels=["model_name", "engine", "block_size", "num_gpu_blocks"],
         )
         for one in self._engine.info.instances:
             info.add_metric([self._model, one.name, str(one.page_size), str(one.pages)], 1.0)
         yield info
-        text = "The kernels that attend, as a label."
+        text = "The attention backend, as a label."
         yield self._family(
             GaugeMetricFamily, "attention_backend_info", text, [((self._engine.info.attention,), 1.0)], "backend"
         )
@@ -192,44 +200,60 @@ class EngineCollector(Collector):
     def _promise(self) -> Iterator[Metric]:
         promise = self._engine.info.promise
         goals = {"ttft": promise.slo.ttft, "tpot": promise.slo.tpot}
-        text = "Promised to requests that bring no objective of their own."
+        text = "Objectives of requests that set none."
         seconds = [((name,), goal) for name, goal in goals.items()]
         yield self._family(GaugeMetricFamily, "slo_seconds", text, seconds, "objective")
-        text = "1 where this machine can keep that promise at a useful batch, by the step times measured at start."
+        text = "1 if this machine can meet the objective at a useful batch size, by step times measured at startup."
         kept = [((name,), float(name not in promise.broken)) for name in goals]
         yield self._family(GaugeMetricFamily, "slo_attainable", text, kept, "objective")
 
     def _totals(self, stats: Any) -> Iterator[Metric]:
         counters = stats.counters
         for name, text, value in (
-            ("num_preemptions", "Times a request's KV was dropped.", counters.preemptions),
-            ("preempted_steps", "Steps of prompts stopped at a boundary for more urgent work.", counters.suspended),
-            ("resumed_steps", "Stopped steps that went on.", counters.resumed),
-            ("demotions", "Requests that became best effort, on arrival or later.", counters.demotions),
+            ("num_preemptions", "Preemptions, each of which dropped the KV of a request.", counters.preemptions),
+            (
+                "preempted_steps",
+                "Prefill steps stopped at a segment boundary for more urgent work.",
+                counters.suspended,
+            ),
+            ("resumed_steps", "Stopped prefill steps that were resumed.", counters.resumed),
+            ("demotions", "Requests demoted to best effort, on arrival or later.", counters.demotions),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", counters.prefix_queries),
-            ("prefix_cache_hits", "Prompt tokens found there.", counters.prefix_hits),
-            ("computed_prompt_tokens", "Prompt tokens computed, again after drops too.", counters.prompt_tokens),
-            ("surplus_tokens", "Tokens computed for requests that had ended.", counters.surplus_tokens),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", counters.prefix_hits),
+            (
+                "computed_prompt_tokens",
+                "Prompt tokens computed, including again after preemptions.",
+                counters.prompt_tokens,
+            ),
+            ("surplus_tokens", "Tokens computed for requests that had already ended.", counters.surplus_tokens),
             ("steps", "Steps of all instances.", counters.steps),
-            ("pool_rebuilds", "Steps that failed and took the KV pool with them.", counters.rebuilds),
+            ("pool_rebuilds", "KV pools rebuilt after a failed step.", counters.rebuilds),
             (
                 "hung_steps",
-                "Steps that did not end in time; their instance got no requests until they did.",
+                "Steps that exceeded the time limit; their instance gets no requests until they end.",
                 stats.hung_steps,
             ),
-            ("journal_errors", "1 once --journal could not be written and has stopped.", stats.journal_errors),
-            ("compilations", "Programs compiled, warm-up included.", stats.compilations),
-            ("compilations_after_warmup", "Programs compiled while serving: 0.", stats.compilations_after_warmup),
-            ("compilation_cache_loads", "Programs read from the cache on disk.", stats.cache_loads),
-            ("compilation_cache_write_failures", "Compiled programs that could not be kept.", stats.unkept_programs),
-            ("event_loop_stalls", "Times the engine's event loop was away for more than 5 ms.", stats.stalls),
+            ("journal_errors", "1 after a write error stopped the journal (--journal).", stats.journal_errors),
+            ("compilations", "Programs compiled, including during warm-up.", stats.compilations),
+            (
+                "compilations_after_warmup",
+                "Programs compiled while serving; expected to be 0.",
+                stats.compilations_after_warmup,
+            ),
+            ("compilation_cache_loads", "Programs loaded from the compilation cache on disk.", stats.cache_loads),
+            (
+                "compilation_cache_write_failures",
+                "Compiled programs that could not be written to the cache.",
+                stats.unkept_programs,
+            ),
+            ("event_loop_stalls", "Stalls of the engine's event loop of more than 5 ms.", stats.stalls),
             ("deflections", "Requests prefilled on a decode instance.", stats.deflections),
             ("spec_decode_num_drafts", "Drafts verified.", counters.drafts),
-            ("spec_decode_num_draft_tokens", "Tokens drafted.", counters.drafted),
-            ("spec_decode_num_accepted_tokens", "Of these, accepted.", counters.accepted),
+            ("spec_decode_num_draft_tokens", "Draft tokens proposed.", counters.drafted),
+            ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", counters.accepted),
         ):
             yield self._family(CounterMetricFamily, name, text, [((), float(value))])
-        text = "Drafted tokens accepted, by position in the draft."
+        text = "Draft tokens accepted, by position in the draft."
         by_position = [((str(at),), float(count)) for at, count in enumerate(counters.accepted_at)]
         yield self._family(
             CounterMetricFamily, "spec_decode_num_accepted_tokens_per_pos", text, by_position, "position"
@@ -241,23 +265,23 @@ class EngineCollector(Collector):
         by_phase = [((phase,), float(count)) for phase, count in stats.violations.items()]
         collections = {**dict.fromkeys(("idle", "slack", "memory"), 0), **stats.collections}
         by_why = [((why,), float(count)) for why, count in collections.items()]
-        text = "Garbage collections by the engine, by what allowed them."
+        text = "Garbage collections by the engine, by reason."
         yield self._family(CounterMetricFamily, "garbage_collections", text, by_why, "reason")
-        text = "Requests that missed an objective, each once, by which: ttft, tpot (the mean), tbt (the largest gap)."
+        text = "Requests that missed an objective, counted once: by ttft, by tpot (mean) or by tbt (largest gap)."
         yield self._family(CounterMetricFamily, "slo_violations", text, by_phase, "phase")
 
     def _sums(self, stats: Any) -> Iterator[Metric]:
         counters = stats.counters
         for name, text, count, total in (
-            ("predicted_step_seconds", "Step times as predicted.", counters.steps, counters.predicted_seconds),
-            ("measured_step_seconds", "Step times as measured.", counters.steps, counters.measured_seconds),
+            ("predicted_step_seconds", "Predicted step times.", counters.steps, counters.predicted_seconds),
+            ("measured_step_seconds", "Measured step times.", counters.steps, counters.measured_seconds),
             (
                 "garbage_collection_seconds",
-                "Garbage collections by the engine.",
+                "Time in garbage collections by the engine.",
                 sum(stats.collections.values()),
                 stats.collection_seconds,
             ),
-            ("kv_transfer_seconds", "Moves of KV between instances.", stats.transfers, stats.transfer_seconds),
+            ("kv_transfer_seconds", "Time of KV transfers between instances.", stats.transfers, stats.transfer_seconds),
         ):
             family: Any = SummaryMetricFamily(PREFIX + name, text, labels=["model_name"])
             family.add_metric([self._model], count, total)
@@ -267,49 +291,49 @@ class EngineCollector(Collector):
             for path, one in stats.ttft_predictions.items():
                 family.add_metric([self._model, path], one.count, value(one))
             yield family
-        text = "Mean absolute error of predicted first tokens, as a share of the time that they took."
+        text = "Mean absolute error of predicted TTFT, relative to the measured TTFT."
         errors = [((path,), one.mape) for path, one in stats.ttft_predictions.items()]
         yield self._family(GaugeMetricFamily, "ttft_prediction_mape", text, errors, "path")
-        text = f"Median of the latest {RECENT} such errors."
+        text = f"Median relative error of the latest {RECENT} TTFT predictions."
         medians = [((path,), one.median) for path, one in stats.ttft_predictions.items() if one.median is not None]
         yield self._family(GaugeMetricFamily, "ttft_prediction_median_error", text, medians, "path")
-        text = "Times for which the engine's event loop was away, where more than 5 ms."
+        text = "Durations of event loop stalls of more than 5 ms."
         sizes = stats.stall_sizes or (0,) * (len(EDGES) + 1)
         yield self._histograms("event_loop_stall_seconds", text, EDGES, [((), Spread(sizes, stats.stall_seconds))])
-        text = "From asking a running step of prompts to stop until it had stopped, or was done."
+        text = "Time from requesting that a prefill step stops until it has stopped or completed."
         blocked = Spread(tuple(counters.blocked), counters.blocking)
         yield self._histograms("preemption_blocking_seconds", text, BLOCKING, [((), blocked)])
         tokens = Spread(tuple(counters.sizes), counters.tokens)
-        yield self._histograms("iteration_tokens_total", "Tokens of a step.", SIZES, [((), tokens)])
+        yield self._histograms("iteration_tokens_total", "Tokens per step.", SIZES, [((), tokens)])
 
     def _classes(self, stats: Any) -> Iterator[Metric]:
-        """By class of request: as many as the configuration has, whatever clients send."""
+        """Metrics by SLO class. The configuration alone determines the number of series."""
         classes: dict[str, ClassStats] = stats.classes
         ended = {key: one.ended for key, one in classes.items()}
         attained = {key: one.attained for key, one in classes.items()}
         for name, text, counted in (
-            ("slo_requests", "Requests that ended and had an objective, by which; all: everything promised.", ended),
-            ("slo_attained", "Of these, those that attained it.", attained),
+            ("slo_requests", "Ended requests by objective; all: every objective that the request has.", ended),
+            ("slo_attained", "Ended requests that attained the objective.", attained),
         ):
             values = [((key, phase), float(n)) for key, phases in counted.items() for phase, n in phases.items()]
             yield self._family(CounterMetricFamily, name, text, values, "slo_class", "phase")
         slack = [((key, phase), seen) for key, one in classes.items() for phase, seen in one.slack.items()]
-        text = "Left of the objective at the first token (ttft), the last (tpot) and after the longest gap (tbt)."
+        text = "Slack left at the first token (ttft), at the last (tpot) and after the longest gap (tbt)."
         yield self._histograms("request_slack_seconds", text, SLACK, slack, "slo_class", "phase")
         errors = [((key,), one.errors) for key, one in classes.items()]
-        text = "|predicted - measured| / measured time to first token; as predicted when the prompt was placed."
+        text = "|predicted - measured| / measured TTFT, as predicted when the prompt was routed."
         yield self._histograms("ttft_prediction_error", text, ERRORS, errors, "slo_class")
 
     def _histograms(
         self, name: str, text: str, edges: Sequence[float], seen: Iterable[tuple[Sequence[str], Spread]], *labels: str
     ) -> Metric:
-        """One family; of several label values only those that something was seen of."""
+        """Return one histogram family, without label values that have no observations."""
         family: Any = HistogramMetricFamily(PREFIX + name, text, labels=["model_name", *labels])
         for key, one in seen:
             if one.count or not labels:
                 up_to = zip((*map(str, map(float, edges)), "+Inf"), accumulate(one.sizes), strict=True)
                 family.add_metric([self._model, *key], list(up_to), one.total)
-                if edges[0] < 0:  # left out then, for its sum may fall
+                if edges[0] < 0:  # prometheus_client omits the count of histograms with negative buckets
                     values = dict(zip(("model_name", *labels), (self._model, *key), strict=True))
                     family.add_sample(f"{PREFIX}{name}_count", values, one.count)
         made: Metric = family
@@ -317,7 +341,7 @@ class EngineCollector(Collector):
 
 
 class StatsLine:
-    """The line of statistics that a server logs every ten seconds; None while nothing happens."""
+    """The statistics line that a server logs every ten seconds unless it is idle."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -326,7 +350,7 @@ class StatsLine:
         self._idle = True
 
     def text(self, now: float) -> str | None:
-        """The line, for the time since it was last asked for. `now` in seconds."""
+        """Return the line for the time since the last call, or None if idle. `now` in seconds."""
         stats = self._engine.stats()
         counters = stats.counters
         mine = (now, counters.prompt_tokens, counters.generated_tokens)
@@ -344,7 +368,7 @@ class StatsLine:
         )
 
     def _drafted(self, counters: Any) -> str:
-        """What became of drafts since it was last asked."""
+        """Return the part about draft tokens since the last call."""
         now, before = (counters.drafted, counters.accepted), self._drafts
         self._drafts = now
         drafted = now[0] - before[0]

@@ -1,4 +1,4 @@
-"""Metrics as values, with the classes of `vllm.v1.metrics.reader`: what `LLM.get_metrics` returns."""
+"""The metric values that `LLM.get_metrics` returns, in the classes of `vllm.v1.metrics.reader`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One series: a name and the values of its labels."""
+    """One series: a name and its label values."""
 
     name: str
     labels: dict[str, str]
@@ -19,21 +19,21 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Counter(Metric):
-    """A total that only grows."""
+    """A total that never decreases."""
 
     value: int
 
 
 @dataclass(frozen=True, slots=True)
 class Gauge(Metric):
-    """A level."""
+    """A value that may rise and fall."""
 
     value: float
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram(Metric):
-    """Observations: how many, their sum, and how many were at most each bound ("+Inf" is all)."""
+    """The count and sum of observations, and the number at or below each bound ("+Inf": all)."""
 
     count: int
     sum: float
@@ -41,7 +41,7 @@ class Histogram(Metric):
 
 
 def read_metrics(registry: CollectorRegistry, prefix: str) -> list[Metric]:
-    """Read every series whose name begins with `prefix`. Names of counters have no `_total`, as in vLLM."""
+    """Return every series with a name that begins with `prefix`. Counter names lack `_total`, as in vLLM."""
     made: list[Metric] = []
     for family in registry.collect():
         if not family.name.startswith(prefix):
@@ -57,7 +57,7 @@ def read_metrics(registry: CollectorRegistry, prefix: str) -> list[Metric]:
 
 
 def _histograms(name: str, samples: Iterable[Any]) -> list[Histogram]:
-    """One for each set of labels other than `le`. A summary has no buckets."""
+    """Return one histogram for each set of labels other than `le`. A summary has no buckets."""
     found: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
     for sample in samples:
         labels = {key: value for key, value in sample.labels.items() if key != "le"}

@@ -1,4 +1,4 @@
-"""The latency objectives of one request: from its body, its headers, its tier, or the server's own."""
+"""The latency objectives of a request, from its body, its headers, its tier or the server's defaults."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from jaxserve.sched.api.slo import LONGEST, SHORTEST, SLO
 from jaxserve.server.openai import Sampled
 from jaxserve.settings.tiers import stages_over
 
-# Names in the order of precedence; gateways send the first kind, load generators the second.
+# In order of precedence. Gateways send the first name, load generators the second.
 TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 
-MAX_PRIORITY = 2**31 - 1  # a column of integers in the scheduler
+MAX_PRIORITY = 2**31 - 1  # must fit an integer column of the scheduler
 
 
 class Objectives(NamedTuple):
-    """What a request is promised, and how urgent it is among others."""
+    """The SLO, priority and tier of a request."""
 
     slo: SLO
     priority: int
     tier: str
-    pace: bool = False  # tell tokens no earlier than the objective asks for
+    pace: bool = False  # send tokens no earlier than the objectives require
 
 
 def objectives_of(body: Sampled, headers: Mapping[str, str], config: ServeConfig) -> Objectives:
-    """Body fields win over headers, headers over the tier, the tier over the server's defaults.
+    """Return the objectives of a request.
 
-    Raises InvalidValue naming the field or header.
+    Body fields take precedence over headers, headers over the tier, the tier over the server's
+    defaults. Raises InvalidValue that names the field or header.
     """
     tier, slo, name = config.tier(body.service_tier or STANDARD)
     ttft = _first(("ttft_slo_ms", body.ttft_slo_ms), TTFT_HEADERS, headers)
@@ -62,7 +63,7 @@ def objectives_of(body: Sampled, headers: Mapping[str, str], config: ServeConfig
 
 
 def _first(field: tuple[str, float | None], names: tuple[str, ...], headers: Mapping[str, str]) -> float | None:
-    """Seconds from a body field in ms, else from the first header that is there."""
+    """Return seconds from a body field in ms, else from the first header present, else None."""
     field_name, given = field
     if given is not None:
         return _seconds(field_name, given)
@@ -79,5 +80,5 @@ def _seconds(name: str, milliseconds: float) -> float:
     seconds = milliseconds / 1000.0
     if not SHORTEST <= seconds <= LONGEST:
         allowed = f"a positive number of milliseconds, from {SHORTEST * 1e3:g} to {LONGEST * 1e3:g}"
-        raise InvalidValue(f"{name}={milliseconds} must be {allowed}; leave it out for the server's own", name)
+        raise InvalidValue(f"{name}={milliseconds} must be {allowed}; omit it for the server's default", name)
     return seconds

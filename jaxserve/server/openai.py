@@ -1,4 +1,4 @@
-"""Request bodies of OpenAI's API as vLLM extends it: what is parsed, what is refused, what is passed over."""
+"""Request bodies of OpenAI's API with vLLM's extensions: which fields are parsed, refused or ignored."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ M = TypeVar("M", bound="Body")
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries besides text."""
+    """The `stream_options` field."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class StageSLO(BaseModel):
-    """Objective of one stage of the output."""
+    """The objective of one stage of the output."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     tpot_slo_ms: float
 
 
 class Body(BaseModel):
-    """Any request body. Unknown fields are kept aside, to warn about once."""
+    """The base of all request bodies. Unknown fields are ignored, with one warning per name."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
     model: str | None = None
 
 
 class Sampled(Body):
-    """Fields that chat and text completion share."""
+    """The fields that chat and text completions share."""
 
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -65,7 +65,7 @@ class Sampled(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
-    cache_salt: str | None = None  # as in vLLM: prefixes are shared only with requests that bring the same
+    cache_salt: str | None = None  # as in vLLM: cached prefixes are shared among requests with equal salts
     # latency objectives
     priority: int | None = None
     service_tier: str | None = None
@@ -73,7 +73,7 @@ class Sampled(Body):
     tpot_slo_ms: float | None = None
     tbt_slo_ms: float | None = None
     stage_slo: dict[str, StageSLO] | None = None
-    pace_tokens: bool | None = None  # of a stream
+    pace_tokens: bool | None = None  # streams only
     # accepted without effect
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -86,7 +86,7 @@ class Sampled(Body):
 
 
 class ChatBody(Sampled):
-    """`POST /v1/chat/completions`."""
+    """The body of `POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -98,7 +98,7 @@ class ChatBody(Sampled):
 
 
 class CompletionBody(Sampled):
-    """`POST /v1/completions`."""
+    """The body of `POST /v1/completions`."""
 
     prompt: Any
     logprobs: int | None = None
@@ -106,7 +106,7 @@ class CompletionBody(Sampled):
 
 
 class TokenizeBody(Body):
-    """`POST /tokenize`: a prompt, or the messages of a conversation."""
+    """The body of `POST /tokenize`: a prompt, or the messages of a conversation."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -117,20 +117,21 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """`POST /detokenize`."""
+    """The body of `POST /detokenize`."""
 
     tokens: list[int]
 
 
 class RolesBody(Body):
-    """`POST /v1/admin/roles`: the roles of all instances in order, or that of one."""
+    """The body of `POST /v1/admin/roles`: the roles of all instances in order, or the role of one."""
 
     roles: list[str] | None = None
     instance: int | None = None
     role: str | None = None
 
 
-# Fields that are known, change what comes out, and are not supported: refused unless they say nothing.
+# Known fields that change the output and are not supported, with the values that have no effect.
+# Any other value is refused.
 _NOTHING: tuple[Any, ...] = (None, [], {}, "", False)
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": _NOTHING,
@@ -161,22 +162,22 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logits_processors": _NOTHING,
     "truncate_prompt_tokens": (None,),
     "prompt_embeds": _NOTHING,
-    "chat_template": _NOTHING,  # a program from anybody; the server's own is --chat-template
+    "chat_template": _NOTHING,  # clients must not run their own templates; the server has --chat-template
 }
 
-# What a client offers the model is ignored where it says that nothing of it may be called.
+# Tools are ignored if the client says that none of them may be called.
 _CHOICES = {"tools": "tool_choice", "functions": "function_call"}
 
 MAX_REQUEST_ID = 1024  # characters
 
 _warned: set[str] = set()
-_MAX_WARNED = 1000  # a client that makes names up must not fill the log or the memory
+_MAX_WARNED = 1000  # bounds log and memory if a client invents field names
 
 
 def parse(raw: bytes, kind: type[M]) -> M:
-    """A request body as `kind`. Raises InvalidValue naming the field, its value and what is allowed."""
+    """Parse a request body as `kind`. Raises InvalidValue that names the field, its value and what is allowed."""
     try:
-        text = raw.decode("utf-8-sig")  # strictly: `json.loads` would let encoded surrogates pass
+        text = raw.decode("utf-8-sig")  # strict: `json.loads` on bytes accepts encoded surrogates
         data = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         reason = f"byte {error.start} is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
@@ -195,15 +196,15 @@ def parse(raw: bytes, kind: type[M]) -> M:
     for name in body.model_extra or ():
         if name not in _UNSUPPORTED and name not in _warned and len(_warned) < _MAX_WARNED:
             _warned.add(name)
-            logger.warning("ignoring the request field %r: unknown (said once)", name[:100])
+            logger.warning("ignoring the unknown request field %r (logged once)", name[:100])
     return body
 
 
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # the escape of one half of a pair; most bodies have none
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escaped surrogate; most bodies have none, which skips the check
 
 
 def _check_unicode(data: Any) -> None:
-    """Raises InvalidValue, naming the field, for text with half of a surrogate pair: it has no UTF-8."""
+    """Raise InvalidValue, naming the field, for text with an unpaired surrogate, which UTF-8 cannot encode."""
     waiting: list[tuple[str, Any]] = [("", data)]
     while waiting:
         where, value = waiting.pop()
@@ -212,8 +213,8 @@ def _check_unicode(data: Any) -> None:
                 value.encode()
             except UnicodeEncodeError as error:
                 half = f"\\u{ord(value[error.start]):04x}"
-                where = where[:ECHO]  # a name of the client's own
-                message = f"{where or 'the body'} holds half of a surrogate pair ({half}), which is not text"
+                where = where[:ECHO]  # the client chose this name
+                message = f"{where or 'the body'} contains half of a surrogate pair ({half}), which is not text"
                 raise InvalidValue(message, where or None) from None
         elif isinstance(value, dict):
             waiting += [(where, key) for key in value]
@@ -227,7 +228,7 @@ def _no_constant(name: str) -> Any:
 
 
 def _readable(error: ValidationError) -> InvalidValue:
-    """The first thing wrong, with the field's path and value."""
+    """Return the first validation error, with the field's path and value."""
     first = error.errors(include_url=False)[0]
     path = [part for part in first["loc"] if not (isinstance(part, str) and ("[" in part or part in _TYPES))]
     name = ".".join(map(str, path))[:100]
@@ -236,11 +237,11 @@ def _readable(error: ValidationError) -> InvalidValue:
     return InvalidValue(f"{name}={short(first['input'])}: {first['msg']}", name)
 
 
-_TYPES = ("str", "int", "float", "bool")  # pydantic puts the union's member into the path
+_TYPES = ("str", "int", "float", "bool")  # pydantic adds the union's member to the path
 
 
 def params_of(body: Sampled, vocab_size: int) -> SamplingParams:
-    """Sampling parameters of a request. Raises InvalidValue naming the field."""
+    """Return the sampling parameters of a request. Raises InvalidValue that names the field."""
     if body.best_of is not None and body.best_of > (body.n or 1):
         raise InvalidValue(
             f"best_of={short(body.best_of)} above n={short(body.n or 1)} is not supported: use n", "best_of"
@@ -293,7 +294,7 @@ def _of_chat(body: ChatBody) -> dict[str, Any]:
 def _of_completion(body: CompletionBody) -> dict[str, Any]:
     made: dict[str, Any] = {"max_tokens": 16 if body.max_tokens is None else body.max_tokens, "logprobs": body.logprobs}
     if body.echo and body.max_tokens == 0:
-        made["max_tokens"] = 1  # the engine draws one, and nobody sees it: see `Completion.score_only`
+        made["max_tokens"] = 1  # the engine generates at least one token; `Answer.score_only` hides it
     if body.echo and body.logprobs is not None:
         made["prompt_logprobs"] = body.logprobs if body.prompt_logprobs is None else body.prompt_logprobs
     return made
@@ -304,7 +305,7 @@ def _logit_bias(bias: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, 
     for key, value in bias.items():
         try:
             token = int(key)
-        except ValueError as error:  # also where there are more than 4,300 digits
+        except ValueError as error:  # includes numbers of more than 4,300 digits
             raise InvalidValue(f"logit_bias key {short(key)} must be a token id", "logit_bias") from error
         check_token(token, vocab_size, "logit_bias")
         if not -100.0 <= value <= 100.0:
@@ -314,6 +315,6 @@ def _logit_bias(bias: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, 
 
 
 def check_token(token: int, vocab_size: int, name: str) -> None:
-    """Raises InvalidValue for an id outside the vocabulary."""
+    """Raise InvalidValue for a token id outside the vocabulary."""
     if not 0 <= token < vocab_size:
         raise InvalidValue(f"{name}: token id {short(token)} must be 0 to {vocab_size - 1}", name)

@@ -1,8 +1,8 @@
-"""Token pacing (Kairos): what was computed ahead of its deadline is told at the promised pace, and never later.
+"""Token pacing (Kairos): hold back tokens that are computed ahead of their deadline.
 
-A scheduler that lets a request run ahead makes text come in bursts. Paced, a token that is ready early waits for its
-turn; one that is late is told at once, so a request that falls behind uses up what it was ahead. The engine never
-knows: only what is already computed waits, here.
+A scheduler that lets a request run ahead of its deadlines produces text in bursts. With pacing, a
+token that is ready early is sent at its deadline, and a late token is sent at once, so a request that
+falls behind uses up its lead. The engine does not know about pacing: only computed tokens are delayed.
 """
 
 from __future__ import annotations
@@ -21,18 +21,22 @@ T = TypeVar("T")
 
 
 class Pace:
-    """When each token of one output is told. Pure: times are in seconds on the caller's clock.
+    """The send times of one output's tokens, in seconds on the caller's clock.
 
-    Token k (0 is the first) is told at max(ready_k, ready_0 + k * tpot), where a stage of its own pace adds its own
-    tpot, a tighter `tbt` wins over it, and without an objective nothing waits.
+    Token k (0 is the first) is sent at max(ready_k, ready_0 + k * tpot). Tokens of a stage with its own
+    objective count with that stage's tpot; a tighter `tbt` replaces tpot; without an objective there
+    is no delay.
     """
 
     def __init__(self, slo: SLO, thinking: ThinkingEnd | None = None) -> None:
-        """`thinking` finds where the answer begins; None where the output begins with the answer."""
+        """Create the pace of one output.
+
+        `thinking` detects the end of thinking; None if the output begins with the answer.
+        """
         self._slo = slo
         self._thinking = thinking if slo.stages else None
-        self._first: float | None = None  # when the first token was ready, which is when it was told
-        self._budget = 0.0  # seconds of pace given to the tokens after it
+        self._first: float | None = None  # when the first token was ready, and therefore sent
+        self._budget = 0.0  # seconds from the first token to the deadline of the latest
         self._gap = self._gap_of(ANSWER if self._thinking is None else THINKING)
 
     def _gap_of(self, stage: str) -> float:
@@ -42,7 +46,10 @@ class Pace:
         return 0.0 if isinf(gap) else gap
 
     def due(self, ready: float, tokens: Sequence[int]) -> float:
-        """When the next tokens, all ready at `ready`, are told: with none, when those before them are."""
+        """Return the send time of the next tokens, all of which were ready at `ready`.
+
+        Without tokens, return that of the tokens before.
+        """
         for token in tokens:
             if self._first is None:
                 self._first = ready
@@ -60,10 +67,11 @@ async def paced(
     hurry: Callable[[], bool] = lambda: False,
     held: Callable[[float], None] = lambda seconds: None,
 ) -> AsyncGenerator[T, None]:
-    """The items of `source`, each at `due(ready, item)` on the loop's clock, which grows along each output.
+    """Yield the items of `source`, each at `due(ready, item)` on the event loop's clock.
 
-    The source is read on while items wait. Where it fails, or once `hurry()` is true, what waits is told at once.
-    `held` hears how long each item waited. Closing the iterator closes the source.
+    `due` must not decrease along an output. The source is read while items wait. If it fails, or once
+    `hurry()` is true, waiting items are yielded at once. `held` is called with the seconds that each
+    item waited. Closing the iterator closes the source.
     """
     clock, order = asyncio.get_running_loop().time, count()
     waiting: list[tuple[float, int, float, T]] = []  # a heap: (due, order of arrival, ready, item)

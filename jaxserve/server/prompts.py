@@ -1,4 +1,4 @@
-"""Prompts of a request: refused by size before any text is encoded, then rendered and encoded off the event loop."""
+"""Prompts of a request: checked for size before encoding, then rendered and tokenized off the event loop."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jaxserve.server.openai import (
 from jaxserve.server.texts import TextThreads
 from jaxserve.tokenizer import Tokenizer
 
-MAX_OUTPUTS = 1024  # of one HTTP request: prompts times n
+MAX_OUTPUTS = 1024  # per HTTP request: prompts times n
 
-Prompt = tuple[str | None, list[int]]  # the text where one was given, and its token ids
+Prompt = tuple[str | None, list[int]]  # the text, if the request has one, and its token ids
 
 
 class Prompts:
-    """Make token ids of request bodies. `context` is the model's in tokens."""
+    """The conversion of request bodies to token ids. `context` is the model's context length in tokens."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, context: int) -> None:
         self._tokenizer = tokenizer
@@ -33,18 +33,19 @@ class Prompts:
         self.texts = TextThreads()
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the tokenizer threads."""
         self.texts.close()
 
     @property
     def waiting(self) -> int:
-        """Texts that no thread has begun to encode."""
+        """The number of texts that no thread has begun to process."""
         return self.texts.waiting
 
     async def of(self, body: Sampled, n: int, check: Callable[[int, int], None]) -> list[Prompt]:
-        """Return the prompts of a body whose every prompt gets `n` outputs.
+        """Return the prompts of a body, each of which gets `n` outputs.
 
-        Raises InvalidValue, also where `check(prompts, n)` does: before any text is encoded.
+        `check(prompts, n)` may raise InvalidValue; it is called before any text is encoded. Raises
+        InvalidValue.
         """
         count = prompt_count(body.prompt) if isinstance(body, CompletionBody) else 1
         if count * n > MAX_OUTPUTS:
@@ -52,7 +53,7 @@ class Prompts:
             raise InvalidValue(message, "n")
         check(count, n)
         if isinstance(body, ChatBody):
-            return [await self._conversation(body, bool(body.add_special_tokens))]  # the template writes special tokens
+            return [await self._conversation(body, bool(body.add_special_tokens))]  # templates contain special tokens
         assert isinstance(body, CompletionBody)
         special = body.add_special_tokens is not False
         return [await self._completion(prompt, special) for prompt in prompts_of(body.prompt)]
@@ -68,7 +69,7 @@ class Prompts:
     async def _completion(self, prompt: str | list[int], special: bool) -> Prompt:
         if isinstance(prompt, str):
             return prompt, await self._encode(prompt, special, "prompt")
-        if len(prompt) >= self._context:  # before each id is looked at
+        if len(prompt) >= self._context:  # before the check of each id
             raise self._too_long(f"the prompt has {len(prompt)} tokens", "prompt")
         for token in prompt:
             check_token(token, self._vocab_size, "prompt")
@@ -76,7 +77,7 @@ class Prompts:
 
     async def _conversation(self, body: ChatBody | TokenizeBody, special: bool) -> Prompt:
         given: Sequence[dict[str, Any]] = body.messages or []
-        if len(given) > self._context:  # a template writes at least one token for each
+        if len(given) > self._context:  # a template writes at least one token per message
             raise self._too_long(f"messages has {len(given)} entries", "messages")
         messages = messages_of(given)
         arguments = body.chat_template_kwargs if isinstance(body, ChatBody) else None
@@ -107,7 +108,7 @@ class Prompts:
 
 
 def prompts_of(prompt: Any) -> list[str | list[int]]:
-    """The prompts of a text completion: a text, token ids, or a list of either. Raises InvalidValue."""
+    """Return the prompts of a text completion: a text, token ids, or a list of either. Raises InvalidValue."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
@@ -128,13 +129,13 @@ def _is_id(value: Any) -> bool:
 
 
 def prompt_count(prompt: Any) -> int:
-    """Return how many prompts a text completion has, without a look at each of them."""
+    """Return the number of prompts of a text completion without validating them."""
     single = not isinstance(prompt, list) or not prompt or _is_id(prompt[0])
     return 1 if single else len(prompt)
 
 
 def messages_of(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with plain text as content. Raises InvalidValue for what only other models could read."""
+    """Return the messages with plain text as content. Raises InvalidValue for content other than text."""
     if not messages:
         raise InvalidValue("messages=[] must hold at least one message", "messages")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]

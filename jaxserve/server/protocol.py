@@ -1,4 +1,7 @@
-"""Limits before the application sees a request: uvicorn bounds neither headers, nor time, nor connections."""
+"""Limits on headers, time and connections, enforced before the application sees a request.
+
+uvicorn itself bounds none of them.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ from jaxserve.settings.fields import HttpSettings
 logger = logging.getLogger("jaxserve.server")
 
 FILES = 128  # open files that are not connections
-FRAMING = 16  # bytes of chunk headers allowed for a byte of the body, beside those of the headers
+FRAMING = 16  # bytes of chunk framing allowed per byte of the body, in addition to the header limit
 
 
 class Limits(NamedTuple):
-    """Of one connection; times in seconds."""
+    """The limits of a connection; times in seconds, sizes in bytes."""
 
     header_size: int
     header_timeout: float
@@ -30,7 +33,7 @@ class Limits(NamedTuple):
 
 
 def limits_of(settings: HttpSettings) -> Limits:
-    """Return the limits of a server; raises the process's limit of open files as far as the connections need it."""
+    """Return the limits of a server, after raising the process's limit of open files if connections need more."""
     most = settings.max_connections
     try:
         import resource
@@ -43,21 +46,21 @@ def limits_of(settings: HttpSettings) -> Limits:
         if soft != resource.RLIM_INFINITY and soft - FILES < most:
             most = max(1, soft - FILES)
             logger.warning("max_connections is %d: this process may open only %d files (ulimit -n)", most, soft)
-    except (ImportError, ValueError, OSError):  # Windows, or a sandbox that forbids it
+    except (ImportError, ValueError, OSError):  # on Windows, or in a sandbox
         logger.debug("the limit of open files cannot be read or raised", exc_info=True)
     return Limits(settings.max_header_size, settings.header_timeout, settings.body_timeout, most)
 
 
 def protocol_of(limits: Limits) -> type[asyncio.Protocol]:
-    """Return what uvicorn makes a protocol of each connection with."""
+    """Return the protocol factory that uvicorn calls for each connection."""
     return cast(type[asyncio.Protocol], partial(BoundedProtocol, limits))
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """HTTP/1.1 with a deadline for the headers and for the body, and a bound on the bytes that are not body.
+    """An HTTP/1.1 protocol with a deadline for headers and body, and a bound on all bytes besides the body.
 
-    The deadline of the headers runs from the connection, or after an answer from the first byte of the next request;
-    an idle connection after an answer is closed by uvicorn's keep-alive timeout.
+    The header deadline starts when the connection opens or, after a response, with the first byte of
+    the next request. uvicorn's keep-alive timeout closes connections that are idle after a response.
     """
 
     def __init__(self, limits: Limits, *given: Any, **named: Any) -> None:
@@ -65,11 +68,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._limits = limits
         self._timer: asyncio.TimerHandle | None = None
         self._refusal: Refused | None = None
-        self._begun = False  # some of a request has come, and not all of its headers
+        self._begun = False  # a request has begun and its headers are incomplete
         self._messages = 0
-        self._bytes = 0  # received since the message began, at most a read less
-        self._fields = 0  # of these, in headers and trailers that are complete
-        self._body = 0
+        self._bytes = 0  # received since the message began, without the read that began it
+        self._fields = 0  # bytes in complete headers and trailers
+        self._body = 0  # bytes of the body
 
     # the transport
 
@@ -100,7 +103,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _waits_for_headers(self) -> bool:
-        """Whether bytes have come that belong to no request yet, though they may be blank lines only."""
+        """Whether received bytes belong to a request whose headers are incomplete, blank lines included."""
         return self._begun or self.cycle is None or (self.cycle.response_complete and not self.cycle.more_body)
 
     # the parser
@@ -131,13 +134,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._disarm()
         super().on_message_complete()
         if self.cycle is not None:
-            self.cycle.more_body = False  # uvicorn leaves it where the answer came first
+            self.cycle.more_body = False  # uvicorn does not reset it if the response came first
 
     def _count(self, size: int) -> None:
         self._fields += size
         if self._fields > self._limits.header_size:
             self._refusal = self._too_large()
-            raise ValueError  # ends the parsing: see `send_400_response`
+            raise ValueError  # stops the parser, which calls `send_400_response`
 
     def _too_large(self) -> Refused:
         text = f"the headers are larger than {self._limits.header_size} bytes (--max-header-size)"
@@ -146,12 +149,12 @@ class BoundedProtocol(HttpToolsProtocol):
     # refusals
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn where the parser has given up."""
+        """Refuse the request; uvicorn calls this after a parser error."""
         self._refuse(self._refusal or Refused(400, msg, code="invalid_http"))
 
     def _late_headers(self) -> None:
         if not self._begun and self.cycle is not None:
-            self.transport.close()  # kept alive, and nothing but blank lines came
+            self.transport.close()  # a kept-alive connection that sent only blank lines
         else:
             seconds = self._limits.header_timeout
             self._refuse(Refused(408, f"no complete headers within {seconds:g} s (--header-timeout)", code="timeout"))
@@ -161,7 +164,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(Refused(408, f"no complete body within {seconds:g} s (--body-timeout)", code="timeout"))
 
     def _refuse(self, refused: Refused) -> None:
-        """Answer, where no answer has begun, and close the connection; the application sees a disconnect."""
+        """Send an error unless a response has begun, and close the connection.
+
+        The application sees a disconnect.
+        """
         self._disarm()
         cycle = self.cycle
         if cycle is None or not cycle.response_started or (cycle.response_complete and not cycle.more_body):
@@ -191,9 +197,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 async def _until_closed(app: Any, cycle: RequestResponseCycle, scope: Any, receive: Any, send: Any) -> None:
-    """Run `app` for a client of HTTP/1.0, which knows no chunks: a body of unknown length ends with the connection.
+    """Run `app` for an HTTP/1.0 client, ending a body of unknown length by closing the connection.
 
-    uvicorn would write chunks; it is told that the length is known, and each time that it is that of the next part.
+    HTTP/1.0 has no chunked encoding, which uvicorn would use. Setting the expected length to that of
+    each next part keeps uvicorn from writing chunks.
     """
     measured = True
 

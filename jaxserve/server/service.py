@@ -1,4 +1,4 @@
-"""From a parsed body to a running job and its answer: what the routes share."""
+"""The path from a parsed body to running requests and their answer, shared by all routes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jaxserve.server.pacing import Pace, paced
 from jaxserve.server.prompts import Prompts
 from jaxserve.tokenizer import Tokenizer
 
-WINDOW = 2  # requests in the engine for each that it can run at a time, where clients share it
+WINDOW = 2  # requests admitted to a shared engine, as a multiple of those it can run at a time
 
 
 class Service:
@@ -38,7 +38,8 @@ class Service:
         self.engine = engine
         self.tokenizer = tokenizer
         self.keys = Keys.of(config)
-        self.config = replace(config.promising(engine.info.promise.slo), api_key=(), admin_key=())  # kept as digests
+        # The keys are kept as digests only, in `keys`.
+        self.config = replace(config.promising(engine.info.promise.slo), api_key=(), admin_key=())
         self.metrics = Metrics(engine, config.names[0])
         self.limits = limits = load_limits(config, self.keys.names)
         instances, rows = max(1, len(engine.info.instances)), self._rows()
@@ -47,38 +48,41 @@ class Service:
         self.stage = Stage(limits, self.keys.names, window=WINDOW * instances * rows, bound=bound, timeout=timeout)
         self.metrics.register(StageCollector(self.stage, config.names[0]))
         self.draining = False
-        self.ending = asyncio.Event()  # set when requests are waited for no longer
-        self.active = 0  # HTTP requests that generate
+        self.ending = asyncio.Event()  # set when a shutdown aborts the running requests
+        self.active = 0  # HTTP requests that generate tokens
         self._mailbox: Mailbox | None = None
         self.prompts = Prompts(tokenizer, engine.info.vocab_size, engine.info.max_model_len)
 
     def close(self) -> None:
-        """End the threads that tokenize."""
+        """Stop the tokenizer threads."""
         self.prompts.close()
 
     def _rows(self) -> int:
-        """Return how many requests an instance can run at a time."""
+        """Return the number of requests that one instance can run at a time."""
         instances = self.engine.info.instances
         platform = instances[0].devices[0].partition(":")[0] if instances and instances[0].devices else "cpu"
         return self.config.rows(platform)
 
     def check_model(self, name: str | None) -> None:
-        """404 for a model that is not served."""
+        """Raise Refused (404) for a model that is not served."""
         if name is not None and name not in self.config.names and name != self.config.model:
             known = ", ".join(map(repr, self.config.names))
-            raise Refused(404, f"model {short(name)} is not served here; there is {known}", "model", "model_not_found")
+            raise Refused(404, f"model {short(name)} is not served here; served: {known}", "model", "model_not_found")
 
     async def prepare(self, body: Sampled, headers: Mapping[str, str], request_id: str, client: str = "") -> Answer:
-        """Everything that can be refused is refused here. Raises InvalidValue and Refused."""
+        """Validate and tokenize a request, and return its unstarted answer.
+
+        Raises InvalidValue or Refused: every check that can refuse a request is made here.
+        """
         self.check_model(body.model)
         if body.stream_options is not None and not body.stream:
-            raise InvalidValue("stream_options has no meaning without stream=true", "stream_options")
+            raise InvalidValue("stream_options requires stream=true", "stream_options")
         if body.stream and body.prompt_logprobs is not None:
             raise InvalidValue("prompt_logprobs is not supported with stream=true", "prompt_logprobs")
         self.limits.of(client).check(body)
         params = params_of(body, self.engine.info.vocab_size)
         goals = objectives_of(body, headers, self.config)
-        goals = goals._replace(pace=goals.pace and bool(body.stream))  # a whole answer is told at its end anyway
+        goals = goals._replace(pace=goals.pace and bool(body.stream))  # pacing affects streams only
         chat = isinstance(body, ChatBody)
         name = f"{'chatcmpl' if chat else 'cmpl'}-{body.request_id or request_id}"
         prompts = await self.prompts.of(body, params.n, self.engine.check_outputs)
@@ -116,7 +120,10 @@ class Service:
             self.active -= 1
 
     async def generate(self, answer: Answer) -> AsyncGenerator[tuple[int, Piece], None]:
-        """Run the jobs of an answer. Raises GenerationFailed where the engine gives one up; closing cancels all."""
+        """Run the submissions of an answer, yielding (index, piece). Closing the generator cancels all of them.
+
+        Raises GenerationFailed if the engine gives a request up.
+        """
         if self._mailbox is None:
             self._mailbox = Mailbox(asyncio.get_running_loop())
         mailbox = self._mailbox
@@ -132,7 +139,7 @@ class Service:
     async def _told(
         self, answer: Answer, source: AsyncGenerator[tuple[int, Piece], None], client: Client
     ) -> AsyncGenerator[tuple[int, Piece], None]:
-        """The same, counted, up to a failure."""
+        """Count the pieces of `source` and pass them on. Raises GenerationFailed at a failed one."""
         begun = set[int]()
         async with aclosing(source) as news:
             async for number, piece in news:
@@ -147,7 +154,7 @@ class Service:
                 yield number, piece
 
     def _paced(self, answer: Answer) -> AsyncGenerator[tuple[int, Piece], None]:
-        """The same, counted as it comes and told at each job's pace. A server that ends waits for no pace."""
+        """Run `generate` and delay its pieces to each request's pace. A draining server does not delay them."""
         markers, paces = self.engine.info.thinking, dict[tuple[int, int], Pace]()
 
         def due(ready: float, news: tuple[int, Piece]) -> float:
@@ -162,7 +169,7 @@ class Service:
         return paced(self.generate(answer), due, hurry=lambda: self.draining, held=self.metrics.held)
 
     async def whole(self, answer: Answer) -> dict[str, Any]:
-        """The whole answer."""
+        """Run an answer to its end and return the response body."""
         with self._counted():
             async with aclosing(self.generate(answer)) as news:
                 async for number, piece in news:
@@ -170,7 +177,7 @@ class Service:
         return answer.whole()
 
     async def chunks(self, answer: Answer, body: Sampled) -> AsyncGenerator[dict[str, Any], None]:
-        """The answer in chunks."""
+        """Run an answer and yield the chunks of its stream."""
         each = body.stream_options is not None and body.stream_options.continuous_usage_stats
         with self._counted():
             source = self._paced(answer) if answer.jobs[0].pace else self.generate(answer)

@@ -1,4 +1,4 @@
-"""What a server does when it is told to end, also where what it waits for hangs."""
+"""Signal handling: shut the server down, even if what it waits for hangs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Any
 
 logger = logging.getLogger("jaxserve.server")
 
-GRACE = 5.0  # seconds from the second signal to the end of the process, whatever hangs
+GRACE = 5.0  # seconds from the second signal to the end of the process, even if something hangs
 
 
 class Signals:
-    """SIGTERM calls `drain` on the server's event loop, SIGINT `now`. A second signal ends the process within GRACE
-    seconds, a third at once.
+    """The handlers of SIGTERM and SIGINT.
 
-    The handlers are the process's and not the loop's: they stay until the process ends, also while the engine is
-    closed. Writer: the main thread.
+    SIGTERM calls `drain` on the server's event loop, SIGINT calls `now`. A second signal ends the
+    process within GRACE seconds, a third at once. The handlers belong to the process, not to the loop,
+    so that they also work while the engine closes. Writer: the main thread.
     """
 
     def __init__(self, leave: Callable[[int], None] = os._exit) -> None:
@@ -32,7 +32,7 @@ class Signals:
         self._heard: Callable[[int], None] = lambda number: leave(128 + number)
 
     def serve(self, loop: asyncio.AbstractEventLoop, drain: Callable[[], None], now: Callable[[], None]) -> None:
-        """From now on the first signal ends the server that runs on `loop`."""
+        """Direct signals to the server that runs on `loop`."""
 
         def heard(number: int) -> None:
             loop.call_soon_threadsafe(drain if number == signal.SIGTERM and self._count == 1 else now)
@@ -40,7 +40,7 @@ class Signals:
         self._heard = heard
 
     def served(self) -> None:
-        """The loop is over: what ends now ends by itself, or not at all."""
+        """Let the next signal end the process: the server's loop has ended."""
         self._heard = lambda number: self._leave(128 + number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -56,7 +56,7 @@ class Signals:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Signals are heard inside. Nothing outside the main thread, where Python takes no handlers."""
+        """Install the handlers within the context; does nothing outside the main thread, as Python requires."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -69,7 +69,7 @@ class Signals:
 
 
 def end_process(status: int) -> None:
-    """End at once: threads that wait for devices would keep the interpreter from ending."""
+    """End the process at once: threads that wait for devices could keep the interpreter from exiting."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

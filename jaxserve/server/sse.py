@@ -1,4 +1,4 @@
-"""Server-sent events, and noticing that nobody listens any more."""
+"""Server-sent events, and cancellation of work when the client disconnects."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from jaxserve.server.failures import Refused, body_of, refusal
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
-LAST_WORDS = 0.5  # seconds for the error event of a stream that the end of the server cuts short
+LAST_WORDS = 0.5  # seconds to send the error event of a stream that a shutdown aborts
 
 
 class Disconnected(Exception):
-    """The client has gone: there is nobody to answer."""
+    """Raised when the client has disconnected, so that no response can be sent."""
 
 
 class Ending(Refused):
-    """The server ends and waits for requests no longer."""
+    """Raised when a shutdown aborts running requests."""
 
     def __init__(self) -> None:
         super().__init__(503, "the server is shutting down", code="shutting_down", retry_after=5.0)
 
 
 def event(data: Mapping[str, Any]) -> bytes:
-    """One event with a JSON object."""
+    """Encode a JSON object as one event."""
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 async def gone(receive: Receive) -> None:
-    """Returns when the client has disconnected."""
+    """Wait until the client disconnects."""
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -44,9 +44,9 @@ async def gone(receive: Receive) -> None:
 
 
 async def while_connected(receive: Receive, work: Awaitable[T], ending: asyncio.Event | None = None) -> T:
-    """Return the result of `work`. It is cancelled when the client disconnects, and when `ending` is set.
+    """Return the result of `work`, or cancel it when the client disconnects or `ending` is set.
 
-    Raises Disconnected then, or Ending.
+    Raises Disconnected or Ending in these cases.
     """
     task, left = asyncio.ensure_future(work), asyncio.ensure_future(gone(receive))
     waited: list[asyncio.Future[Any]] = [task, left]
@@ -64,10 +64,10 @@ async def while_connected(receive: Receive, work: Awaitable[T], ending: asyncio.
 
 
 class EventStream(Response):
-    """Sends JSON objects as they come, then `[DONE]`.
+    """A response that sends JSON objects as events, then `[DONE]`.
 
-    The status is sent with the first object, so what fails before it keeps its own status: use `start`. When the
-    client disconnects the source is closed at once. An error later on, and the end of the server, become an event.
+    Create it with `start`, which waits for the first object, so that an error before it gets its own
+    status code. Later errors and shutdowns become events. A disconnect closes the source at once.
     """
 
     media_type = "text/event-stream"
@@ -78,7 +78,7 @@ class EventStream(Response):
         super().__init__()
         del self.headers["content-length"]
         self.headers["Cache-Control"] = "no-cache"
-        self.headers["X-Accel-Buffering"] = "no"  # proxies must not collect events
+        self.headers["X-Accel-Buffering"] = "no"  # proxies must not buffer events
         self._source = source
         self._first = first
         self._ending = ending
@@ -88,7 +88,10 @@ class EventStream(Response):
     async def start(
         cls, source: AsyncGenerator[dict[str, Any], None], receive: Receive, ending: asyncio.Event
     ) -> EventStream:
-        """Waits for the first object; raises what the source raises until then, Disconnected and Ending."""
+        """Wait for the first object and return the response.
+
+        Raises Disconnected, Ending, or what the source raises before its first object.
+        """
         try:
             first = [item] if (item := await while_connected(receive, anext(source, None), ending)) is not None else []
         except BaseException:
@@ -101,7 +104,7 @@ class EventStream(Response):
             try:
                 await while_connected(receive, self._send(send), self._ending)
             except Ending as error:
-                with suppress(TimeoutError):  # the client does not read: the connection is cut
+                with suppress(TimeoutError):  # the client does not read
                     await asyncio.wait_for(self._end(send, error), LAST_WORDS)
 
     async def _send(self, send: Send) -> None:
@@ -123,7 +126,7 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
     async def _end(self, send: Send, error: Exception) -> None:
-        """Tell why the stream ends early, in the way in which it would have ended."""
+        """End the stream early with an error event and `[DONE]`."""
         if not self._begun:
             await self._begin(send)
         await _part(send, event(body_of(refusal(error))))

@@ -1,4 +1,4 @@
-"""Threads that tokenize and render prompts: neither the event loop nor other requests wait for a long text."""
+"""Threads that render and tokenize prompts, so that a long text blocks neither the event loop nor other requests."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-SHORT = 32_768  # characters; one thread takes nothing longer, so a short text never waits for a long one
-PER_CHARACTER = 1e-6  # seconds: about what encoding takes
+SHORT = 32_768  # characters; one thread takes only texts up to this length, so they never wait for longer ones
+PER_CHARACTER = 1e-6  # seconds; roughly the cost of encoding
 
 
 class _Task:
-    """A piece of work and its result. `work` is dropped when the caller gives up, and with it the text."""
+    """A call and its result. Cancelling the caller drops `work`, and the text that it holds."""
 
     __slots__ = ("future", "work")
 
@@ -29,11 +29,12 @@ class _Task:
 
 
 class TextThreads:
-    """Run work on texts, shortest first.
+    """A pool of threads that process texts, shortest first.
 
-    A call that runs cannot be interrupted; one that waits is dropped when its caller is cancelled. Work is ordered by
-    arrival time plus expected duration: among texts that arrive together the shortest runs first, and a long text is
-    not delayed forever. The threads are daemons: the process may end while one of them works.
+    A running call cannot be interrupted; a waiting one is dropped when its caller is cancelled. Calls
+    are ordered by arrival time plus expected duration: among texts that arrive together the shortest
+    runs first, and a long text is not delayed forever. The threads are daemons, so the process can
+    exit while one of them works.
     """
 
     def __init__(self, threads: int | None = None) -> None:
@@ -50,12 +51,12 @@ class TextThreads:
 
     @property
     def waiting(self) -> int:
-        """Pieces of work that no thread has begun."""
+        """The number of calls that no thread has begun."""
         with self._ready:
             return sum(task.work is not None for queue in self._queues for _, _, task in queue)
 
     async def run(self, work: Callable[[], T], size: int) -> T:
-        """Return what `work` returns, computed on a thread. `size` is the number of characters it reads."""
+        """Run `work` on a thread and return its result. `size` is the number of characters that it reads."""
         task = _Task(work)
         key = time.monotonic() + size * PER_CHARACTER
         with self._ready:
@@ -70,7 +71,7 @@ class TextThreads:
             task.work = None
 
     def close(self) -> None:
-        """Drop what waits and let the threads end after the work they have begun."""
+        """Drop waiting calls and stop the threads after the calls that they have begun."""
         with self._ready:
             self._closed = True
             for queue in self._queues:
@@ -96,4 +97,4 @@ class TextThreads:
                 task.future.set_exception(error)
             else:
                 task.future.set_result(result)
-            del work, task  # an idle thread keeps no text
+            del work, task  # an idle thread must not keep a text alive

@@ -1,1 +1,1 @@
-"""Training small Llamas: the net, the loop, checkpoints, and the Hugging Face folder that comes out."""
+"""Training of small Llamas: the net, the loop, checkpoints, and export to a Hugging Face folder."""

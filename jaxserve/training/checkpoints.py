@@ -1,4 +1,4 @@
-"""Checkpoints of a training run, by Orbax."""
+"""Orbax checkpoints of a training run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxserve.training.loop import State
 
 
 class Checkpoints:
-    """Orbax checkpoints below `work`: weights and optimizer as arrays, counters and history as JSON."""
+    """The checkpoints in folder `work`: weights and optimizer as arrays, counters and history as JSON."""
 
     def __init__(self, work: Path) -> None:
         options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
@@ -19,12 +19,12 @@ class Checkpoints:
 
     @property
     def newest(self) -> int | None:
-        """The step of the newest checkpoint, if there is one."""
+        """The step of the newest checkpoint; None if there is none."""
         step = self.manager.latest_step()
         return None if step is None else int(step)
 
     def save(self, state: State) -> None:
-        """Write the state and wait until it is on the disk."""
+        """Write the state, and wait until it is on disk."""
         arrays = {"params": state.params, "optimizer": jax.tree.leaves(state.optimizer)}
         counters = {"step": state.step, "seconds": state.seconds, "history": state.history}
         saved = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), counters=ocp.args.JsonSave(counters))
@@ -32,7 +32,10 @@ class Checkpoints:
         self.manager.wait_until_finished()
 
     def restore(self, like: State | None = None) -> State:
-        """Read the newest state; `like` gives the optimizer's structure (without it: a list of leaves)."""
+        """Read the newest state. Raises FileNotFoundError if there is no checkpoint.
+
+        `like` supplies the structure of the optimizer state; without it, that is a list of leaves.
+        """
         step = self.manager.latest_step()
         if step is None:
             raise FileNotFoundError(f"no checkpoint in {self.manager.directory}")
@@ -45,5 +48,5 @@ class Checkpoints:
         return State(dict(read.arrays["params"]), optimizer, counters["step"], counters["seconds"], counters["history"])
 
     def close(self) -> None:
-        """End the threads that write."""
+        """Stop the threads that write."""
         self.manager.close()

@@ -1,4 +1,4 @@
-"""The loss of a run, as the picture beside what it made."""
+"""Plot the training curve of a run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def plot(history: Sequence[Mapping[str, float]], file: Path, names: Mapping[str, str], ylabel: str) -> None:
-    """Draw entries of the history by name over the tokens read. `names`: what each is called in the legend."""
-    from matplotlib.figure import Figure  # no global pyplot state
+    """Plot entries of the history against the tokens read. `names` maps an entry's key to its legend."""
+    from matplotlib.figure import Figure  # pyplot would keep global state
 
     figure = Figure(figsize=(7, 4), dpi=80, layout="constrained")
     axes = figure.add_subplot()

@@ -1,4 +1,4 @@
-"""A trained net as a Hugging Face folder: its config, its weights, and files put down whole."""
+"""Write a trained net as a Hugging Face folder, replacing each file atomically."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPE = "bfloat16"
 
 
 def llama_config(config: NetConfig, special: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of `config.json`. `special`: bos_token_id, eos_token_id, pad_token_id as the tokenizer has them."""
+    """Return the content of `config.json`. `special`: the tokenizer's bos_token_id, eos_token_id and pad_token_id."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -44,7 +44,7 @@ def llama_config(config: NetConfig, special: Mapping[str, Any]) -> dict[str, Any
 
 
 def hf_weights(params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Rename and transpose to Hugging Face's names and [out, in] layout, in bfloat16."""
+    """Return the weights in bfloat16 with Hugging Face's names and [out, in] layout."""
     weights = {}
     for name, value in params.items():
         owner, _, leaf = name.rpartition(".")
@@ -54,14 +54,14 @@ def hf_weights(params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replace the file in one step: a server may be reading the folder."""
+    """Write a file atomically, because a server may be reading the folder."""
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(data)
     os.replace(partial, path)
 
 
 def write_json(path: Path, content: Any, indent: int = 2) -> None:
-    """`write` of a JSON document."""
+    """Write a JSON document atomically."""
     write(path, (json.dumps(content, indent=indent) + "\n").encode())
 
 
@@ -71,5 +71,5 @@ def write_weights(folder: Path, params: Mapping[str, jax.Array]) -> None:
 
 
 def size(folder: Path) -> int:
-    """Bytes of the files in a folder, without those of folders in it."""
+    """Return the bytes of the files in a folder, excluding subfolders."""
     return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())

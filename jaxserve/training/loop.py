@@ -1,4 +1,4 @@
-"""The training loop: AdamW on a net in float32, its schedule, its batches, and what a run needs to go on."""
+"""The training loop: AdamW in float32, its schedule, its batches, and the state to resume from."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ from flax import nnx
 from jaxserve.errors import InvalidValue
 from jaxserve.training.net import Net
 
-LOWEST_RATE = 0.01  # share of the peak learning rate that is left at the end
+LOWEST_RATE = 0.01  # final learning rate as a share of the peak
 
 Params = dict[str, jax.Array]  # dotted path in the module -> float32 weight
 Step = Callable[[Params, Any, Any, jax.Array], tuple[Params, Any, jax.Array]]
-Loss = Callable[[Net, Any], jax.Array]  # of the net on the inputs of a step
-Tokens = npt.NDArray[Any]  # [tokens] of any integer kind
+Loss = Callable[[Net, Any], jax.Array]  # (net, inputs of a step) -> scalar
+Tokens = npt.NDArray[Any]  # [tokens] of any integer dtype
 
 
 @dataclass(slots=True)
 class State:
-    """Everything a run needs to go on; written by `run` only."""
+    """The state from which a run can resume. Writer: `run`."""
 
     params: Params
     optimizer: Any
     step: int = 0
-    seconds: float = 0.0  # trained so far, over all resumed parts
+    seconds: float = 0.0  # training time, including before interruptions
     history: list[dict[str, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How long a run is, by steps or else by the clock, and its learning rate; counted from `begun`."""
+    """The length of a run, in steps or else in minutes, and its learning rate. Counted from `begun`."""
 
     peak: float
     warm_up: float  # share of the run
     steps: int | None = None
     minutes: float = 0.0
-    begun: tuple[int, float] = (0, 0.0)  # step and seconds
+    begun: tuple[int, float] = (0, 0.0)  # (step, seconds) of the state at the start
 
     def done(self, state: State) -> float:
-        """The fraction of the run that lies behind."""
+        """Return the completed fraction of the run."""
         if self.steps:
             return (state.step - self.begun[0]) / self.steps
         return (state.seconds - self.begun[1]) / (60 * self.minutes)
 
     def rate(self, done: float) -> float:
-        """The learning rate at a fraction of the run."""
+        """Return the learning rate at the fraction `done` of the run."""
         return learning_rate(done, self.peak, self.warm_up)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of the steps since the report before."""
+    """The results of the steps since the previous report."""
 
-    rate: float  # of learning, now
+    rate: float  # current learning rate
     loss: float  # mean
     steps: int
     seconds: float
@@ -76,7 +76,7 @@ def flat_params(net: Net) -> tuple[Any, Params]:
 
 
 def rebuilder(net: Net) -> Callable[[Params], Net]:
-    """A function that puts a flat dictionary of weights into a module like `net`."""
+    """Return a function that builds a module like `net` from a flat dictionary of weights."""
     graph, state = nnx.split(net, nnx.Param)
     template = nnx.to_flat_state(state)
 
@@ -89,7 +89,7 @@ def rebuilder(net: Net) -> Callable[[Params], Net]:
 
 
 def build_steps(net: Net, loss: Loss, weight_decay: float) -> tuple[State, Step, Callable[[Params, Any], jax.Array]]:
-    """Give a fresh state with the weights of `net`, the jitted training step and the jitted loss."""
+    """Return a new state with the weights of `net`, the jitted training step and the jitted loss."""
     _, params = flat_params(net)
     rebuilt = rebuilder(net)
     is_matrix = {name: value.ndim > 1 for name, value in params.items()}
@@ -112,7 +112,7 @@ def build_steps(net: Net, loss: Loss, weight_decay: float) -> tuple[State, Step,
 
 
 def learning_rate(done: float, peak: float, warm_up: float) -> float:
-    """Rate at the fraction `done` of the run: linear warm-up, then a half cosine down to `LOWEST_RATE`."""
+    """Return the learning rate at the fraction `done`: linear warm-up, then a half cosine to `LOWEST_RATE`."""
     if done < warm_up:
         return peak * done / warm_up
     angle = math.pi * min(1.0, (done - warm_up) / (1.0 - warm_up))
@@ -120,12 +120,16 @@ def learning_rate(done: float, peak: float, warm_up: float) -> float:
 
 
 def rows_of(tokens: Tokens, step: int, rows: int, length: int, seed: int) -> npt.NDArray[np.int32]:
-    """The batch [rows, length + 1] int32 of a step: each epoch cuts the text anew and shuffles the pieces."""
-    pieces = (len(tokens) - 1) // length - 1  # one less leaves room for the epoch's offset
+    """Return the batch [rows, length + 1] int32 of a step.
+
+    Each epoch cuts the text at a different offset and shuffles the pieces. Raises InvalidValue if there
+    are too few tokens for one step.
+    """
+    pieces = (len(tokens) - 1) // length - 1  # one less, to leave room for the epoch's offset
     steps_per_epoch = pieces // rows
     if steps_per_epoch < 1:
         raise InvalidValue(
-            f"{len(tokens)} tokens are too few for {rows=} of {length=}: have more text, or less of these"
+            f"{len(tokens)} tokens are too few for {rows=} of {length=}: provide more text, or reduce rows or length"
         )
     epoch, position = divmod(step, steps_per_epoch)
     rng = np.random.default_rng((seed, epoch))
@@ -135,9 +139,10 @@ def rows_of(tokens: Tokens, step: int, rows: int, length: int, seed: int) -> npt
 
 
 def shape_at(done: float, rows: int, length: int, long_length: int, long_share: float) -> tuple[int, int]:
-    """(rows, length) at the fraction `done`: short rows are cheap, long ones at the end teach far positions.
+    """Return (rows, length) at the fraction `done`: short rows first, long rows for the last `long_share`.
 
-    The tokens in a batch stay the same, so that the learning rate keeps its meaning.
+    Short rows are cheaper, and long ones train distant positions. The number of tokens in a batch does
+    not change, so that the learning rate keeps its meaning.
     """
     if done < 1.0 - long_share:
         return rows, length
@@ -158,8 +163,10 @@ def run(
 ) -> None:
     """Train `state` to the end of the schedule.
 
-    inputs: of the step at (step, fraction done). report_every: steps. save_every: minutes; the end is always saved.
-    progress: told (done, total, note).
+    inputs: called with (step, fraction done), returns the inputs of that step.
+    report_every: in steps.
+    save_every: in minutes; the final state is always saved.
+    progress: called with (done, total, note).
     """
     started = time.monotonic() - state.seconds
     saved = reported = state.seconds

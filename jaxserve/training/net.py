@@ -1,9 +1,9 @@
-"""A small Llama as a flax.nnx module, written for training only: the demo model and drafts are made of it.
+"""A small Llama as a flax.nnx module, used to train the demo model and drafts.
 
-The layout of every weight and the halves of the rotary embedding follow Hugging Face's Llama, so that
-exporting is a transpose and a cast (see `jaxserve.training.folder`). Serving does not use this file: the
-exported folder is loaded like any other Hugging Face model. It is kept apart from `jaxserve.models` on
-purpose, because a training graph over packed rows needs no pages, no spans and no cache.
+Weights and rotary embedding follow Hugging Face's Llama, so that exporting is a transpose and a cast (see
+`jaxserve.training.folder`). Serving loads the exported folder like any other Hugging Face model and does
+not use this module. It is separate from `jaxserve.models`, because training on packed rows needs no
+pages, spans or cache.
 
 Letters: S rows, T tokens in a row, E model dim, H query heads, K kv heads, G query heads per kv head, D head
 dim, F ff dim, V vocabulary.
@@ -20,13 +20,13 @@ from flax import nnx
 from jaxserve.errors import InvalidValue
 
 QUERY_BLOCK = 128
-EMBED_STD = 0.02  # of a fresh table of embeddings
-MASKED = -1e30  # finite, so that a row which is masked throughout gives no NaN
+EMBED_STD = 0.02  # of a new embedding table
+MASKED = -1e30  # finite, so that a fully masked row gives no NaN
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NetConfig:
-    """Sizes of a net. The defaults are the demo model's: 5.2 M parameters, 10.4 MB in bfloat16."""
+    """The sizes of a net. The defaults are those of the demo model: 5.2 M parameters, 10.4 MB in bfloat16."""
 
     vocab: int = 4096
     dim: int = 256
@@ -46,11 +46,11 @@ class NetConfig:
         if self.heads % self.kv_heads:
             raise InvalidValue(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}", "heads")
         if self.head_dim % 2:
-            raise InvalidValue(f"head_dim={self.head_dim} must be even: rotary embedding turns pairs", "head_dim")
+            raise InvalidValue(f"head_dim={self.head_dim} must be even: rotary embedding rotates pairs", "head_dim")
 
 
 def rotate(x: jax.Array, theta: float) -> jax.Array:
-    """Turn `x` [S, T, heads, D] by its position in the row; pairs are (i, i + D/2), as in Hugging Face."""
+    """Apply RoPE to x [S, T, heads, D] at its position in the row; pairs are (i, i + D/2), as in Hugging Face."""
     length, half = x.shape[1], x.shape[3] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)  # [D/2]
     angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency[None, :]  # [T, D/2]
@@ -72,7 +72,7 @@ class Attention(nnx.Module):
         self.q_proj = _linear(config.dim, query, 0.02, rngs)
         self.k_proj = _linear(config.dim, kv, 0.02, rngs)
         self.v_proj = _linear(config.dim, kv, 0.02, rngs)
-        # Smaller where a branch joins the residual stream, so that depth does not inflate it at the start.
+        # A smaller std for the output of a branch, so that depth does not inflate the residual stream initially.
         self.o_proj = _linear(query, config.dim, 0.02 / (2 * config.layers) ** 0.5, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [S, T, E] -> [S, T, E]
@@ -84,7 +84,7 @@ class Attention(nnx.Module):
         v = self.v_proj(x).reshape(rows, length, c.kv_heads, c.head_dim)  # [S, T, K, D]
         q = q.reshape(rows, length, c.kv_heads, group, c.head_dim) * c.head_dim**-0.5  # [S, T, K, G, D]
         mixed = []
-        # Query blocks skip the keys that lie after them; on a CPU this is a quarter more tokens per second.
+        # A block of queries skips later keys, which gives a quarter more tokens per second on a CPU.
         for start in range(0, length, QUERY_BLOCK):
             stop = min(start + QUERY_BLOCK, length)
             score = jnp.einsum("stkgd,sukd->skgtu", q[:, start:stop], k[:, :stop])  # [S, K, G, block, keys]
@@ -97,7 +97,7 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """SwiGLU feed-forward layer."""
+    """A SwiGLU feed-forward."""
 
     def __init__(self, config: NetConfig, rngs: nnx.Rngs) -> None:
         self.gate_proj = _linear(config.dim, config.ff_dim, 0.02, rngs)
@@ -110,7 +110,7 @@ class Mlp(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: normalised attention and feed-forward, each added to the residual stream."""
+    """One layer: attention and feed-forward with norms, each added to the residual stream."""
 
     def __init__(self, config: NetConfig, rngs: nnx.Rngs) -> None:
         self.input_layernorm = nnx.RMSNorm(config.dim, epsilon=config.norm_eps, rngs=rngs)
@@ -124,7 +124,7 @@ class Block(nnx.Module):
 
 
 class Net(nnx.Module):
-    """The whole model; the embedding table is also the output head."""
+    """The whole model. The embedding table is also the output head."""
 
     def __init__(self, config: NetConfig, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -137,7 +137,7 @@ class Net(nnx.Module):
         return self.logits(self.hidden(tokens))
 
     def hidden(self, tokens: jax.Array) -> jax.Array:
-        """tokens [S, T] int32 -> [S, T, E] after the final norm."""
+        """Compute hidden states [S, T, E] after the final norm for tokens [S, T] int32."""
         x = self.embed_tokens(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -145,13 +145,13 @@ class Net(nnx.Module):
         return out
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """hidden [..., E] -> [..., V] float32."""
+        """Compute logits [..., V] float32 from hidden [..., E]."""
         logits: jax.Array = self.embed_tokens.attend(hidden)
         return logits
 
 
 def mean_loss(net: Net, batch: jax.Array) -> jax.Array:
-    """Mean cross-entropy in nats of predicting `batch[:, 1:]` from `batch[:, :-1]`; batch [S, T+1] int32."""
+    """Return the mean cross-entropy in nats of predicting `batch[:, 1:]` from `batch[:, :-1]`; batch [S, T+1] int32."""
     logits = net(batch[:, :-1])
     target = jnp.take_along_axis(logits, batch[:, 1:, None], axis=-1)[..., 0]  # [S, T]
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - target)

@@ -23,7 +23,7 @@ def plan(*words: str) -> int:
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(name: str) -> Path:
-        raise ModelNotFound(f"model {name!r} is not a folder here, and the Hub did not give it")
+        raise ModelNotFound(f"model {name!r} is not a local folder, and downloading it from the Hub failed")
 
     monkeypatch.setattr(published, "fetch_config", fetch)
 
@@ -128,7 +128,7 @@ def test_numbers_must_be_numbers(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_hub_is_asked_for_what_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--model", "someone/else", "--devices", "h200") == 1
-    assert "model 'someone/else' is not a folder here" in capsys.readouterr().err
+    assert "model 'someone/else' is not a local folder" in capsys.readouterr().err
 
 
 def test_no_device_is_started() -> None:

@@ -84,7 +84,7 @@ def test_an_interrupted_conversion_is_told_and_taken_up_again(tmp_path: Path, mo
 
     with pytest.raises(KeyboardInterrupt):
         converted.save(source, out, registry.load_spec(source), "float32", progress=stop)
-    with pytest.raises(InvalidValue, match=r"did not come to its end: .*; run `jaxserve convert` again"):
+    with pytest.raises(InvalidValue, match=r"is an unfinished conversion: .*; run `jaxserve convert` again"):
         converted.load(out, registry.load_spec(source), "float32", [mesh(1)])
     assert convert(source, out) == 0
     assert (out / NAME).is_file() and (out / "config.json").is_file()
@@ -93,7 +93,7 @@ def test_an_interrupted_conversion_is_told_and_taken_up_again(tmp_path: Path, mo
 def test_wrong_folders_and_models_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = make(tmp_path / "a", "llama3, biases"), tmp_path / "b"
     spec = registry.load_spec(source)
-    with pytest.raises(InvalidValue, match="is no Orbax checkpoint of jaxserve: it has no"):
+    with pytest.raises(InvalidValue, match="is not an Orbax checkpoint of jaxserve: it has no"):
         converted.load(source, spec, "float32", [mesh(1)])
     assert convert(tmp_path / "nowhere", out) == 2 and "does not exist" in capsys.readouterr().err
     assert convert(source, source) == 2 and "is not empty: config.json" in capsys.readouterr().err
@@ -112,5 +112,5 @@ def test_wrong_folders_and_models_are_named(tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(WeightsError, match=r"weights/layers\.1 cannot be restored: .*; convert again"):
         converted.load(out, spec, "float32", [mesh(1)])
     (out / NAME).write_text(json.dumps({"format": 7}))
-    with pytest.raises(InvalidValue, match="is of format 7; this version reads 1: convert again"):
+    with pytest.raises(InvalidValue, match="has format 7; this version reads 1: convert again"):
         registry.load_spec(out)

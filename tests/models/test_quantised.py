@@ -251,7 +251,7 @@ def test_other_forms_are_refused_by_name(given_config: dict[str, Any]) -> None:
 def test_a_flag_that_contradicts_the_checkpoint_is_refused() -> None:
     spec = replace(registry.spec_from_config(MINIMAX), quantised=FP8)
     assert spec.quantised_as("fp8").quantised == FP8
-    with pytest.raises(InvalidValue, match="'int8': the checkpoint is quantised already, to float8_e4m3fn"):
+    with pytest.raises(InvalidValue, match="'int8': the checkpoint is already quantized to float8_e4m3fn"):
         spec.quantised_as("int8")
     with pytest.raises(InvalidValue, match="quantization='int4' must be one of int8, fp8, fp8_per_block"):
         spec.quantised_as("int4")

@@ -264,7 +264,7 @@ def test_a_vocabulary_is_padded_so_that_shards_divide_it(tp: int, padding: int) 
 def test_two_axes_of_a_weight_on_one_mesh_axis_are_both_named() -> None:
     with pytest.raises(InvalidValue, match=r"of a\.weight: axes 'heads' and 'ff' would both be split over .* 'tp'"):
         Info((4, 8), ("heads", "ff"), (Source("a.weight", (8, 4)),), lambda x: x)
-    with pytest.raises(InvalidValue, match=r"of a\.weight: 1 axes \('heads',\) for a shape of 2"):
+    with pytest.raises(InvalidValue, match=r"of a\.weight: 1 axes \('heads',\) for 2 dimensions"):
         Info((4, 8), ("heads",), (Source("a.weight", (8, 4)),), lambda x: x)
 
 

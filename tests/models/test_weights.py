@@ -69,7 +69,7 @@ def test_several_files_with_an_index_load_like_one(tmp_path: Path, spec: ModelSp
     (tmp_path / "b.safetensors").unlink()
     first = next(name for name in where if where[name] == "b.safetensors")
     message = (
-        rf"names files that are not there: b\.safetensors; with them {len(parts['b.safetensors'])} tensors, {first} "
+        rf"names missing files: b\.safetensors, with {len(parts['b.safetensors'])} tensors, the first of them {first};"
     )
     with pytest.raises(WeightsError, match=message):
         load_weights(tmp_path, spec, "float32", [mesh(1)])

@@ -84,7 +84,7 @@ def test_concurrency_waits_share_and_bound_refuse():
             red=ClientLimits(max_concurrency=2, queue_share=0.3),
             blue=ClientLimits(max_concurrency=1),
         )
-        with pytest.raises(InvalidValue, match="3 outputs, more than the 2"):
+        with pytest.raises(InvalidValue, match="3 outputs; this API key may run at most 2"):
             async with made.admitted("red", 3, 0):
                 pass
         async with made.admitted("red", 2, 0), made.admitted("blue", 1, 0):
@@ -95,7 +95,7 @@ def test_concurrency_waits_share_and_bound_refuse():
             assert (refused.value.status, refused.value.code) == (429, "queue_share")
             waits += [asyncio.ensure_future(made.admitted("blue", 1, 0).__aenter__()) for _ in range(7)]
             await asyncio.sleep(0)
-            with pytest.raises(QueueFull, match="of 10"):
+            with pytest.raises(QueueFull, match="the limit is 10"):
                 await made.admitted("blue", 1, 0).__aenter__()
             async with made.admitted("green", 1, 0):
                 assert not any(wait.done() for wait in waits)

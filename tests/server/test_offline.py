@@ -372,7 +372,7 @@ def test_closing_a_stream_cancels(allm):
     [
         ({"model": "/nope"}, "model folder '/nope' does not exist; expected a folder with config.json"),
         ({"tokenizer": "./nope"}, "tokenizer folder './nope' does not exist"),
-        ({"model": "no/such"}, "is not a folder here, and the Hub did not give it"),
+        ({"model": "no/such"}, "is not a local folder, and downloading it from the Hub failed"),
         ({"tensor_parallel_size": 2}, "unknown setting 'tensor_parallel_size'; say mesh=\"1xT\""),
         ({"data_parallel_size": 2}, 'say mesh="RxT" with mode="colocated"'),
         ({"disable_radix_cache": True}, "say enable_prefix_caching=False"),

@@ -125,7 +125,7 @@ def test_a_run_broken_off_and_resumed_ends_with_the_same_weights(
     assert distill(*words, "--steps", 61) == 2
     assert "steps was 60, is 61" in capsys.readouterr().err
     assert distill(*words, "--resume") == 0
-    assert "going on from step 23 of 60" in capsys.readouterr().out
+    assert "resuming from step 23 of 60" in capsys.readouterr().out
     weights = [(path / "model.safetensors").read_bytes() for path in (made, tmp_path / "draft")]
     assert weights[0] == weights[1]
     reports = [json.loads((path / "acceptance.json").read_text()) for path in (made, tmp_path / "draft")]
@@ -182,7 +182,7 @@ def test_text_that_was_broken_off_is_generated_again_as_it_was(target: Path, tmp
         ("--mesh 2x1", "mesh='2x1' must be 1xT"),
         ("--model ./nowhere", "'./nowhere' does not exist"),
         ("--prompts nowhere.txt", "nowhere.txt' does not exist"),
-        ("--resume", "has no checkpoint to go on from"),
+        ("--resume", "has no checkpoint to resume from"),
         ("--lenght 3", "did you mean --length?"),
     ],
 )
