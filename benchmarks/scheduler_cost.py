@@ -274,8 +274,8 @@ def promise(new: int, running: int, times: int) -> dict[str, object]:
         for _ in range(times):
             began = time.process_time()
             terms = terms_of(view, idle_of(view, 0.0), draft=0, margin=0.05)
-            nobody, come = (prompts_of(view, count, 256) for count in (0, new))
-            kept = admitted(standing_of(view, nobody, 256), come, terms)
+            none, come = (prompts_of(view, count, 256) for count in (0, new))
+            kept = admitted(standing_of(view, none, 256), come, terms)
             spent.append(time.process_time() - began)
     row = {"program": "dp", "new": new, "running": running, "admitted": int(kept.sum())}
     return row | milliseconds("admit", spent)

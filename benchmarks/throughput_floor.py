@@ -30,7 +30,7 @@ VARIANTS = [
     "kairos:literal",
     "prefill=sedf,decode=kairos",
     "slos_serve:no_admit",
-    "unified:keep=0.1",
+    "unified:protect=0.1",
 ]
 
 

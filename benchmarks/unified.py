@@ -57,7 +57,7 @@ SYSTEMS = {
     "distserve": System("published", "distserve"),
     "kairos as written": System("published", "kairos:literal"),
     "flowprefill as written": System("published", "flowprefill:literal", boundary="op"),
-    "fairbatching as written": System("published", "fairbatching:anchor=arrival+margin=1", colocated=True),
+    "fairbatching as written": System("published", "fairbatching:anchor=arrival+use=1", colocated=True),
     "slos_serve": System("published", "slos_serve", colocated=True),
     "deflect, faster": System("published", "distserve", "deflect:faster"),
     "deflect, slo": System("published", "distserve", "deflect:slo"),

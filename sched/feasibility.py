@@ -24,7 +24,7 @@ GRID = 64  # tokens: chunks in mixed steps are multiples of it
 STAIR = 4  # ratio of average to marginal cost per token that indicates a padded step
 JOIN = 0.97  # share of the time to a deadline that steps may use while a late joiner catches up
 BEHIND = 8.0  # tpot: a row later than this no longer shortens the steps of the others
-NOBODY: Order = np.arange(0)
+NO_ROWS: Order = np.arange(0)
 CATCH_UP = 100.0  # tokens: a row that needs more to catch up is assumed to end first
 ROUNDING = 1e-9  # share of a step: tolerance for sums of floats
 PATIENCE = 4.0  # tpot or steps, whichever is longer, that a row may be left out before it joins again
@@ -342,19 +342,19 @@ def late_joiners(view: View, share: float = 0.1, lately: int = 20) -> Order:
     decoded = promised(rows, rows.context - rows.length)
     fresh = np.flatnonzero(decoded <= 1)
     if not len(fresh) or len(fresh) == len(rows):
-        return NOBODY
+        return NO_ROWS
     slack = promised(rows, rows.deadline) - view.start
     every = view.perf.step_time(decode_load(rows))
     late = fresh[JOIN * slack[fresh] < every]
     if not len(late):
-        return NOBODY
+        return NO_ROWS
     alone = view.perf.step_time(load_of(rows.context[late]))
     if np.count_nonzero(decoded <= lately) * alone > share * lately * tightest_tpot(rows) * len(late):
-        return NOBODY
+        return NO_ROWS
     late = late[slack[late] + rows.tpot[late] >= alone + every]  # on time with this token or the next one
     on_time = (slack >= every) & (slack < alone + every)
     on_time[late] = False
-    return NOBODY if on_time.any() else late
+    return NO_ROWS if on_time.any() else late
 
 
 def keeps_objectives(rows: QueueView, start: float, seconds: float) -> bool:

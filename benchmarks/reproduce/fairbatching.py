@@ -151,7 +151,7 @@ PARTS = {
     "FB": ("fairbatching", "+2.4 % over FB-TB"),
     "FB-PAB": ("fairbatching/pab:refuse", "+52.1 % over FB"),
     "FB anchored at the arrival": ("fairbatching:anchor=arrival", None),
-    "FB with all of the budget": ("fairbatching:margin=1.0", None),
+    "FB with all of the budget": ("fairbatching:use=1.0", None),
     "FB, largest on-time set first": ("fairbatching:on_time_set", None),
 }
 OVER = {"vLLM": "Sarathi", "FB-FB (fixed budget)": "vLLM", "FB-TB (token budget)": "FB-FB (fixed budget)"}

@@ -46,24 +46,24 @@ class FairBatching:
 
     anchor: what decode deadlines count from. `first`: the actual first token. `arrival`: arrival + TTFT,
         as published, which cannot hold the worst-case mean TPOT.
-    margin: share of the budget that is used. At 1, every prediction error is a miss.
+    use: share of the budget that is used. At 1, every prediction error is a miss.
     budget: `slo`: as above. `tokens`: the same budget, filled by a model that sees tokens but not
         contexts (FB-TB in the paper). `fixed:N`: N tokens regardless of slack. `fixed`: as many tokens
-        as take `margin` of the tightest TPOT (FB-FB).
+        as take `use` of the tightest TPOT (FB-FB).
     on_time_set: put the largest set of prompts that can be on time first, instead of ordering by slack,
         which puts late prompts first and so makes others late.
     """
 
     def __init__(
-        self, anchor: str = "first", margin: float = 0.95, budget: str = "slo", on_time_set: bool = False
+        self, anchor: str = "first", use: float = 0.95, budget: str = "slo", on_time_set: bool = False
     ) -> None:
         if anchor not in ("first", "arrival"):
             raise InvalidValue(f"fairbatching {anchor=} must be first or arrival", "anchor")
-        if not 0 < margin <= 1:
-            raise InvalidValue(f"fairbatching {margin=} must be more than 0 and at most 1", "margin")
+        if not 0 < use <= 1:
+            raise InvalidValue(f"fairbatching {use=} must be more than 0 and at most 1", "use")
         self._anchored = anchor == "first"
-        self._margin = margin
-        self._budget = _budget(budget, margin)
+        self._use = use
+        self._budget = _budget(budget, use)
         self._on_time_set = on_time_set
 
     def decide(self, view: View) -> Decision:
@@ -131,18 +131,18 @@ class FairBatching:
         return np.concatenate([first, left[np.lexsort((work[left], rows.best_effort[left]))]])
 
     def _speed(self, view: View) -> float:
-        return 1.0 if view.role is Role.PREFILL else piggyback_speed(view, self._margin * tightest_tpot(view.decode))
+        return 1.0 if view.role is Role.PREFILL else piggyback_speed(view, self._use * tightest_tpot(view.decode))
 
 
-def _budget(text: str, margin: float) -> Callable[[View, float], Budget]:
+def _budget(text: str, use: float) -> Callable[[View, float], Budget]:
     """Parse `budget` into a function of a view and the seconds its decodes can wait."""
     name, colon, count = text.partition(":")
     if text == "slo":
-        return lambda view, seconds: Budget(view.perf.step_time, margin * seconds, seconds, view.perf.step_time)
+        return lambda view, seconds: Budget(view.perf.step_time, use * seconds, seconds, view.perf.step_time)
     if text == "tokens":
-        return lambda view, seconds: _by_tokens(view, margin * seconds, seconds)
+        return lambda view, seconds: _by_tokens(view, use * seconds, seconds)
     if name == "fixed" and (not colon or (count.isdecimal() and int(count) > 0)):
-        return lambda view, seconds: _fixed(view, int(count or 0) or stall_free_tokens(view, margin))
+        return lambda view, seconds: _fixed(view, int(count or 0) or stall_free_tokens(view, use))
     raise InvalidValue(f"fairbatching budget={text!r} must be slo, tokens, fixed or fixed:N with N tokens", "budget")
 
 

@@ -15,7 +15,7 @@ from .ordered import LONG, aged, checked_share, longs_turn, sort
 
 ORDERS = ("sedf", "deadline_edf", "edf")
 CANDIDATES = 64  # prompts considered for a batch
-NOBODY = (2.0,)  # rank of a step without live requests: it only holds pages
+EMPTY_RANK = (2.0,)  # rank of a step without live requests: it only holds pages
 
 Rank = tuple[float, ...]  # (best effort, late, deadline); the lowest rank runs first
 
@@ -71,7 +71,7 @@ class FlowPrefill:
         due = np.where(late, -rows.deadline, rows.deadline) if self._literal else rows.deadline
         order = self._sorted(view, late, due)
         head = int(order[0]) if len(order) else None
-        rank = NOBODY if head is None else (rows.best_effort[head], float(late[head]), due[head])
+        rank = EMPTY_RANK if head is None else (rows.best_effort[head], float(late[head]), due[head])
         if view.running is not None:
             return Decision(preempt=self._stops(view, view.running, head, rank))
         owed = next((task for task in view.suspended if self._owed(view, task)), None)
@@ -108,7 +108,7 @@ class FlowPrefill:
 
     def _rank(self, view: View, task: Task) -> Rank:
         """Return the rank of a step: the best rank of its requests."""
-        return min((self._rank_in(view, task, request) for request in task.requests), default=NOBODY)
+        return min((self._rank_in(view, task, request) for request in task.requests), default=EMPTY_RANK)
 
     def _rank_in(self, view: View, task: Task, request: RequestView) -> Rank:
         due = request.deadline
@@ -131,7 +131,7 @@ class FlowPrefill:
         if self._owed(view, running):
             return False
         mine = self._rank(view, running)
-        best = min((self._rank(view, task) for task in view.suspended), default=NOBODY)
+        best = min((self._rank(view, task) for task in view.suspended), default=EMPTY_RANK)
         if head is not None and rank < best and self._fits(view, head):
             best = rank
         return best < mine and (self._literal or best[1] == 0.0)

@@ -30,14 +30,14 @@ class PrefillFirst:
         ready, later = admissible(view, first_come(view))
         batch = Batch(view, lambda load: load.prefill, self._tokens)
         last = view.prefill.best_effort[ready] > 0
-        everybody = np.arange(len(view.decode))
+        all_rows = np.arange(len(view.decode))
         batch.prompts(ready[~last], whole=True)
         if not len(batch):
             batch = Batch(view, _nothing, 0.0)
-            batch.decode(everybody, always=True)
+            batch.decode(all_rows, always=True)
             batch.prompts(ready[last], whole=True)
             batch.prompts(later, whole=True)
-        return batch.decision(everybody if _unsure(view) else everybody[:0])
+        return batch.decision(all_rows if _unsure(view) else all_rows[:0])
 
 
 def _unsure(view: View) -> bool:

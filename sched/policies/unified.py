@@ -26,7 +26,7 @@ from ..api.policy import Decision, Grant, Order, QueueView, Role, Task, View, on
 from ..api.request import BEST_EFFORT, State
 from ..feasibility import (
     BEHIND,
-    NOBODY,
+    NO_ROWS,
     Mask,
     deadlines,
     decode_load,
@@ -63,11 +63,11 @@ class Unified:
     """On-time sets for prompts, shedding for decodes, piggybacked prefill on shared instances.
 
     share, stretch, cushion: see `feasibility.mixed_bound`.
-    keep: share (0 to 1) of the prompts of 64K tokens and more that never lose their place in the on-time
+    protect: share (0 to 1) of the prompts of 64K tokens and more that never lose their place in the on-time
         set to shorter ones.
     ageing: share of the time in which prompts that cannot be on time go first, oldest first, so that they
         do not starve.
-    margin: share of the TPOT that a joint decode step may take.
+    decode_share: share of the TPOT that a joint decode step may take.
     patience: a row left out decodes again after this many TPOT.
     preempt: whether running prefill steps may be preempted.
     pack: see `_together`.
@@ -78,9 +78,9 @@ class Unified:
         share: float = SHARE,
         stretch: float = STRETCH,
         cushion: float = 0.75,
-        keep: float = 0.0,
+        protect: float = 0.0,
         ageing: float = 0.02,
-        margin: float = 0.97,
+        decode_share: float = 0.97,
         patience: float = 4.0,
         preempt: bool = True,
         pack: float = 0.6,
@@ -88,9 +88,9 @@ class Unified:
         self._share = share
         self._stretch = stretch
         self._cushion = cushion
-        self._keep = keep
+        self._protect = protect
         self._ageing = ageing
-        self._margin = margin
+        self._decode_share = decode_share
         self._patience = patience
         self._preempt = preempt
         self._pack = pack
@@ -101,7 +101,7 @@ class Unified:
         if view.running is not None:
             return Decision(preempt=self._preempt and self._stops(view, view.running))
         hope = self._hope(view)
-        late = late_joiners(view) if hope and view.role is Role.DECODE else NOBODY
+        late = late_joiners(view) if hope and view.role is Role.DECODE else NO_ROWS
         if len(late):
             return Decision(one_each(view.decode[row] for row in late.tolist()))
         longest = self._longest(view, hope)
@@ -189,7 +189,7 @@ class Unified:
             brief = longest.brief < longest.mixed  # decodes that can wait then skip the steps of a prompt
             work = np.where(work <= longest.mixed, work, slow) if brief else slow
         jobs = [_job(view, task) for task in view.suspended]
-        kept = np.concatenate([self._kept(rows), np.zeros(len(jobs), bool)]) if self._keep else None
+        kept = np.concatenate([self._kept(rows), np.zeros(len(jobs), bool)]) if self._protect else None
         every = on_time_set(view.start, *_with(deadline, work, jobs), kept)
         chosen, picked = every[: len(rows)], every[len(rows) :].tolist()
         on_time = np.flatnonzero(chosen)
@@ -223,7 +223,7 @@ class Unified:
     def _kept(self, rows: QueueView) -> Mask:
         kept: Mask = rows.length >= LONG
         for row in np.flatnonzero(kept).tolist():
-            kept[row] = _draw(rows[row].id) < self._keep
+            kept[row] = _draw(rows[row].id) < self._protect
         return kept
 
     def _stops(self, view: View, running: Task) -> bool:
@@ -259,7 +259,7 @@ class Unified:
         if not isfinite(tpot):
             return True
         every = view.perf.step_time(decode_load(rows))
-        if every <= self._margin * tpot:
+        if every <= self._decode_share * tpot:
             return view.role is Role.DECODE or keeps_objectives(rows, view.start, every)
         alone = view.perf.step_time(load_of(rows.context[[rows.context.argmin()]]))
         among = self._patience * tpot / alone
@@ -272,7 +272,7 @@ class Unified:
         if few is not None:
             return one_each(rows[row] for row in few.tolist())
         count, context = len(rows), rows.context
-        limit = self._margin * tightest_tpot(rows)
+        limit = self._decode_share * tightest_tpot(rows)
         if view.kv_waiting or view.perf.step_time(decode_load(rows)) <= limit:
             return one_each(rows)
         order = np.argsort(context, kind="stable")

@@ -36,9 +36,9 @@ class Unified(Router):
     """A router that places each prompt where it is predicted to finish first, and moves prompts that would be late.
 
     If an instance cannot finish all its waiting prompts on time, the longest prompt that another
-    instance is predicted to finish in `margin` of its remaining time moves there, until the others
+    instance is predicted to finish in `move_share` of its remaining time moves there, until the others
     are on time. Distant predictions are uncertain, because more prompts will arrive there; hence
-    `margin`. A move that takes less than `SOON` may take `SURE` of the remaining time. A prompt
+    `move_share`. A move that takes less than `SOON` may take `SURE` of the remaining time. A prompt
     that cannot be on time where it waits moves to an instance that can still meet its TTFT.
 
     A decode instance computes prompts in what steps of `share` of the tightest tpot leave beside
@@ -50,14 +50,14 @@ class Unified(Router):
 
     def __init__(
         self,
-        margin: float = 0.2,
+        move_share: float = 0.2,
         share: float = SHARE,
         stretch: float = STRETCH,
         early: float = 0.5,
         change_roles: bool = True,
         decode_in_place: bool = True,
     ) -> None:
-        self._margin = margin
+        self._move_share = move_share
         self._early = early
         self._share = share
         self._stretch = stretch
@@ -151,7 +151,7 @@ class Unified(Router):
                 return False
             for server in sorted(servers, key=lambda one: (one.free, one.speed)):
                 ends = server.ends(request, int(rows.hit[row]), float(work[row]))
-                if ends - fleet.now <= max(self._margin * left, min(SOON, sure * left)):
+                if ends - fleet.now <= max(self._move_share * left, min(SOON, sure * left)):
                     moves.append(Move(request.id, index, server.index, ends))
                     server.free = max(server.free, ends)
                     server.join(request, int(rows.hit[row]))

@@ -81,14 +81,14 @@ class KairosDecode:
         gains = self._literal or keeps_objectives(view.decode, view.start, float(seconds[best]))
         return best + 1 if rate[best] > 0 and gains else len(order)
 
-    def _allowed(self, view: View, everybody: float) -> float | None:
+    def _allowed(self, view: View, all_seconds: float) -> float | None:
         """Return the longest duration of a step that leaves rows out, or None if none may be left out."""
         rows = view.decode
         slack: Array = rows.deadline - view.start
         if self._literal:
             slack -= view.perf.decode_times(np.ones(len(rows)), rows.context, rows.context)
             return float(slack.min())
-        slack -= everybody
+        slack -= all_seconds
         slack[rows.best_effort > 0] = np.inf
         if self._starved(view, slack):
             return None

@@ -31,7 +31,7 @@ from ...api.request import State
 from ...feasibility import (
     BEHIND,
     GRID,
-    NOBODY,
+    NO_ROWS,
     Mask,
     decode_load,
     fitting,
@@ -116,7 +116,7 @@ class SlosServe:
         """Return the promised rows of `view.prefill` by deadline, and the rows that are declined now."""
         rows = view.prefill
         count = rows.standard
-        declined = self._declined(view, terms, count) if self._admit and count else NOBODY
+        declined = self._declined(view, terms, count) if self._admit and count else NO_ROWS
         order = rows.deadline[:count].argsort(kind="stable")
         if len(declined):
             stays = np.ones(count, dtype=bool)
@@ -144,7 +144,7 @@ class SlosServe:
     def _undecided(self, rows: QueueView, count: int) -> Order:
         """Return the new requests among the first `count`. Those that run or have run count as promised."""
         if self._decided == (rows, rows.members):
-            return NOBODY
+            return NO_ROWS
         promised = self._promised
         if len(promised) > 64 + 4 * count:
             promised.intersection_update([one.id for one in islice(rows, count)])
@@ -252,7 +252,7 @@ class _Step:
     def _drafts(self, rows: QueueView) -> Order:
         """Return the tokens that each row verifies, or an empty array if no row drafts."""
         if max(self._pace.lengths) == 1:
-            return NOBODY
+            return NO_ROWS
         lengths, tpot = np.ones(len(rows), dtype=np.intp), rows.tpot[: self._count]
         lengths[: self._count] = np.array(self._pace.lengths)[tier_of(tpot, tiers(tpot))]
         return lengths

@@ -30,7 +30,7 @@ class Windows:
         self._rank = rank.astype(np.intp)
         self._start: Array = np.zeros(0)
         self._end: Array = np.zeros(0)
-        self._who: Ranks = np.zeros(0, dtype=np.intp)  # rank of the job that runs
+        self._ranks: Ranks = np.zeros(0, dtype=np.intp)  # rank of the job that runs
 
     def fits(self, jobs: Sequence[int], work: Sequence[float]) -> bool:
         """Return whether all these jobs fit. If they do, they become the accepted jobs."""
@@ -70,53 +70,53 @@ class Windows:
         release, rank = self._release[job], self._rank[job]
         first = int(np.searchsorted(self._end, release, side="right"))
         lengths = self._end[first:] - np.maximum(self._start[first:], release)
-        used = np.cumsum(np.bincount(self._who[first:], weights=lengths, minlength=len(self.due)))
+        used = np.cumsum(np.bincount(self._ranks[first:], weights=lengths, minlength=len(self.due)))
         return float(np.min(self.due[rank:] - release - used[rank:]))
 
     def accept(self, job: int, seconds: float) -> None:
         """Accept seconds of a job that `room` found possible, displacing jobs that are due later, in turn."""
         release, rank = float(self._release[job]), int(self._rank[job])
         first = int(np.searchsorted(self._end, release, side="right"))
-        columns = (self._start[first:], self._end[first:], self._who[first:])
+        columns = (self._start[first:], self._end[first:], self._ranks[first:])
         old = zip(*(column.tolist() for column in columns), strict=True)
         extra = [[rank, seconds]]  # a heap of work to place in addition to the old schedule
         pieces: list[tuple[float, float, int]] = []
         now, seen = release, 0
-        for start, end, who in old:
+        for start, end, rank in old:
             now = _run(extra, now, start, pieces) if now < start else now
             if not extra:
                 break
             seen += 1
             if start < now:
-                _add(pieces, start, now, who)
+                _add(pieces, start, now, rank)
             now = max(now, start)
-            if who <= extra[0][0]:
-                _add(pieces, now, end, who)
+            if rank <= extra[0][0]:
+                _add(pieces, now, end, rank)
             else:
                 displaced = end - now
-                now = _run(extra, now, end, pieces, below=who)
+                now = _run(extra, now, end, pieces, below=rank)
                 displaced -= end - now
                 if now < end:
-                    _add(pieces, now, end, who)
+                    _add(pieces, now, end, rank)
                 if displaced > 0:
-                    heappush(extra, [who, displaced])
+                    heappush(extra, [rank, displaced])
             now = end
         _run(extra, now, np.inf, pieces)
         self._splice(first, pieces, seen)
 
     def _splice(self, first: int, pieces: Sequence[tuple[float, float, int]], seen: int | None = None) -> None:
         last = len(self._start) if seen is None else first + seen
-        start, end, who = zip(*pieces, strict=True) if pieces else ((), (), ())
+        start, end, rank = zip(*pieces, strict=True) if pieces else ((), (), ())
         self._start = np.concatenate((self._start[:first], np.array(start), self._start[last:]))
         self._end = np.concatenate((self._end[:first], np.array(end), self._end[last:]))
-        self._who = np.concatenate((self._who[:first], np.array(who, dtype=np.intp), self._who[last:]))
+        self._ranks = np.concatenate((self._ranks[:first], np.array(rank, dtype=np.intp), self._ranks[last:]))
 
 
-def _add(pieces: list[tuple[float, float, int]], start: float, end: float, who: int) -> None:
+def _add(pieces: list[tuple[float, float, int]], start: float, end: float, rank: int) -> None:
     """Add a piece, merged with the last one if it continues it: this keeps the schedule short."""
-    if pieces and pieces[-1][1] == start and pieces[-1][2] == who:
+    if pieces and pieces[-1][1] == start and pieces[-1][2] == rank:
         start = pieces.pop()[0]
-    pieces.append((start, end, who))
+    pieces.append((start, end, rank))
 
 
 def _run(

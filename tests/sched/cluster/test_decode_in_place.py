@@ -92,7 +92,7 @@ def test_unified_decodes_where_prompts_were_computed_while_rows_are_lacking() ->
     arrivals = [Arrival(0.05 * one, 20, 400, SLO(ttft=0.0075, tpot=0.008)) for one in range(15)]
     apart, both = (
         simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(routing=routing, rows=8))
-        for routing in ("unified:no-decode_in_place+no-change_roles", "unified")
+        for routing in ("unified:no-decode-in-place+no-change-roles", "unified")
     )
     waited, waits = (max(one.largest_gap for one in report.measured) for report in (apart, both))
     assert waited > 0.4 and waits < 0.05
@@ -111,7 +111,7 @@ def test_the_longest_kept_row_leaves_first_and_who_waits_is_kept_instead() -> No
     arrivals = [Arrival(0.03 * one, 20 + 15 * (one % 3), 200 + 37 * (one % 7), SLO(0.02, 0.02)) for one in range(99)]
     with patch.object(Scheduler, "leave", leaves):
         report = simulate(
-            arrivals, "unified", Mesh(2), LATENCY, options=Options(routing="unified:no-change_roles", rows=8)
+            arrivals, "unified", Mesh(2), LATENCY, options=Options(routing="unified:no-change-roles", rows=8)
         )
     assert all(one == kept[-1] for one, kept, _ in left) and report.summary.reasons == {"stop": 99}
     chosen = [waits for _, kept, waits in left if len(kept) > 1]

@@ -42,7 +42,7 @@ def test_the_budget_is_the_least_slack_less_the_margin() -> None:
     """80 ms of slack: 76 ms, of which 10 are fixed and 1 a row; both rows are due within 80 + 50 ms."""
     at = view([prompt(0, 5000)], [decoding(1, 0.08), decoding(2, 0.12)])
     assert step("fairbatching", at) == [(1, 1), (2, 1), (0, 640)]
-    assert step("fairbatching:margin=1.0", at) == [(1, 1), (2, 1), (0, 680)]
+    assert step("fairbatching:use=1.0", at) == [(1, 1), (2, 1), (0, 680)]
 
 
 def test_the_budget_is_never_less_than_the_tightest_tpot() -> None:
@@ -106,10 +106,10 @@ def test_without_decodes_only_the_token_limit_bounds_a_step() -> None:
 def test_anchored_at_the_arrival_an_early_first_token_leaves_slack() -> None:
     """TTFT 1 s and the first token after 0.2 s: 0.8 s more than what is due."""
     at = view([prompt(0, 8000)], [decoding(1, 0.05, first=0.2)])
-    assert step("fairbatching:margin=1.0", at) == [(1, 1), (0, 390)]
-    assert step("fairbatching:margin=1.0+anchor=arrival", at) == [(1, 1), (0, 8000)]
+    assert step("fairbatching:use=1.0", at) == [(1, 1), (0, 390)]
+    assert step("fairbatching:use=1.0+anchor=arrival", at) == [(1, 1), (0, 8000)]
     tight = view([prompt(0, 8000)], [decoding(1, 0.05, first=0.5)], perf=STEEP)
-    assert step("fairbatching:margin=1.0+anchor=arrival", tight)[1] == (0, 5380)  # 550 ms: 10 fixed, 1 + 1 for the row
+    assert step("fairbatching:use=1.0+anchor=arrival", tight)[1] == (0, 5380)  # 550 ms: 10 fixed, 1 + 1 for the row
 
 
 def test_a_fixed_budget_is_in_tokens_whatever_the_slack() -> None:
@@ -210,7 +210,7 @@ def test_requests_without_objectives_are_served() -> None:
     ("name", "allowed"),
     [
         ("fairbatching:anchor=now", "first or arrival"),
-        ("fairbatching:margin=0", "more than 0"),
+        ("fairbatching:use=0", "more than 0"),
         ("fairbatching:budget=fixed:0", "slo, tokens, fixed"),
         ("fairbatching:budget=many", "slo, tokens, fixed"),
         ("fairbatching:ontime", "on_time_set"),

@@ -82,8 +82,8 @@ def test_a_prompt_that_may_not_lose_its_place_stays_in_the_set() -> None:
     long = prompt(0, 70_000, slo=SLO(ttft=75.0))
     short = [prompt(one, 4000, slo=SLO(ttft=75.0)) for one in range(1, 4)]
     at = view([long, *short], [], limits=replace(LIMITS, tokens=100_000))
-    assert granted(Unified(keep=0.0, ageing=0.0).decide(at)) == [1, 2, 3]
-    kept = granted(Unified(keep=1.0, ageing=0.0, pack=1.0).decide(at))
+    assert granted(Unified(protect=0.0, ageing=0.0).decide(at)) == [1, 2, 3]
+    kept = granted(Unified(protect=1.0, ageing=0.0, pack=1.0).decide(at))
     assert 0 in kept and len(kept) == 2
 
 
@@ -157,7 +157,7 @@ def test_a_row_that_joined_late_has_short_steps_until_it_is_on_time() -> None:
 
 def test_rows_that_joined_behind_a_long_step_decode_alone_where_nobody_else_is_late_for_it() -> None:
     """A step of both takes 70 ms, for the row of 60,000 tokens; the one that joined is due in 40 and takes 11 alone."""
-    joined, policy = decoding(0, 1000, due=0.04), Unified(margin=2.0)  # which leaves nobody out
+    joined, policy = decoding(0, 1000, due=0.04), Unified(decode_share=2.0)  # which leaves nobody out
 
     def steps(*rows: Request, role: Role = Role.DECODE) -> list[int]:
         return granted(policy.decide(view([], list(rows), role=role, limits=LIMITS)))
@@ -263,7 +263,7 @@ def test_prompts_find_rows_where_those_of_the_decode_instance_are_taken() -> Non
     arrivals = [Arrival(0.07 * one, 200, 200, SLO(ttft=0.5, tpot=0.01)) for one in range(100)]
     apart, both = (
         simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(routing=routing, rows=4))
-        for routing in ("unified:no-change_roles", "unified")
+        for routing in ("unified:no-change-roles", "unified")
     )
     assert apart.summary.attained < both.summary.attained
 

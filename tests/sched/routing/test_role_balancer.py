@@ -118,7 +118,7 @@ def test_long_answers_to_short_prompts_find_rows_where_a_prefill_instance_has_no
         return report.summary.attained
 
     with patch.object(Cluster, "set_roles", noted):
-        stay = run("unified:no-decode_in_place+no-change_roles")
+        stay = run("unified:no-decode-in-place+no-change-roles")
         assert not changes
-        assert run("unified:no-decode_in_place") > stay + 0.1
+        assert run("unified:no-decode-in-place") > stay + 0.1
     assert [role for change in changes for role in change.values()][:2] == [D, P]

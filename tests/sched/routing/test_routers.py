@@ -166,27 +166,27 @@ def test_deflect_dropped_moves_who_lost_its_place_and_could_be_on_time_elsewhere
 
 def test_unified_moves_the_longest_that_another_instance_can_do_in_time() -> None:
     """1.2 + 0.9 + 0.6 s of work due in 2: one of them must go, and has a share of the time on another."""
-    unified = routing.make("unified:margin=0.7+early=1")
+    unified = routing.make("unified:move_share=0.7+early=1")
     instances = [busy(P, 1200, 900, 600, due=2.0), instance(P), instance(D)]
     [move] = unified.redirect(fleet(instances))
     assert move[:3] == (50, 0, 1) and move.ends == pytest.approx(1.21)
     assert not unified.redirect(fleet(instances))  # nothing has come or gone since
-    tight = routing.make("unified:margin=0.5+early=1")
+    tight = routing.make("unified:move_share=0.5+early=1")
     [move] = tight.redirect(fleet([busy(P, 1200, 900, 600, due=2.0), instance(P)]))
     assert move == Move(51, 0, 1, move.ends)
-    assert not routing.make("unified:margin=0.1").redirect(fleet([busy(P, 1200, 900, 600, due=2.0), instance(P)]))
+    assert not routing.make("unified:move_share=0.1").redirect(fleet([busy(P, 1200, 900, 600, due=2.0), instance(P)]))
     half = [busy(P, 800, 700, due=2.0), instance(P)]
-    assert not routing.make("unified:margin=1.0+early=1").redirect(fleet(half))
-    [move] = routing.make("unified:margin=1.0+early=0.5").redirect(fleet(half))
+    assert not routing.make("unified:move_share=1.0+early=1").redirect(fleet(half))
+    [move] = routing.make("unified:move_share=1.0+early=0.5").redirect(fleet(half))
     assert move == Move(50, 0, 1, move.ends)
 
 
 def test_unified_moves_nobody_to_where_prompts_wait_for_pages() -> None:
     instances = [busy(P, 1200, 900, 600, due=2.0), instance(D)]
     instances[1].set_kv_waiting(1)
-    assert not routing.make("unified:margin=0.7").redirect(fleet(instances))
+    assert not routing.make("unified:move_share=0.7").redirect(fleet(instances))
     instances = [busy(P, 1200, 900, 600, due=2.0), instance(D)]
-    assert routing.make("unified:margin=0.7").redirect(fleet(instances))
+    assert routing.make("unified:move_share=0.7").redirect(fleet(instances))
 
 
 def crowded(role: Role, rows: int, tpot: float = 0.05) -> Scheduler:
@@ -210,7 +210,7 @@ def test_unified_has_all_instances_do_both_where_rows_are_what_is_lacking() -> N
         assert routing.make("unified").roles(fleet(lacks)) == {}
     four = [instance(P), instance(P), instance(P), crowded(D, 4)]  # four times as long; nobody has a prompt to compute
     assert routing.make("unified").roles(fleet(four)) == {0: D}
-    assert routing.make("unified:no-change_roles").roles(fleet([instance(P), crowded(D, 4)])) == {}
+    assert routing.make("unified:no-change-roles").roles(fleet([instance(P), crowded(D, 4)])) == {}
     assert routing.make("unified").roles(fleet([crowded(M, 4), crowded(M, 4)])) == {}
 
 
@@ -225,7 +225,7 @@ def test_roles_are_as_before_when_there_is_room_again_unless_somebody_else_has_c
     assert unified.roles(fleet([instance(M), instance(M)])) == {}
 
 
-@pytest.mark.parametrize("name", ["deflect:dropped", "unified:margin=1.0"])
+@pytest.mark.parametrize("name", ["deflect:dropped", "unified:move_share=1.0"])
 def test_who_has_begun_or_has_a_token_never_moves(name: str) -> None:
     one = busy(P, 1000, 1000, 1000, due=2.5)
     plan = one.plan(0.0, 0.0)
@@ -241,7 +241,7 @@ def test_who_has_begun_or_has_a_token_never_moves(name: str) -> None:
     prompts=st.lists(
         st.tuples(st.integers(1, 60), st.floats(0, 0.02), st.sampled_from([0.003, 0.01, 1.0])), max_size=12
     ),
-    name=st.sampled_from(["deflect:dropped", "unified:margin=1.0", "unified"]),
+    name=st.sampled_from(["deflect:dropped", "unified:move_share=1.0", "unified"]),
     roles=st.sampled_from([(P, D), (P, P, D, D), (M, M)]),
 )
 @settings(max_examples=examples(30))
