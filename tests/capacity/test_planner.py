@@ -105,9 +105,7 @@ def test_what_does_not_fit_ends_in_status_1_and_a_remedy(capsys: pytest.CaptureF
         (("--model", "llama3-8b", "--devices", "h200:2", "--compile"), "add --mesh, one of 2x1, 1x2"),
     ],
 )
-def test_what_a_person_got_wrong_is_named(
-    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_arguments_are_named(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     import re
 
     assert plan(*words) == 2

@@ -1,4 +1,4 @@
-"""A journal fed back gives the plans that were made; a changed policy shows as differences."""
+"""A replayed journal reproduces its plans, and a changed policy shows as differences."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_replay_reproduces_every_plan(jobs: list[Job], roles: str, policy: str, 
     assert outcome.plans == text.count('"kind":"planned"')
 
 
-def test_steps_know_what_was_predicted_of_them() -> None:
-    """The schedulers' model is the devices' own."""
+def test_steps_record_their_predicted_times() -> None:
+    """The scheduler's model equals that of the devices."""
     outcome = replay(recorded([Job(range(30), 6), Job(range(50, 59), 3)], "1x1", "distserve").splitlines(), perf)
     assert len(outcome.steps) > 5
     assert [step.predicted for step in outcome.steps] == pytest.approx([step.seconds for step in outcome.steps])
@@ -50,19 +50,19 @@ def test_a_changed_plan_shows_as_a_difference() -> None:
     assert difference.line == index + 1 and difference.instance == "mixed0"
 
 
-def test_no_prompt_is_written() -> None:
+def test_no_prompt_is_journaled() -> None:
     text = recorded([Job([424242] * 12, 3)], "1x1", "distserve")
     assert "424242" not in text
 
 
-def test_a_broken_line_is_named() -> None:
+def test_a_malformed_line_is_named() -> None:
     with pytest.raises(InvalidValue, match="line 1 is not JSON"):
         replay(["{"], perf)
 
 
 @pytest.mark.parametrize("kept", [1, 20, -1])
-def test_a_cut_last_line_is_ignored(kept: int) -> None:
-    """A process that is killed, or a disk that is full, cuts the last line."""
+def test_a_truncated_last_line_is_ignored(kept: int) -> None:
+    """A killed process or a full disk truncates the last line."""
     lines = recorded([Job(range(9), 4, 0.0), Job(range(12), 3, 0.1)], "2x1", "kairos").splitlines()
     whole, cut = lines[: len(lines) // 2], lines[len(lines) // 2][:kept]
     outcome = replay([*whole, cut], perf)

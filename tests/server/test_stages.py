@@ -77,7 +77,7 @@ def test_stages_of_the_settings_are_those_of_a_program(live, tokenizer, monkeypa
     assert (thinks.budget, answers.budget) == pytest.approx((3 * 2.0, 3 * 9.0))
 
 
-def test_without_stages_nothing_is_looked_for(live, monkeypatch, requests):
+def test_without_stages_no_marker_is_searched_for(live, monkeypatch, requests):
     served(live, monkeypatch, (9,))
     ask(live, [TURN, 40])
     one = requests.pop()

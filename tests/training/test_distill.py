@@ -186,7 +186,7 @@ def test_text_that_was_broken_off_is_generated_again_as_it_was(target: Path, tmp
         ("--lenght 3", "did you mean --length?"),
     ],
 )
-def test_what_a_person_got_wrong_is_named(words: str, said: str, tmp_path: Path, capsys: Any) -> None:
+def test_invalid_arguments_are_named(words: str, said: str, tmp_path: Path, capsys: Any) -> None:
     try:
         status = distill("--out", tmp_path / "draft", *words.split())
     except SystemExit as ended:  # what the parser itself refuses

@@ -14,11 +14,11 @@ from jaxserve.sched.instance.scheduler import Scheduler
 from tests.support.sched.complete import ROLES
 from tests.support.sched.harness import Job, simulate
 
-TPOT = 0.125  # a power of two: sums of it are exact
+TPOT = 0.125  # a power of two, so that its sums are exact
 
 
 class Watched(Scheduler):
-    """Checks after every plan and result that the budget is that of the tokens which are sampled or on their way."""
+    """A scheduler that checks after every plan and result that budgets count the tokens sampled or in flight."""
 
     def plan(self, *args: Any) -> StepPlan | None:
         made = super().plan(*args)
@@ -42,7 +42,7 @@ class Watched(Scheduler):
 
 
 def every(count: int) -> Callable[[str, StepPlan], bool]:
-    """Each `count`-th step fails, up to the 40th: after that the requests shall end."""
+    """Fail every `count`-th step up to the 40th, so that requests still end."""
     steps = [0]
 
     def fails(name: str, plan: StepPlan) -> bool:

@@ -1,4 +1,4 @@
-"""Roles that change while requests are served: nothing is lost, whatever changes into what, and whenever."""
+"""Role changes while requests are served: no request is lost, whatever the change and its time."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_no_change_of_roles_loses_anything_under_any_policy(policy: str) -> None
         check(policy, case, jobs, shape, random_turns(draw, draw.randint(1, 20)))
 
 
-# what is journalled
+# Journal
 
 
 @settings(max_examples=examples(40))
@@ -65,15 +65,15 @@ def test_no_change_of_roles_loses_anything_under_any_policy(policy: str) -> None
     lead=st.sampled_from([0.0, 0.0005]),
     turns=TURNS,
 )
-def test_changes_of_roles_are_journalled(jobs, mesh, policy, first, lead, turns) -> None:  # type: ignore[no-untyped-def]
+def test_changes_of_roles_are_journaled(jobs, mesh, policy, first, lead, turns) -> None:  # type: ignore[no-untyped-def]
     check_replay(journalled(jobs, mesh, policy, {"first_token": first, "lead": lead}, turns))
 
 
-# what happens in particular
+# Single cases
 
 
-def test_what_decodes_moves_where_its_instance_prefills_from_now_on() -> None:
-    """Swapped in the middle of decoding: the row goes over, and its KV is not computed again."""
+def test_running_decodes_move_away_from_an_instance_that_becomes_prefill() -> None:
+    """If roles are swapped during decoding, the row moves and its KV is not recomputed."""
     jobs = [Job(range(30), 60)]
     still = run([], jobs)
     swapped = run([(0.02, {0: D, 1: P})], jobs)
@@ -86,24 +86,24 @@ def test_what_decodes_moves_where_its_instance_prefills_from_now_on() -> None:
     assert computed == {"prefill0": 30, "decode1": 0}
 
 
-def test_what_decodes_stays_where_there_is_no_room_elsewhere() -> None:
-    """The other instance has one row, and it is taken for long: who decodes goes on beside the prompts that come."""
+def test_running_decodes_stay_if_no_other_instance_has_a_slot() -> None:
+    """The only slot elsewhere is taken for long, so the row keeps decoding beside arriving prompts."""
     jobs = [Job(range(40), 60), Job(range(100, 140), 60), Job(range(200, 230), 4, arrival=0.03)]
     outcome = run([(0.025, {1: P, 2: D})], jobs, (P, D, P), rows=1, routing="round_robin")
     gaps = [max(b - a for a, b in pairwise(one.token_times)) for one in outcome.requests[:2]]
     assert all(request.drops == 0 for request in outcome.requests)
-    assert gaps[0] < 0.02, "the row that stays was stopped"
+    assert gaps[0] < 0.02, "the remaining decode was stopped"
 
 
-def test_prompts_that_wait_go_where_prompts_come_to() -> None:
+def test_waiting_prompts_move_to_the_new_prefill_instance() -> None:
     jobs = [Job(range(n * 100, n * 100 + 60), 3) for n in range(6)]
     outcome = run([(0.0005, {1: D})], jobs, (P, P, D), routing="round_robin")
     prompts = {name: counters.prompt_tokens for name, counters in outcome.counters.items()}
     assert 0 < prompts["prefill1"] <= 60 and prompts["prefill0"] >= 5 * 60 and prompts["decode2"] == 0
 
 
-def test_a_first_token_that_waited_for_its_kv_counts_when_it_decodes_where_it_is() -> None:
-    """`--first-token decode`, and the only instance that decoded has no room until roles change."""
+def test_a_delayed_first_token_counts_when_its_request_stays() -> None:
+    """With `--first-token decode`, and the only decode instance has no slot until roles change."""
     jobs = [Job(range(8), 80), Job(range(100, 130), 5)]
     shape = {"first_token": "decode", "rows": 1, "roles": (P, D)}
     held = run([], jobs, **shape)
@@ -114,13 +114,13 @@ def test_a_first_token_that_waited_for_its_kv_counts_when_it_decodes_where_it_is
 
 
 @pytest.mark.parametrize("roles", [[P], [D], [P, P], [D, D], [P, M]])
-def test_a_set_of_roles_in_which_somebody_lacks_the_other_is_refused(roles: list[Role]) -> None:
+def test_roles_without_prefill_or_decode_are_refused(roles: list[Role]) -> None:
     with pytest.raises(InvalidValue, match="need each other"):
         check_roles(roles)
 
 
 @pytest.mark.parametrize("roles", [[M], [P, D], [M, D], [P, M, D], [M, M]])
-def test_other_sets_of_roles_are_taken(roles: list[Role]) -> None:
+def test_other_roles_are_accepted(roles: list[Role]) -> None:
     check_roles(roles)
 
 
@@ -132,13 +132,13 @@ def simulated(turns: tuple[tuple[float, tuple[Role, ...]], ...]) -> Report:
     return simulate(arrivals, "distserve", Mesh(4), TINY, options=Options(turns=turns))
 
 
-def test_a_simulation_changes_roles_when_its_options_say() -> None:
+def test_a_simulation_changes_roles_as_its_options_say() -> None:
     before, after = simulated(()), simulated(((0.0, (P, D, D, D)), (0.05, (M, M, M, M))))
     assert after.summary.reasons == before.summary.reasons == {"stop": 20}
     assert before.busy[1] == 0.0 < after.busy[1]
 
 
 @pytest.mark.parametrize("turns", [((0.1, (P, D)),), ((0.1, (P, P, P, P)),), ((-1.0, (M, M, M, M)),)])
-def test_a_simulation_refuses_roles_that_cannot_be(turns: tuple[tuple[float, tuple[Role, ...]], ...]) -> None:
+def test_a_simulation_refuses_invalid_roles(turns: tuple[tuple[float, tuple[Role, ...]], ...]) -> None:
     with pytest.raises(InvalidValue, match="roles"):
         simulated(turns)

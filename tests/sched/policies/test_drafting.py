@@ -1,4 +1,4 @@
-"""Policies that are made to draft: as much as pays, by what was accepted and what steps take."""
+"""Policies with drafting: draft lengths follow measured acceptance and step times."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ended(outcome: Outcome) -> float:
 
 
 def drafted(outcome: Outcome) -> float:
-    """Share of the decode steps in which somebody drafts, once acceptance is known."""
+    """Return the share of decode steps with a draft once acceptance is known."""
     steps = [any(span.draft for span in plan.spans) for _, plan in outcome.plans][20:]
     return sum(steps) / len(steps)
 
@@ -46,8 +46,8 @@ def test_good_drafts_that_cost_little_are_used() -> None:
 
 
 @pytest.mark.parametrize(("coefficients", "acceptance"), [(CHEAP, 0.0), (DEAR, 0.3)])
-def test_drafts_that_do_not_pay_are_left(coefficients: object, acceptance: float) -> None:
-    """A wrong drafter, or one that costs more than it brings: tried now and then, and no more than that."""
+def test_drafts_that_do_not_pay_are_not_used(coefficients: object, acceptance: float) -> None:
+    """Drafts that are always wrong, or cost more than they gain, are only probed from time to time."""
     plain = run("distserve", coefficients=coefficients)
     adaptive = run("distserve/draft", coefficients=coefficients, acceptance=acceptance)
     always = run("distserve/draft:no-adaptive", coefficients=coefficients, acceptance=acceptance)
@@ -55,8 +55,8 @@ def test_drafts_that_do_not_pay_are_left(coefficients: object, acceptance: float
     assert ended(adaptive) < 1.03 * ended(plain) < ended(always)
 
 
-def test_that_nobody_drafts_is_not_decided_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But it is where somebody drafts: what is accepted changes what pays."""
+def test_not_drafting_is_not_decided_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While some request drafts, every step decides anew, since acceptance changes what pays."""
     asked = 0
 
     def best(self: drafting._Batch, draft: int, plain: float) -> drafting._Best | None:
@@ -72,7 +72,7 @@ def test_that_nobody_drafts_is_not_decided_at_every_step(monkeypatch: pytest.Mon
         assert least < asked / len(outcome.plans) <= most
 
 
-def test_the_most_is_always_drafted_where_it_shall_be() -> None:
+def test_a_fixed_draft_length_is_always_drafted() -> None:
     outcome = run("distserve/draft:no-adaptive", acceptance=0.5)
     lengths = {span.draft for _, plan in outcome.plans for span in plan.spans if span.start > 8}
     assert lengths <= {0, 1, 2, 3, 4} and drafted(outcome) > 0.95
@@ -86,7 +86,7 @@ def test_no_token_is_lost_or_invented(jobs: list[Job], acceptance: float, adapti
     check(outcome, jobs, 3, 4)
 
 
-def test_a_request_that_draws_one_at_a_time_does_not_draft() -> None:
+def test_a_request_that_samples_without_drafts_does_not_draft() -> None:
     params = SamplingParams(max_tokens=None, repetition_penalty=1.2)
     late = SamplingParams(max_tokens=None, min_tokens=20)
     jobs = [Job(range(8), 40, params=params), Job(range(100, 108), 40), Job(range(200, 208), 40, params=late)]
@@ -108,7 +108,8 @@ def test_names() -> None:
     assert draft_lengths(1) == (1,) and draft_lengths(4) == (1, 2, 4) and draft_lengths(6) == (1, 2, 4, 6)
 
 
-# ---- what is measured --------------------------------------------------------------------------------------------
+# ---- measurements
+# ------------------------------------------------------------------------------------------------
 
 
 def test_acceptance_of_tiers_and_requests() -> None:
@@ -121,7 +122,7 @@ def test_acceptance_of_tiers_and_requests() -> None:
     assert known.of("fast") > 0.9 > 0.2 > known.of("slow")
     assert known.of("slow") < known.all.acceptance < known.of("fast")
     assert known.of("never seen") == known.all.acceptance
-    assert known.record("slow", good) is good, "a request keeps what it knows"
+    assert known.record("slow", good) is good, "a request forgot its acceptance"
     assert known.record("slow", Drafts()).acceptance == pytest.approx(known.of("slow"))
 
 
@@ -133,7 +134,7 @@ def test_acceptance_is_a_share(counts: list[tuple[int, float]]) -> None:
         assert 0 <= drafts.acceptance <= 1
 
 
-def test_steps_that_draft_are_learnt() -> None:
+def test_steps_with_drafts_train_the_model() -> None:
     inner = GeneralModel(COEFFICIENTS, correct=False)
     model = Drafted(inner)
     load = Load(decode=20, longest=10, context=40, drafts=4)

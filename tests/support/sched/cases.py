@@ -1,4 +1,4 @@
-"""Cases of the laws: every policy, admission, routing and mesh."""
+"""Cases of the laws: every policy, admission, router and mesh."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ SHAPE = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in
 
 
 def drawn(seed: object) -> tuple[list[Job], dict[str, Any]]:
-    """As JOBS and SHAPE, by a seed."""
+    """Draw JOBS and SHAPE by a seed."""
     draw = random.Random(str(seed))
     jobs = []
     for _ in range(draw.randint(4, 14)):

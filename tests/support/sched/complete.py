@@ -1,4 +1,4 @@
-"""Roles of small clusters, and what a complete outcome is."""
+"""Roles of small clusters, and a check of complete outcomes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROLES = {"1x1": (Role.MIXED,), "2x1": PD, "4x1": (Role.PREFILL, Role.PREFILL, Ro
 
 
 def check_complete(outcome: Outcome, jobs: list[Job], *, cancelled: bool = False) -> None:
-    """Every request is told of once, in order, with exactly its tokens."""
+    """Check that every request receives exactly its tokens, once and in order."""
     assert [request.id for request in outcome.requests] == list(range(len(jobs)))
     for request, job in zip(outcome.requests, jobs, strict=True):
         told = [token for delta in outcome.deltas[request.id] for token in delta.tokens]

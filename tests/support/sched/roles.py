@@ -1,4 +1,4 @@
-"""Runs in which roles change."""
+"""Runs with role changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Turns = Sequence[tuple[float, Mapping[int, Role]]]
 
 
 def check(policy: str, case: Case, jobs: list[Job], shape: dict[str, Any], turns: Turns) -> None:
-    """All laws that hold where roles stay, and that equal runs have equal histories."""
+    """Check all laws that hold with fixed roles, and that equal runs have equal histories."""
     mesh, routing, admission = case
     histories = []
     for _ in range(2):
@@ -53,7 +53,7 @@ def journalled(jobs: list[Job], mesh: str, policy: str, shape: dict[str, Any], t
 
 
 def check_replay(lines: list[str]) -> None:
-    """All that was planned is planned again, and nothing else."""
+    """Check that a replay makes the same plans and no others."""
     outcome = replay(lines, perf)
     assert outcome.differences == [] and outcome.plans == sum('"kind":"planned"' in line for line in lines)
 

@@ -24,7 +24,7 @@ def check(outcome: Outcome, jobs: list[Job], draft: int, page_size: int) -> None
 
 
 def check_plans(plans: list[tuple[str, StepPlan]], jobs: list[Job], draft: int, page_size: int) -> None:
-    """Every span has its pages, starts where valid KV ends, and drafts only behind a whole prompt."""
+    """Check that every span has its pages, starts at the end of valid KV, and drafts only after a whole prompt."""
     pages: dict[tuple[str, int], int] = {}
     ends: dict[tuple[str, int], int] = {}
     for name, plan in plans:
@@ -36,10 +36,10 @@ def check_plans(plans: list[tuple[str, StepPlan]], jobs: list[Job], draft: int, 
             assert pages[at] * page_size >= span.start + span.length, "a span without pages"
             assert 0 <= span.draft <= draft and span.length > span.draft
             if span.draft:
-                assert span.start >= len(jobs[span.request].prompt), "drafted before the prompt was done"
+                assert span.start >= len(jobs[span.request].prompt), "drafted before the prompt was computed"
                 assert span.samples
             if span.begin is None:
-                assert span.start <= ends[at], "the cursor left a hole"
+                assert span.start <= ends[at], "the cursor skipped tokens"
             ends[at] = span.start + span.length
 
 
