@@ -1,9 +1,9 @@
-"""The fault matrix on two instances of two emulated devices each: what every request gets. Nothing is lost in silence.
+"""The fault matrix on two instances of two emulated devices each: every request ends with a reason.
 
-A sample of it, on one device an instance, is in test_faults.py and runs always; in virtual time, with two instances of
-each kind, it is tests/sched/cluster/test_fault_matrix.py. Signals to a
-whole process are in tests/server/test_killed.py.
-`python benchmarks/fault_matrix.py` makes a table of what each request got.
+A sample of it, with one device per instance, is in test_faults.py and always runs;
+tests/sched/cluster/test_fault_matrix.py runs it in virtual time with two instances per role.
+Signals to a whole process are in tests/server/test_killed.py. `python benchmarks/fault_matrix.py`
+makes a table of the outcomes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxserve.errors import JaxserveError
 from jaxserve.sched.api.plan import UNAVAILABLE, StepPlan
 from tests.support.engine.faults import LONG, Heard, Starter, Stuck
 
-MESH = "2x2"  # of the fixture `machine`
+MESH = "2x2"  # for the fixture `machine`
 COUNT = 12
 PREFILL, DECODE = 0, 1
 INSTANCES = ("the prefill instance", "the decode instance")
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture
 def record(record_property: Callable[[str, object], None]) -> Callable[[str, str, Counter[str]], None]:
-    """Note a row of the table that benchmarks/fault_matrix.py writes."""
+    """Record a row of the table that benchmarks/fault_matrix.py writes."""
 
     def note(fault: str, at: str, found: Counter[str]) -> None:
         record_property("fault", fault)
@@ -44,12 +44,12 @@ def record(record_property: Callable[[str, object], None]) -> Callable[[str, str
 
 
 def ends(many: list[Heard]) -> Counter[str]:
-    """Each is told once; none waits for ever."""
+    """Check that each request ends exactly once."""
     return Counter(str(one.end(60.0).finish_reason) for one in many)
 
 
 def works(engine: Engine) -> None:
-    """Afterwards it serves as before, and no page, slot or request is lost."""
+    """Check that the engine serves as before, with no page, slot or request lost."""
     deadline = time.monotonic() + 20
     while not engine.healthy and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What requests get when something under them fails, hangs or dies: an end and a reason, always."""
+"""Faults below an engine, such as failures and hangs: every request ends with a reason."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from jaxserve.sched.api.plan import UNAVAILABLE, Delta, StepPlan
 from jaxserve.sched.api.slo import NO_SLO
 from tests.support.engine.faults import LONG, PARAMS, Heard, Starter, Stuck
 
-MESH = "2x1"  # of the fixture `machine`
+MESH = "2x1"  # for the fixture `machine`
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_step_that_hangs_is_noticed_and_the_others_are_served(machine: Machine, start: Starter, index: int) -> None:
+def test_a_hung_step_is_noticed_and_other_requests_are_served(machine: Machine, start: Starter, index: int) -> None:
     engine = start(patience=0.4)
     stuck = Stuck(machine, index)
     lost = Heard(engine)
@@ -44,7 +44,7 @@ def test_a_step_that_hangs_is_noticed_and_the_others_are_served(machine: Machine
     engine.check()
 
 
-def test_an_engine_whose_steps_all_hang_refuses_at_once_and_closes(
+def test_an_engine_with_all_steps_hung_refuses_at_once_and_closes(
     machine: Machine, start: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(assemble, "CLOSING", 0.3)
@@ -65,7 +65,7 @@ def test_an_engine_whose_steps_all_hang_refuses_at_once_and_closes(
     time.sleep(0.1)
 
 
-def test_the_death_of_the_thread_that_waits_is_the_engines_and_says_why(machine: Machine, start: Starter) -> None:
+def test_the_death_of_the_device_thread_fails_the_engine_with_the_cause(machine: Machine, start: Starter) -> None:
     engine = start()
 
     def dies(plan: StepPlan) -> None:
@@ -85,8 +85,8 @@ def test_the_death_of_the_thread_that_waits_is_the_engines_and_says_why(machine:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), SystemExit("broken"), KeyboardInterrupt("broken")])
-def test_every_request_hears_of_the_engines_death(start: Starter, error: BaseException) -> None:
-    """Also those that are handed in while it dies."""
+def test_every_request_ends_when_the_engine_dies(start: Starter, error: BaseException) -> None:
+    """This includes requests that are submitted while it dies."""
     engine = start()
     scheduler = engine._cluster.cores[0].scheduler
 
@@ -139,7 +139,7 @@ def test_a_full_disk_stops_the_journal_only(start: Starter, tmp_path: Path, capl
     assert len(said) == 1 and "No space left" in said[0]
 
 
-def test_the_queue_is_bounded_where_nothing_is_said(machine: Machine, start: Starter) -> None:
+def test_the_queue_is_bounded_by_default(machine: Machine, start: Starter) -> None:
     engine = start()
     stuck = Stuck(machine, 0)
     many = []
@@ -152,7 +152,7 @@ def test_the_queue_is_bounded_where_nothing_is_said(machine: Machine, start: Sta
     assert {one.end().finish_reason for one in many} == {"length"}
 
 
-def test_a_request_that_waits_too_long_is_told(machine: Machine, start: Starter) -> None:
+def test_a_request_that_waits_too_long_fails(machine: Machine, start: Starter) -> None:
     engine = start(queue_timeout="900ms")
     stuck = Stuck(machine, 0)
     begun = Heard(engine)
