@@ -74,9 +74,7 @@ def noise(seed: int, position: int, vocab: int) -> Array:
 
 
 @pytest.mark.parametrize("chunk", [3, 64])
-def test_a_seeded_output_uses_the_noise_of_its_positions(
-    executor: JaxExecutor, tiny: Path, chunk: int
-) -> None:
+def test_a_seeded_output_uses_the_noise_of_its_positions(executor: JaxExecutor, tiny: Path, chunk: int) -> None:
     """The noise of a token depends on the seed and its position, not on the chunks of its prompt.
 
     Otherwise an output would not be reproducible by its seed, and an off-by-one in all positions
@@ -98,9 +96,7 @@ def test_a_seeded_output_uses_the_noise_of_its_positions(
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_greedy_tokens_match_transformers(
-    executor: JaxExecutor, reference: list[list[int]], ahead: bool
-) -> None:
+def test_greedy_tokens_match_transformers(executor: JaxExecutor, reference: list[list[int]], ahead: bool) -> None:
     jobs = [Job(prompt, slot=i) for i, prompt in enumerate(PROMPTS)]
     rng = random.Random(0)
     run(generate(executor, jobs, NEW, chunk=lambda: rng.randint(1, 5), ahead=ahead))
@@ -305,7 +301,9 @@ def test_unvalidated_pages_are_zeroed_before_reuse(executor: JaxExecutor) -> Non
         await generate(executor, [sure], 2, chunk=lambda: 5)
 
     run(scenario())
-    assert not executor._unsure.intersection(sure.pages[: sure.told]), "pages before a finite token are still unvalidated"
+    assert not executor._unsure.intersection(sure.pages[: sure.told]), (
+        "pages before a finite token are still unvalidated"
+    )
     executor.rebuild()
 
 

@@ -111,7 +111,9 @@ def test_hosts_draft_together(tiny: Path, executor: JaxExecutor, repo: Path, tmp
 
 
 @pytest.mark.full
-def test_a_wrong_segment_index_ends_the_follower_and_its_leader_reports_why(tiny: Path, repo: Path, tmp_path: Path) -> None:
+def test_a_wrong_segment_index_ends_the_follower_and_its_leader_reports_why(
+    tiny: Path, repo: Path, tmp_path: Path
+) -> None:
     told, (leader, follower), texts = together(case(tiny, what=WRONG), repo, tmp_path)
     assert "told to dispatch segment 3 of walk 1, of which segment 1 is next here" in told["error"]
     assert leader == 0 and follower != 0

@@ -114,9 +114,7 @@ def test_an_engine_starts_inside_a_running_event_loop() -> None:
     assert asyncio.run(within()).recipe.points
 
 
-def test_an_unwritable_folder_does_not_prevent_serving(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unwritable_folder_does_not_prevent_serving(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / profile.FOLDER).write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING, "jaxserve"):
         profile.ProfileCache({"model": "m"}, tmp_path).save([(Load(decode=1), 0.1)])
@@ -185,9 +183,7 @@ def test_invalid_arguments_of_the_profile_command_are_clear_errors(
         ({}, {"model": "anything", "device": "cpu"}, True),
     ],
 )
-def test_model_and_device_names_are_compared_by_words(
-    known: dict[str, str], here: dict[str, str], fits: bool
-) -> None:
+def test_model_and_device_names_are_compared_by_words(known: dict[str, str], here: dict[str, str], fits: bool) -> None:
     if fits:
         profile.check_measured_on("mine", known, here)
         return

@@ -32,7 +32,7 @@ WIDE = registry.spec_from_config(
 # Tensor cores take no float32; in float16 a score of 30 is exact to 0.02, and attention is rounded before it.
 MODELS = {"tpu": Model(WIDE), "mosaic_gpu": Model(WIDE, "float16", 0.1)}
 needs_interpreter = pytest.mark.skipif(
-    not compat.DETECTS_RACES, reason="mosaic_gpu: the interpreter of this jax knows too little; that of 0.11 does"
+    not compat.DETECTS_RACES, reason="mosaic_gpu: this needs the interpreter of jax 0.11"
 )
 
 

@@ -32,7 +32,7 @@ BARE = [("1x1", "op", TIGHT, "distserve"), ("2x1", "layer", ROOMY, "unified")]
 MOST_RUNS = 8
 
 
-class Restless:
+class RandomPreemption:
     """A policy that stops and resumes steps at random and otherwise delegates. Writer of its generator."""
 
     def __init__(self, inner: Policy, seed: int) -> None:
@@ -55,11 +55,11 @@ class Restless:
         return replace(decision, grants=prompts) if alone else decision  # alone: a step that can be stopped
 
 
-class Stopping(Setup):
-    """A setup with `Restless` policies that decide at every boundary, as if an event had happened there."""
+class PreemptingSetup(Setup):
+    """A setup with `RandomPreemption` policies that decide at every boundary, as if an event had happened there."""
 
     def run(self, asks: Sequence[Ask], policy: str, seed: int, **options: Any) -> tuple[list[Request], Cluster]:  # type: ignore[override]
-        return super().run(asks, lambda: Restless(policies.make(policy), seed), **options)
+        return super().run(asks, lambda: RandomPreemption(policies.make(policy), seed), **options)
 
     def _cluster(self, *args: Any) -> Cluster:
         cluster = super()._cluster(*args)
@@ -74,8 +74,8 @@ def _passed(executor: JaxExecutor, core: Core, job: StepJob) -> None:
 
 
 @cache
-def setup(mesh: str, boundary: str, pages: int, of: Model | None = None) -> Stopping:
-    return Stopping(mesh, 32, pages, model=of or DEEP, preempt_boundary=boundary, preempt_depth=1)
+def setup(mesh: str, boundary: str, pages: int, of: Model | None = None) -> PreemptingSetup:
+    return PreemptingSetup(mesh, 32, pages, model=of or DEEP, preempt_boundary=boundary, preempt_depth=1)
 
 
 @cache
@@ -98,7 +98,7 @@ def check(case: tuple[str, str, int, str]) -> None:
         assert compare(asks(1), served, alone(1), DEEP) <= 1
 
 
-def stopped(engine: Stopping, requests: Sequence[Ask], policy: str, enough: int) -> Iterator[list[Request]]:
+def stopped(engine: PreemptingSetup, requests: Sequence[Ask], policy: str, enough: int) -> Iterator[list[Request]]:
     """Repeat the run with other seeds until `enough` steps were stopped."""
     found = 0
     for seed in range(5, 5 + MOST_RUNS):
@@ -107,7 +107,7 @@ def stopped(engine: Stopping, requests: Sequence[Ask], policy: str, enough: int)
         found += stops(cluster)
         if found >= enough:
             return
-    raise AssertionError(f"only {found} steps were stopped in {MOST_RUNS} runs, of {enough} that are asked for")
+    raise AssertionError(f"only {found} steps were stopped in {MOST_RUNS} runs, {enough} are required")
 
 
 @pytest.mark.parametrize("case", BARE, ids=str)
@@ -121,7 +121,7 @@ def test_stopping_steps_does_not_change_the_tokens_anywhere(case: tuple[str, str
     check(case)
 
 
-class Hurried(Setup):
+class LateDecodes(Setup):
     """A setup with running decodes that are always late, so that prompts beside them get their minimum share."""
 
     slo = SLO(1.0, 1e-3)
@@ -130,7 +130,7 @@ class Hurried(Setup):
 @pytest.mark.parametrize("boundary", ["op", "layer"])
 def test_stopping_prompts_for_running_decodes_does_not_change_the_tokens(boundary: str) -> None:
     """On a mixed instance under `flowprefill` as served, only TPOT stops steps here."""
-    engine = Hurried("1x1", 64, ROOMY, model=DEEP, preempt_boundary=boundary, preempt_depth=1)
+    engine = LateDecodes("1x1", 64, ROOMY, model=DEEP, preempt_boundary=boundary, preempt_depth=1)
     file = io.StringIO()
     served, cluster = engine.run(asks(1), "flowprefill", journal=Journal(file))
     counters = cluster.cores[0].scheduler.counters

@@ -23,7 +23,7 @@ CASES = list(itertools.product(("2x1", "4x2"), (ROOMY, TIGHT), ("distserve", "ka
 BARE = [("2x1", ROOMY, "unified", 1), ("2x1", TIGHT, "distserve", 2), ("4x2", ROOMY, "kairos", 1)]
 
 
-class Turns:
+class RandomRoles:
     """Random role changes every few steps. Writer: the cluster's loop."""
 
     def __init__(self, seed: int, every: int) -> None:
@@ -46,9 +46,9 @@ class Turns:
 
 def check(case: tuple[str, int, str, int]) -> None:
     mesh, pages, policy, seed = case
-    file, turns = io.StringIO(), Turns(seed, every=4)
-    served, _ = setup(mesh, 64, pages).run(asks(seed), policy, journal=Journal(file), disturb=turns)
-    assert turns.done > 3, "no role has changed"
+    file, changes = io.StringIO(), RandomRoles(seed, every=4)
+    served, _ = setup(mesh, 64, pages).run(asks(seed), policy, journal=Journal(file), disturb=changes)
+    assert changes.done > 3, "no role has changed"
     assert all(request.finish_reason in ("stop", "length") for request in served)
     assert compare(asks(seed), served, alone(seed)) <= 1
     outcome = replay(file.getvalue().splitlines(), perf_of)

@@ -180,11 +180,11 @@ class Plain:
             able = at.start + work <= at.prefill.deadline
             lost = able & ~on_time_set(at.start, np.where(able, at.prefill.deadline, -inf), work)
             for row in np.flatnonzero(lost).tolist():
-                who = at.prefill[row]
-                ends, best = min((self._ends(who.prompt_length, fleet, other), other) for other in fleet.decoders)
-                waits = who.state is State.WAITING and ends - fleet.now <= 0.9 * (who.deadline - fleet.now)
+                prompt = at.prefill[row]
+                ends, best = min((self._ends(prompt.prompt_length, fleet, other), other) for other in fleet.decoders)
+                waits = prompt.state is State.WAITING and ends - fleet.now <= 0.9 * (prompt.deadline - fleet.now)
                 if waits and best not in {move.target for move in moves}:
-                    moves.append(Move(who.id, index, best, ends))
+                    moves.append(Move(prompt.id, index, best, ends))
         return moves
 
     def _ends(self, length: int, fleet: Fleet, index: int) -> float:
@@ -329,8 +329,8 @@ def test_an_instance_reports_when_its_tables_change() -> None:
         return new
 
     assert not changed()
-    who: Request = request(1, 20)
-    one.add(who)
+    first: Request = request(1, 20)
+    one.add(first)
     assert changed() and not changed()
     assert one.plan(0.0, 0.0) is not None
     assert changed()

@@ -23,7 +23,7 @@ def cut_off(live: Any, leave: Callable[[], None], requests: int = 1) -> None:
         live.quiet()
         if live.engine.stats().finished.get("abort", 0) == before + requests:
             return
-    raise AssertionError(f"ten times nobody aborted {requests}: {live.engine.stats().finished}")
+    raise AssertionError(f"no attempt of ten aborted {requests} requests: {live.engine.stats().finished}")
 
 
 def test_leaving_a_stream_frees_the_request(live):

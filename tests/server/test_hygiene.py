@@ -30,25 +30,25 @@ from jaxserve.sched.api.request import BEST_EFFORT, Request
 from jaxserve.sched.api.slo import NO_SLO, SLO
 
 
-class Knot:
+class Cycle:
     """A reference cycle, which only the collector frees."""
 
     def __init__(self) -> None:
         self.self = self
 
 
-def litter(count: int = 0) -> weakref.ref[Knot]:
+def litter(count: int = 0) -> weakref.ref[Cycle]:
     """Leave `count` cycles behind, by default more than the collector's threshold; returns a reference to one."""
-    knots = [Knot() for _ in range(count or 2 * gc.get_threshold()[0])]
-    return weakref.ref(knots[0])
+    cycles = [Cycle() for _ in range(count or 2 * gc.get_threshold()[0])]
+    return weakref.ref(cycles[0])
 
 
-def aged() -> weakref.ref[Knot]:
+def aged() -> weakref.ref[Cycle]:
     """Return a reference to garbage that only a full collection frees."""
-    knots = [Knot()]
+    cycles = [Cycle()]
     gc.collect(0)
     gc.collect(1)
-    return weakref.ref(knots.pop())
+    return weakref.ref(cycles.pop())
 
 
 def until(said: Any, seconds: float = 20.0) -> None:
@@ -116,11 +116,11 @@ def test_a_request_that_blocks_the_engines_loop_is_exported(live):
 def test_an_idle_engine_collects_garbage(live):
     live.quiet()
     assert not gc.isenabled() and gc.get_freeze_count() > 0
-    knots: list[weakref.ref[Knot]] = []
+    cycles: list[weakref.ref[Cycle]] = []
 
     def gone() -> bool:
-        knots.append(litter())  # again: a cycle still in use at a collection has aged, and is not looked at for long
-        return any(knot() is None for knot in knots)
+        cycles.append(litter())  # again: a cycle still in use at a collection has aged, and is not looked at for long
+        return any(cycle() is None for cycle in cycles)
 
     until(gone)
     assert live.engine.stats().collections["idle"] >= 1 and live.engine.stats().collection_seconds > 0
@@ -187,22 +187,22 @@ def tended(process, monkeypatch) -> Iterator[Any]:
 
 def test_garbage_waits_for_a_gap(tended):
     tended.said["slack"] = 1e-9
-    knot = litter()
+    cycle = litter()
     tended.look()
-    assert knot() is not None and not tended.collections, "a request would be late"
+    assert cycle() is not None and not tended.collections, "a request would be late"
     tended.said["slack"] = 1000.0
     tended.look()
-    assert knot() is None and tended.collections == {"slack": 1}
+    assert cycle() is None and tended.collections == {"slack": 1}
 
 
 def test_an_idle_process_collects_all_generations(tended):
-    knot = aged()
+    cycle = aged()
     litter()
     tended.look()
-    assert knot() is not None and tended.collections == {"idle": 1}, "an old cycle, right after a full collection"
+    assert cycle() is not None and tended.collections == {"idle": 1}, "an old cycle, right after a full collection"
     tended._full_at -= 60.0
     tended.look()
-    assert knot() is None and tended.collections == {"idle": 2}
+    assert cycle() is None and tended.collections == {"idle": 2}
     tended.look()
     assert tended.collections == {"idle": 2}, "no new garbage"
 
@@ -210,29 +210,29 @@ def test_an_idle_process_collects_all_generations(tended):
 def test_memory_is_bounded_without_gaps(tended, monkeypatch):
     """This includes old garbage, for which no gap is long enough."""
     tended.said["slack"] = 1e-9
-    knot = aged()
+    cycle = aged()
     litter()
     tended.look()
-    assert knot() is not None and not tended.collections, "little garbage"
+    assert cycle() is not None and not tended.collections, "little garbage"
     monkeypatch.setattr(gc_control, "GROWN", 0.0)
     tended.look()
     assert not tended.collections, "right after a full collection"
     tended._full_at -= 60.0
     tended.look()
-    assert knot() is None and tended.collections == {"memory": 1}
+    assert cycle() is None and tended.collections == {"memory": 1}
 
 
 def test_collection_is_retried_after_one_slow_collection(tended):
     """The expected duration is that of the last one and decays, or an interrupted collection would stay the last."""
     tended.said["slack"] = 1.0
     tended._cost[0] = 0.5
-    knot = litter()
+    cycle = litter()
     looks = 0
     while not tended.collections:
         tended.look()
         looks += 1
         assert looks < 100
-    assert looks > 10 and knot() is None and tended.collections == {"slack": 1}
+    assert looks > 10 and cycle() is None and tended.collections == {"slack": 1}
 
 
 def request(slo: SLO, **more: Any) -> Request:

@@ -21,19 +21,19 @@ from tests.support.examples import examples
 from tests.support.sched.cases import ADMISSIONS, JOBS, POLICIES, SHAPE
 from tests.support.sched.harness import Job
 from tests.support.sched.latency import LATENCY
-from tests.support.sched.roles import SEVERAL, TURNS, check, check_replay, journalled, run
+from tests.support.sched.roles import SEVERAL, ROLE_CHANGES, check, check_replay, journaled, run
 
 D, P = Role.DECODE, Role.PREFILL
 SOME = st.integers(1, 3)  # every `SOME`th request decodes in place
 
 
-def keeping(some: int = 1) -> object:
+def decoding_in_place(some: int = 1) -> object:
     """Return router `least_work` with every `some`th request decoding in place."""
 
-    def keeps(self: LeastWork, request: Request, index: int, fleet: object) -> bool:
+    def decode_in_place(self: LeastWork, request: Request, index: int, fleet: object) -> bool:
         return request.id % some == 0
 
-    return patch.object(LeastWork, "decode_in_place", keeps, create=True)
+    return patch.object(LeastWork, "decode_in_place", decode_in_place, create=True)
 
 
 @settings(max_examples=examples(60))
@@ -44,11 +44,11 @@ def keeping(some: int = 1) -> object:
     jobs=JOBS,
     shape=SHAPE,
     some=SOME,
-    turns=st.one_of(st.just([]), TURNS),
+    changes=st.one_of(st.just([]), ROLE_CHANGES),
 )
-def test_decoding_in_place_loses_nothing(policy, mesh, admission, jobs, shape, some, turns) -> None:  # type: ignore[no-untyped-def]
-    with keeping(some):  # type: ignore[attr-defined]
-        check(policy, (mesh, "least_work", admission), jobs, shape, turns)
+def test_decoding_in_place_loses_nothing(policy, mesh, admission, jobs, shape, some, changes) -> None:  # type: ignore[no-untyped-def]
+    with decoding_in_place(some):  # type: ignore[attr-defined]
+        check(policy, (mesh, "least_work", admission), jobs, shape, changes)
 
 
 @settings(max_examples=examples(30))
@@ -60,14 +60,14 @@ def test_decoding_in_place_loses_nothing(policy, mesh, admission, jobs, shape, s
     some=SOME,
 )
 def test_decoding_in_place_is_journaled(jobs, mesh, policy, first, some) -> None:  # type: ignore[no-untyped-def]
-    with keeping(some):  # type: ignore[attr-defined]
-        check_replay(journalled(jobs, mesh, policy, {"first_token": first, "lead": 0.0}, []))
+    with decoding_in_place(some):  # type: ignore[attr-defined]
+        check_replay(journaled(jobs, mesh, policy, {"first_token": first, "lead": 0.0}, []))
 
 
 def test_a_request_without_a_slot_decodes_in_place_until_one_is_free() -> None:
     """The decode instance has one slot, taken for 30 steps: the second request decodes in place and moves later."""
     jobs = [Job(range(8), 30), Job(range(100, 108), 60)]
-    with keeping():  # type: ignore[attr-defined]
+    with decoding_in_place():  # type: ignore[attr-defined]
         outcome = run([], jobs, (P, D), rows=1, routing="least_work")
     first, second = outcome.requests
     assert second.token_times[9] < first.token_times[-1], "the request waited for the slot"
@@ -80,7 +80,7 @@ def test_a_delayed_first_token_counts_when_its_request_decodes_in_place() -> Non
     jobs = [Job(range(8), 80), Job(range(100, 130), 5)]
     shape = {"first_token": "decode", "rows": 1, "roles": (P, D), "routing": "least_work"}
     held = run([], jobs, **shape)  # type: ignore[arg-type]
-    with keeping():  # type: ignore[attr-defined]
+    with decoding_in_place():  # type: ignore[attr-defined]
         kept = run([], jobs, **shape)  # type: ignore[arg-type]
     assert held.requests[1].token_times[0] > 0.07 > 0.02 > kept.requests[1].token_times[0]
     assert kept.deltas[1][0].tokens and [r.output for r in held.requests] == [r.output for r in kept.requests]
@@ -136,9 +136,11 @@ def test_unified_does_not_decode_in_place_if_that_breaks_objectives(change: dict
     kept = []
     for some in ({}, change):
         arrivals = [Arrival(time=0.05 * one, **{**fields, **some}) for one in range(15)]  # type: ignore[arg-type]
-        with patch.object(Scheduler, "decode_in_place", autospec=True, side_effect=Scheduler.decode_in_place) as stays:
+        with patch.object(
+            Scheduler, "decode_in_place", autospec=True, side_effect=Scheduler.decode_in_place
+        ) as decided:
             simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(routing="unified", rows=8))
-        kept.append(stays.call_count)
+        kept.append(decided.call_count)
     assert kept[0] > 3 and kept[1] == 0
 
 
@@ -150,6 +152,6 @@ def test_unified_tracks_the_recent_share_of_prefill_time() -> None:
     assert lately.at(100.0) == pytest.approx(0.1, rel=0.05)
     assert lately.at(100.0 + 2 * LATELY) == pytest.approx(0.1 * exp(-2), rel=0.05)
     arrivals = [Arrival(0.05 * one, 20, 400, SLO(ttft=0.0075, tpot=0.008)) for one in range(15)]
-    with patch("jaxserve.sched.routing.unified.QUIET", 0.001), patch.object(Scheduler, "decode_in_place") as stays:
+    with patch("jaxserve.sched.routing.unified.QUIET", 0.001), patch.object(Scheduler, "decode_in_place") as decided:
         simulate(arrivals, "unified", Mesh(2), LATENCY, options=Options(routing="unified", rows=8))
-    assert not stays.called
+    assert not decided.called

@@ -19,7 +19,7 @@ from jaxserve.sched.sim.workload import Arrival
 from tests.support.examples import examples
 from tests.support.sched.cases import ADMISSIONS, JOBS, POLICIES, ROUTERS, SHAPE, drawn
 from tests.support.sched.harness import COEFFICIENTS, Job
-from tests.support.sched.roles import SEVERAL, TURNS, D, M, P, Turns, check, check_replay, journalled, run
+from tests.support.sched.roles import SEVERAL, ROLE_CHANGES, D, M, P, RoleChanges, check, check_replay, journaled, run
 
 
 @settings(max_examples=examples(60))
@@ -30,13 +30,13 @@ from tests.support.sched.roles import SEVERAL, TURNS, D, M, P, Turns, check, che
     admission=st.sampled_from(ADMISSIONS),
     jobs=JOBS,
     shape=SHAPE,
-    turns=TURNS,
+    changes=ROLE_CHANGES,
 )
-def test_no_change_of_roles_loses_anything(policy, mesh, routing, admission, jobs, shape, turns) -> None:  # type: ignore[no-untyped-def]
-    check(policy, (mesh, routing, admission), jobs, shape, turns)
+def test_no_change_of_roles_loses_anything(policy, mesh, routing, admission, jobs, shape, changes) -> None:  # type: ignore[no-untyped-def]
+    check(policy, (mesh, routing, admission), jobs, shape, changes)
 
 
-def random_turns(draw: random.Random, count: int, instances: int = 4) -> Turns:
+def random_changes(draw: random.Random, count: int, instances: int = 4) -> RoleChanges:
     return [
         (draw.uniform(0, 0.1), {draw.randrange(instances): draw.choice([P, D, M]) for _ in range(draw.randint(1, 3))})
         for _ in range(count)
@@ -50,7 +50,7 @@ def test_no_change_of_roles_loses_anything_under_any_policy(policy: str) -> None
         draw = random.Random(f"{policy} {number}")
         case = draw.choice(sorted(SEVERAL)), draw.choice(ROUTERS), draw.choice(ADMISSIONS)
         jobs, shape = drawn((policy, number))
-        check(policy, case, jobs, shape, random_turns(draw, draw.randint(1, 20)))
+        check(policy, case, jobs, shape, random_changes(draw, draw.randint(1, 20)))
 
 
 # Journal
@@ -63,10 +63,10 @@ def test_no_change_of_roles_loses_anything_under_any_policy(policy: str) -> None
     policy=st.sampled_from(["distserve", "kairos", "unified"]),
     first=st.sampled_from(["prefill", "decode"]),
     lead=st.sampled_from([0.0, 0.0005]),
-    turns=TURNS,
+    changes=ROLE_CHANGES,
 )
-def test_changes_of_roles_are_journaled(jobs, mesh, policy, first, lead, turns) -> None:  # type: ignore[no-untyped-def]
-    check_replay(journalled(jobs, mesh, policy, {"first_token": first, "lead": lead}, turns))
+def test_changes_of_roles_are_journaled(jobs, mesh, policy, first, lead, changes) -> None:  # type: ignore[no-untyped-def]
+    check_replay(journaled(jobs, mesh, policy, {"first_token": first, "lead": lead}, changes))
 
 
 # Single cases
@@ -127,9 +127,9 @@ def test_other_roles_are_accepted(roles: list[Role]) -> None:
 TINY = Latency("tiny", kv_bytes_per_token=1000, kv_tokens=400, page_size=4, coefficients=COEFFICIENTS)
 
 
-def simulated(turns: tuple[tuple[float, tuple[Role, ...]], ...]) -> Report:
+def simulated(changes: tuple[tuple[float, tuple[Role, ...]], ...]) -> Report:
     arrivals = [Arrival(0.005 * n, 40, 10, SLO(inf, inf)) for n in range(20)]
-    return simulate(arrivals, "distserve", Mesh(4), TINY, options=Options(turns=turns))
+    return simulate(arrivals, "distserve", Mesh(4), TINY, options=Options(turns=changes))
 
 
 def test_a_simulation_changes_roles_as_its_options_say() -> None:
@@ -138,7 +138,7 @@ def test_a_simulation_changes_roles_as_its_options_say() -> None:
     assert before.busy[1] == 0.0 < after.busy[1]
 
 
-@pytest.mark.parametrize("turns", [((0.1, (P, D)),), ((0.1, (P, P, P, P)),), ((-1.0, (M, M, M, M)),)])
-def test_a_simulation_refuses_invalid_roles(turns: tuple[tuple[float, tuple[Role, ...]], ...]) -> None:
+@pytest.mark.parametrize("changes", [((0.1, (P, D)),), ((0.1, (P, P, P, P)),), ((-1.0, (M, M, M, M)),)])
+def test_a_simulation_refuses_invalid_roles(changes: tuple[tuple[float, tuple[Role, ...]], ...]) -> None:
     with pytest.raises(InvalidValue, match="roles"):
-        simulated(turns)
+        simulated(changes)

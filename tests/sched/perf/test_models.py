@@ -182,7 +182,7 @@ def test_prefill_rate_follows_steps_without_decodes(name: str) -> None:
     assert model.prefill_rate == pytest.approx(2000, rel=1e-3)
 
 
-def test_table_is_exact_at_its_entries_and_between_its_neighbours() -> None:
+def test_table_is_exact_at_its_entries_and_between_neighbors() -> None:
     truth = GeneralModel(TRUTH)
     table = TableModel.profiled(truth)
     for batch, length in ((1, 8192), (32, 131072), (256, 256)):

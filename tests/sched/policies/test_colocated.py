@@ -160,9 +160,9 @@ def test_a_budget_fills_a_padded_step_and_does_not_apply_if_no_step_is_fast_enou
     slow = LearnedModel(buckets=Buckets((1, 8), (64, 256)), coefficients=EXACT)
     for name in ("sarathi", "fairbatching:budget=fixed"):
         for tpot, tokens in ((0.019, 64), (0.010, 300)):
-            hurried = prompt(0, 300)
-            hurried.slo = SLO(ttft=8.0, tpot=tpot)
-            assert step(name, view([hurried], [], perf=slow)) == [(0, tokens)], name
+            late_decodes = prompt(0, 300)
+            late_decodes.slo = SLO(ttft=8.0, tpot=tpot)
+            assert step(name, view([late_decodes], [], perf=slow)) == [(0, tokens)], name
 
 
 def test_vllm_schedules_whole_prompts_first_and_pauses_decodes() -> None:
@@ -285,7 +285,7 @@ def test_an_instance_with_requests_never_idles(name, loads, pages, rows, tokens)
                 StepResult(plan.step, begun, now, tuple((7,) if span.samples else () for span in plan.spans))
             )
             scheduler.check()
-    raise AssertionError("it does not end")
+    raise AssertionError("the run does not end")
 
 
 @given(

@@ -86,7 +86,7 @@ def test_every_composed_policy_bounds_mixed_steps_by_the_tightest_tpot(policy: s
     assert [len(one.output) for one in outcome.requests] == [200, 200, 2, 2]
 
 
-def test_mixed_steps_are_bounded_where_no_more_steps_can_be_suspended() -> None:
+def test_mixed_steps_are_bounded_if_no_more_steps_can_be_suspended() -> None:
     """The second prompt suspends the first. The third may suspend no more steps, so it shares steps with the row."""
     jobs = [talk(200), document(0.05), document(0.06, at=5000, ttft=0.4), document(0.07, at=9000, ttft=0.25)]
     outcome = simulate(jobs, **{**SHAPE, "suspended": 1})

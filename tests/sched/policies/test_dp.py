@@ -125,7 +125,7 @@ def test_no_set_of_more_value_exists(case, weighed: bool) -> None:  # type: igno
     if not weighed:
         assert found.tolist() == largest_set(0.0, items, tier, forced, counts, rate, float(free)).tolist()
     assert not (found & forced).any()
-    everybody = [bool(flag) for flag in found | forced]
+    all_taken = [bool(flag) for flag in found | forced]
     best = 0.0
     without = feasible(0.0, items, tier, forced.tolist(), counts, rate)
     new = np.flatnonzero(~forced).tolist()
@@ -137,7 +137,7 @@ def test_no_set_of_more_value_exists(case, weighed: bool) -> None:  # type: igno
     if without:
         assert float(value[found].sum()) == best
         assert items.pages[found].sum() <= free
-        assert feasible(0.0, items, tier, everybody, counts, rate) or not found.any()
+        assert feasible(0.0, items, tier, all_taken, counts, rate) or not found.any()
 
 
 def recurrence(deadline: list[float], tokens: list[float], rate: Callable[[int], float]) -> int:
@@ -328,7 +328,7 @@ def fleet(*servers: Scheduler) -> Fleet:
 
 
 def test_the_next_replica_is_asked() -> None:
-    """Ask replicas in turn: the one whose turn it is, then those after it. If all refuse, keep the turn."""
+    """Ask replicas in turn: the next one in turn, then those after it. If all refuse, keep the turn."""
     route = routing.make("next_replica", ByDP(margin=0.0, output=0))
     servers = [scheduler() for _ in range(3)]
     servers[1].add(request(0, 36, 6.0, tpot=1e5))
@@ -356,7 +356,7 @@ def test_next_replica_asks_the_dp_if_admission_is_none() -> None:
     route = routing.make("next_replica", AdmitAll())
     assert route.prefill(request(1, 30, 6.0, tpot=1e5), fleet(*servers)) == [1, 0]
     late = request(2, 30, 6.0, tier=BEST_EFFORT)
-    assert route.prefill(late, fleet(*servers)) == [1, 0], "best effort goes to the replica whose turn it is"
+    assert route.prefill(late, fleet(*servers)) == [1, 0], "best effort goes to the next replica in turn"
 
 
 def test_more_replicas_refuse_less() -> None:

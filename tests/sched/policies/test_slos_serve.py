@@ -272,7 +272,7 @@ def arrivals(count: int, rate: float, seed: int = 0) -> list[Arrival]:
     ]
 
 
-def test_promises_are_kept_where_predictions_hold() -> None:
+def test_promises_are_kept_if_predictions_are_exact() -> None:
     """At twice the sustainable load, promised requests attain their SLOs and all others finish."""
     demoted: set[int] = set()
 

@@ -139,8 +139,8 @@ def test_a_slow_joint_decode_step_leaves_out_the_longest_row_but_not_forever() -
 def test_a_piggybacked_prompt_gets_the_time_that_rows_leave() -> None:
     """0.95 x 50 ms less 11 ms for the row: 36 tokens at 1 ms each are below the grid of 64; 20 tokens fit."""
     row = settled(decoding(0, 1000, due=0.01))
-    guest = prompt(1, 20)
-    decision = Unified().decide(view([guest], [row], role=Role.DECODE, limits=LIMITS))
+    waiting = prompt(1, 20)
+    decision = Unified().decide(view([waiting], [row], role=Role.DECODE, limits=LIMITS))
     assert [(grant.request, grant.tokens) for grant in decision.grants] == [(0, 1), (1, 20)]
     big = Unified().decide(view([prompt(1, 64)], [row], role=Role.DECODE, limits=LIMITS))
     assert granted(big) == [0]
@@ -148,10 +148,10 @@ def test_a_piggybacked_prompt_gets_the_time_that_rows_leave() -> None:
 
 def test_a_row_that_joined_late_gets_short_steps_until_it_is_on_time() -> None:
     """Due in 10 ms, which the row itself needs, and the next in 60 ms: two steps of 29 ms catch up and leave 18."""
-    late, guest = decoding(0, 1000, due=0.01), prompt(1, 32)
-    assert granted(Unified().decide(view([guest], [late], role=Role.DECODE, limits=LIMITS))) == [0]
+    late, waiting = decoding(0, 1000, due=0.01), prompt(1, 32)
+    assert granted(Unified().decide(view([waiting], [late], role=Role.DECODE, limits=LIMITS))) == [0]
     assert granted(Unified().decide(view([prompt(1, 18)], [late], role=Role.DECODE, limits=LIMITS))) == [0, 1]
-    at = view([guest], [settled(late)], role=Role.DECODE, limits=LIMITS)
+    at = view([waiting], [settled(late)], role=Role.DECODE, limits=LIMITS)
     assert granted(Unified().decide(at)) == [0, 1]
 
 
@@ -201,8 +201,8 @@ def test_a_suspended_step_resumes_beside_rows_with_enough_slack() -> None:
 
 
 def test_no_prompt_is_piggybacked_while_transferred_requests_wait_for_pages() -> None:
-    row, guest = settled(decoding(0, 1000, due=0.01)), prompt(1, 20)
-    at = view([guest], [row], role=Role.DECODE, limits=LIMITS)
+    row, waiting = settled(decoding(0, 1000, due=0.01)), prompt(1, 20)
+    at = view([waiting], [row], role=Role.DECODE, limits=LIMITS)
     assert granted(Unified().decide(at)) == [0, 1]
     assert granted(Unified().decide(replace(at, kv_waiting=1))) == [0]
     started = view([begun(prompt(1, 20), 10)], [row], role=Role.DECODE, limits=LIMITS)

@@ -36,9 +36,9 @@ def full(roles: Sequence[Role], tpot: float, rows: int = 1) -> Fleet:
     return fleet(instances)
 
 
-def turned(turns: RoleBalancer, now: Fleet, offered: float) -> Mapping[int, Role]:
+def apply_roles(balancer: RoleBalancer, now: Fleet, offered: float) -> Mapping[int, Role]:
     """Apply the role changes of the router and return them."""
-    roles = turns.roles(now, offered)
+    roles = balancer.roles(now, offered)
     for index, role in roles.items():
         now.instances[index].set_role(role)
     return roles
@@ -78,32 +78,32 @@ def test_roles_stay_while_a_slot_is_free_or_no_request_waits() -> None:
 
 def test_the_least_loaded_instance_changes_and_changes_back_as_prompts_or_slots_allow() -> None:
     for offered, ended, back in ((0.1, 0, {}), (0.6, 0, {1: P}), (0.1, 2, {1: P})):
-        turns, now = RoleBalancer(0.95), full((P, P, D, D), 0.02, rows=2)
+        balancer, now = RoleBalancer(0.95), full((P, P, D, D), 0.02, rows=2)
         first: Scheduler = now.instances[0]
         decodes(first, 1, 16)
         first.add(prompt(2, 100))
-        assert turned(turns, now, 0.1) == {1: D}
+        assert apply_roles(balancer, now, 0.1) == {1: D}
         for one in now.instances:
             one.set_kv_waiting(0)
         for id in (20, 21)[:ended]:
             now.instances[2].cancel(id, "stop")
-        assert turned(turns, now, offered) == back
-        assert turned(turns, now, 0.6) == ({} if back else {1: P})
+        assert apply_roles(balancer, now, offered) == back
+        assert apply_roles(balancer, now, 0.6) == ({} if back else {1: P})
 
 
 def test_a_role_set_by_an_operator_is_not_changed_back() -> None:
-    turns, now = RoleBalancer(0.95), full((P, P, D, D), 0.02)
-    assert turned(turns, now, 0.1) == {0: D}
+    balancer, now = RoleBalancer(0.95), full((P, P, D, D), 0.02)
+    assert apply_roles(balancer, now, 0.1) == {0: D}
     now.instances[0].set_role(P)
     now.instances[2].set_kv_waiting(0)
-    assert turned(turns, now, 0.6) == {}
+    assert apply_roles(balancer, now, 0.6) == {}
 
 
 def test_the_last_decode_instance_is_not_changed_back() -> None:
-    turns, now = RoleBalancer(0.95), full((P, P, D), 0.02)
-    assert turned(turns, now, 0.1) == {0: D}
+    balancer, now = RoleBalancer(0.95), full((P, P, D), 0.02)
+    assert apply_roles(balancer, now, 0.1) == {0: D}
     now.instances[2].set_role(M)
-    assert turned(turns, now, 0.6) == {}
+    assert apply_roles(balancer, now, 0.6) == {}
 
 
 def test_long_answers_get_slots_on_an_idle_prefill_instance() -> None:

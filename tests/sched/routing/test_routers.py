@@ -53,9 +53,9 @@ def test_a_reservation_counts_as_context() -> None:
 
 
 def test_round_robin_rotates_for_prefill_and_decode() -> None:
-    turns, all_ = routing.make("round_robin"), fleet([instance(role) for role in (P, P, P, D, D)])
-    assert [turns.prefill(request(id, 9), all_) for id in range(4)] == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
-    assert [turns.decode(request(id, 9), all_) for id in range(3)] == [[3, 4], [4, 3], [3, 4]]
+    router, all_ = routing.make("round_robin"), fleet([instance(role) for role in (P, P, P, D, D)])
+    assert [router.prefill(request(id, 9), all_) for id in range(4)] == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
+    assert [router.decode(request(id, 9), all_) for id in range(3)] == [[3, 4], [4, 3], [3, 4]]
 
 
 def test_least_work_counts_tokens_then_contexts() -> None:

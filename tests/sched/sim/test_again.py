@@ -29,7 +29,7 @@ from tests.support.sched.harness import COEFFICIENTS, Job
 from tests.support.sched.recorded import perf, recorded
 
 
-def journalled(file: IO[str], recipe: Recipe, options: Mapping[str, object] | None = None) -> Logs:
+def journaled(file: IO[str], recipe: Recipe, options: Mapping[str, object] | None = None) -> Logs:
     """Record a simulation in the form of a server's journal."""
     journal = Journal(file)
 
@@ -69,7 +69,7 @@ def test_thinking_is_reproduced() -> None:
     ]
     latency = Latency("test", kv_bytes_per_token=1, kv_tokens=4096, coefficients=COEFFICIENTS)
     recipe = Recipe("general", coefficients=COEFFICIENTS)
-    simulate(arrivals, "distserve", "1x1", latency, logs=journalled(file, recipe))
+    simulate(arrivals, "distserve", "1x1", latency, logs=journaled(file, recipe))
     found = replay(file.getvalue().splitlines(), perf)
     assert found.differences == []
     assert found.thoughts == {1: 20, 2: 12}
@@ -88,7 +88,7 @@ def test_steps_are_preempted_again_at_the_journaled_segments() -> None:
     stops = {}
     for depth in (1, 8):
         file, options = io.StringIO(), Options(perf="exact", depth=depth)
-        logs = journalled(file, recipe, {"segments": 8, "depth": depth})
+        logs = journaled(file, recipe, {"segments": 8, "depth": depth})
         first = simulate(arrivals, "flowprefill", "1x1", latency, options=options, logs=logs)
         found = replay(file.getvalue().splitlines(), lambda record: Recipe.of(record).make())
         second = again(found).simulated

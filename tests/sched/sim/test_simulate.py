@@ -42,7 +42,7 @@ def test_every_request_is_served_on_every_mesh(policy: str, mesh: Mesh) -> None:
     assert all(0 < share <= 1 for share in report.busy)
 
 
-def journalled(seed: int, policy: str, perf: str = "general") -> tuple[str, Report]:
+def journaled(seed: int, policy: str, perf: str = "general") -> tuple[str, Report]:
     file = io.StringIO()
     journal = Journal(file)
 
@@ -58,9 +58,9 @@ def journalled(seed: int, policy: str, perf: str = "general") -> tuple[str, Repo
     ("policy", "perf"), [*((policy, "general") for policy in POLICIES), ("kairos", "table"), ("kairos", "linear")]
 )
 def test_the_same_seed_gives_the_same_journal(policy: str, perf: str) -> None:
-    first, again = journalled(1, policy, perf), journalled(1, policy, perf)
+    first, again = journaled(1, policy, perf), journaled(1, policy, perf)
     assert first == again
-    assert journalled(2, policy, perf)[0] != first[0]
+    assert journaled(2, policy, perf)[0] != first[0]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

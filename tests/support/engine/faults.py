@@ -42,7 +42,7 @@ class Starter:
     def end(self) -> None:
         for executor in self.machine.executors:
             executor.fault = None
-        for stuck in Stuck.made:
+        for stuck in HangingDevice.made:
             stuck.free.set()
         for engine in self.engines:
             engine.close()
@@ -50,7 +50,7 @@ class Starter:
             executor._flying.clear()  # jobs of a loop that died without ending them
 
 
-class Heard:
+class Submitted:
     """One request and the deltas that it receives."""
 
     def __init__(self, engine: Engine, params: SamplingParams = PARAMS, prompt: int = 5) -> None:
@@ -72,10 +72,10 @@ class Heard:
                 return delta
 
 
-class Stuck:
+class HangingDevice:
     """A device that hangs in its next step until it is released."""
 
-    made: ClassVar[list[Stuck]] = []
+    made: ClassVar[list[HangingDevice]] = []
 
     def __init__(self, machine: Machine, index: int) -> None:
         self.made.append(self)

@@ -102,7 +102,7 @@ async def failing(executor: JaxExecutor) -> None:
     await step
     with suppress(StepFailed):
         await executor.submit(StepPlan(2, (Job(PROMPTS[2], slot=1).span(20),), preemptible=True))
-        raise AssertionError("step 2 was to fail")
+        raise AssertionError("step 2 did not fail")
     executor.fault = None
     executor.rebuild()
 

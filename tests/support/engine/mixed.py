@@ -70,14 +70,14 @@ class Mixed:
 
     async def play(self, actions: Sequence[Action]) -> None:
         """Perform the actions that are possible, then finish all requests."""
-        for who, chunk, depth, what in [*actions, *[(i, 30, None, "start") for i in range(len(self.jobs))] * 2]:
+        for number, chunk, depth, what in [*actions, *[(i, 30, None, "start") for i in range(len(self.jobs))] * 2]:
             starts = [job for job in self.idle() if job.computed < len(job.prompt)]
             if what == "resume" and self.stopped:
-                await self.resume(sorted(self.stopped)[who % len(self.stopped)], depth)
+                await self.resume(sorted(self.stopped)[number % len(self.stopped)], depth)
             elif what == "decode":
                 await self.decode()
             elif starts:
-                await self.prompts(starts[who % len(starts)], chunk, depth)
+                await self.prompts(starts[number % len(starts)], chunk, depth)
         for step in list(self.stopped):
             await self.resume(step, None)
         for job in self.jobs:

@@ -1,12 +1,9 @@
 """The law "no schedule changes the tokens", up to rounding in float32.
 
 A request alone on 1x1 is the reference. Another schedule must give the same tokens up to the first
-position at which
-the reference's two best scores (after keyed Gumbel noise, if it samples) differ by less than
-`CLOSE`: there,
-rounding may decide, and the comparison of that request stops. If more than one comparison in a
-hundred stops,
-the law is broken.
+position at which the reference's two best scores (after keyed Gumbel noise, if it samples) differ by
+less than `CLOSE`: there, rounding may decide, and the comparison of that request stops. If more than
+one comparison in a hundred stops, the law is broken.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class Shape:
     slow: Callable[[], float] = lambda: 0.0  # seconds added to the next transfer
     rest: float = 60.0  # virtual seconds after the last request for surplus steps and transfers to end
     watch: Callable[[Cluster], None] = lambda cluster: None  # called with the cluster before it runs
-    turns: Sequence[tuple[float, Mapping[int, Role]]] = ()  # times and roles of the instances to change
+    role_changes: Sequence[tuple[float, Mapping[int, Role]]] = ()  # times and roles of the instances to change
     log: Callable[[str], Log] = lambda name: no_log
     scheduler: Callable[..., Scheduler] = Scheduler
 
@@ -135,7 +135,7 @@ async def _simulate(jobs: Sequence[Job], shape: Shape) -> Outcome:
             request.finish_reason, request.error = UNAVAILABLE, str(error)
             over.append(request)
 
-    def turn(roles: Mapping[int, Role]) -> None:
+    def set_roles(roles: Mapping[int, Role]) -> None:
         before = [core.scheduler.role for core in cluster.cores]
         try:
             cluster.set_roles(roles)
@@ -146,8 +146,8 @@ async def _simulate(jobs: Sequence[Job], shape: Shape) -> Outcome:
     shape.watch(cluster)
     machine = asyncio.create_task(cluster.run())
     await asyncio.sleep(0)
-    for at, roles in shape.turns:
-        loop.at(at, 1, turn, roles)
+    for at, roles in shape.role_changes:
+        loop.at(at, 1, set_roles, roles)
     for id, job in enumerate(jobs):
         loop.at(job.arrival, 0, arrive, id, job)
         if job.cancel_at is not None:

@@ -83,7 +83,7 @@ def sealed(view: View) -> Any:
     return replace(view, **changed)
 
 
-class Listening:
+class RecordingPolicy:
     """A policy wrapper that records the last decision about what to run. Writer of `named`."""
 
     def __init__(self, policy: Policy, seal: bool) -> None:
@@ -120,8 +120,8 @@ class Watch:
             more = {"policy": self._make, "log": self._log, "scheduler": self._scheduler}
             return simulate(jobs, roles, **{**shape, **more})
 
-    def _make(self) -> Listening:
-        return Listening(policies.make(self._policy), self._seal)
+    def _make(self) -> RecordingPolicy:
+        return RecordingPolicy(policies.make(self._policy), self._seal)
 
     def _scheduler(self, *args: Any, **more: Any) -> Scheduler:
         self._instances.append(Scheduler(*args, **more))
@@ -160,7 +160,7 @@ def idle(one: Scheduler, now: float) -> None:
     waiting = {each.id: each for each in one if each.state is State.WAITING}
     if waiting:
         policy = one.policy
-        assert isinstance(policy, Listening)
+        assert isinstance(policy, RecordingPolicy)
         wanted = [waiting[id] for id in policy.named if id in waiting]
         first = min(
             wanted, key=lambda each: each.tier == BEST_EFFORT, default=None
