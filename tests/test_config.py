@@ -79,7 +79,7 @@ def test_yaml_becomes_a_dataclass():
         ("kind: a", "missing 'title'"),
         ("title: 3", "title: 3 must be a text"),
         ("title: x\nkind: c", "kind: 'c' must be one of 'a', 'b'"),
-        ("title: x\ncolour: blue", "'blue' must be one of 'red'"),
+        ("title: x\ncolor: blue", "'blue' must be one of 'red'"),
         ("title: x\non: 1", "on: 1 must be true or false"),
         ("title: x\nparts: p", "parts must be a list"),
         ("title: x\npair: [1]", "pair has 1 entries and must have 2"),

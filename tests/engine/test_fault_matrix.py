@@ -21,7 +21,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.startup.assemble import Machine
 from jaxserve.errors import JaxserveError
 from jaxserve.sched.api.plan import UNAVAILABLE, StepPlan
-from tests.support.engine.faults import LONG, Submitted, Starter, HangingDevice
+from tests.support.engine.faults import LONG, HangingDevice, Starter, Submitted
 
 MESH = "2x2"  # for the fixture `machine`
 COUNT = 12

@@ -18,7 +18,7 @@ from jaxserve.errors import JaxserveError, QueueFull
 from jaxserve.sched.api.errors import Unavailable
 from jaxserve.sched.api.plan import UNAVAILABLE, Delta, StepPlan
 from jaxserve.sched.api.slo import NO_SLO
-from tests.support.engine.faults import LONG, PARAMS, Submitted, Starter, HangingDevice
+from tests.support.engine.faults import LONG, PARAMS, HangingDevice, Starter, Submitted
 
 MESH = "2x1"  # for the fixture `machine`
 

@@ -21,7 +21,7 @@ from tests.support.examples import examples
 from tests.support.sched.cases import ADMISSIONS, JOBS, POLICIES, SHAPE
 from tests.support.sched.harness import Job
 from tests.support.sched.latency import LATENCY
-from tests.support.sched.roles import SEVERAL, ROLE_CHANGES, check, check_replay, journaled, run
+from tests.support.sched.roles import ROLE_CHANGES, SEVERAL, check, check_replay, journaled, run
 
 D, P = Role.DECODE, Role.PREFILL
 SOME = st.integers(1, 3)  # every `SOME`th request decodes in place

@@ -19,7 +19,7 @@ from jaxserve.sched.sim.workload import Arrival
 from tests.support.examples import examples
 from tests.support.sched.cases import ADMISSIONS, JOBS, POLICIES, ROUTERS, SHAPE, drawn
 from tests.support.sched.harness import COEFFICIENTS, Job
-from tests.support.sched.roles import SEVERAL, ROLE_CHANGES, D, M, P, RoleChanges, check, check_replay, journaled, run
+from tests.support.sched.roles import ROLE_CHANGES, SEVERAL, D, M, P, RoleChanges, check, check_replay, journaled, run
 
 
 @settings(max_examples=examples(60))
